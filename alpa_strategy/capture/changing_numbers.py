@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from io import IOBase
 from threading import get_ident
 from typing import Any
 
@@ -36,6 +37,7 @@ from alpa_strategy.capture.python_state import (
     patched,
     snapshot,
 )
+from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import ValueGuard, at_counters
 from alpa_strategy.ir.user_code import is_user_file
@@ -121,6 +123,11 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
                 continue
         elif is_library and type(value) not in (bool, float) and name not in _LIBRARY_NUMBERS:
             continue
+        if isinstance(value, IOBase) or type(value).__module__ == "_csv":
+            raise CaptureError(
+                f"the step uses the open file {label}.{name}: captured, it would write once and never again",
+                "write files in a hook such as on_train_batch_end (what the step returns arrives there)",
+            )
         found[identity, name] = ValueGuard(f"{label}.{name}".lstrip("."), name, namespace, snapshot(value))
     return tuple(found.values())
 

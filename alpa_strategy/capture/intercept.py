@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from alpa_strategy.capture.symbolic_scalars import StepCounter, TraceNumbers, as
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import MetricRef, Place
 from alpa_strategy.ir.guards import CounterRef, Guard, ValueGuard
-from alpa_strategy.ir.user_code import user_frame
+from alpa_strategy.ir.user_code import is_user_file, user_frame
 
 
 @dataclass
@@ -396,12 +397,18 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
             refusal(f"open({str(file)!r}, {mode!r})", "write files in a hook such as on_train_batch_end")()
         return python_open(file, mode, *args, **kwargs)
 
-    python_next, python_open = next, open
+    def note_message(logger: logging.Logger, message: logging.LogRecord) -> None:
+        if is_user_file(message.pathname):
+            record.note(f"messages to logging ({user_frame()}) are left out: a captured step repeats tensor work only")
+        handle(logger, message)
+
+    python_next, python_open, handle = next, open, logging.Logger.handle
     hooks_fix = "change gradients in on_after_backward"
     refuse_backward = refusal("backward()", "return the loss: Lightning calls backward")
     patches: list[tuple[Any, str, Any]] = [
         (builtins, "next", next_of),
         (builtins, "open", open_to_read),
+        (logging.Logger, "handle", note_message),
         (torch.distributions.Distribution, "__init__", init_unchecked),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),
         (torch.autograd.graph.saved_tensors_hooks, "__exit__", lambda *_: None),  # its __enter__ pushed nothing

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -290,3 +293,35 @@ def test_what_a_step_puts_into_its_batch_for_a_hook_is_refused_and_for_no_one_el
     module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     capture_step(module, batch)
     assert batch.keys() == {"x"}
+
+
+def writes_a_line(self: Step, x: Tensor, i: int) -> Tensor:
+    self.counts.file.write("a step\n")
+    return self.a(x).sum()
+
+
+def writes_a_row(self: Step, x: Tensor, i: int) -> Tensor:
+    self.counts.rows.writerow(["a step"])
+    return self.a(x).sum()
+
+
+@pytest.mark.parametrize(("function", "name"), [(writes_a_line, "file"), (writes_a_row, "rows")])
+def test_open_files_are_refused(function: Callable[..., Any], name: str, tmp_path: Path) -> None:
+    class Files:
+        def __init__(self) -> None:
+            self.file = (tmp_path / "lines").open("w")
+            self.rows = csv.writer(self.file)
+
+    module = Step(function)
+    module.counts = Files()
+    with pytest.raises(CaptureError, match=f"open file Files.{name}"):
+        capture_step(module, torch.randn(3, 4))
+
+
+def test_messages_to_logging_are_said_to_be_left_out() -> None:
+    def tells(self: Step, x: Tensor, i: int) -> Tensor:
+        logging.getLogger("mine").warning("a step")
+        return self.a(x).sum()
+
+    graph = capture_step(Step(tells), torch.randn(3, 4))
+    assert any("messages to logging" in note and "test_capture_errors.py" in note for note in graph.notes)
