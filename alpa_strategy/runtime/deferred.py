@@ -11,7 +11,7 @@ import hashlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -337,16 +337,17 @@ class Recorder:
             storages[result.storage] = tensor.untyped_storage()
 
     def _call(self, line: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if line.random is None:
-            with _default_dtype(line.default_dtype):
-                return line.func(*args, **kwargs)
-        if (own := line.random.get("own")) is not None:
-            kwargs = {**kwargs, "generator": torch.Generator(kwargs["generator"].device).set_state(own)}
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), _default_dtype(line.default_dtype):
-            if (cpu := line.random.get("cpu")) is not None:
+        states = line.random or {}
+        with ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(line.default_dtype)
+            if states:
+                stack.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
+            if (own := states.get("own")) is not None:
+                kwargs = {**kwargs, "generator": torch.Generator(kwargs["generator"].device).set_state(own)}
+            if (cpu := states.get("cpu")) is not None:
                 torch.set_rng_state(cpu)
-            if (cuda := line.random.get("cuda")) is not None:
+            if (cuda := states.get("cuda")) is not None:
                 torch.cuda.set_rng_state(cuda, self.device)
             return line.func(*args, **kwargs)
 
@@ -457,16 +458,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
             if isinstance(tensor, Tensor):
                 found.append((tensor, overwrites or argument.is_out))
     return found
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def current_states(generator: torch.Generator | None, device: torch.device) -> dict[str, Tensor]:
