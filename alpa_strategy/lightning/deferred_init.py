@@ -7,7 +7,7 @@ part of each parameter this rank keeps. Then parameters are made one after the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ class DeferredInit:
         self.was_needed = False
         self._device = torch.device("cpu")  # this rank's
         self._recorder: Recorder | None = None  # as long as there is something to make
-        self._is_recording = False
         self._loaded: dict[nn.Parameter, Tensor] = {}
         self._waiting: dict[nn.Parameter, Tensor] = {}  # parameter with a placeholder -> its deferred tensor
 
@@ -55,18 +54,9 @@ class DeferredInit:
                 keep_freed(False)
             self._device, self._recorder = device, Recorder(device)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Big tensors that are made here are deferred, ops on them recorded; nothing special where there are none."""
-        if self._recorder is None or self._is_recording:
-            yield
-            return
-        self._is_recording = True
-        try:
-            with self._recorder.recording():
-                yield
-        finally:
-            self._is_recording = False
+        return nullcontext() if self._recorder is None else self._recorder.recording()
 
     def before_loading(self, module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         """Give memory to the buffers that a checkpoint is going to fill; parameters wait for their shards."""
