@@ -21,7 +21,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property, lru_cache
 from typing import Any, TypeGuard, cast
 
@@ -142,11 +141,6 @@ def trainer_guards(trainer: Any, reads: dict[str, Any]) -> tuple[ValueGuard, ...
     """Guards of the Trainer's values in `reads` (dotted path -> value)."""
     values = Values(lambda path: operator.attrgetter(path)(trainer))
     return tuple(ValueGuard(f"trainer.{path}", path, values, value) for path, value in reads.items())
-
-
-def is_value(value: Any) -> bool:
-    """Whether a value read from the Trainer can be guarded: a number, a text, a choice."""
-    return value is None or isinstance(value, bool | int | float | str | Enum)
 
 
 def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[ValueGuard, ...]:
