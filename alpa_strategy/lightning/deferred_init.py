@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -218,6 +219,7 @@ def is_on_meta(module: nn.Module | None) -> bool:
 def move_real_tensors(module: nn.Module, device: torch.device) -> None:
     """`module.to(device)`, without what is on the meta device."""
     if is_on_meta(module):
+        _update_properties(module, device=device)  # what `self.device` gives
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     else:
         module.to(device)
