@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from errno import EINVAL
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from lightning import seed_everything
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from rich.console import Console
 from rich.text import Text
 
@@ -31,7 +32,7 @@ from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
 from alpa_strategy.files import RECIPES, is_possible, shipped_folder
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import compiled_by_user
-from alpa_strategy.lightning.master_weights import check_has_masters, keep_masters, low_precision_copies
+from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.planner.written_plan import asks_for_written
 from alpa_strategy.recipe import Recipe, build_data, build_model, build_trainer, load_recipe, resolve_target
@@ -182,13 +183,15 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
     if recipe.strategy.get("compile") is None:
         options = replace(options, compile=compiled_by_user(model) is not None)
     batch = _example_batch(build_data(recipe), recipe)
-    context = _apply_precision(recipe, model)
+    precision = precision_plugin(recipe)
+    precision.convert_module(model)
     optimizer = optimizer_info_of(model)
     choose = None
     if arguments.search:
         choose = partial(_search(arguments.search), seconds=arguments.search_seconds)
     with _rare_collections():
         around = Plan.load(arguments.around) if arguments.around else None
+        context = precision.train_step_context
         return make_plan(model, batch, cluster, options, optimizer, progress, context, None, choose, around)
 
 
@@ -297,23 +300,21 @@ def _example_batch(data: Any, recipe: Recipe) -> Any:
     return loader.collate_fn(rows)
 
 
-def _apply_precision(recipe: Recipe, model: Any) -> Callable[[], AbstractContextManager]:
-    """What the Trainer's precision plugin does to the model, and the context that it puts around the step."""
-    precision = str(recipe.trainer.get("precision") or "32-true")
-    dtypes = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
-    kind, _, mode = precision.partition("-")
-    low = kind in ("16", "bf16")
-    if kind not in dtypes or mode not in ("", "true", "mixed") or (mode == "mixed" and not low):
+def precision_plugin(recipe: Recipe) -> Precision:
+    """What the Trainer would make of the recipe's precision, for a step that is captured as CPU, whatever the cluster's
+    devices are."""
+    given = str(recipe.trainer.get("precision") or "32-true")
+    precision: Any = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(given, given)
+    plugin = Precision()
+    if precision in ("16-mixed", "bf16-mixed"):
+        plugin = MixedPrecision(precision, "cpu")
+    elif precision in ("16-true", "bf16-true"):
+        plugin = HalfPrecision(precision)
+    elif precision == "64-true":
+        plugin = DoublePrecision()
+    elif precision != "32-true":
         raise OptionError(
-            f"{recipe.path}: trainer.precision {precision!r} cannot be planned",
+            f"{recipe.path}: trainer.precision {given!r} cannot be planned",
             "use 32-true, 64-true, 16-mixed, bf16-mixed, 16-true or bf16-true",
         )
-    if recipe.strategy.get("master_weights"):
-        check_has_masters(precision)
-        keep_masters(model, dtypes[kind])
-        return partial(low_precision_copies, model, dtypes[kind])
-    if low and mode != "true":
-        # The step is captured as CPU, whatever the cluster's devices are.
-        return partial(torch.autocast, "cpu", dtype=dtypes[kind])
-    model.to(dtypes[kind])
-    return nullcontext
+    return with_masters(plugin) if recipe.strategy.get("master_weights") else plugin

@@ -96,7 +96,7 @@ class Planner:
 
     def __init__(self, cell: Cell, num_microbatches: int, store_dir: Path) -> None:
         from alpa_strategy.capture.capture import capture_step
-        from alpa_strategy.cli import _apply_precision
+        from alpa_strategy.cli import precision_plugin
         from alpa_strategy.cost.flops import op_flops
         from alpa_strategy.cost.model import RooflineCosts
         from alpa_strategy.inter_op.pins import submeshes
@@ -114,7 +114,9 @@ class Planner:
         batch = build_data(recipe).example_batch()
         self.cluster = cluster_of(cell)
         options = PlanOptions(batch_scope="global", num_microbatches=num_microbatches, remat=True)
-        context = _apply_precision(recipe, self.model)
+        precision = precision_plugin(recipe)
+        precision.convert_module(self.model)
+        context = precision.train_step_context
         step = capture_step(self.model, batch, world_size=cell.num_devices, batch_scope="global", context=context)
         self.flops = model_flops(cell, self.model, sum(op_flops(op.call) for op in step.ops))
         graph = microbatch(step, num_microbatches).graph

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from threading import get_ident
 from types import FunctionType
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from alpa_strategy.capture.ops import apply_as_op
-from alpa_strategy.capture.python_state import attributes_kept, globals_kept, is_metric, is_value, patched
+from alpa_strategy.capture.python_state import attributes_kept, globals_kept, is_metric, patched
 from alpa_strategy.capture.symbolic_scalars import StepCounter, TraceNumbers, as_tensor, functions_of_counters, made_of
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import MetricRef, Place
@@ -160,7 +161,7 @@ class _View:
         if path in counters:
             return counters[path]
         value = getattr(viewed, name)
-        if is_value(value):
+        if value is None or isinstance(value, bool | int | float | str | Enum):  # what a guard can compare
             reads[path] = value
         elif type(value).__module__.startswith("lightning.") and not isinstance(value, nn.Module | list):
             return _View(value, path, counters, reads)

@@ -21,11 +21,11 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property, lru_cache
 from typing import Any, TypeGuard, cast
 
 import numpy as np
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
@@ -48,7 +48,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, defaultdict, OrderedDict, Counter, deque)
 LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _BATCH_SIZE = re.compile("^batch_?size$|^bsz?$", re.IGNORECASE)
-_GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState)
+_GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState, torch.Generator)
 _MAX_DEPTH = 6
 _MAX_ITEMS = 1000
 MISSING = object()
@@ -141,11 +141,6 @@ def trainer_guards(trainer: Any, reads: dict[str, Any]) -> tuple[ValueGuard, ...
     """Guards of the Trainer's values in `reads` (dotted path -> value)."""
     values = Values(lambda path: operator.attrgetter(path)(trainer))
     return tuple(ValueGuard(f"trainer.{path}", path, values, value) for path, value in reads.items())
-
-
-def is_value(value: Any) -> bool:
-    """Whether a value read from the Trainer can be guarded: a number, a text, a choice."""
-    return value is None or isinstance(value, bool | int | float | str | Enum)
 
 
 def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[ValueGuard, ...]:
@@ -293,7 +288,7 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class _KeptNames(_Kept):
+class KeptNames(_Kept):
     """The attributes of a module, or the globals of a file: each name counts by itself.
 
     Names that begin with two underscores do not, nor do those in `skipped`, nor imports, which a first call may do.
@@ -317,15 +312,20 @@ class _KeptNames(_Kept):
 
 
 class KeptGenerator(_Kept):
-    """A generator of random numbers, of Python or NumPy; `before` is its state."""
+    """A generator of random numbers, of Python, NumPy or torch; `before` is its state."""
 
     @override
     def differs(self) -> bool:
-        return pickle.dumps(self.before) != pickle.dumps(self.items.__getstate__())  # arrays do not compare
+        return pickle.dumps(self.before) != pickle.dumps(_state_of(self.items))  # arrays do not compare
 
     @override
     def restore(self) -> None:
-        self.items.__setstate__(self.before)
+        is_torchs = isinstance(self.items, torch.Generator)
+        self.items.set_state(torch.from_numpy(self.before)) if is_torchs else self.items.__setstate__(self.before)
+
+
+def _state_of(generator: Any) -> Any:
+    return generator.get_state().numpy() if isinstance(generator, torch.Generator) else generator.__getstate__()
 
 
 def put_all_back(kept: Iterable[_Kept]) -> dict[str, Any]:
@@ -367,7 +367,7 @@ def kept_in(
         label = place + "".join(f"[{key!r}]" for key in keys)
         if isinstance(value, _GENERATORS):
             seen.add(id(value))
-            yield KeptGenerator(label, value, value.__getstate__(), is_noticed=is_noticed)
+            yield KeptGenerator(label, value, _state_of(value), is_noticed=is_noticed)
         elif has_fields(value) and len(keys) < _MAX_DEPTH:
             seen.add(id(value))
             yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed)
@@ -420,7 +420,7 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
     for path, child in module.named_modules():
         if id(child) not in metrics:
             before = {name: value for name, value in vars(child).items() if name not in framework}
-            kept.append(_KeptNames(path, vars(child), before, child, skipped=framework))
+            kept.append(KeptNames(path, vars(child), before, child, skipped=framework))
             is_noticed = not type(child).__module__.startswith("torch.nn.")  # RNNs keep their weights in a list
             for name, value in {**_class_containers(type(child)), **before}.items():
                 place = Place(path, name)
@@ -478,7 +478,7 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
         found += [(f"{name} of {method.__qualname__}", name, cell.cell_contents) for name, cell in cells]
     trainer = getattr(module, "_trainer", None)
     found += [(f"trainer.{name}", name, getattr(trainer, name, None)) for name in ("datamodule", "callbacks")]
-    kept: list[_Kept] = [_KeptNames(where, names, dict(names)) for where, names in files.items()]
+    kept: list[_Kept] = [KeptNames(where, names, dict(names)) for where, names in files.items()]
     for place, name, value in found:
         is_users = _is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
         if name[:2] != "__" and (is_users or not has_fields(value) or isinstance(value, _GENERATORS)):

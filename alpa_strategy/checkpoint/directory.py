@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import warnings
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from alpa_strategy.checkpoint.restricted import RestrictedReader, check_sum, checksum, is_plain, place_of, reading
 from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, from_file, put_tensors
 from alpa_strategy.errors import AlpaError, CheckpointError
-from alpa_strategy.files import read_json
+from alpa_strategy.files import read_json, replacing, write_json
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -155,7 +154,8 @@ class _Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         super().finish(metadata, [[result for result, _ in rank] for rank in results])
         assert isinstance(self._rest, bytes)
-        _write_synced(self._staging / REST, self._rest)
+        with replacing(self._staging / REST) as file:  # on disk before its name is
+            file.write_bytes(self._rest)
         sums = {place_of(result.storage_data): crc for rank in results for result, crc in rank}
         _mark_complete(self._staging, {place.partition("@")[0] for place in sums} | {REST}, sums)
         _put_in_place(self._staging, self._target)
@@ -228,7 +228,7 @@ def _mark_complete(path: Path, names: set[str], sums: dict[str, int]) -> None:
         with (path / name).open("rb") as file:
             sums[place_of(_StorageInfo(name, 0, files[name]))] = checksum(file, 0, files[name])
     content = {"to_read": TO_READ, "format": FORMAT_VERSION, "files": files, "sums": sums}
-    _write_synced(path / COMPLETE, json.dumps(content).encode())
+    write_json(path / COMPLETE, content)
     sync_folder(path)
 
 
@@ -319,14 +319,6 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,13 +50,15 @@ class Sharing:
 
 def module_state(module: nn.Module, sharing: Sharing) -> dict[str, Any]:
     """`module.state_dict()` with `LocalShards` in the place of parameters, whatever the module makes of its names."""
-    places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
-        (m._parameters, key, p) for m in module.modules() for key, p in m._parameters.items() if p is not None
-    ]
-    distinct = dict.fromkeys(parameter for _, _, parameter in places)  # tied ones are written once
-    shards = {parameter: sharing.shards(parameter, parameter.detach()) for parameter in distinct}
-    with patched((parameters, key, shards[p]) for parameters, key, p in places):
+    shards = {p: sharing.shards(p, p.detach()) for p in module.parameters()}  # tied ones are written once
+    with _standing_in(module, shards):
         return module.state_dict()
+
+
+def _standing_in(module: nn.Module, others: Mapping[nn.Parameter, Tensor]) -> AbstractContextManager[None]:
+    """Context in which the module has other tensors in the place of parameters."""
+    places = [(m._parameters, key, p) for m in module.modules() for key, p in m._parameters.items()]
+    return patched((parameters, key, others[p]) for parameters, key, p in places if p is not None and p in others)
 
 
 @torch.no_grad()
@@ -109,27 +112,20 @@ def load_parameters(state_dict: Mapping[str, Tensor], store: ParameterStore) -> 
         read_chunks(source, [Chunk(offsets, view) for offsets, view in held])
 
 
-def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], apart: Collection[str], strict: bool) -> None:
-    """`module.load_state_dict(state_dict, strict)`, without the parameters `apart`, whose values come another way.
+def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], store: ParameterStore, strict: bool) -> None:
+    """`module.load_state_dict(state_dict, strict)`, without the values of the parameters in `store`.
 
     Raises:
-        RuntimeError: as torch does, when `strict` and a name is missing or surplus.
+        RuntimeError: as torch does, when `strict` and a name is missing or surplus, or a shape another one.
     """
-    others = {name: tensor for name, tensor in state_dict.items() if name not in apart}
+    shapes = {p: torch.empty(store.whole_shape(p), device="meta") for p in module.parameters() if p in store}
     try:
-        result = module.load_state_dict(others if apart else state_dict, strict=strict and not apart)
+        with _standing_in(module, shapes):
+            module.load_state_dict(state_dict, strict)
     except RuntimeError:  # torch makes one text of all that went wrong
-        for name, value in others.items():
+        for name, value in state_dict.items():
             if isinstance(value, StoredTensor) and value.failure is not None:
                 raise value.failure from None
             if value is None:
                 raise CheckpointError(f"the checkpoint has no values of {name!r}", "load another one") from None
         raise
-    if not apart:
-        return
-    missing = [name for name in result.missing_keys if name not in state_dict]
-    if strict and (missing or result.unexpected_keys):
-        raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(module).__name__}:\n\tMissing key(s) in state_dict: {missing}"
-            f"\n\tUnexpected key(s) in state_dict: {result.unexpected_keys}"
-        )

@@ -377,8 +377,6 @@ def _state_kept(owners: Sequence[Any], named: Set[str]) -> Iterator[list[Tensor]
         names = vars(each).keys() & named if each in owners else vars(each).keys()
         kept += _tensors_held([vars(each)[name] for name in names - skipped], seen)
     tensors = [(t, t.data, t.detach().clone()) for t in kept if t.layout is torch.strided and not t.is_meta]
-    values = [each for m in modules for each in vars(m).values()]
-    states = [(each, each.get_state()) for each in values if isinstance(each, torch.Generator)]
     changed: list[Tensor] = []
     try:
         with ExitStack() as stack:
@@ -390,8 +388,6 @@ def _state_kept(owners: Sequence[Any], named: Set[str]) -> Iterator[list[Tensor]
             stack.enter_context(globals_kept(owners[0], set()))
             yield changed
     finally:  # a hook that fails may have changed them as well
-        for generator, state in states:
-            generator.set_state(state)
         for tensor, data, old in tensors:
             # By their bytes: changes through `.data` leave no trace in versions.
             if tensor.data_ptr() != data.data_ptr() or bool(digest(tensor) != digest(old)):

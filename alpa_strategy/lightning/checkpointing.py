@@ -127,7 +127,7 @@ class Checkpoints:
         held = {name for name, p in parameters.items() if p in store}
         with warnings.catch_warnings():  # nothing is copied to the meta device: that is what comes later
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint")
-            load_others(module, state_dict, held, strict)
+            load_others(module, state_dict, store, strict)
         missing = {name for name, p in parameters.items() if p.is_meta}
         self.parameters_to_load = {name: state_dict[name] for name in missing | held if name in state_dict}
         if held:

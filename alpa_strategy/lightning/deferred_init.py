@@ -7,11 +7,12 @@ part of each parameter this rank keeps. Then parameters are made one after the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -38,7 +39,6 @@ class DeferredInit:
         self.was_needed = False
         self._device = torch.device("cpu")  # this rank's
         self._recorder: Recorder | None = None  # as long as there is something to make
-        self._is_recording = False
         self._loaded: dict[nn.Parameter, Tensor] = {}
         self._waiting: dict[nn.Parameter, Tensor] = {}  # parameter with a placeholder -> its deferred tensor
 
@@ -55,18 +55,9 @@ class DeferredInit:
                 keep_freed(False)
             self._device, self._recorder = device, Recorder(device)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Big tensors that are made here are deferred, ops on them recorded; nothing special where there are none."""
-        if self._recorder is None or self._is_recording:
-            yield
-            return
-        self._is_recording = True
-        try:
-            with self._recorder.recording():
-                yield
-        finally:
-            self._is_recording = False
+        return nullcontext() if self._recorder is None else self._recorder.recording()
 
     def before_loading(self, module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         """Give memory to the buffers that a checkpoint is going to fill; parameters wait for their shards."""
@@ -228,6 +219,7 @@ def is_on_meta(module: nn.Module | None) -> bool:
 def move_real_tensors(module: nn.Module, device: torch.device) -> None:
     """`module.to(device)`, without what is on the meta device."""
     if is_on_meta(module):
+        _update_properties(module, device=device)  # what `self.device` gives
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     else:
         module.to(device)

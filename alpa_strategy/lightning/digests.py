@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.comm.collectives import any_rank, of_all_ranks, world_size
-from alpa_strategy.errors import AlpaError, NotRowsError, RuntimeMismatchError
+from alpa_strategy.errors import NotRowsError, RuntimeMismatchError
 from alpa_strategy.ir.graph import BufferInput, StepGraph
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -91,21 +91,18 @@ class LeafAgreement:
             values = found[:, first].tolist()
             most = max(values, key=values.count)
             ranks = [rank for rank, value in enumerate(values) if value != most]
-            raise _differs(self.names[first], f"ranks {ranks} have another than most", self._all)
-
-
-def _differs(name: str, how: str, same_rows: bool) -> AlpaError:
-    if same_rows:
-        return RuntimeMismatchError(
-            f'the batch\'s leaf {name} differs between the ranks of a replica, or of batch_scope="global" ({how}), '
-            "which are to load the same rows",
-            "call lightning.seed_everything(..., workers=True), and let samplers of your own give them the same",
-        )
-    return NotRowsError(
-        f"the batch's leaf {name} has no row per sample and differs between the ranks ({how}), while it is taken to be "
-        "the same on all ranks, whose batches are one batch of the step",
-        REPLICA,
-    )
+            leaf, how = f"the batch's leaf {self.names[first]}", f"(ranks {ranks} have another than most)"
+            if self._all:
+                raise RuntimeMismatchError(
+                    f'{leaf} differs between the ranks of a replica, or of batch_scope="global" {how}, which are to '
+                    "load the same rows",
+                    "call lightning.seed_everything(..., workers=True), and let your own samplers give them the same",
+                )
+            raise NotRowsError(
+                f"{leaf} has no row per sample and differs between the ranks {how}, while it is taken to be the same "
+                "on all ranks, whose batches are one batch of the step",
+                REPLICA,
+            )
 
 
 class CopyCheck:

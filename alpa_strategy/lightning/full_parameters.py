@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -40,13 +40,13 @@ class FullParameters:
     def __init__(self, store: ParameterStore) -> None:
         self._store = store
         self._parts: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # parameter, its part, its gradient's part
-        self._depth = 0
+        self._is_entered = False
         self.on_use: GatherOnUse | None = None
 
     @property
     def is_active(self) -> bool:
         """Whether the module holds whole parameters now."""
-        return self._depth > 0 or (self.on_use is not None and self.on_use.is_active)
+        return self._is_entered or (self.on_use is not None and self.on_use.is_active)
 
     @contextmanager
     def entered(self, with_gradients: bool = False) -> Iterator[None]:
@@ -55,21 +55,18 @@ class FullParameters:
         Args:
             with_gradients: gradients are whole in it as well, unless the module is whole already.
         """
-        with_gradients = with_gradients and not self.is_active
-        if not self.is_active:
-            self._gather(with_gradients)
-        self._depth += 1
-        failed = True
+        if self.is_active:  # the first to enter takes what is changed
+            yield
+            return
+        self._gather(with_gradients)
+        self._is_entered = True
         try:
             yield
-            failed = False
+            self._take_changes(with_gradients)
         finally:
-            self._depth -= 1
-            if not failed:
-                self._take_changes(with_gradients)
-            if self._depth == 0:
-                _put(self._parts)
-                self._parts = []
+            self._is_entered = False
+            _put(self._parts)
+            self._parts = []
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -78,18 +75,15 @@ class FullParameters:
             with self.on_use.suspended():
                 yield
             return
-        if self._depth == 0:
-            yield
-            return
         self._take_changes(False)
-        depth, parts = self._depth, self._parts
+        is_entered, parts = self._is_entered, self._parts
         whole = [(parameter, parameter.data, parameter.grad) for parameter, _, _ in parts]
-        self._depth, self._parts = 0, []
+        self._is_entered, self._parts = False, []
         _put(parts)
         try:
             yield
         finally:
-            self._depth, self._parts = depth, parts
+            self._is_entered, self._parts = is_entered, parts
             _put(whole)
 
     def _gather(self, with_gradients: bool) -> None:
@@ -155,14 +149,7 @@ _GRADIENT_HOOKS = (
 _HOOKS_OF_STEPS = ("on_train_batch_start", "on_before_backward", *_GRADIENT_HOOKS, "on_train_batch_end")
 _HOOKS = (
     *_HOOKS_OF_STEPS,
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_validation_start",
-    "on_validation_epoch_start",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "on_validation_end",
+    *(name for name in dir(Callback) if name.startswith(("on_train_epoch_", "on_validation_"))),
     "on_save_checkpoint",
     "on_train_end",
 )

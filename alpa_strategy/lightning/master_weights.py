@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
-from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
 from typing_extensions import override
@@ -29,8 +27,15 @@ class MasterWeights(HalfPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        """Parameters in fp32, floating buffers in bf16. fp64 parameters stay: nobody asked for less of them."""
         self._module = module
-        keep_masters(module, torch.bfloat16)
+        for owner in module.modules():
+            for parameter in owner._parameters.values():
+                if parameter is not None and parameter.is_floating_point() and parameter.dtype.itemsize < 4:
+                    parameter.data = parameter.data.float()
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    owner._buffers[name] = buffer.bfloat16()
         return module
 
     @override
@@ -40,8 +45,20 @@ class MasterWeights(HalfPrecision):
     @contextmanager
     @override
     def forward_context(self) -> Iterator[None]:
+        """Context in which the module's floating parameters are copies of them in bf16, and so are new tensors.
+
+        Gradients of the copies arrive at the parameters. A tied parameter has one copy.
+        """
         assert self._module is not None
-        with low_precision_copies(self._module, torch.bfloat16):
+        places = [
+            (owner._parameters, name, master)
+            for owner in self._module.modules()
+            for name, master in list(owner._parameters.items())
+            if master is not None and master.is_floating_point()
+        ]
+        copies = {master: master.bfloat16() for _, _, master in places}
+        of_copies = patched((parameters, name, copies[master]) for parameters, name, master in places)
+        with of_copies, super().forward_context():
             yield
 
     def dtype_context(self) -> AbstractContextManager[None]:
@@ -51,46 +68,10 @@ class MasterWeights(HalfPrecision):
 
 def with_masters(plugin: Any) -> MasterWeights:
     """What `master_weights=True` makes of the Trainer's precision; SetupError where that is not bf16-true."""
-    check_has_masters(getattr(plugin, "precision", type(plugin).__name__))
-    return MasterWeights()
-
-
-def check_has_masters(precision: object) -> None:
-    """SetupError where `master_weights=True` means nothing: at any precision of the Trainer's but bf16-true."""
+    precision = getattr(plugin, "precision", type(plugin).__name__)
     if precision != "bf16-true":
         raise SetupError(
             f"master_weights=True with precision {precision!r}: there are no bf16 parameters to keep masters of",
             'use precision="bf16-true" (under "bf16-mixed" parameters are fp32 already), or leave master_weights out',
         )
-
-
-def keep_masters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Bring a module into the form that `low_precision_copies` wants: parameters in fp32, floating buffers in `dtype`.
-
-    fp64 parameters stay: nobody asked for less of them.
-    """
-    for owner in module.modules():
-        for parameter in owner._parameters.values():
-            if parameter is not None and parameter.is_floating_point() and parameter.dtype.itemsize < 4:
-                parameter.data = parameter.data.float()
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                owner._buffers[name] = buffer.to(dtype)
-
-
-@contextmanager
-def low_precision_copies(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Context in which the module's floating parameters are copies of them in `dtype`, and so are new tensors.
-
-    Gradients of the copies arrive at the parameters. A tied parameter has one copy.
-    """
-    places = [
-        (owner._parameters, name, master)
-        for owner in module.modules()
-        for name, master in list(owner._parameters.items())
-        if master is not None and master.is_floating_point()
-    ]
-    copies = {master: master.to(dtype) for _, _, master in places}
-    of_copies = patched((parameters, name, copies[master]) for parameters, name, master in places)
-    with of_copies, _DtypeContextManager(dtype):
-        yield
+    return MasterWeights()

@@ -38,16 +38,15 @@ class PerStepValues:
         """`parameters` and the derived values, each made when it is first asked for: for one run of a program."""
         if not self._programs:
             return parameters
-        handed: dict[str, Tensor] = {}
 
         def make(name: str) -> Tensor:
             if name not in self._programs:
                 return parameters[name]
-            if name not in handed:
-                handed.update(self.hand_out(name, parameters, buffers))
-            return handed[name]
+            values.update(self.hand_out(name, parameters, buffers))
+            return values[name]
 
-        return OnDemand(tuple(parameters), make)
+        values = OnDemand(make)
+        return values
 
     def hand_out(self, name: str, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> dict[str, Tensor]:
         """All values of the derivation that makes `name`, as a graph sees them that starts at `parameters`."""

@@ -11,7 +11,7 @@ import hashlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from alpa_strategy.errors import CaptureError
 
@@ -100,7 +100,7 @@ class RecordedOp:
         return f"{self.func}{plain}{self.results}{self.default_dtype}"
 
 
-class Recorder:
+class Recorder(TorchDispatchMode):
     """Makes and remembers deferred tensors: the ops on them in order, and how to run those that one tensor needs.
 
     Args:
@@ -112,6 +112,7 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES) -> None:
+        super().__init__()
         self.device, self.min_bytes = device, min_bytes
         self.lines: list[RecordedOp] = []
         self._writers: dict[int, list[int]] = defaultdict(list)  # storage -> the lines that write to it, ascending
@@ -123,8 +124,11 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Tensors made in this context are deferred. May be entered several times, not within itself."""
-        with _Mode(self), _LooksReal(self):
+        """Tensors made in this context are deferred. Within itself it does nothing."""
+        if self in _get_current_dispatch_mode_stack():
+            yield
+            return
+        with self, _LooksReal(self):
             yield
 
     def is_deferred(self, tensor: Tensor) -> bool:
@@ -182,6 +186,10 @@ class Recorder:
         self._devices[number] = device or self.device
 
     # What the mode does with an op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func` for real, or record it and return meta tensors."""
@@ -337,16 +345,17 @@ class Recorder:
             storages[result.storage] = tensor.untyped_storage()
 
     def _call(self, line: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if line.random is None:
-            with _default_dtype(line.default_dtype):
-                return line.func(*args, **kwargs)
-        if (own := line.random.get("own")) is not None:
-            kwargs = {**kwargs, "generator": torch.Generator(kwargs["generator"].device).set_state(own)}
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), _default_dtype(line.default_dtype):
-            if (cpu := line.random.get("cpu")) is not None:
+        states = line.random or {}
+        with ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(line.default_dtype)
+            if states:
+                stack.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
+            if (own := states.get("own")) is not None:
+                kwargs = {**kwargs, "generator": torch.Generator(kwargs["generator"].device).set_state(own)}
+            if (cpu := states.get("cpu")) is not None:
                 torch.set_rng_state(cpu)
-            if (cuda := line.random.get("cuda")) is not None:
+            if (cuda := states.get("cuda")) is not None:
                 torch.cuda.set_rng_state(cuda, self.device)
             return line.func(*args, **kwargs)
 
@@ -371,16 +380,6 @@ class Recorder:
             given = [leaf for leaf in pytree.tree_leaves((line.args, line.kwargs)) if isinstance(leaf, Given)]
             found += [each.value() for each in given if each.is_copy]
         return found
-
-
-class _Mode(TorchDispatchMode):
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():
-            return self._recorder.run(func, args, kwargs or {})
 
 
 class _LooksReal(TorchFunctionMode):
@@ -457,16 +456,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
             if isinstance(tensor, Tensor):
                 found.append((tensor, overwrites or argument.is_out))
     return found
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def current_states(generator: torch.Generator | None, device: torch.device) -> dict[str, Tensor]:

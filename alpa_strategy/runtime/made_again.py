@@ -22,12 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from alpa_strategy.capture.python_state import (
-    KeptGenerator,
-    changed_names,
+    KeptNames,
     framework_attributes,
     kept_in,
     patched,
-    put_back,
     version_of,
 )
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
@@ -202,19 +200,13 @@ def _as_it_is(module: nn.Module, arguments: Iterable[Any]) -> Callable[[], None]
     skipped, seen = framework_attributes(), set[int]()
     attributes = (value for space in _spaces(module) for key, value in space.items() if key not in skipped)
     values = [v for v in (*attributes, *arguments) if not isinstance(v, Tensor | int | float | str | None)]
-    kept = [each for value in values for each in kept_in(value, "", seen)]
-    for each in (random.random.__self__, np.random.rand.__self__):  # type: ignore[attr-defined]
-        kept.append(KeptGenerator("", each, each.__getstate__()))
-    generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
-    spaces = [(space, dict(space)) for space in _spaces(module)]
+    values += [random.random.__self__, np.random.rand.__self__]  # type: ignore[attr-defined]
+    kept: list[Any] = [KeptNames("", space, dict(space)) for space in _spaces(module)]
+    kept += [each for value in values for each in kept_in(value, "", seen)]
 
     def put_all_back() -> None:
-        for space, before in spaces:
-            put_back(space, before, changed_names(space, before))
         for each in kept:
             each.restore()
-        for generator, state in generators:
-            generator.set_state(state)
 
     return put_all_back
 

@@ -16,7 +16,7 @@ only `data` is replaced. Values and gradients move by `Reshard`s from the storag
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -117,7 +117,7 @@ class MeshParameters:
             if sharded.is_gathered_once and sharded.leaf is None and sharded.link is None:
                 sharded.begin_gathering()
         if not ahead_bytes or not torch.is_grad_enabled():
-            return OnDemand(tuple(self._sharded), self.step_input)
+            return OnDemand(self.step_input)
         sums = Sums(ahead_bytes)
         # A gradient that is summed once more, in buckets, wants to come early.
         entered = {
@@ -126,7 +126,7 @@ class MeshParameters:
             if sharded.parameter.requires_grad and sharded.plan.uses_shards and not sharded.plan.is_fetched
             if not sharded.is_gathered_once and not sharded.to_use.backward_steps
         }
-        return OnDemand(tuple(self._sharded), lambda name: entered[name] if name in entered else self.step_input(name))
+        return OnDemand(self.step_input, entered)
 
     def step_input(self, name: str) -> Tensor:
         """What the lowered step takes for one parameter; see `step_inputs`."""
@@ -194,20 +194,15 @@ class MeshParameters:
         self.reducer.mark_ready(name)
 
 
-class OnDemand(Mapping[str, Tensor]):
-    """Tensors by name, each made when it is asked for."""
+class OnDemand(dict[str, Tensor]):
+    """Tensors by name; what it does not hold is made whenever it is asked for."""
 
-    def __init__(self, names: tuple[str, ...], make: Callable[[str], Tensor]) -> None:
-        self._names, self._make = names, make
+    def __init__(self, make: Callable[[str], Tensor], held: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(held or {})
+        self._make = make
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __missing__(self, name: str) -> Tensor:
         return self._make(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 @dataclass

@@ -7,10 +7,12 @@ import math
 
 import pytest
 import torch
+from lightning import LightningModule
 from models import MODELS
 from torch import nn
 
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.lightning.deferred_init import move_real_tensors
 from alpa_strategy.runtime.deferred import Recorder
 
 CPU = torch.device("cpu")
@@ -240,3 +242,12 @@ def test_changes_that_were_recorded_are_not_taken_for_others() -> None:
         for _ in range(20):  # more than what was recorded: that can be seen
             weight.mul_(2.0)
     assert not recorder.is_unchanged(weight)
+
+
+@pytest.mark.parametrize("built_on", ["cpu", "meta"])
+def test_a_module_that_moves_knows_its_device_whether_it_has_memory_or_not(built_on: str) -> None:
+    module = LightningModule()
+    module.layer = nn.Linear(2, 2, device=built_on)
+    assert module.device == CPU
+    move_real_tensors(module, torch.device("meta"))  # stands for a GPU
+    assert module.device == torch.device("meta")

@@ -121,7 +121,8 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
             x = x.tensor_split(mesh.shape[axis])[mesh.coordinate[axis]]
         context = store.of_stage[0].regather_hooks(ahead_bytes=0) if regather else torch.enable_grad()
         with context:
-            values = {name: uses[name](tensor) for name, tensor in store.of_stage[0].step_inputs().items()}
+            given = store.of_stage[0].step_inputs()
+            values = {name: use(given[name]) for name, use in uses.items()}
             loss = loss_sum(values, x)
         del values
         if i % accumulate == 0 and clear:
