@@ -525,20 +525,6 @@ def without_outliers(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, fl
     return tuple((size, value) for (size, _), value in zip(points, seconds, strict=True))
 
 
-def crossing_groups(size: int, stride: int, num_devices: int, devices_per_node: int) -> tuple[int, int]:
-    """How an axis meets the nodes: (groups that cross out of one node at the same time, devices of one group per node).
-
-    Both are the worst over the nodes; (0, size) when every group lies inside a node.
-    """
-    if num_devices <= devices_per_node:
-        return 0, size
-    places = (((r // (stride * size), r % stride), r // devices_per_node) for r in range(num_devices))
-    members = Counter(places)  # (group, node) -> devices
-    nodes_of = Counter(group for group, _ in members)
-    crossing = Counter(node for group, node in members if nodes_of[group] > 1)
-    return (max(crossing.values()), max(members.values())) if crossing else (0, size)
-
-
 def factorisations(num_devices: int) -> list[tuple[int, ...]]:
     """(n,), then every (a, b) with a * b = n and a, b > 1, a ascending."""
     pairs = [(a, num_devices // a) for a in range(2, num_devices) if num_devices % a == 0]
