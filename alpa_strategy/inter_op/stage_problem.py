@@ -7,6 +7,7 @@ stage recomputes, it does so span by span (`RematSpans`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -350,16 +351,9 @@ class RematSpans:
 
 def balanced_groups(weights: Sequence[float], count: int) -> tuple[int, ...]:
     """Positions at which `count` (or fewer) runs of consecutive items begin, the heaviest run as light as possible."""
-    low, high = max(weights, default=0.0), sum(weights)
-    best = _greedy(weights, high)
-    for _ in range(50):
-        limit = (low + high) / 2
-        starts = _greedy(weights, limit)
-        if len(starts) <= count:
-            best, high = starts, limit
-        else:
-            low = limit
-    return best
+    up_to = np.cumsum([0.0, *weights])
+    limits = np.unique(np.maximum(up_to[None] - up_to[:, None], max(weights, default=0.0)))  # weights of runs
+    return _greedy(weights, limits[bisect_left(limits, True, key=lambda most: len(_greedy(weights, most)) <= count)])
 
 
 def _greedy(weights: Sequence[float], limit: float) -> tuple[int, ...]:
