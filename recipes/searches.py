@@ -27,7 +27,7 @@ from itertools import accumulate, combinations, pairwise, product
 
 import numpy as np
 
-from alpa_strategy.inter_op.candidates import Candidate, EqualMeshes, Pipeline, StageSpace, simulated_seconds
+from alpa_strategy.inter_op.candidates import Candidate, EqualMeshes, StageSpace, simulated_seconds
 from alpa_strategy.inter_op.stage_costs import allowed_shapes
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange
 from alpa_strategy.inter_op.stage_problem import weighted
@@ -295,8 +295,8 @@ class _Chain:
             self.limit, self.best = self.limit - excess, (math.inf, at)
             return None
         overhead = self.space.overhead
-        pipeline = Pipeline([stage.cost], [wish.remat], (0.0,))
-        (step,) = simulated_seconds("1F1B", 1, job.num_microbatches, [pipeline], overhead)
+        each = stage.plan.forward_seconds, stage.plan.backward_seconds, stage.cost.once, 0.0
+        (step,) = simulated_seconds("1F1B", 1, job.num_microbatches, [[each]], overhead)
         choice = StageChoice((StageRange(0, job.num_layers, submesh, 0),), step, 0.0)
         return Candidate(step, job, "1F1B", 1, choice, (submesh,), (wish.shape,), (wish.remat,), (1,), (0.0,), (stage,))
 

@@ -20,7 +20,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.flops import is_view, op_base_name
 from alpa_strategy.cost.model import RooflineCosts, Saved
-from alpa_strategy.inter_op.candidates import Pipeline, runtime_seconds, simulated_seconds
+from alpa_strategy.inter_op.candidates import runtime_seconds, simulated_seconds
 from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_problem import StageCost, cost_of
 from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
@@ -324,7 +324,7 @@ def _pipelined(case: Case, block: dict[str, float], rest: dict[str, float], one:
     crosses_nodes = submesh[0] > 1 or 2 * submesh[1] > case.cluster.devices_per_node
     link = boundary_link(submesh, submesh, case.cluster, crosses_nodes)
     wire = 2 * (link.latency + size / link.bandwidth) if stages > 1 else 0.0
-    pipeline = Pipeline(costs, [False] * stages, [wire] * (stages - 1) + [0.0])
+    pipeline = [(c.forward, c.backward, c.once, wire * (i < stages)) for i, c in enumerate(costs, start=1)]
     overhead = runtime_seconds(case.cluster.device)
     (seconds,) = simulated_seconds(schedule, case.pp, case.num_microbatches, [pipeline], overhead)
     num_bytes = max(_mesh_bytes(case, costs, mesh, schedule) for mesh in range(case.pp))

@@ -90,15 +90,10 @@ class Fields:
             raise self._error(self.prefix + key, f"is {value!r:.80}", f"write {expected}")
         return value
 
-    def text(self, key: str, expected: str, default: str | None = None) -> str:
+    def text(self, key: str, expected: str) -> str:
         """A text that is not empty."""
-        value = self.value(key, expected, default)
+        value = self.value(key, expected)
         return self.valid(key, value, isinstance(value, str) and value != "", expected)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
-        value = self.value(key, "true or false", default)
-        return self.valid(key, value, isinstance(value, bool), "true or false")
 
     def number(
         self, key: str, expected: str, default: float | None = None, *, zero: bool = False, maximum: float = math.inf
@@ -124,10 +119,6 @@ class Fields:
         """A list."""
         value = self.value(key, expected, default)
         return list(self.valid(key, value, isinstance(value, list | tuple), expected))
-
-    def names(self) -> list[str]:
-        """The fields that are there."""
-        return [str(key) for key in self.data]
 
     def _error(self, field: str, problem: str, fix: str) -> ClusterError:
         return ClusterError(f"cluster file {self.file}: field {field} {problem}", fix)

@@ -176,7 +176,8 @@ class ClusterSpec:
         until `measure_cluster` has run.
         """
         fields = Fields(data, CLUSTER_FIELDS, source)
-        measured = fields.flag("measured", False)
+        measured = fields.value("measured", "true or false", False)
+        fields.valid("measured", measured, isinstance(measured, bool), "true or false")
         nominal = NOMINAL.to_dict() if measured else {}
         tables = fields.items("tables", "a list of measured tables", ())
         num_nodes = fields.integer("num_nodes", "the number of nodes, a whole number >= 1", maximum=MAX_DEVICES)
@@ -389,14 +390,14 @@ NOMINAL = ClusterSpec(
 def _read_device(fields: Fields, nominal: dict[str, Any] | None) -> DeviceSpec:
     device = fields.section("device", DEVICE_FIELDS, f"a section with {', '.join(DEVICE_FIELDS)}", nominal)
     peaks = device.section("peak_flops", DTYPES, "FLOP/s by dtype, for example {float16: 125e12, float32: 15.7e12}")
-    if not peaks.names():
+    if not peaks.data:
         device.number("peak_flops", "FLOP/s of at least one dtype, for example {float32: 15.7e12}")
     efficiency = "the share of peak that large matrix products reach, above 0 and at most 1"
     return DeviceSpec(
         name=device.text("name", "the device's name"),
         memory_bytes=device.integer("memory_bytes", "the device's memory in bytes, for example 16e9"),
         memory_bandwidth=device.number("memory_bandwidth", "bytes/s of the device's memory, for example 900e9"),
-        peak_flops=tuple((dtype, peaks.number(dtype, "FLOP/s, for example 125e12")) for dtype in peaks.names()),
+        peak_flops=tuple((dtype, peaks.number(dtype, "FLOP/s, for example 125e12")) for dtype in peaks.data),
         launch_seconds=device.number("launch_seconds", "seconds to start one op, for example 5e-6", zero=True),
         efficiency=device.number("efficiency", efficiency, 1.0, maximum=1.0),
         slowdown=device.number("slowdown", "how much slower an op is while all devices compute, for example 1.5", 1.0),
@@ -409,9 +410,9 @@ def _read_efficiencies(device: Fields) -> tuple[tuple[str, tuple[tuple[str, floa
     expected = "shares of peak by kind of product and dtype, for example {convolution: {float32: 0.5}}"
     kinds = device.section("efficiencies", PRODUCT_KINDS, expected, {})
     found = []
-    for kind in kinds.names():
+    for kind in kinds.data:
         shares = kinds.section(kind, DTYPES, expected)
-        found.append((kind, tuple((dtype, shares.number(dtype, expected, maximum=1.0)) for dtype in shares.names())))
+        found.append((kind, tuple((dtype, shares.number(dtype, expected, maximum=1.0)) for dtype in shares.data)))
     return tuple(found)
 
 
@@ -523,20 +524,6 @@ def without_outliers(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, fl
     for i in range(1, len(points)):
         seconds[i] = min(seconds[i], 1.5 * seconds[i - 1] * points[i][0] / points[i - 1][0])
     return tuple((size, value) for (size, _), value in zip(points, seconds, strict=True))
-
-
-def crossing_groups(size: int, stride: int, num_devices: int, devices_per_node: int) -> tuple[int, int]:
-    """How an axis meets the nodes: (groups that cross out of one node at the same time, devices of one group per node).
-
-    Both are the worst over the nodes; (0, size) when every group lies inside a node.
-    """
-    if num_devices <= devices_per_node:
-        return 0, size
-    places = (((r // (stride * size), r % stride), r // devices_per_node) for r in range(num_devices))
-    members = Counter(places)  # (group, node) -> devices
-    nodes_of = Counter(group for group, _ in members)
-    crossing = Counter(node for group, node in members if nodes_of[group] > 1)
-    return (max(crossing.values()), max(members.values())) if crossing else (0, size)
 
 
 def factorisations(num_devices: int) -> list[tuple[int, ...]]:

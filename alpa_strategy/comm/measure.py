@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -25,12 +26,12 @@ from alpa_strategy.cluster.spec import (
     CommTable,
     DeviceSpec,
     Link,
-    crossing_groups,
     factorisations,
     strides,
     volume_factor,
     without_outliers,
 )
+from alpa_strategy.cluster.topology import Topology
 from alpa_strategy.comm.mesh import AxisComm, MeshComm
 from alpa_strategy.cost.measured import device_name, measure_device
 from alpa_strategy.errors import ClusterError
@@ -265,13 +266,16 @@ def _fit_link(tables: list[CommTable], num_nodes: int, devices_per_node: int, *,
     the best large one reached after it.
     """
     latency, bandwidth = float("inf"), 0.0
+    one_way_out = Topology(num_nodes, devices_per_node, (0.0, math.inf), (0.0, 1.0), (), ())
+    ranks = np.arange(num_nodes * devices_per_node)
     for table in tables:
-        groups, _ = crossing_groups(table.size, table.stride, num_nodes * devices_per_node, devices_per_node)
-        if table.kind != "all_reduce" or (groups > 0) != across:
+        groups = ranks.reshape(-1, table.size, table.stride).swapaxes(1, 2).reshape(-1, table.size).tolist()
+        share = one_way_out.way(list(map(tuple, groups))).bandwidth  # of it that a group has; inf inside of nodes
+        if table.kind != "all_reduce" or math.isfinite(share) != across:
             continue
         first, (num_bytes, seconds) = min(time for _, time in table.points), table.points[-1]
         latency = min(latency, first)
         moved = volume_factor("all_reduce", table.size) * num_bytes
         # Noise can make a large message look as fast as a small one.
-        bandwidth = max(bandwidth, moved / max(seconds - first, 0.05 * seconds) * max(groups, 1))
+        bandwidth = max(bandwidth, moved / max(seconds - first, 0.05 * seconds) / min(share, 1.0))
     return Link(latency, bandwidth) if bandwidth else None

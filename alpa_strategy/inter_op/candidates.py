@@ -18,7 +18,6 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.pins import stage_cuts, stage_fits
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, free_runs
 from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange, StageTables, solve_stages
-from alpa_strategy.inter_op.stage_problem import StageCost
 from alpa_strategy.inter_op.stage_solve import SolvedStage
 from alpa_strategy.inter_op.subgraph import span_name
 from alpa_strategy.schedules import (
@@ -175,16 +174,24 @@ class StageSpace:
         alive: tuple[int, ...],
     ) -> list[Candidate]:
         """What was chosen, simulated; all of as many stages. `left`: per stage, what `tables.link_at` counts by."""
-        pipelines = [_pipeline(self.runs, tables, left, choice) for choice in choices]
-        count = self.job.num_microbatches
-        seconds = simulated_seconds(schedule, len(alive) // stages_per_mesh, count, pipelines, self.overhead)
-        found = []
-        for end, choice, p in zip(seconds, choices, pipelines, strict=True):
+        found, pipelines = [], []
+        for choice in choices:
             own = [(self.runs[s.submesh], (s.first, s.last, s.candidate)) for s in choice.stages]
+            remat = tuple(bool(runs.remat[at]) for runs, at in own)
+            joints = enumerate(pairwise(choice.stages), start=1)
+            wires = (*(tables.wire(a.last, a.submesh, b.submesh, left[i]) for i, (a, b) in joints), 0.0)
+            stages = []
+            for (runs, at), again, wire in zip(own, remat, wires, strict=True):
+                # A backward takes two forwards; recomputation is one more.
+                forward = float(runs.seconds[at]) / (4 if again else 3)
+                stages.append((forward, (3 if again else 2) * forward, float(runs.once[at]), wire))
+            pipelines.append(stages)
             shapes = tuple(runs.shapes[int(runs.shape[at])] for runs, at in own)
-            on, remat, wires = tuple(s.submesh for s in choice.stages), tuple(p.remat), tuple(p.wires)
-            found.append(Candidate(end, self.job, schedule, stages_per_mesh, choice, on, shapes, remat, alive, wires))
-        return found
+            on = tuple(s.submesh for s in choice.stages)
+            found.append(Candidate(0.0, self.job, schedule, stages_per_mesh, choice, on, shapes, remat, alive, wires))
+        ranks, count = len(alive) // stages_per_mesh, self.job.num_microbatches
+        seconds = simulated_seconds(schedule, ranks, count, pipelines, self.overhead)
+        return [replace(candidate, seconds=end) for candidate, end in zip(found, seconds, strict=True)]
 
 
 def solve_schedules(space: StageSpace, known: float, schedules: Sequence[str] | None = None) -> list[Candidate]:
@@ -424,33 +431,6 @@ def _lengths(
     return [(n, [n]) for n in numbers if n <= most and why_not(schedule, n, num_microbatches) is None]
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """What is simulated of a pipeline, per stage in pipeline order.
-
-    wires: seconds of a micro-batch's values to the next stage and their gradients back.
-    """
-
-    costs: Sequence[StageCost]
-    remat: Sequence[bool]
-    wires: Sequence[float]
-
-
-def _pipeline(runs: Sequence[RunCosts], tables: StageTables, left: Sequence[int], choice: StageChoice) -> Pipeline:
-    """Chosen stages with the costs of the tables."""
-    costs, remat, wires = [], [], []
-    for i, stage in enumerate(choice.stages):
-        at = stage.first, stage.last, stage.candidate
-        own = runs[stage.submesh]
-        remat.append(bool(own.remat[at]))
-        # A backward takes two forwards; recomputation is one more.
-        forward = float(own.seconds[at]) / (4 if remat[-1] else 3)
-        costs.append(StageCost(forward, 2 * forward, float(own.once[at]), 0.0, 0.0, 0.0, (0.0,)))
-        following = choice.stages[i + 1 : i + 2]
-        wires += [tables.wire(stage.last, stage.submesh, other.submesh, left[i + 1]) for other in following]
-    return Pipeline(costs, remat, [*wires, 0.0])
-
-
 def _wires(
     space: StageSpace, fits: np.ndarray, joints: Sequence[tuple[int, int] | None], pairs: Sequence[tuple[int, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -515,7 +495,11 @@ def runtime_seconds(device: DeviceSpec) -> float:
 
 
 def simulated_seconds(
-    schedule: str, num_meshes: int, num_microbatches: int, pipelines: Sequence[Pipeline], overhead: float
+    schedule: str,
+    num_meshes: int,
+    num_microbatches: int,
+    pipelines: Sequence[Sequence[tuple[float, float, float, float]]],
+    overhead: float,
 ) -> list[float]:
     """Seconds of a step of each pipeline: micro-batches by the schedule, then what is once per step.
 
@@ -523,19 +507,15 @@ def simulated_seconds(
     the work.
 
     Args:
-        pipelines: all of as many stages.
+        pipelines: all of as many stages, in pipeline order; of each the seconds of a micro-batch forward and backward
+            (recomputation is a part of it), those once per step, and those of a micro-batch's values to the next stage
+            and their gradients back.
         overhead: seconds of a micro-batch in each stage beside its ops (`runtime_seconds`).
     """
-    once = [len(p.costs) // num_meshes * max(cost.once for cost in p.costs) for p in pipelines]
-    if num_meshes == 1 and all(len(p.costs) == 1 for p in pipelines):
-        works = [num_microbatches * (p.costs[0].seconds(p.remat[0]) + overhead) for p in pipelines]
+    forward, backward, once, wires = np.moveaxis(np.array(pipelines), -1, 0)  # [pipeline, stage]
+    if forward.shape[1] == 1:
+        works = num_microbatches * (forward + backward + overhead)[:, 0]
     else:
-        forward = [[cost.forward + overhead / 2 for cost in p.costs] for p in pipelines]
-        backward = [
-            [c.backward + (c.forward if again else 0) + overhead / 2 for c, again in zip(p.costs, p.remat, strict=True)]
-            for p in pipelines
-        ]
-        halves = np.array([p.wires for p in pipelines]) / 2
-        seconds = np.array(forward), np.array(backward)
-        works = seconds_of_many(schedule, *seconds, num_microbatches, num_meshes, halves).tolist()
-    return [work + own for work, own in zip(works, once, strict=True)]
+        busy = forward + overhead / 2, backward + overhead / 2
+        works = seconds_of_many(schedule, *busy, num_microbatches, num_meshes, wires / 2)
+    return (works + forward.shape[1] // num_meshes * once.max(axis=1)).tolist()

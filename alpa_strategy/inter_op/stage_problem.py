@@ -7,6 +7,7 @@ stage recomputes, it does so span by span (`RematSpans`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -184,7 +185,7 @@ def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
     if is_view(step.ops[op].call):
         return total
     for position, value in enumerate(step.ops[op].results):
-        is_held = value in intra.per_step.values or _is_saved_per_step(intra, value)
+        is_held = value in intra.per_step.values or not intra.per_step.ops.isdisjoint(intra.savers(value))
         if is_held and not options.saved.results[position]:
             total += [
                 local_bytes(step.values[value], outputs[position], intra.mesh.shape) for outputs in options.outputs
@@ -194,18 +195,10 @@ def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
 
 def _kept_bytes(intra: IntraOp, layouts: TransferLayouts) -> np.ndarray:
     """[target] bytes of a copy that ops read which run once per step, where their backward keeps it."""
-    if not _is_saved_per_step(intra, layouts.value):
+    if intra.per_step.ops.isdisjoint(intra.savers(layouts.value)):
         return np.zeros(len(layouts.targets))
     meta = intra.step.values[layouts.value]
     return np.array([local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets], dtype=float)
-
-
-def _is_saved_per_step(intra: IntraOp, value: int) -> bool:
-    """Whether the backward of an op that runs once per step keeps what it reads of `value`."""
-    return any(
-        op in intra.per_step.ops and intra.ops[op].saved.operands[position]
-        for op, position in intra.step.consumers.get(value, ())
-    )
 
 
 def weighted(
@@ -252,16 +245,12 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
 
     On a cluster with `overlap`, seconds are without what runs beside compute.
     """
-    total, again = np.zeros(6), np.zeros(stage.num_spans)
+    total, again = np.zeros(6), np.zeros(stage.num_spans + 2)  # the last two: of PER_STEP and EVERY_SPAN
 
     def add(parts: Parts, span: int, at: int | tuple[int, int]) -> None:
-        nonlocal total
         summed = parts.forward, parts.backward, parts.once, parts.always, parts.saved, parts.kept
-        total += [float(x[at]) for x in summed]
-        if span == EVERY_SPAN:
-            again[:] += parts.again[at]
-        elif span != PER_STEP:
-            again[span] += parts.again[at]
+        total[:] += [float(x[at]) for x in summed]
+        again[span] += parts.again[at]
 
     for parts, span, k in zip(stage.choices, stage.choice_spans, assignment, strict=True):
         add(parts, span, k)
@@ -270,7 +259,8 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
         for target in {int(use.layout[assignment[use.choice]]) for use in transfer.uses}:
             add(parts, span, (source, target))
     forward, backward, once, always, saved, kept = map(float, total)
-    cost = StageCost(forward, backward, once, always, saved, kept, tuple(map(float, again)), working)
+    of_spans = again[: stage.num_spans] + again[EVERY_SPAN]
+    cost = StageCost(forward, backward, once, always, saved, kept, tuple(map(float, of_spans)), working)
     return beside_compute(stage.intra, assignment, cost) if stage.intra.mesh.overlap else cost
 
 
@@ -350,16 +340,9 @@ class RematSpans:
 
 def balanced_groups(weights: Sequence[float], count: int) -> tuple[int, ...]:
     """Positions at which `count` (or fewer) runs of consecutive items begin, the heaviest run as light as possible."""
-    low, high = max(weights, default=0.0), sum(weights)
-    best = _greedy(weights, high)
-    for _ in range(50):
-        limit = (low + high) / 2
-        starts = _greedy(weights, limit)
-        if len(starts) <= count:
-            best, high = starts, limit
-        else:
-            low = limit
-    return best
+    up_to = np.cumsum([0.0, *weights])
+    limits = np.unique(np.maximum(up_to[None] - up_to[:, None], max(weights, default=0.0)))  # weights of runs
+    return _greedy(weights, limits[bisect_left(limits, True, key=lambda most: len(_greedy(weights, most)) <= count)])
 
 
 def _greedy(weights: Sequence[float], limit: float) -> tuple[int, ...]:

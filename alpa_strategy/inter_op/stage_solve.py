@@ -25,7 +25,7 @@ from alpa_strategy.inter_op.stage_problem import (
 )
 from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
-from alpa_strategy.intra_op.decode import decode, working_bytes
+from alpa_strategy.intra_op.decode import busy_seconds, decode, working_bytes
 from alpa_strategy.intra_op.offload import host_bytes, pinned_offload, with_host_price, with_offload
 from alpa_strategy.intra_op.prefetch import bytes_ahead
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
@@ -339,32 +339,26 @@ class StageSolver:
 
     def _plan(self, intra: IntraOp, found: _Solved, cost: StageCost, wish: StageWish) -> StagePlan:
         """Per-step totals of a stage: what is per micro-batch times their number."""
-        count = self.job.num_microbatches
-        plan = decode(intra, found.solution.assignment, self.job.costs, self.job.optimizer, wish.submesh)
+        count, assignment = self.job.num_microbatches, found.solution.assignment
+        each, optimizer = busy_seconds(intra, assignment)
         seconds = count * cost.seconds(wish.remat) + cost.once
-        optimizer = plan.predicted.optimizer_seconds
         made_once = sum(
-            float(intra.ops[op].forward_seconds[found.solution.assignment[len(intra.parameters) + op]])
-            for op in intra.per_step.ops
+            float(intra.ops[op].forward_seconds[assignment[len(intra.parameters) + op]]) for op in intra.per_step.ops
         )
-        compute = count * plan.predicted.compute_seconds - (count - 1) * made_once
+        compute = count * each - (count - 1) * made_once
         if wish.remat:  # the forward's share of compute is that of all seconds
-            compute += count * plan.predicted.compute_seconds * cost.forward / max(cost.seconds(), 1e-30)
+            compute += count * each * cost.forward / max(cost.seconds(), 1e-30)
         compute = min(compute, seconds - optimizer)
         peak = cost.num_bytes(wish.alive / wish.stages_per_mesh, wish.remat)
         room = self.job.memory_limit - cost.num_bytes(wish.alive, wish.remat)
-        ahead = bytes_ahead(intra, found.solution.assignment, room / (2 * wish.stages_per_mesh))
+        ahead = bytes_ahead(intra, assignment, room / (2 * wish.stages_per_mesh))
+        peak += 2 * ahead  # parameters and, in the backward, gradients
+        communication = max(0.0, seconds - compute - optimizer)
+        plan = decode(intra, assignment, wish.submesh, Predicted(seconds, int(peak), compute, communication, optimizer))
         return replace(
             plan,
             ops=(wish.first, wish.last),
             collectives=tuple(_per_step(c, count, wish.remat) for c in plan.collectives),
-            predicted=Predicted(
-                seconds,
-                int(peak + 2 * ahead),  # parameters and, in the backward, gradients
-                compute,
-                max(0.0, seconds - compute - optimizer),
-                optimizer,
-            ),
             remat=wish.remat,
             ahead_bytes=ahead,
             remat_cuts=tuple(wish.first + start for start in found.starts[1:]),

@@ -90,6 +90,10 @@ class IntraOp:
         """Whether a choice of the problem is an op that runs once per step."""
         return choice - len(self.parameters) in self.per_step.ops
 
+    def savers(self, value: int) -> list[int]:
+        """Ops whose backward keeps what they read of a value."""
+        return [op for op, position in self.step.consumers.get(value, ()) if self.ops[op].saved.operands[position]]
+
     @cached_property
     def gathered_again(self) -> frozenset[int]:
         """Values that are not kept where they are gathered for use: parameters, and what is made of them per step."""

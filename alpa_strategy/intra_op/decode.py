@@ -1,4 +1,4 @@
-"""Reads a solved intra-op problem back: strategies, parameter plans, collectives, predicted time and memory."""
+"""Reads a solved intra-op problem back: strategies, parameter plans, collectives, parts of its time and memory."""
 
 from __future__ import annotations
 
@@ -6,31 +6,19 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.intra_op.build import BoundaryChoice, IntraOp
 from alpa_strategy.intra_op.offload import fetched_bytes
-from alpa_strategy.intra_op.options import (
-    REDUCTIONS,
-    bucketed_seconds,
-    is_gather,
-    local_bytes,
-    step_collectives_of,
-    update_seconds,
-)
-from alpa_strategy.intra_op.problem import evaluate
+from alpa_strategy.intra_op.options import REDUCTIONS, bucketed_seconds, is_gather, local_bytes, step_collectives_of
 from alpa_strategy.intra_op.recompute import recomputed, stored
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
-from alpa_strategy.ir.stage_plan import Collective, ParameterPlan, Predicted, StagePlan
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.ir.stage_plan import Collective, Predicted, StagePlan
 from alpa_strategy.sharding.redistribute import reshard_steps
 
 BLOCK_BYTES = 100 * 2**20  # of the parameters of a block, the usual unit of FSDP: 50 to 400 MB
 
 
-def decode(
-    intra: IntraOp, assignment: Sequence[int], costs: OpCosts, optimizer: OptimizerInfo, submesh: tuple[int, int]
-) -> StagePlan:
+def decode(intra: IntraOp, assignment: Sequence[int], submesh: tuple[int, int], predicted: Predicted) -> StagePlan:
     """The stage that an assignment (strategy index per choice of `intra.problem`) stands for."""
     step, of_ops = intra.step, assignment[len(intra.parameters) :]
     plans = {
@@ -46,7 +34,7 @@ def decode(
         strategies=strategies,
         collectives=collectives(intra, assignment),
         shapes={p.name: tuple(p.module_shape or p.meta.shape) for p in step.parameters},
-        predicted=predict(intra, assignment, costs, optimizer),
+        predicted=predicted,
         received=_boundary(intra.received, assignment),
         sent=_boundary(intra.sent, assignment),
         recomputed=recomputed(intra, assignment),
@@ -145,22 +133,11 @@ def _gradient_bytes(intra: IntraOp, kind: str, num_bytes: int, meta: TensorMeta)
     return num_bytes * intra.gradient_itemsize // meta.dtype.itemsize
 
 
-def predict(intra: IntraOp, assignment: Sequence[int], costs: OpCosts, optimizer: OptimizerInfo) -> Predicted:
-    """Step seconds and peak bytes of an assignment, without the penalties of named plans."""
+def busy_seconds(intra: IntraOp, assignment: Sequence[int]) -> tuple[float, float]:
+    """(of the ops' compute, of the optimizer) of a step that runs each op once."""
     of_ops = assignment[len(intra.parameters) :]
     compute = sum(float(o.compute_seconds[k]) for o, k in zip(intra.ops, of_ops, strict=False))
-    optimizer_seconds = 0.0
-    for plan, local in _trained(intra, assignment):
-        update = update_seconds(costs, optimizer, local, intra.mesh, plan.on_host)
-        optimizer_seconds += update / intra.steps_per_update
-    seconds, num_bytes = evaluate(intra.unrestricted or intra.problem, assignment)
-    return Predicted(
-        step_seconds=seconds,
-        peak_bytes=int(num_bytes + working_bytes(intra, assignment)),
-        compute_seconds=compute,
-        communication_seconds=max(0.0, seconds - compute - optimizer_seconds),
-        optimizer_seconds=optimizer_seconds,
-    )
+    return compute, sum(float(o.update_seconds[k]) for o, k in zip(intra.parameters, assignment, strict=False))
 
 
 def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
@@ -178,12 +155,3 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
         default=0,
     )
     return largest_op + 2 * largest_gather + fetched_bytes(intra, assignment)
-
-
-def _trained(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[ParameterPlan, TensorMeta]]:
-    """Of every parameter with a gradient: its plan, and what the first device stores of it."""
-    origin = (0,) * len(intra.mesh.shape)
-    for parameter, options, choice in zip(intra.step.parameters, intra.parameters, assignment, strict=False):
-        if (meta := parameter.meta).requires_grad:
-            layout = options.plans[choice].layout
-            yield options.plans[choice], meta.with_shape(layout.local_shape(meta.shape, intra.mesh.shape, origin))

@@ -120,7 +120,5 @@ def fetched_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
 
 def _is_saved(intra: IntraOp, given: ParameterInput) -> bool:
     """Whether some op's backward needs the parameter: it is fetched once more then."""
-    return any(
-        intra.ops[op].saved.operands[position] or is_plain_view(intra.step.ops[op].call)
-        for op, position in intra.step.consumers.get(given.value, ())
-    )
+    views = (is_plain_view(intra.step.ops[op].call) for op, _ in intra.step.consumers.get(given.value, ()))
+    return bool(intra.savers(given.value)) or any(views)

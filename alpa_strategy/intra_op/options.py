@@ -39,6 +39,7 @@ class ParameterOptions:
         fetch_seconds, return_seconds: from host memory for a use, and of a gradient back; each micro-batch.
         backward_seconds: of both, the backward's part.
         host_bytes: of host memory.
+        update_seconds: the optimizer's part of `seconds`.
     """
 
     plans: tuple[ParameterPlan, ...]
@@ -49,6 +50,7 @@ class ParameterOptions:
     return_seconds: np.ndarray
     backward_seconds: np.ndarray
     host_bytes: np.ndarray
+    update_seconds: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -151,14 +153,20 @@ def parameter_options(
         stored_meta = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
         source = plan.step_layout(meta.requires_grad)
         whole = local_bytes(meta, source, mesh.shape)
-        cost, kept, gathered, grad, fetch, back = 0.0, stored_meta.num_bytes, 0, 0, 0.0, 0.0
+        kept, gathered, grad = stored_meta.num_bytes, 0, 0
+        cost = update = fetch = back = 0.0
         if meta.requires_grad:
             scale = optimizer.gradient_scale(meta.dtype.itemsize)
             cost += sum(
                 bucketed_seconds(mesh.axes[a], kind, int(b * (scale if kind in REDUCTIONS else 1)))
                 for kind, a, b in step_collectives_of(plan, meta, mesh.shape)
             )
-            cost += update_seconds(costs, optimizer, stored_meta, mesh, on_host)
+            if on_host and mesh.host is not None:  # bound by a device's share of the host's memory
+                update_bytes = stored_meta.num_elements * optimizer.update_bytes(meta.dtype.itemsize)
+                update = update_bytes / mesh.host.memory_bandwidth
+            else:
+                update = costs.optimizer_seconds(stored_meta.num_elements, meta.dtype.itemsize, optimizer)
+            cost += update
             grad = int(scale * kept)
             kept += int(stored_meta.num_elements * optimizer.state_bytes) + grad
             if plan.is_gathered_once or (on_host and not plan.is_fetched):
@@ -170,18 +178,9 @@ def parameter_options(
         plans.append(plan)
         sources.append(source)
         on_device = gathered if on_host else kept + gathered
-        rows.append((cost / steps_per_update, on_device, fetch, back, 0.0, kept if on_host else 0))
-    return ParameterOptions(tuple(plans), tuple(sources), *np.array(rows, dtype=float).reshape(-1, 6).T)
-
-
-def update_seconds(
-    costs: OpCosts, optimizer: OptimizerInfo, stored: TensorMeta, mesh: LogicalMesh, on_host: bool
-) -> float:
-    """Of the optimizer's step on what a device stores of a parameter: bound by its memory, or by its share of the
-    host's."""
-    if on_host and mesh.host is not None:
-        return stored.num_elements * optimizer.update_bytes(stored.dtype.itemsize) / mesh.host.memory_bandwidth
-    return costs.optimizer_seconds(stored.num_elements, stored.dtype.itemsize, optimizer)
+        cost, update = cost / steps_per_update, update / steps_per_update
+        rows.append((cost, on_device, fetch, back, 0.0, kept if on_host else 0, update))
+    return ParameterOptions(tuple(plans), tuple(sources), *np.array(rows, dtype=float).reshape(-1, 7).T)
 
 
 def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:

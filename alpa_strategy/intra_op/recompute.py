@@ -164,8 +164,7 @@ def _plain(intra: IntraOp, index: int) -> np.ndarray:
     op, none = intra.step.ops[index], np.zeros(0, dtype=int)
     if index in intra.per_step.ops or not can_run_again(op.call) or intra.ops[index].saved.results[0]:
         return none
-    readers = intra.step.consumers.get(op.results[0], ())
-    if not any(intra.ops[reader].saved.operands[position] for reader, position in readers):
+    if not intra.savers(op.results[0]):
         return none
     strategies = intra.ops[index].strategies
     return np.array([k for k, each in enumerate(strategies) if all(s.implementation is None for s in each)], dtype=int)

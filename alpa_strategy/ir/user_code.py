@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
+from traceback import walk_tb
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -63,12 +64,8 @@ def user_frame() -> str:
 
 def user_line(traceback: TracebackType | None) -> str:
     """`file:line: code` of the innermost user frame of an exception's traceback."""
-    found = "line unknown"
-    while traceback is not None:
-        if is_user_file(traceback.tb_frame.f_code.co_filename):
-            found = _describe(traceback.tb_frame.f_code, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    return found
+    frames = [(f.f_code, line) for f, line in walk_tb(traceback) if is_user_file(f.f_code.co_filename)]
+    return _describe(*frames[-1]) if frames else "line unknown"
 
 
 MAX_DEPTH = 4  # of functions that call functions

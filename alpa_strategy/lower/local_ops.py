@@ -20,8 +20,8 @@ from alpa_strategy.comm.mesh import AxisComm, MeshComm
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, bind
 from alpa_strategy.ir.placement import value_layout
-from alpa_strategy.lower.local_vocabulary import vocab_bags, vocab_cross_entropy, vocab_embedding
-from alpa_strategy.lower.ring_attention import ring_attention
+from alpa_strategy.lower.local_vocabulary import VocabCrossEntropy, vocab_bags, vocab_embedding
+from alpa_strategy.lower.ring_attention import RingAttention
 from alpa_strategy.sharding.rule_table import added_operand
 
 LocalOp = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -119,7 +119,7 @@ def _ring_attention(call: OpCall, strategies: tuple[AxisStrategy, ...], local: L
     scale = bound["scale"] or call.operands[query].shape[-1] ** -0.5
 
     def run(*operands: Tensor) -> Tensor:
-        return ring_attention(comm, operands[query], operands[key], operands[value], bound["is_causal"], scale)
+        return RingAttention.apply(comm, operands[query], operands[key], operands[value], bound["is_causal"], scale)
 
     return run
 
@@ -129,7 +129,7 @@ _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, Mesh
     "bias_on_first": _added_on_first,
     "vocab_embedding": _of_vocabulary(vocab_embedding),
     "vocab_bags": _of_vocabulary(vocab_bags),
-    "vocab_cross_entropy": _of_vocabulary(vocab_cross_entropy, communicates=True),
+    "vocab_cross_entropy": _of_vocabulary(VocabCrossEntropy.apply, communicates=True),
     "batch_norm_sync": lambda call, strategies, local, mesh: (
         replace(local.call, target=partial(batch_norm_sync, [mesh.axes[axis] for axis in local.axes])).call
     ),

@@ -71,21 +71,26 @@ def vocab_bags(
     return torch.nn.functional.embedding_bag(rows.masked_fill(~here, 0), weight, mode="sum", per_sample_weights=share)
 
 
-class _VocabCrossEntropy(torch.autograd.Function):
-    """Row loss = A log(sum_c exp z_c) - sum_c a_c z_c, where a_c = weight_c ((1 - s) target_c + s / C), A = sum_c a_c.
+class VocabCrossEntropy(torch.autograd.Function):
+    """`capture.ops.cross_entropy_sum` on logits that hold this device's classes only, from `first`.
 
+    Row loss = A log(sum_c exp z_c) - sum_c a_c z_c, where a_c = weight_c ((1 - s) target_c + s / C), A = sum_c a_c.
     z is shifted by the row's maximum over all devices. Gradient: A softmax_c - a_c, ready at the end of the forward.
+
+    logits [N, c], [N, c, d1, ...] or [c]; target indices [N, d1, ...] and weight, both of the whole class range.
+    `comms`: the axes that shard the classes. Gives the summed loss, equal on all of their devices; half-precision
+    logits are computed in fp32. IndexError when a target is not a class.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
         first: int,
         num_classes: int,
         comms: tuple[AxisComm, ...],
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
         ignore_index: int,
         smoothing: float,
     ) -> Tensor:
@@ -113,7 +118,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         row_loss = (total * denominator.log() - weighted).masked_fill(~kept, 0.0)
 
         ctx.dtype = logits.dtype
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[3]:
             gradient = exponentials.mul_(total / denominator)
             if smoothing > 0.0:
                 gradient.addcmul_(every, kept.to(dtype), value=-1)
@@ -125,7 +130,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad.to(gradient.dtype)).to(ctx.dtype), *(None,) * 7
+        return None, None, None, (gradient * grad.to(gradient.dtype)).to(ctx.dtype), *(None,) * 4
 
 
 def _over_all(tensor: Tensor, comms: tuple[AxisComm, ...], op: str = "sum") -> Tensor:
@@ -133,24 +138,3 @@ def _over_all(tensor: Tensor, comms: tuple[AxisComm, ...], op: str = "sum") -> T
     for comm in comms:
         tensor = comm.all_reduce(tensor, op)
     return tensor
-
-
-def vocab_cross_entropy(
-    first_class: int,
-    num_classes: int,
-    comms: tuple[AxisComm, ...],
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:
-    """`capture.ops.cross_entropy_sum` on logits that hold this device's classes only, from `first_class`.
-
-    logits [N, c], [N, c, d1, ...] or [c]; target indices [N, d1, ...] and weight, both of the whole class range.
-    `comms`: the axes that shard the classes. Returns the summed loss, equal on all of their devices; half-precision
-    logits are computed in fp32. IndexError when a target is not a class.
-    """
-    return _VocabCrossEntropy.apply(
-        logits, target, weight, first_class, num_classes, comms, ignore_index, label_smoothing
-    )

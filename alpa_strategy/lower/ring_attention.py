@@ -21,24 +21,17 @@ Tensors = tuple[Tensor, ...]
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def ring_attention(comm: AxisComm, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
+class RingAttention(torch.autograd.Function):
     """`scaled_dot_product_attention` on this device's chunks of the sequence.
 
-    Args:
-        comm: the axis that cuts the sequence into equal chunks; under a causal mask these have an even length.
-        query: [batch, heads, rows, width]; key, value: [batch, heads or a divisor of it, columns, width].
-        causal: row r sees the columns up to r, counted over all devices.
-        scale: of the scores.
-
-    Returns [batch, heads, rows, width], and gradients of the own chunks only.
+    comm: the axis that cuts the sequence into equal chunks; where `causal`, row r sees the columns up to r, counted
+    over all devices, and chunks have an even length. query [batch, heads, rows, width]; key, value [batch, heads or a
+    divisor of it, columns, width]. Gives [batch, heads, rows, width], and gradients of the own chunks only.
     """
-    return _RingAttention.apply(query, key, value, comm, causal, scale)
 
-
-class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, comm: AxisComm, causal: bool, scale: float
+        ctx: Any, comm: AxisComm, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
     ) -> Tensor:
         if causal:
             query, key, value = _zigzag(comm, (query, key, value))
@@ -87,7 +80,7 @@ class _RingAttention(torch.autograd.Function):
         due = coming_due.wait()
         grads = tuple(g.to(query.dtype) for g in (grad_query, *_seen(due, own, slice(None))))
         grads = _zigzag(comm, grads, back=True) if ctx.causal else grads
-        return *grads, None, None, None
+        return None, *grads, None, None
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

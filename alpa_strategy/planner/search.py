@@ -25,7 +25,6 @@ from alpa_strategy.inter_op.candidates import (
     EVERY_SIZE,
     TOLERANCE,
     Candidate,
-    Pipeline,
     StageSpace,
     check_places,
     runtime_seconds,
@@ -461,7 +460,7 @@ def plan_of(
     Raises:
         PlanError: the stages of one mesh do not fit together.
     """
-    B, remat = job.num_microbatches, [s.plan.remat for s in solved]
+    B = job.num_microbatches
     stages = tuple(
         replace(
             s.plan,
@@ -478,14 +477,14 @@ def plan_of(
     if len(solved) > 1 and max(peaks.values()) > job.memory_limit:
         needed, limit = format_bytes(max(peaks.values())), format_bytes(job.memory_limit)
         raise DoesNotFitError(f"the stages of one mesh need {needed} of {limit}")
-    busy = [B * s.cost.seconds(again) + s.cost.once for s, again in zip(solved, remat, strict=True)]
-    slowest = stages[int(np.argmax(busy))].first_device  # what its mesh does stands for the step
-    worst = [stage.predicted for stage in stages if stage.first_device == slowest]
+    slowest = max(stages, key=lambda stage: stage.predicted.step_seconds)  # what its mesh does stands for the step
+    worst = [stage.predicted for stage in stages if stage.first_device == slowest.first_device]
     seconds = worst[0].step_seconds
     if not job.is_whole_batch:
         # Stages are simulated, and a micro-batch takes time of the runtime's own.
         overhead = runtime_seconds(job.cluster.device)
-        pipeline = Pipeline([s.cost for s in solved], remat, wires)
+        every = zip(stages, solved, wires, strict=True)
+        pipeline = [(s.forward_seconds, s.backward_seconds, own.cost.once, wire) for s, own, wire in every]
         (seconds,) = simulated_seconds(schedule, len(peaks), B, [pipeline], overhead)
     order = list(job_ranks(stages))
     listed = ", ".join(map(str, order[:16])) + ", ..." * (len(order) > 16)

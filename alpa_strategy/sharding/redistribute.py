@@ -120,34 +120,31 @@ def reshard_table(
     Which collectives run does not depend on the tensor's size: the counts are made once per set of layouts, and a
     tensor only prices the few distinct (collective, axis, share of the tensor) terms.
     """
-    terms, forward, backward = _counted_table(sources, targets, mesh.shape)
+    terms, counts = _counted_table(sources, targets, mesh.shape)
     seconds = np.array([mesh.axes[axis].seconds(kind, num_bytes * share) for kind, axis, share in terms])
-    zeros = np.zeros((len(sources), len(targets)))
-    # [sources, targets, terms] @ [terms]
-    tables = (forward @ seconds if terms else zeros, backward @ seconds if terms and differentiable else zeros)
-    for table in tables:
+    forward, backward = counts @ seconds  # each [sources, targets]
+    if not differentiable:
+        backward[:] = 0.0
+    for table in (forward, backward):
         table.flags.writeable = False  # shared by everybody who asks
-    return tables
+    return forward, backward
 
 
 @lru_cache(maxsize=1024)
 def _counted_table(
     sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], mesh_shape: tuple[int, ...]
-) -> tuple[list[tuple[str, int, float]], np.ndarray, np.ndarray]:
-    """Distinct terms, and how often each occurs forward and backward: arrays [sources, targets, terms]."""
+) -> tuple[list[tuple[str, int, float]], np.ndarray]:
+    """Distinct terms, and how often each occurs [forward or backward, sources, targets, terms]."""
     index: dict[tuple[str, int, float], int] = {}
-    entries: tuple[list[tuple[int, int, int]], ...] = ([], [])
-    for (p, src), (q, dst) in itertools.product(enumerate(sources), enumerate(targets)):
-        for phase, collectives in enumerate(_collectives(src, dst, mesh_shape)):
-            for term in collectives:
-                entries[phase].append((p, q, index.setdefault(term, len(index))))
-    counts = []
-    for found in entries:
-        count = np.zeros((len(sources), len(targets), len(index)))
-        if found:
-            np.add.at(count, tuple(np.array(found).T), 1.0)
-        counts.append(count)
-    return list(index), counts[0], counts[1]
+    found = [
+        (phase, p, q, index.setdefault(term, len(index)))
+        for (p, src), (q, dst) in itertools.product(enumerate(sources), enumerate(targets))
+        for phase, collectives in enumerate(_collectives(src, dst, mesh_shape))
+        for term in collectives
+    ]
+    counts = np.zeros((2, len(sources), len(targets), len(index)))
+    np.add.at(counts, tuple(np.array(found, dtype=int).reshape(-1, 4).T), 1.0)
+    return list(index), counts
 
 
 @lru_cache(maxsize=1 << 16)

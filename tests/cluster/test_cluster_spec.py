@@ -16,10 +16,10 @@ from alpa_strategy.cluster.spec import (
     CommTable,
     Link,
     MeshAxis,
-    crossing_groups,
     interpolate_seconds,
     without_outliers,
 )
+from alpa_strategy.cluster.topology import Topology
 from alpa_strategy.errors import ClusterError
 from alpa_strategy.files import CLUSTERS, shipped_folder, shipped_names
 
@@ -91,7 +91,7 @@ def test_a_ring_with_several_devices_a_node_is_not_faster_than_the_nodes_inside(
 
 
 @given(nodes=st.integers(1, 4), per_node=st.integers(1, 8), stride_power=st.integers(0, 3), data=st.data())
-def test_crossing_groups_counts_what_enumeration_counts(nodes: int, per_node: int, stride_power: int, data):
+def test_groups_share_the_way_out_that_they_cross_together(nodes: int, per_node: int, stride_power: int, data):
     count = nodes * per_node
     divisors = [d for d in range(1, count + 1) if count % d == 0]
     size = data.draw(st.sampled_from(divisors))
@@ -101,7 +101,9 @@ def test_crossing_groups_counts_what_enumeration_counts(nodes: int, per_node: in
         sum(1 for g in groups if any(r // per_node == n for r in g) and any(r // per_node != n for r in g))
         for n in range(nodes)
     ]
-    assert crossing_groups(size, stride, count, per_node)[0] == max(per_node_counts)
+    topology = Topology(nodes, per_node, (0.0, math.inf), (0.0, 1.0), (), ())
+    share = topology.way([tuple(sorted(group)) for group in groups]).bandwidth
+    assert share == (1 / max(per_node_counts) if any(per_node_counts) else math.inf)
 
 
 def test_logical_shapes_are_all_factorisations():

@@ -130,7 +130,7 @@ def test_stages_under_random_plans_equal_the_whole_step(name):
                 rng.choice([k for k, seconds in enumerate(choice.cost) if seconds < float("inf")])
                 for choice in intra.problem.choices
             ]
-            plan = decode(intra, assignment, COSTS, ADAM, (1, 2))
+            plan = decode(intra, assignment, (1, 2), Predicted(0.0, 0))
             assert (set(plan.received), set(plan.sent)) == (set(stage.received), set(stage.sent))
             plans.append(plan)
         whole = Plan(Fingerprint(*"abcdef"), tuple(plans), Predicted(1.0, 1))

@@ -25,7 +25,7 @@ from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.build import build as build_problem
 from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.ir.interpret import run_step
-from alpa_strategy.ir.stage_plan import ParameterPlan, stage_ranks
+from alpa_strategy.ir.stage_plan import ParameterPlan, Predicted, stage_ranks
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms
@@ -69,7 +69,7 @@ def random_stage(graph, ops, ranks, rng, remat):
         rng.choice([k for k, seconds in enumerate(choice.cost) if seconds < float("inf")])
         for choice in intra.problem.choices
     ]
-    stage = decode(intra, assignment, costs, ADAM, (1, len(ranks)))
+    stage = decode(intra, assignment, (1, len(ranks)), Predicted(0.0, 0))
     inner = range(ops[0] + 1, ops[1])
     cutter = python_random.Random(f"{ops}")  # recomputed or not, the plan is the same
     cuts = sorted(cutter.sample(inner, min(len(inner), cutter.randint(0, 5)))) if remat else []

@@ -14,7 +14,7 @@ from proofs.thread_mesh import ThreadMesh, run_on_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alpa_strategy import ClusterSpec, PlanOptions, make_plan
-from alpa_strategy.lower.ring_attention import ring_attention
+from alpa_strategy.lower.ring_attention import RingAttention
 
 STEPS = 2
 
@@ -92,7 +92,7 @@ def test_a_ring_is_as_much_work_on_every_device(devices: int, causal: bool) -> N
     def device(mesh: ThreadMesh) -> list[float]:
         own = query.chunk(devices, 2)[mesh.coordinate[0]].clone().requires_grad_()
         with ScoresComputed() as counted:
-            ring_attention(mesh.axes[0], own, own, own, causal, 0.5).sum().backward()
+            RingAttention.apply(mesh.axes[0], own, own, own, causal, 0.5).sum().backward()
         return counted.scores
 
     share = heads * rows * rows * (0.5 if causal else 1.0) / devices
