@@ -40,7 +40,7 @@ from alpa_strategy.capture.python_state import (
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import ValueGuard, at_counters
-from alpa_strategy.ir.user_code import is_user_file
+from alpa_strategy.ir.user_code import is_user_file, user_frame
 
 Reads = dict[tuple[int, str], Callable[[], Any]]
 """(id of an object, attribute name) -> the object, None once it is no more: the step made it for itself."""
@@ -58,9 +58,15 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
         original: Any = kind.__getattribute__
 
         def read(self: Any, name: str) -> Any:
+            value = original(self, name)
             if (id(self), name) not in reads and name[:2] != "__" and get_ident() == thread:
                 reads[id(self), name] = weakref.ref(self) if type(self).__weakrefoffset__ else lambda: self
-            return original(self, name)
+                if isinstance(value, IOBase) or type(value).__module__ == "_csv":
+                    raise CaptureError(
+                        f"the step uses an open file ({user_frame()}): captured, it would write once and never again",
+                        "write files in a hook such as on_train_batch_end (what the step returns arrives there)",
+                    )
+            return value
 
         return kind, "__getattribute__", read
 
@@ -123,11 +129,6 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
                 continue
         elif is_library and type(value) not in (bool, float) and name not in _LIBRARY_NUMBERS:
             continue
-        if isinstance(value, IOBase) or type(value).__module__ == "_csv":
-            raise CaptureError(
-                f"the step uses the open file {label}.{name}: captured, it would write once and never again",
-                "write files in a hook such as on_train_batch_end (what the step returns arrives there)",
-            )
         found[identity, name] = ValueGuard(f"{label}.{name}".lstrip("."), name, namespace, snapshot(value))
     return tuple(found.values())
 

@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeGuard, cast
 
 import numpy as np
@@ -170,6 +170,10 @@ def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[
         variables = Values(lambda name, cells=cells: cells[name].cell_contents)  # type: ignore[misc]
         for name, cell in cells.items():
             add(f"{name} of {function.__qualname__}", name, variables, cell.cell_contents, id(cell))
+        for name in ("__defaults__", "__kwdefaults__"):  # a dict among them may have changed
+            if defaults := getattr(function, name):
+                fields = Values(partial(getattr, function))
+                add(f"{name} of {function.__qualname__}", name, fields, defaults, id(function))
     return tuple(guards.values())
 
 
@@ -361,6 +365,7 @@ def kept_in(
     while waiting:
         value, keys, is_inside = waiting.pop()
         value = value.bit_generator if isinstance(value, np.random.Generator) else value
+        value = (value.args, value.keywords) if isinstance(value, partial) else value
         kind = type(value)
         if id(value) in seen:
             continue

@@ -19,6 +19,7 @@ from capture.outside_settings import CACHE, Defaults
 from torch import nn
 
 from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.capture.python_state import fields_kept
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.guards import changed_value
 
@@ -122,6 +123,32 @@ def test_closures_are_guarded() -> None:
     assert changed(model, step) is None
     factor = 3.0
     assert "factor" in str(changed(model, step))
+
+
+def weighted(loss: torch.Tensor, state: dict[str, float] = {"weight": 2.0}, *, power: int = 1) -> torch.Tensor:  # noqa: B006
+    return loss**power * state["weight"]
+
+
+def test_defaults_of_functions_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dict among them is one object for all calls."""
+
+    class Weighted(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return weighted(super().training_step(batch, batch_idx))
+
+    model = Weighted()
+    step = capture_step(model, torch.randn(6, 4))
+    assert changed(model, step) is None
+    monkeypatch.setitem(weighted.__defaults__[0], "weight", 3.0)  # type: ignore[index]
+    assert "__defaults__ of weighted" in str(changed(model, step))
+
+
+def test_what_a_partial_holds_is_put_back() -> None:
+    """A hook that is tried ahead may change it."""
+    owner = SimpleNamespace(bound=functools.partial(weighted, state={"weight": 2.0}))
+    with fields_kept(owner):
+        owner.bound.keywords["state"]["weight"] = 3.0
+    assert owner.bound.keywords["state"] == {"weight": 2.0}
 
 
 def sets_a_global(model: Any, loss: torch.Tensor) -> torch.Tensor:
