@@ -163,7 +163,10 @@ def _functions_of(value: Any, names: set[str]) -> Iterator[Any]:
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         if is_user_code(value):
             yield value
-    elif not isinstance(value, types.ModuleType | type):
+    elif isinstance(value, types.ModuleType | type):  # `losses.smooth(x)`, `Schedule.now()`
+        members = (vars(kind).get(name) for kind in getattr(value, "__mro__", (value,)) for name in names)
+        yield from (unwrapped(member) for member in members if is_user_code(member))
+    else:
         # Of all its classes: `super()` calls what another one has.
         members = (vars(kind).get(name) for kind in type(value).__mro__ for name in names)
         yield from (types.MethodType(unwrapped(member), value) for member in members if is_user_code(member))

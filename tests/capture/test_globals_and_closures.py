@@ -151,6 +151,29 @@ def test_what_a_partial_holds_is_put_back() -> None:
     assert owner.bound.keywords["state"] == {"weight": 2.0}
 
 
+class Schedule:
+    value = 1.0
+
+    @staticmethod
+    def now() -> float:
+        return Schedule.value
+
+
+def test_functions_of_classes_and_of_imported_files_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Follows(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return settings.cooled(super().training_step(batch, batch_idx)) * Schedule.now()
+
+    model = Follows()
+    step = capture_step(model, torch.randn(6, 4))
+    assert changed(model, step) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Schedule, "value", 2.0)
+        assert "Schedule.value" in str(changed(model, step))
+    monkeypatch.setattr(settings, "COOLING", 2.0)
+    assert "COOLING" in str(changed(model, step))
+
+
 def sets_a_global(model: Any, loss: torch.Tensor) -> torch.Tensor:
     global COUNT
     COUNT += 1
