@@ -32,7 +32,7 @@ from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse
 from alpa_strategy.planner.written_plan import against_written, asks_for_written, plan_as_written
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.gradients import Replicas
-from alpa_strategy.runtime.host_memory import tuned
+from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
 from alpa_strategy.runtime.made_again import MadeAgain, Room, modules_to_make_again
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -155,6 +155,8 @@ class WrittenRun(PlacedModule):
             check = shard_all(store, optimizers, whole, job.limits, divided=False)
         largest = max(infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0))
         super().__init__(module, optimizers, largest, plan, store, job, limit, check)
+        if job.device.type == "cpu":
+            hold_to_plan(self, plan, limit, module, optimizers)
         self.buffers_differ = True  # perhaps
         if store.sharded_parameters and optimizers:
             keeps = not any(parameter.uses_shards for parameter in parameter_plans)

@@ -60,7 +60,8 @@ def hold_to_plan(
     peak = plan.predicted.peak_bytes
     is_tight = peak > TIGHT * limit_bytes
     is_whole = all(p.is_whole for stage in plan.stages for p in stage.parameter_plans.values())
-    keeps_little = peak < LARGE_BYTES or (not plan.is_pipelined and is_whole)
+    # Activations of steps as written are in no plan: only the limit can be held to.
+    keeps_little = peak < LARGE_BYTES or (not plan.is_pipelined and is_whole) or plan.is_as_written
     if _glibc("malloc_trim") is None or (keeps_little and not is_tight):
         return
     slack, ended = int(SLACK * peak), threading.Event()
