@@ -58,14 +58,15 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
         original: Any = kind.__getattribute__
 
         def read(self: Any, name: str) -> Any:
-            value = original(self, name)
-            if (id(self), name) not in reads and name[:2] != "__" and get_ident() == thread:
+            is_first = (id(self), name) not in reads and name[:2] != "__" and get_ident() == thread
+            if is_first:  # before it is looked up: what is not there now may be there at another step
                 reads[id(self), name] = weakref.ref(self) if type(self).__weakrefoffset__ else lambda: self
-                if isinstance(value, IOBase) or type(value).__module__ == "_csv":
-                    raise CaptureError(
-                        f"the step uses an open file ({user_frame()}): captured, it would write once and never again",
-                        "write files in a hook such as on_train_batch_end (what the step returns arrives there)",
-                    )
+            value = original(self, name)
+            if is_first and (isinstance(value, IOBase) or type(value).__module__ == "_csv"):
+                raise CaptureError(
+                    f"the step uses an open file ({user_frame()}): captured, it would write once and never again",
+                    "write files in a hook such as on_train_batch_end (what the step returns arrives there)",
+                )
             return value
 
         return kind, "__getattribute__", read
