@@ -9,6 +9,7 @@ good for this one only.
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 import weakref
@@ -39,7 +40,7 @@ from alpa_strategy.capture.python_state import (
 )
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Place, StepGraph
-from alpa_strategy.ir.guards import ValueGuard, at_counters
+from alpa_strategy.ir.guards import MISSING, ValueGuard, at_counters
 from alpa_strategy.ir.user_code import is_user_file, user_frame
 
 Reads = dict[tuple[int, str], Callable[[], Any]]
@@ -71,8 +72,13 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
 
         return kind, "__getattribute__", read
 
+    def variable(environment: Any, name: str) -> str:
+        reads[id(environment), name] = lambda: environment
+        return environment_item(environment, name)
+
+    environment_item = type(os.environ).__getitem__
     # On the classes and not by swapping those of objects: `type(module)` stays what the user's code expects.
-    with patched(map(watching, _watched_classes(module))):
+    with patched([*map(watching, _watched_classes(module)), (type(os.environ), "__getitem__", variable)]):
         yield reads
 
 
@@ -113,6 +119,9 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
         owner, (_, path) = reads[identity, name](), paths.get(identity, (0, None))
         if owner is None or is_metric(owner):
             continue
+        if owner is os.environ:
+            found[identity, name] = ValueGuard(f"os.environ[{name!r}]", name, owner, owner.get(name, MISSING))
+            continue
         label = type(owner).__name__ if path is None else path
         attributes, is_library = getattr(owner, "__dict__", {}), type(owner).__module__.startswith(LIBRARIES)
         if path is not None and attributes["_modules"]:
@@ -126,6 +135,8 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
             value, namespace = class_attribute(type(owner), name), Values(partial(getattr, owner))
             if isinstance(value, types.MemberDescriptorType):  # of `__slots__`
                 value = getattr(owner, name, None)
+            elif not hasattr(type(owner), name) and getattr(owner, name, MISSING) is MISSING:
+                value = MISSING  # `getattr(self, "factor", 1.0)`
             elif is_library or type(value) not in (*PLAIN, list, tuple, dict, set):
                 continue
         elif is_library and type(value) not in (bool, float) and name not in _LIBRARY_NUMBERS:

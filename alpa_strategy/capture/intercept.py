@@ -9,6 +9,9 @@ from __future__ import annotations
 import builtins
 import inspect
 import logging
+import os
+import random
+import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,12 +30,12 @@ from torchmetrics import MetricCollection
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from alpa_strategy.capture.ops import apply_as_op
-from alpa_strategy.capture.python_state import attributes_kept, globals_kept, is_metric, patched
+from alpa_strategy.capture.python_state import attributes_kept, files_of, globals_kept, is_metric, patched
 from alpa_strategy.capture.symbolic_scalars import StepCounter, TraceNumbers, as_tensor, functions_of_counters, made_of
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import MetricRef, Place
-from alpa_strategy.ir.guards import CounterRef, Guard, ValueGuard
-from alpa_strategy.ir.user_code import is_user_file, user_frame
+from alpa_strategy.ir.guards import MISSING, CounterRef, Guard, ValueGuard
+from alpa_strategy.ir.user_code import asked_by_user, is_user_file, user_frame
 
 
 @dataclass
@@ -160,12 +163,16 @@ class _View:
             _refuse_logger(viewed)
         if path in counters:
             return counters[path]
-        value = getattr(viewed, name)
-        if value is None or isinstance(value, bool | int | float | str | Enum):  # what a guard can compare
+        value = getattr(viewed, name, MISSING)
+        if (
+            value is None or value is MISSING or isinstance(value, bool | int | float | str | Enum)
+        ):  # what a guard can compare
             reads[path] = value
-        elif type(value).__module__.startswith("lightning.") and not isinstance(value, nn.Module | list):
+        elif type(value).__module__.startswith(("lightning.", "alpa_strategy.")) and not isinstance(
+            value, nn.Module | list
+        ):
             return _View(value, path, counters, reads)
-        return value
+        return getattr(viewed, name) if value is MISSING else value
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise CaptureError(
@@ -212,6 +219,7 @@ def recording(
             if is_metric(metric):  # those inside a collection may be called by themselves
                 stack.enter_context(_shadowed_metric(metric, name, record))
         stack.enter_context(_forbidden_calls(record, held))
+        stack.enter_context(patched(_outside_numbers(module)))
         stack.enter_context(collectives_refused())
         yield record
 
@@ -429,6 +437,27 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         yield
 
 
+def _outside_numbers(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """What refuses clocks and the system's random numbers to the user's code, as `patched` takes it."""
+    thread = get_ident()
+
+    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if get_ident() == thread and asked_by_user():
+                raise CaptureError(
+                    f"the step calls {function.__name__} ({user_frame()}): captured, it would keep the first result",
+                    "take times in hooks such as on_train_batch_start and on_train_batch_end, draw with torch",
+                )
+            return function(*args)
+
+        return call
+
+    functions = {id(each): refusing(each) for each in (*(getattr(time, name) for name in _CLOCKS), os.urandom)}
+    for values in (vars(time), vars(os), vars(random), *files_of(module).values()):
+        yield from ((values, name, functions[id(v)]) for name, v in list(values.items()) if id(v) in functions)
+
+
+_CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 _BACKWARD_HOOKS = ("_get_backward_hooks", "_get_backward_pre_hooks")  # asked for where there are some
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 _KINDS = ("all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")

@@ -20,6 +20,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeGuard, cast
@@ -33,7 +34,7 @@ from typing_extensions import override
 
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Place
-from alpa_strategy.ir.guards import ValueGuard
+from alpa_strategy.ir.guards import MISSING, ValueGuard
 from alpa_strategy.ir.user_code import (
     closure_values,
     code_names,
@@ -51,7 +52,6 @@ _BATCH_SIZE = re.compile("^batch_?size$|^bsz?$", re.IGNORECASE)
 _GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState, torch.Generator)
 _MAX_DEPTH = 6
 _MAX_ITEMS = 1000
-MISSING = object()
 
 
 # Snapshots
@@ -152,7 +152,10 @@ def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[
     guards: dict[tuple[int, str], ValueGuard] = {}
 
     def add(label: str, name: str, namespace: Any, value: Any, identity: int) -> None:
-        if isinstance(value, Tensor | np.ndarray) or is_plain(value) or _is_configuration(value):
+        if isinstance(value, ContextVar):
+            namespace = Values(lambda _, variable=value: variable.get())  # type: ignore[misc]
+            value = namespace.get(name, MISSING)
+        if value is MISSING or isinstance(value, Tensor | np.ndarray) or is_plain(value) or _is_configuration(value):
             guards.setdefault((identity, name), ValueGuard(label, name, namespace, snapshot(value)))
 
     for function in reached_functions(list(_methods(module, reads))):
@@ -186,7 +189,7 @@ class Values:
     def get(self, name: str, default: Any = None) -> Any:
         try:
             return self.read(name)
-        except (AttributeError, ValueError):  # of a closure: deleted since
+        except (AttributeError, LookupError, ValueError):  # no such attribute, a variable without a value
             return default
 
 
@@ -220,10 +223,11 @@ def class_attribute(owner: type, name: str) -> Any:
 
 def _methods(module: nn.Module, reads: Iterable[tuple[int, str]]) -> Iterator[Any]:
     """The user's functions behind the attributes in `reads`, those of base classes included (`super()`)."""
-    kinds = {id(child): type(child) for child in module.modules()}
-    for kind, name in {(kinds[owner], name) for owner, name in reads if owner in kinds}:
-        for base in kind.__mro__:
-            member = vars(base).get(name)
+    owners = {id(child): child for child in module.modules()}
+    held_by = [(vars(owners[owner]).get(name), type(owners[owner]), name) for owner, name in reads if owner in owners]
+    found = {(id(held), *rest): (held, *rest) for held, *rest in held_by if held is None or is_user_code(held)}
+    for held, kind, name in found.values():
+        for member in (held, *(vars(base).get(name) for base in kind.__mro__)):
             member = member.fget if isinstance(member, property) else member
             if is_user_code(member):
                 yield member
@@ -238,6 +242,11 @@ def _user_functions(module: nn.Module) -> list[types.FunctionType]:
     """Methods that the user's classes of a module tree define."""
     members = (member for kind in _user_classes(module) for member in vars(kind).values())
     return [member for member in members if isinstance(member, types.FunctionType)]
+
+
+def files_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Globals, by the file's name, of the functions that the user's classes of a module tree reach."""
+    return {each.__globals__["__name__"]: each.__globals__ for each in reached_functions([*_user_functions(module)])}
 
 
 def _is_user_module(value: Any) -> bool:
@@ -373,7 +382,7 @@ def kept_in(
         if isinstance(value, _GENERATORS):
             seen.add(id(value))
             yield KeptGenerator(label, value, _state_of(value), is_noticed=is_noticed)
-        elif has_fields(value) and len(keys) < _MAX_DEPTH:
+        elif (has_fields(value) or isinstance(value, types.FunctionType)) and len(keys) < _MAX_DEPTH:
             seen.add(id(value))
             yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed)
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
@@ -473,16 +482,16 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
             the functions name.
     """
     members = [member for kind in _user_classes(module) for member in vars(kind).values()]
-    methods = reached_functions([*_user_functions(module)])
-    files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
+    methods, files = reached_functions([*_user_functions(module)]), files_of(module)
     named = {name for method in methods for name in code_names(method.__code__)}
     every = [(f"{where}.{name}", name, value) for where, names in files.items() for name, value in names.items()]
     found = [each for each in every if each[1] in named or type(each[2]) in _CONTAINERS]
     for method in methods:
         cells = closure_values(method).items()
         found += [(f"{name} of {method.__qualname__}", name, cell.cell_contents) for name, cell in cells]
-    trainer = getattr(module, "_trainer", None)
+    trainer: Any = getattr(module, "_trainer", None)
     found += [(f"trainer.{name}", name, getattr(trainer, name, None)) for name in ("datamodule", "callbacks")]
+    found += [("the dataset", "dataset", getattr(loader, "dataset", None)) for loader in loaders_of(trainer)]
     kept: list[_Kept] = [KeptNames(where, names, dict(names)) for where, names in files.items()]
     for place, name, value in found:
         is_users = _is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
@@ -506,15 +515,20 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
         )
 
 
+def loaders_of(trainer: Any) -> list[Any]:
+    """The user's loaders of training batches."""
+    combined = getattr(getattr(trainer, "fit_loop", None), "_combined_loader", None)
+    return [getattr(each, "_loader", each) for each in combined.flattened] if combined is not None else []
+
+
 def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tuple[Any, str]]:
     """(owner, name), as `patched` takes them, of what holds this number under such a name, or one that is set in a line
     with a batch size: attributes of the module tree, of the data module and the loaders, hyperparameters,
     configurations, and globals of the files of the module's classes."""
     trainer, step = getattr(module, "_trainer", None), cast(Any, module.training_step)
-    data_module, combined = getattr(trainer, "datamodule", None), trainer and trainer.fit_loop._combined_loader
+    data_module = getattr(trainer, "datamodule", None)
     # Every loader has its batch size: it counts where the step may ask for one.
-    loaders = combined.flattened if combined is not None and "batch_size" in mentioned_names(step) else []
-    loaders = [getattr(each, "_loader", each) for each in loaders]
+    loaders = loaders_of(trainer) if "batch_size" in mentioned_names(step) else []
     classes = _user_classes(module)
     set_from = {key for function in _user_functions(module) for key in names_set_from(function, _BATCH_SIZE)}
     owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]

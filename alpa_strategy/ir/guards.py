@@ -189,14 +189,14 @@ class ValueGuard:
     value: Any = field(compare=False)
 
 
-_MISSING = object()
+MISSING = object()  # the value of a guard of what was not there
 _SCALARS = (bool, int, float, complex, str)
 
 
 def changed_value(guards: Iterable[ValueGuard]) -> str | None:
     """Label of the first that is not what the step read (0.05 us each), None when all are."""
     for guard in guards:
-        value, now = guard.value, guard.namespace.get(guard.name, _MISSING)
+        value, now = guard.value, guard.namespace.get(guard.name, MISSING)
         # `True == 1`: scalars must be of the same type too.
         if now is not value and not (value == now and (type(value) is type(now) or type(value) not in _SCALARS)):
             return guard.label

@@ -62,6 +62,21 @@ def user_frame() -> str:
     return "line unknown" if found is None else _describe(found.f_code, found.f_lineno)
 
 
+def asked_by_user() -> bool:
+    """Whether the caller's caller is the user's code, or the standard library's on its behalf.
+
+    Not `logging`'s, which asks for the time for itself.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _is_pythons(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and is_user_file(frame.f_code.co_filename)
+
+
+def _is_pythons(path: str) -> bool:
+    return path.startswith(("<", _STDLIB)) and _SITE not in path and "logging" not in path
+
+
 def user_line(traceback: TracebackType | None) -> str:
     """`file:line: code` of the innermost user frame of an exception's traceback."""
     frames = [(f.f_code, line) for f, line in walk_tb(traceback) if is_user_file(f.f_code.co_filename)]

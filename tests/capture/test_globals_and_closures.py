@@ -5,8 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 import random
+import time
+import uuid
 from collections.abc import Callable
+from contextvars import ContextVar
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,6 +179,44 @@ def test_functions_of_classes_and_of_imported_files_are_followed(monkeypatch: py
     assert "COOLING" in str(changed(model, step))
 
 
+SETTING: ContextVar[float] = ContextVar("SETTING", default=1.0)
+
+
+def test_the_environment_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reads(model: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss * float(os.environ.get("SCALE_OF_TEST", "1")) * (2 if "IS_TEST" in os.environ else 1)
+
+    model = Model(reads)
+    for name, value in (("SCALE_OF_TEST", "3"), ("IS_TEST", ""), ("SCALE_OF_TEST", "4")):
+        step = capture_step(model, torch.randn(6, 4))
+        assert changed(model, step) is None
+        monkeypatch.setenv(name, value)
+        assert changed(model, step) == f"os.environ[{name!r}]"
+
+
+def test_globals_of_functions_in_attributes_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(lambda model, loss: loss * WEIGHT)
+    step = capture_step(model, torch.randn(6, 4))
+    assert changed(model, step) is None
+    monkeypatch.setitem(globals(), "WEIGHT", 0.7)
+    assert "WEIGHT" in str(changed(model, step))
+
+
+def test_context_variables_are_guarded() -> None:
+    model = Model(lambda model, loss: loss * SETTING.get())
+    step = capture_step(model, torch.randn(6, 4))
+    assert changed(model, step) is None
+    token = SETTING.set(2.0)
+    assert "SETTING" in str(changed(model, step))
+    SETTING.reset(token)
+    assert changed(model, step) is None
+
+
+def counted(loss: torch.Tensor) -> torch.Tensor:
+    counted.calls = getattr(counted, "calls", 0) + 1  # type: ignore[attr-defined]
+    return loss
+
+
 def sets_a_global(model: Any, loss: torch.Tensor) -> torch.Tensor:
     global COUNT
     COUNT += 1
@@ -217,6 +260,26 @@ def writes(model: Any, loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def counts_calls(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    return counted(loss)
+
+
+def takes_the_time(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    return loss * time.time()
+
+
+def takes_times_by_name(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    return loss * perf_counter()
+
+
+def draws_of_the_system(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    return loss * (uuid.uuid4().int % 7)
+
+
+def seeds_by_the_system(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    return loss * np.random.default_rng().random()
+
+
 REFUSED = {
     sets_a_global: "COUNT",
     fills_a_list: "SEEN",
@@ -227,6 +290,11 @@ REFUSED = {
     takes_the_next: "next of an iterator.*next.STREAM",
     takes_its_own_next: "next of an iterator.*next.model.stream",
     writes: "nowhere",
+    counts_calls: "counted",
+    takes_the_time: "calls time .*time.time",
+    takes_times_by_name: "calls perf_counter",
+    draws_of_the_system: "calls urandom .*uuid4",
+    seeds_by_the_system: "calls urandom .*default_rng",
 }
 
 
@@ -292,6 +360,45 @@ def test_a_step_that_changes_something_of_the_trainer_is_refused(what: str) -> N
     with pytest.raises(CaptureError, match=f"trainer.{what}"):
         capture_step(model, torch.randn(6, 4))
     assert (trainer.should_stop, trainer.callbacks[-1].count) == (False, 0)
+
+
+def test_what_the_trainer_does_not_have_yet_is_guarded() -> None:
+    model = Model(lambda model, loss: loss * getattr(model.trainer, "factor", 1.0) + model.trainer.strategy.warmth)
+    trainer = of_a_trainer(model)
+    trainer.strategy.warmth = 1.0
+    for owner, name in ((trainer, "factor"), (trainer.strategy, "warmth")):
+        step = capture_step(model, torch.randn(6, 4))
+        assert changed(model, step) is None
+        setattr(owner, name, 2.0)
+        assert name in str(changed(model, step))
+
+
+def test_a_step_that_changes_its_dataset_is_refused() -> None:
+    class Rows(torch.utils.data.TensorDataset):
+        epoch = 0
+
+    class Changes(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.trainer.train_dataloader.dataset.epoch += 1
+            return super().training_step(batch[0], batch_idx)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    refused: list[CaptureError] = []
+
+    class Tries(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+            with pytest.raises(CaptureError, match="the dataset") as error:
+                capture_step(module, batch)
+            refused.append(error.value)
+
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, callbacks=[Tries()], **options)  # type: ignore[arg-type]
+    rows = Rows(torch.randn(6, 4))
+    trainer.fit(Changes(), torch.utils.data.DataLoader(rows, batch_size=6))
+    assert refused
+    assert rows.epoch == 1  # Lightning's own step
 
 
 def test_values_of_the_trainer_are_guarded() -> None:

@@ -89,6 +89,8 @@ class Reader(LightningModule):
         h = h * self.settings.sign + self.settings.shift
         h = h / self.tokens[1] * self.schedule.now() * self.kept["a"][0].value * self.slotted.value
         h = h * self.scaled() * self.last[0] * self.optimizer.defaults["lr"]
+        scale = scale * getattr(self, "later", 1.0) * getattr(self.block, "later", 1.0)
+        scale = scale * getattr(self.block.linear, "later", 1.0) * getattr(self.schedule, "later", 1.0)
         return self.beta * h.pow(self.space.power).sum() * scale
 
 
@@ -116,6 +118,10 @@ def changes() -> dict[str, tuple[str, Callable[[Reader], Any]]]:
         "slots": ("Slotted.value", lambda m: setattr(m.slotted, "value", 2.0)),
         "deque": ("last", lambda m: m.last.append(2.0)),
         "optimizer": ("SGD.defaults", lambda m: m.optimizer.defaults.update(lr=0.2)),
+        "set later": ("later", lambda m: setattr(m, "later", 2.0)),
+        "set later in a block": ("block.later", lambda m: setattr(m.block, "later", 2.0)),
+        "set later in a layer": ("block.linear.later", lambda m: setattr(m.block.linear, "later", 2.0)),
+        "set later in an object": ("Schedule.later", lambda m: setattr(m.schedule, "later", 2.0)),
         "tensor": ("mask", lambda m: setattr(m, "mask", torch.zeros(4))),
         "tensor in place": ("mask", lambda m: m.mask.zero_()),
         "tensor in a list": ("masks", lambda m: m.masks[0].zero_()),
@@ -134,6 +140,13 @@ def test_a_change_of_what_the_step_read_is_noticed(change: str) -> None:
     name, act = changes()[change]
     act(module)
     assert changed_value(step.attributes) == name
+
+
+def test_a_class_attribute_that_is_set_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Reader()
+    step = capture_step(module, torch.randn(6, 4))
+    monkeypatch.setattr(Reader, "later", 2.0, raising=False)
+    assert changed_value(step.attributes) == "later"
 
 
 @pytest.mark.parametrize(
