@@ -225,7 +225,7 @@ def _methods(module: nn.Module, reads: Iterable[tuple[int, str]]) -> Iterator[An
     """The user's functions behind the attributes in `reads`, those of base classes included (`super()`)."""
     owners = {id(child): child for child in module.modules()}
     held_by = [(vars(owners[owner]).get(name), type(owners[owner]), name) for owner, name in reads if owner in owners]
-    found = {(id(held), *rest): (held, *rest) for held, *rest in held_by if held is None or is_user_code(held)}
+    found = {(id(each[0]), *each[1:]): each for each in held_by if each[0] is None or is_user_code(each[0])}
     for held, kind, name in found.values():
         for member in (held, *(vars(base).get(name) for base in kind.__mro__)):
             member = member.fget if isinstance(member, property) else member
