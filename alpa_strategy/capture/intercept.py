@@ -30,7 +30,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from alpa_strategy.capture.ops import apply_as_op
-from alpa_strategy.capture.python_state import attributes_kept, files_of, globals_kept, is_metric, patched
+from alpa_strategy.capture.python_state import attributes_kept, globals_kept, is_metric, patched
 from alpa_strategy.capture.symbolic_scalars import StepCounter, TraceNumbers, as_tensor, functions_of_counters, made_of
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import MetricRef, Place
@@ -212,14 +212,14 @@ def recording(
         # The attribute may be the class's: this then hides it.
         lists = [(place.holder(module), place.name, x) for place, x in record.appended.items()]
         stack.enter_context(patched(lists))
-        stack.enter_context(globals_kept(module, held))
+        files = stack.enter_context(globals_kept(module, held))
         stack.enter_context(patched(functions_of_counters(namespaces)))
         stack.enter_context(_recording_class(module, record, names, device))
         for name, metric in module.named_modules():
             if is_metric(metric):  # those inside a collection may be called by themselves
                 stack.enter_context(_shadowed_metric(metric, name, record))
         stack.enter_context(_forbidden_calls(record, held))
-        stack.enter_context(patched(_outside_numbers(module)))
+        stack.enter_context(patched(_outside_numbers(files.values())))
         stack.enter_context(collectives_refused())
         yield record
 
@@ -437,8 +437,8 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         yield
 
 
-def _outside_numbers(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
-    """What refuses clocks and the system's random numbers to the user's code, as `patched` takes it."""
+def _outside_numbers(files: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, str, Any]]:
+    """What refuses clocks and the system's random numbers to the user's code, as `patched` takes it. files: globals."""
     thread = get_ident()
 
     def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -453,7 +453,7 @@ def _outside_numbers(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
         return call
 
     functions = {id(each): refusing(each) for each in (*(getattr(time, name) for name in _CLOCKS), os.urandom)}
-    for values in (vars(time), vars(os), vars(random), *files_of(module).values()):
+    for values in (vars(time), vars(os), vars(random), *files):
         yield from ((values, name, functions[id(v)]) for name, v in list(values.items()) if id(v) in functions)
 
 

@@ -244,11 +244,6 @@ def _user_functions(module: nn.Module) -> list[types.FunctionType]:
     return [member for member in members if isinstance(member, types.FunctionType)]
 
 
-def files_of(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Globals, by the file's name, of the functions that the user's classes of a module tree reach."""
-    return {each.__globals__["__name__"]: each.__globals__ for each in reached_functions([*_user_functions(module)])}
-
-
 def _is_user_module(value: Any) -> bool:
     file = getattr(value, "__file__", None) if isinstance(value, types.ModuleType) else None
     return file is not None and is_user_file(file)
@@ -473,16 +468,17 @@ def initialized(module: nn.Module, stored: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
-    """Restore the globals and closures of the methods of the module's classes, and of the functions that they name;
-    caches (`functools.lru_cache`) that were filled, with fake tensors, are emptied.
+def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[str, Any]]]:
+    """Restore the globals (which the block is given, by file) and closures of the methods of the module's classes, and
+    of the functions that they name; caches (`functools.lru_cache`) that were filled, with fake tensors, are emptied.
 
     Raises:
         CaptureError: when the step set a global, or changed a container among globals and closures, or an object that
             the functions name.
     """
     members = [member for kind in _user_classes(module) for member in vars(kind).values()]
-    methods, files = reached_functions([*_user_functions(module)]), files_of(module)
+    methods = reached_functions([*_user_functions(module)])
+    files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
     named = {name for method in methods for name in code_names(method.__code__)}
     every = [(f"{where}.{name}", name, value) for where, names in files.items() for name, value in names.items()]
     found = [each for each in every if each[1] in named or type(each[2]) in _CONTAINERS]
@@ -500,7 +496,7 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[None]:
     cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if hasattr(type(v), "cache_info")]
     changed: dict[str, Any] = {}
     try:
-        yield
+        yield files
     finally:
         for function, misses in cached:
             if function.cache_info().misses != misses:
