@@ -438,26 +438,37 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
 
 
 def _outside_numbers(files: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, str, Any]]:
-    """What refuses clocks and the system's random numbers to the user's code, as `patched` takes it. files: globals."""
+    """What refuses clocks, seeds and the system's random numbers to the user's code, as `patched` takes it.
+
+    files: the globals of each.
+    """
     thread = get_ident()
 
     def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if get_ident() == thread and asked_by_user():
                 raise CaptureError(
-                    f"the step calls {function.__name__} ({user_frame()}): captured, it would keep the first result",
-                    "take times in hooks such as on_train_batch_start and on_train_batch_end, draw with torch",
+                    f"the step calls {function.__name__} ({user_frame()}): captured, it would be called once",
+                    "take times in hooks such as on_train_batch_start and on_train_batch_end, draw with torch, seed "
+                    "before the training",
                 )
-            return function(*args)
+            return function(*args, **kwargs)
 
         return call
 
-    functions = {id(each): refusing(each) for each in (*(getattr(time, name) for name in _CLOCKS), os.urandom)}
-    for values in (vars(time), vars(os), vars(random), *files):
+    yield type(os.environ), "__setitem__", refusing(type(os.environ).__setitem__)
+    outside = [
+        *(getattr(time, name) for name in _CLOCKS),
+        *(getattr(torch.random, name) for name in _SEEDS),
+        os.urandom,
+    ]
+    functions = {id(each): refusing(each) for each in outside}
+    for values in (vars(time), vars(os), vars(random), vars(torch), vars(torch.random), *files):
         yield from ((values, name, functions[id(v)]) for name, v in list(values.items()) if id(v) in functions)
 
 
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+_SEEDS = ("manual_seed", "seed", "set_rng_state", "fork_rng")
 _BACKWARD_HOOKS = ("_get_backward_hooks", "_get_backward_pre_hooks")  # asked for where there are some
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 _KINDS = ("all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")

@@ -1,6 +1,6 @@
 """Python state around the step's tensors: attributes of the module tree, globals, closures, the Trainer's values.
 
-What the step reads is frozen into the captured graph, so it becomes guards (ir/guards.py): each holds a `snapshot`.
+What the step reads is frozen into the captured graph, so it becomes guards (python_reads.py): each holds a `snapshot`.
 What it changes would be changed once and never again, so it is refused, and all is restored. Parameters and buffers are
 inputs of the graph and need no guard. Globals and closures are found in the code of the methods that ran, not by
 watching them run.
@@ -9,8 +9,10 @@ watching them run.
 from __future__ import annotations
 
 import argparse
+import copyreg
 import dataclasses
 import operator
+import os
 import pickle
 import random
 import re
@@ -20,7 +22,6 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeGuard, cast
@@ -34,11 +35,11 @@ from typing_extensions import override
 
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Place
-from alpa_strategy.ir.guards import MISSING, ValueGuard
+from alpa_strategy.ir.guards import MISSING
 from alpa_strategy.ir.user_code import (
     closure_values,
     code_names,
-    is_user_code,
+    is_installed,
     is_user_file,
     mentioned_names,
     names_set_from,
@@ -50,7 +51,7 @@ _CONTAINERS = (list, dict, set, defaultdict, OrderedDict, Counter, deque)
 LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _BATCH_SIZE = re.compile("^batch_?size$|^bsz?$", re.IGNORECASE)
 _GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState, torch.Generator)
-_MAX_DEPTH = 6
+MAX_DEPTH = 6
 _MAX_ITEMS = 1000
 
 
@@ -73,14 +74,14 @@ def snapshot(value: Any, depth: int = 0) -> Any:
         return Same(value, lambda array: array.tobytes() if array.size <= _MAX_ITEMS else b"")
     if isinstance(value, list | dict | set) and len(value) > _MAX_ITEMS:
         return Same(value, len)
-    if depth < _MAX_DEPTH:
+    if depth < MAX_DEPTH:
         if isinstance(value, dict):
             return {k: snapshot(v, depth + 1) for k, v in value.items()}
         if kind in (list, tuple, deque):
             return kind(snapshot(v, depth + 1) for v in value)
         if kind in (set, frozenset):
             return kind(value)
-        if _is_configuration(value):
+        if is_configuration(value):
             return Same(value, vars, snapshot(vars(value), depth))
     return Same(value)
 
@@ -114,7 +115,7 @@ def has_fields(value: Any) -> bool:
     return hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "builtins", *LIBRARIES))
 
 
-def _is_configuration(value: Any) -> bool:
+def is_configuration(value: Any) -> bool:
     if not has_fields(value):
         return False
     is_record = type(value) in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(value)
@@ -126,71 +127,6 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
     return all(map(is_plain, value)) if type(value) in (list, tuple, set, frozenset) else type(value) in PLAIN
-
-
-# Guards of what is read
-
-
-def buffer_guards(module: nn.Module, names: Iterable[str]) -> tuple[ValueGuard, ...]:
-    """Guards of the values of buffers: they hold until one is replaced or changed in place."""
-    values = Values(module.get_buffer)
-    return tuple(ValueGuard(name, name, values, snapshot(module.get_buffer(name))) for name in sorted(names))
-
-
-def trainer_guards(trainer: Any, reads: dict[str, Any]) -> tuple[ValueGuard, ...]:
-    """Guards of the Trainer's values in `reads` (dotted path -> value)."""
-    values = Values(lambda path: operator.attrgetter(path)(trainer))
-    return tuple(ValueGuard(f"trainer.{path}", path, values, value) for path, value in reads.items())
-
-
-def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[ValueGuard, ...]:
-    """Guards of the globals and closures in the code of the methods in `reads` (id of a module, name).
-
-    Numbers, texts, containers and configurations of them, tensors and arrays are guarded; functions and other objects
-    are taken to stay what they are.
-    """
-    guards: dict[tuple[int, str], ValueGuard] = {}
-
-    def add(label: str, name: str, namespace: Any, value: Any, identity: int) -> None:
-        if isinstance(value, ContextVar):
-            namespace = Values(lambda _, variable=value: variable.get())  # type: ignore[misc]
-            value = namespace.get(name, MISSING)
-        if value is MISSING or isinstance(value, Tensor | np.ndarray) or is_plain(value) or _is_configuration(value):
-            guards.setdefault((identity, name), ValueGuard(label, name, namespace, snapshot(value)))
-
-    for function in reached_functions(list(_methods(module, reads))):
-        names = set(code_names(function.__code__))
-        values, where = function.__globals__, function.__globals__.get("__name__", "")
-        for name in sorted(n for n in names & values.keys() if not n.startswith("__")):
-            value = values[name]
-            add(f"{where}.{name}", name, values, value, id(values))
-            # `settings.scale`, `Config.scale`: what the code may read inside of what it names.
-            if isinstance(value, type | types.FunctionType) or _is_user_module(value):
-                inside = vars(value)
-                for inner in sorted(names & inside.keys()):
-                    add(f"{where}.{name}.{inner}", inner, inside, inside[inner], id(value))
-        cells = closure_values(function)
-        variables = Values(lambda name, cells=cells: cells[name].cell_contents)  # type: ignore[misc]
-        for name, cell in cells.items():
-            add(f"{name} of {function.__qualname__}", name, variables, cell.cell_contents, id(cell))
-        for name in ("__defaults__", "__kwdefaults__"):  # a dict among them may have changed
-            if defaults := getattr(function, name):
-                fields = Values(partial(getattr, function))
-                add(f"{name} of {function.__qualname__}", name, fields, defaults, id(function))
-    return tuple(guards.values())
-
-
-@dataclass(frozen=True)
-class Values:
-    """Something that gives values by name, with a dict's `get`."""
-
-    read: Callable[[str], Any]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self.read(name)
-        except (AttributeError, LookupError, ValueError):  # no such attribute, a variable without a value
-            return default
 
 
 @lru_cache(maxsize=1)
@@ -221,30 +157,26 @@ def class_attribute(owner: type, name: str) -> Any:
     return MISSING
 
 
-def _methods(module: nn.Module, reads: Iterable[tuple[int, str]]) -> Iterator[Any]:
-    """The user's functions behind the attributes in `reads`, those of base classes included (`super()`)."""
-    owners = {id(child): child for child in module.modules()}
-    held_by = [(vars(owners[owner]).get(name), type(owners[owner]), name) for owner, name in reads if owner in owners]
-    found = {(id(each[0]), *each[1:]): each for each in held_by if each[0] is None or is_user_code(each[0])}
-    for held, kind, name in found.values():
-        for member in (held, *(vars(base).get(name) for base in kind.__mro__)):
-            member = member.fget if isinstance(member, property) else member
-            if is_user_code(member):
-                yield member
-
-
 def _user_classes(module: nn.Module) -> set[type]:
     kinds = {base for child in module.modules() for base in type(child).__mro__}
-    return {kind for kind in kinds if _is_user_module(sys.modules.get(kind.__module__))}
+    return set(filter(is_user_class, kinds))
 
 
 def _user_functions(module: nn.Module) -> list[types.FunctionType]:
     """Methods that the user's classes of a module tree define."""
-    members = (member for kind in _user_classes(module) for member in vars(kind).values())
+    return _functions_in(_user_classes(module))
+
+
+def _functions_in(kinds: Iterable[type]) -> list[types.FunctionType]:
+    members = (member for kind in kinds for member in vars(kind).values())
     return [member for member in members if isinstance(member, types.FunctionType)]
 
 
-def _is_user_module(value: Any) -> bool:
+def is_user_class(value: Any) -> bool:
+    return isinstance(value, type) and is_user_module(sys.modules.get(value.__module__))
+
+
+def is_user_module(value: Any) -> bool:
     file = getattr(value, "__file__", None) if isinstance(value, types.ModuleType) else None
     return file is not None and is_user_file(file)
 
@@ -319,6 +251,25 @@ class KeptNames(_Kept):
         put_back(self.items, self.before, self._changed())
 
 
+class KeptAttributes(_Kept):
+    """A class, or an object with slots; `before`: its attributes."""
+
+    @override
+    def differs(self) -> bool:
+        return bool(changed_names(_attributes_of(self.items), self.before))
+
+    @override
+    def restore(self) -> None:
+        for name in changed_names(_attributes_of(self.items), self.before):
+            setattr(self.items, name, self.before[name]) if name in self.before else delattr(self.items, name)
+
+
+def _attributes_of(owner: Any) -> dict[str, Any]:
+    if isinstance(owner, type):
+        return {name: value for name, value in vars(owner).items() if name[:1] != "_"}
+    return {name: getattr(owner, name) for name in copyreg._slotnames(type(owner)) if hasattr(owner, name)}  # type: ignore[attr-defined]
+
+
 class KeptGenerator(_Kept):
     """A generator of random numbers, of Python, NumPy or torch; `before` is its state."""
 
@@ -377,7 +328,7 @@ def kept_in(
         if isinstance(value, _GENERATORS):
             seen.add(id(value))
             yield KeptGenerator(label, value, _state_of(value), is_noticed=is_noticed)
-        elif (has_fields(value) or isinstance(value, types.FunctionType)) and len(keys) < _MAX_DEPTH:
+        elif (has_fields(value) or isinstance(value, types.FunctionType)) and len(keys) < MAX_DEPTH:
             seen.add(id(value))
             yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed)
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
@@ -387,9 +338,12 @@ def kept_in(
             yield _Kept(label, value, value.copy(), attribute=None if keys else attribute, is_noticed=counts)
         elif isinstance(value, Iterator):
             seen.add(id(value))
+        elif is_user_class(value) or (is_user_class(kind) and not isinstance(value, nn.Module | tuple)):
+            seen.add(id(value))
+            yield KeptAttributes(label, value, _attributes_of(value), is_noticed=is_noticed)
         elif kind is not tuple:
             continue
-        if kind in (*_CONTAINERS, tuple) and kind is not set and len(keys) < _MAX_DEPTH and len(value) <= _MAX_ITEMS:
+        if kind in (*_CONTAINERS, tuple) and kind is not set and len(keys) < MAX_DEPTH and len(value) <= _MAX_ITEMS:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [(item, (*keys, key), is_inside) for key, item in items]
 
@@ -477,7 +431,9 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
             the functions name.
     """
     members = [member for kind in _user_classes(module) for member in vars(kind).values()]
-    methods = reached_functions([*_user_functions(module)])
+    trainer: Any = getattr(module, "_trainer", None)
+    watching = [type(each) for each in (*getattr(trainer, "callbacks", ()), getattr(trainer, "datamodule", None))]
+    methods = reached_functions([*_user_functions(module), *_functions_in(filter(is_user_class, watching))])
     files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
     named = {name for method in methods for name in code_names(method.__code__)}
     every = [(f"{where}.{name}", name, value) for where, names in files.items() for name, value in names.items()]
@@ -485,14 +441,21 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
     for method in methods:
         cells = closure_values(method).items()
         found += [(f"{name} of {method.__qualname__}", name, cell.cell_contents) for name, cell in cells]
-    trainer: Any = getattr(module, "_trainer", None)
+    found += [(kind.__name__, "", kind) for kind in _user_classes(module)]
     found += [(f"trainer.{name}", name, getattr(trainer, name, None)) for name in ("datamodule", "callbacks")]
     found += [("the dataset", "dataset", getattr(loader, "dataset", None)) for loader in loaders_of(trainer)]
+    own = {kind.__module__.partition(".")[0] for kind in _user_classes(module)}
+    # What other packages fill are their caches (einops: a dict of backends).
+    others = {where: each for where, each in files.items() if where.partition(".")[0] not in own}
+    installed = {where for where, each in others.items() if is_installed(each.get("__file__", ""))}
     kept: list[_Kept] = [KeptNames(where, names, dict(names)) for where, names in files.items()]
+    variables = os.environ._data  # type: ignore[attr-defined]  # torch sets some itself
+    kept.append(_Kept("os.environ", variables, dict(variables), is_noticed=False))
     for place, name, value in found:
-        is_users = _is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
+        is_users = is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
         if name[:2] != "__" and (is_users or not has_fields(value) or isinstance(value, _GENERATORS)):
-            kept += kept_in(value, place, seen)
+            where = place.rpartition(".")[0]
+            kept += kept_in(value, place, seen, is_noticed=where not in installed)
     cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if hasattr(type(v), "cache_info")]
     changed: dict[str, Any] = {}
     try:

@@ -6,6 +6,7 @@ faster. What comes out is an fx graph with in-place ops, grad-mode and autocast 
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.changing_numbers import attribute_guards, attribute_reads, counters_for, freed
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
 from alpa_strategy.capture.non_tensor_inputs import (
@@ -33,12 +33,19 @@ from alpa_strategy.capture.non_tensor_inputs import (
     traced_with_leaves,
     value_text,
 )
+from alpa_strategy.capture.python_reads import (
+    attribute_guards,
+    attribute_reads,
+    buffer_guards,
+    counters_for,
+    freed,
+    global_guards,
+    trainer_guards,
+)
 from alpa_strategy.capture.python_state import (
     KeptGenerator,
-    buffer_guards,
-    global_guards,
+    patched,
     put_all_back,
-    trainer_guards,
 )
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
@@ -158,6 +165,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     with (
         recording(module, device, call.appended, call.namespaces) as record,
         counters_for(module, call.numbers, record.counter),
+        patched([(vars(logging.getLogger("torch._subclasses.fake_tensor")), "disabled", True)]),  # tracebacks of trials
         generators_kept(),
         clear_errors(),
         uncompiled(),

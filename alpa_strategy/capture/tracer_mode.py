@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -31,6 +32,7 @@ _CREATIONS = {  # what makes tensors of one number -> its position
     torch.scalar_tensor: 0,
 }
 _OF_DATA: Any = Tensor.data
+_FLAG: Any = Tensor.requires_grad
 _DATA, _SET_DATA = _OF_DATA.__get__, _OF_DATA.__set__  # what they give is no tensor of the trace
 
 
@@ -68,6 +70,7 @@ class TracerMode(TorchFunctionMode):
     def __enter__(self) -> TracerMode:
         # `if mask.any()` inside torch's own Python code asks here too; the mode sees the user's calls only.
         Tensor.__bool__ = lambda tensor: self._truth(tensor)  # type: ignore
+        Tensor.requires_grad = property(_FLAG.__get__, _set_flag)  # type: ignore
         self.hooks = (
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -77,7 +80,7 @@ class TracerMode(TorchFunctionMode):
     def __exit__(self, *exc: Any) -> None:
         for hook in self.hooks:
             hook.remove()
-        del Tensor.__bool__  # torch's own is the base class's
+        del Tensor.__bool__, Tensor.requires_grad  # torch's own are the base class's
         super().__exit__(*exc)
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
@@ -147,6 +150,9 @@ class TracerMode(TorchFunctionMode):
             return again(Tensor.fill_, made, content)
         found, result = self.record.numbers.trace_call(lambda args, kwargs: again(func, *args, **kwargs), args, kwargs)
         if found:
+            for made in pytree.tree_leaves(result):
+                if isinstance(made, FakeTensor):
+                    made.constant = None  # of the examples: `torch.tensor(step / 10).item()` would read it
             return result
         values = pytree.tree_map_only(StepCounter, lambda counter: counter.value, (args, kwargs))
         result = again(func, *values[0], **values[1])  # the user's own errors
@@ -158,6 +164,9 @@ class TracerMode(TorchFunctionMode):
         for replacement in (ctc_replacement, grouped_mm_replacement):
             if (result := replacement(func, args, kwargs)) is not None:
                 return result
+        if func == Tensor.requires_grad_:
+            _set_flag(args[0], (*args, *kwargs.values(), True)[1])
+            return args[0]
         if func == _DATA:
             return args[0].detach()
         if func == _SET_DATA:
@@ -178,6 +187,16 @@ class TracerMode(TorchFunctionMode):
                     f"the step asks for device {str(device)!r} ({user_frame()}) while the module is on {self.device}",
                     "use the module's device: device=self.device, or the device of another tensor",
                 )
+
+
+def _set_flag(tensor: Tensor, value: bool) -> None:
+    """`tensor.requires_grad = value`."""
+    if isinstance(tensor, nn.Parameter) and value != _FLAG.__get__(tensor):
+        raise CaptureError(
+            f"the step freezes or unfreezes a parameter ({user_frame()}): a captured step has all as they were",
+            "do it in a hook such as on_train_batch_start",
+        )
+    _FLAG.__set__(tensor, value)
 
 
 def _refuse_functions_of_functions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -27,7 +27,6 @@ _FRAMEWORKS = [folder for spec in _SPECS for folder in spec.submodule_search_loc
 _NOT_USER = ("<", *(os.path.join(os.path.abspath(folder), "") for folder in (*_FRAMEWORKS, _PACKAGE)))
 _NOT_USER_NAMES = tuple(f"{os.sep}{n}{os.sep}" for n in ("torchmetrics", "lightning_fabric", "pytorch_lightning"))
 _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
-_SITE = f"{os.sep}site-packages{os.sep}"
 
 
 @cache
@@ -35,7 +34,12 @@ def is_user_file(path: str) -> bool:
     """True for code that is neither torch, Lightning, torchmetrics, the standard library nor this package."""
     if path.startswith(_NOT_USER) or any(name in path for name in _NOT_USER_NAMES):
         return False
-    return not (path.startswith(_STDLIB) and _SITE not in path)  # site-packages lies in the standard library's folder
+    return not path.startswith(_STDLIB) or is_installed(path)  # site-packages lies in the standard library's folder
+
+
+def is_installed(path: str) -> bool:
+    """Whether a file is an installed package's."""
+    return "site-packages" in path or "dist-packages" in path
 
 
 def _describe(code: CodeType, line: int) -> str:
@@ -74,7 +78,7 @@ def asked_by_user() -> bool:
 
 
 def _is_pythons(path: str) -> bool:
-    return path.startswith(("<", _STDLIB)) and _SITE not in path and "logging" not in path
+    return path.startswith(("<", _STDLIB)) and not is_installed(path) and "logging" not in path
 
 
 def user_line(traceback: TracebackType | None) -> str:

@@ -57,6 +57,9 @@ _NUMBER_OF_RANKS = {"world_size", "get_world_size"}
 _KINDS: tuple[Kind, ...] = ("rows", "same", "own")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+# Names in hooks that are not tried: what they do reaches further than can be put back.
+_OUTWARD = {"write", "writelines", "writerow", "writerows", "dump", "save", "savefig", "to_csv", "write_text"}
+_OUTWARD |= {"experiment", "log_metrics", "log_image", "add_scalar"}
 _UPDATE_HOOKS = (
     "on_before_backward",
     "backward",
@@ -273,6 +276,8 @@ class BatchHooks:
         named = mentioned_names(hook)
         methods = [getattr(module, name) for name in named if is_user_code(getattr(type(module), name, None))]
         named = named.union(*map(mentioned_names, methods))  # of the module that it is given
+        if outward := named & _OUTWARD:
+            raise ValueError(f"it may write more than its due ({', '.join(sorted(outward))})")
         states = []
         for order in (range(count), _more_rows(count)):
             silent = [(module, name, lambda *_, **__: None) for name in ("log", "log_dict")]
@@ -381,7 +386,7 @@ def _state_kept(owners: Sequence[Any], named: Set[str]) -> Iterator[list[Tensor]
     try:
         with ExitStack() as stack:
             stack.enter_context(isolate_rng(include_cuda=owners[0].device.type == "cuda"))
-            for each in modules:
+            for each in (*modules, owners[0]._trainer):
                 stack.enter_context(fields_kept(each))
             # What it puts back in globals and closures (lists of calls) is no error here.
             stack.enter_context(suppress(CaptureError))

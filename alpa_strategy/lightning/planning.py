@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.changing_numbers import is_same_step, numbers_now
+from alpa_strategy.capture.python_reads import is_same_step, numbers_now
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import RankZero, of_all_ranks, on_all_ranks, world_size
 from alpa_strategy.comm.measure import measure_cluster

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from alpa_strategy.capture.changing_numbers import changed_numbers, numbers_now
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
+from alpa_strategy.capture.python_reads import changed_numbers, numbers_now
 from alpa_strategy.comm.collectives import RankZero, broadcast_object, of_all_ranks, world_size
 from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, PlanError, RuntimeMismatchError

@@ -7,11 +7,13 @@ the collectives of their step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.non_tensor_inputs import may_be_unread, register_batch_types
@@ -105,11 +107,31 @@ def shapes_text(batch: Any) -> str:
     return ", ".join(str(list(leaf.shape)) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
+@contextmanager
+def all_trained(module: Any, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Parameters that a step with backward passes of its own may freeze and unfreeze on its way (the discriminator of a
+    GAN) train in the block, whichever way they were left."""
+    frozen = [p for p in _toggled(module, optimizers) if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _toggled(module: Any, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [] if module.automatic_optimization else [p for group in groups for p in group["params"]]
+
+
 class ParametersAsTheyWere:
     """Which parameters `module` has and which of them train, to be compared with later."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
+    def __init__(self, module: Any, optimizers: Iterable[Optimizer]) -> None:
+        toggled = set(map(id, _toggled(module, optimizers)))
+        self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters() if id(p) not in toggled]
         self._owners = [(path, child, tuple(child._parameters.items())) for path, child in module.named_modules()]
 
     def changed(self) -> str | None:

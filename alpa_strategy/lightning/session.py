@@ -90,6 +90,7 @@ class Session:
     def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> None:
         # Planning and the runtime are loaded with the first batch, not with the import of the package.
         from alpa_strategy.lightning.run import Run
+        from alpa_strategy.lightning.same_steps import all_trained
         from alpa_strategy.lightning.written_run import WrittenRun, check_may_run_as_written, why_written
         from alpa_strategy.runtime.host_memory import process_bytes
 
@@ -108,7 +109,8 @@ class Session:
                 assert self._why_written is not None
                 check_may_run_as_written(self._why_written, job)
                 is_news, self._told = self._why_written is not self._told, self._why_written
-                run = WrittenRun(module, optimizers, job, sharding, self._why_written, is_news)
+                with all_trained(module, optimizers):
+                    run = WrittenRun(module, optimizers, job, sharding, self._why_written, is_news)
         self.run, self.plan = run, run.plan
         self._checkpoints.restore(run, optimizers)
         run.adapt_trainer(module.trainer)
@@ -298,4 +300,6 @@ def _show_plan(run: PlacedModule, job: Job, process_bytes: int = 0) -> None:
     if job.progress.enabled:
         if (replica := job.replica) is not None:
             job.progress.say(f"alpa: {replica.count} replicas, each with this plan for its own batches, as under DDP")
+        elif world_size() > 1 and not run.plan.is_as_written:
+            job.progress.say("alpa: losses, gradients and logs of a step are one device's on the batches of all ranks")
         job.progress.say(plan_table(run.plan, process_bytes=process_bytes))

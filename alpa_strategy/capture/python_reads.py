@@ -9,12 +9,14 @@ good for this one only.
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -22,6 +24,7 @@ from io import IOBase
 from threading import get_ident
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -29,24 +32,38 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture.non_tensor_inputs import value_text
 from alpa_strategy.capture.python_state import (
     LIBRARIES,
+    MAX_DEPTH,
     PLAIN,
-    Values,
     changed_attributes,
     class_attribute,
     framework_attributes,
+    is_configuration,
     is_metric,
+    is_plain,
+    is_user_class,
+    is_user_module,
     patched,
     snapshot,
 )
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import MISSING, ValueGuard, at_counters
-from alpa_strategy.ir.user_code import is_user_file, user_frame
+from alpa_strategy.ir.user_code import (
+    closure_values,
+    code_names,
+    is_installed,
+    is_user_code,
+    is_user_file,
+    reached_functions,
+    user_frame,
+)
 
 Reads = dict[tuple[int, str], Callable[[], Any]]
 """(id of an object, attribute name) -> the object, None once it is no more: the step made it for itself."""
 
-_LIBRARY_NUMBERS = frozenset({"p", "eps", "momentum", "dropout"})  # of torch's modules: what people do change
+_LIBRARY_NUMBERS = frozenset(
+    {"p", "eps", "momentum", "dropout", "ignore_index"}
+)  # of torch's modules: what people do change
 
 
 @contextmanager
@@ -95,9 +112,10 @@ def _watched_classes(module: nn.Module) -> list[type]:
             if kind in kinds or issubclass(kind, nn.Module | Tensor | BaseException | Enum | type | tuple):
                 continue
             is_pythons = bool(kind.__flags__ & 1 << 9)  # a C extension's own cannot be changed: Py_TPFLAGS_HEAPTYPE
+            is_pythons &= type(kind).__setattr__ is type.__setattr__
             file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
             is_users = kind.__module__.partition(".")[0] in packages
-            if is_pythons and (is_users or (is_user_file(file) and "site-packages" not in file)):
+            if is_pythons and (is_users or (is_user_file(file) and not is_installed(file))):
                 kinds[kind] = None
             else:
                 waiting.append(kind)
@@ -137,12 +155,100 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
                 value = getattr(owner, name, None)
             elif not hasattr(type(owner), name) and getattr(owner, name, MISSING) is MISSING:
                 value = MISSING  # `getattr(self, "factor", 1.0)`
-            elif is_library or type(value) not in (*PLAIN, list, tuple, dict, set):
+            elif is_library:
                 continue
-        elif is_library and type(value) not in (bool, float) and name not in _LIBRARY_NUMBERS:
+            elif type(value) not in (*PLAIN, list, tuple, dict, set):
+                value, namespace = MISSING, attributes  # a method: the object may get one of its own
+        elif is_library and type(value) not in (bool, float, str) and name not in _LIBRARY_NUMBERS:
             continue
         found[identity, name] = ValueGuard(f"{label}.{name}".lstrip("."), name, namespace, snapshot(value))
     return tuple(found.values())
+
+
+def buffer_guards(module: nn.Module, names: Iterable[str]) -> tuple[ValueGuard, ...]:
+    """Guards of the values of buffers: they hold until one is replaced or changed in place."""
+    values = Values(module.get_buffer)
+    return tuple(ValueGuard(name, name, values, snapshot(module.get_buffer(name))) for name in sorted(names))
+
+
+def trainer_guards(trainer: Any, reads: dict[str, Any]) -> tuple[ValueGuard, ...]:
+    """Guards of the Trainer's values in `reads` (dotted path -> value)."""
+    values = Values(lambda path: operator.attrgetter(path)(trainer))
+    return tuple(ValueGuard(f"trainer.{path}", path, values, value) for path, value in reads.items())
+
+
+def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[ValueGuard, ...]:
+    """Guards of the globals and closures in the code of the methods in `reads` (id of a module, name).
+
+    Numbers, texts, containers and configurations of them, tensors and arrays are guarded; functions and other objects
+    are taken to stay what they are.
+    """
+    guards: dict[tuple[int, str], ValueGuard] = {}
+
+    def add(label: str, name: str, namespace: Any, value: Any, identity: int) -> None:
+        if isinstance(value, ContextVar):
+            namespace = Values(lambda _, variable=value: variable.get())  # type: ignore[misc]
+            value = namespace.get(name, MISSING)
+        if value is MISSING or isinstance(value, Tensor | np.ndarray) or is_plain(value) or is_configuration(value):
+            guards.setdefault((identity, name), ValueGuard(label, name, namespace, snapshot(value)))
+
+    def add_inside(label: str, value: Any, depth: int = 0) -> None:
+        """`settings.scale`, `Config.scale`, `Config.Loss.scale`: what code may read inside of what it names."""
+        if depth < MAX_DEPTH and (is_user_code(value) or is_user_class(value) or is_user_module(value)):
+            for holder in getattr(value, "__mro__", (value,))[: -1 if isinstance(value, type) else None]:
+                inside = vars(holder)
+                for inner in sorted(n for n in mentioned & inside.keys() if n[:2] != "__"):
+                    add(f"{label}.{inner}", inner, inside, inside[inner], id(holder))
+                    if isinstance(inside[inner], type) and depth < MAX_DEPTH:
+                        add_inside(f"{label}.{inner}", inside[inner], depth + 1)
+
+    reached = reached_functions(list(_methods(module, reads)))
+    mentioned = {name for function in reached for name in code_names(function.__code__)}
+    for kind in {type(child) for child in module.modules()} if mentioned & {"type", "__class__"} else ():
+        add_inside(kind.__name__, kind)  # `type(self).scale`
+    for function in reached:
+        names = set(code_names(function.__code__))
+        values, where = function.__globals__, function.__globals__.get("__name__", "")
+        for name in sorted(n for n in names & values.keys() if not n.startswith("__")):
+            add(f"{where}.{name}", name, values, values[name], id(values))
+            add_inside(f"{where}.{name}", values[name])
+        cells = closure_values(function)
+        variables = Values(lambda name, cells=cells: cells[name].cell_contents)  # type: ignore[misc]
+        for name, cell in cells.items():
+            add(f"{name} of {function.__qualname__}", name, variables, cell.cell_contents, id(cell))
+            add_inside(name, cell.cell_contents)
+        for name in ("__defaults__", "__kwdefaults__"):  # a dict among them may have changed
+            if defaults := getattr(function, name):
+                fields = Values(partial(getattr, function))
+                add(f"{name} of {function.__qualname__}", name, fields, defaults, id(function))
+                for value in defaults.values() if isinstance(defaults, dict) else defaults:
+                    add_inside(getattr(value, "__name__", name), value)
+    return tuple(guards.values())
+
+
+@dataclass(frozen=True)
+class Values:
+    """Something that gives values by name, with a dict's `get`."""
+
+    read: Callable[[str], Any]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self.read(name)
+        except (AttributeError, LookupError, ValueError):  # no such attribute, a variable without a value
+            return default
+
+
+def _methods(module: nn.Module, reads: Iterable[tuple[int, str]]) -> Iterator[Any]:
+    """The user's functions behind the attributes in `reads`, those of base classes included (`super()`)."""
+    owners = {id(child): child for child in module.modules()}
+    held_by = [(vars(owners[owner]).get(name), type(owners[owner]), name) for owner, name in reads if owner in owners]
+    found = {(id(each[0]), *each[1:]): each for each in held_by if each[0] is None or is_user_code(each[0])}
+    for held, kind, name in found.values():
+        for member in (held, *(vars(base).get(name) for base in kind.__mro__)):
+            member = member.fget if isinstance(member, property) else member
+            if is_user_code(member):
+                yield member
 
 
 # Numbers that change
