@@ -457,11 +457,8 @@ def _outside_numbers(files: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, str
         return call
 
     yield type(os.environ), "__setitem__", refusing(type(os.environ).__setitem__)
-    outside = [
-        *(getattr(time, name) for name in _CLOCKS),
-        *(getattr(torch.random, name) for name in _SEEDS),
-        os.urandom,
-    ]
+    outside = [os.urandom, *(getattr(time, name) for name in _CLOCKS)]
+    outside += [getattr(owner, name) for owner in (torch, torch.random) for name in _SEEDS if hasattr(owner, name)]
     functions = {id(each): refusing(each) for each in outside}
     for values in (vars(time), vars(os), vars(random), vars(torch), vars(torch.random), *files):
         yield from ((values, name, functions[id(v)]) for name, v in list(values.items()) if id(v) in functions)

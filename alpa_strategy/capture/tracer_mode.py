@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -150,9 +150,7 @@ class TracerMode(TorchFunctionMode):
             return again(Tensor.fill_, made, content)
         found, result = self.record.numbers.trace_call(lambda args, kwargs: again(func, *args, **kwargs), args, kwargs)
         if found:
-            for made in pytree.tree_leaves(result):
-                if isinstance(made, FakeTensor):
-                    made.constant = None  # of the examples: `torch.tensor(step / 10).item()` would read it
+            _forget_constants(result)
             return result
         values = pytree.tree_map_only(StepCounter, lambda counter: counter.value, (args, kwargs))
         result = again(func, *values[0], **values[1])  # the user's own errors
@@ -187,6 +185,14 @@ class TracerMode(TorchFunctionMode):
                     f"the step asks for device {str(device)!r} ({user_frame()}) while the module is on {self.device}",
                     "use the module's device: device=self.device, or the device of another tensor",
                 )
+
+
+def _forget_constants(result: Any) -> None:
+    """That tensors are made of constants: here of examples, which `torch.tensor(step / 10).item()` would give."""
+    proxy_mode = get_proxy_mode()
+    for made in pytree.tree_leaves(result) if proxy_mode is not None else ():
+        if isinstance(made, FakeTensor) and (slot := get_proxy_slot(made, proxy_mode.tracer, None)) is not None:  # type: ignore[union-attr]
+            made.constant = slot.constant = None
 
 
 def _set_flag(tensor: Tensor, value: bool) -> None:

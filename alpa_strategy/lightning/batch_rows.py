@@ -59,7 +59,7 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 # Names in hooks that are not tried: what they do reaches further than can be put back.
 _OUTWARD = {"write", "writelines", "writerow", "writerows", "dump", "save", "savefig", "to_csv", "write_text"}
-_OUTWARD |= {"experiment", "log_metrics", "log_image", "add_scalar"}
+_OUTWARD |= {"experiment", "log_metrics", "log_image", "add_scalar", "next"}
 _UPDATE_HOOKS = (
     "on_before_backward",
     "backward",

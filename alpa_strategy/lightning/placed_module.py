@@ -72,7 +72,7 @@ class PlacedModule(ABC):
         self._optimizer_info, self._limit = optimizer_info, limit
         self.syncs = True
         self.metrics = MetricStates(job.replica)
-        self._parameters = ParametersAsTheyWere(module, optimizers)
+        self._parameters = ParametersAsTheyWere(module)
         self.buffers_differ = False
         self._num_updates = 0
         self.copies = CopyCheck(store, module, buffers, job.limits.check_replicas_every, job.device)

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture.non_tensor_inputs import may_be_unread, register_batch_types
 from alpa_strategy.comm.collectives import RankZero, all_largest, of_all_ranks, world_size
 from alpa_strategy.errors import RuntimeMismatchError, UnlikeStepsError
+from alpa_strategy.ir.user_code import mentioned_names
 
 MEET_SECONDS = 60.0
 SAME_SHAPES = (
@@ -107,11 +108,19 @@ def shapes_text(batch: Any) -> str:
     return ", ".join(str(list(leaf.shape)) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
+def toggled(module: Any, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """Parameters that a step as written may freeze and unfreeze on its way: the discriminator of a GAN."""
+    may_freeze = not module.automatic_optimization or mentioned_names(module.training_step) & _FREEZING
+    return [p for each in optimizers for group in each.param_groups for p in group["params"]] if may_freeze else []
+
+
+_FREEZING = {"requires_grad", "requires_grad_", "freeze", "unfreeze"}
+
+
 @contextmanager
-def all_trained(module: Any, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Parameters that a step with backward passes of its own may freeze and unfreeze on its way (the discriminator of a
-    GAN) train in the block, whichever way they were left."""
-    frozen = [p for p in _toggled(module, optimizers) if not p.requires_grad]
+def all_trained(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """All of them train in the block, whichever way they were left."""
+    frozen = [p for p in parameters if not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:
@@ -121,17 +130,12 @@ def all_trained(module: Any, optimizers: Iterable[Optimizer]) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def _toggled(module: Any, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [] if module.automatic_optimization else [p for group in groups for p in group["params"]]
-
-
 class ParametersAsTheyWere:
-    """Which parameters `module` has and which of them train, to be compared with later."""
+    """Which parameters `module` has and which of them train, to be compared with later; `toggled`: whichever way."""
 
-    def __init__(self, module: Any, optimizers: Iterable[Optimizer]) -> None:
-        toggled = set(map(id, _toggled(module, optimizers)))
-        self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters() if id(p) not in toggled]
+    def __init__(self, module: nn.Module, toggled: Iterable[nn.Parameter] = ()) -> None:
+        left_out = set(map(id, toggled))
+        self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters() if id(p) not in left_out]
         self._owners = [(path, child, tuple(child._parameters.items())) for path, child in module.named_modules()]
 
     def changed(self) -> str | None:

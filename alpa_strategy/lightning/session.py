@@ -90,7 +90,7 @@ class Session:
     def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> None:
         # Planning and the runtime are loaded with the first batch, not with the import of the package.
         from alpa_strategy.lightning.run import Run
-        from alpa_strategy.lightning.same_steps import all_trained
+        from alpa_strategy.lightning.same_steps import all_trained, toggled
         from alpa_strategy.lightning.written_run import WrittenRun, check_may_run_as_written, why_written
         from alpa_strategy.runtime.host_memory import process_bytes
 
@@ -109,7 +109,7 @@ class Session:
                 assert self._why_written is not None
                 check_may_run_as_written(self._why_written, job)
                 is_news, self._told = self._why_written is not self._told, self._why_written
-                with all_trained(module, optimizers):
+                with all_trained(toggled(module, optimizers)):
                     run = WrittenRun(module, optimizers, job, sharding, self._why_written, is_news)
         self.run, self.plan = run, run.plan
         self._checkpoints.restore(run, optimizers)

@@ -27,6 +27,7 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
 from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
 from alpa_strategy.lightning.planning import check_optimizer
+from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, toggled
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
 from alpa_strategy.planner.written_plan import against_written, asks_for_written, plan_as_written
@@ -157,6 +158,7 @@ class WrittenRun(PlacedModule):
         super().__init__(module, optimizers, largest, plan, store, job, limit, check)
         if job.device.type == "cpu":
             hold_to_plan(self, plan, limit, module, optimizers)
+        self._parameters = ParametersAsTheyWere(module, toggled(module, optimizers))
         self.buffers_differ = True  # perhaps
         if store.sharded_parameters and optimizers:
             keeps = not any(parameter.uses_shards for parameter in parameter_plans)
