@@ -22,17 +22,12 @@ TARGET_OBJECTIVE = 1e3  # the solver's tolerances (1e-7) are absolute: costs are
 
 @dataclass(frozen=True)
 class LinearProgram:
-    """Columns with costs and bounds [0, 1], sparse rows with bounds; the first `first[-1]` columns are s.
+    """The relaxation, in units of `seconds_per_unit`: columns within [0, 1].
 
-    Non-zeros come row by row.
+    The strategies' come first, s[c, k] in column `first[c]` + k.
     """
 
-    cost: np.ndarray
-    row: np.ndarray
-    column: np.ndarray
-    value: np.ndarray
-    row_lower: np.ndarray
-    row_upper: np.ndarray
+    model: HighsLp
     first: np.ndarray
     seconds_per_unit: float
 
@@ -122,14 +117,20 @@ def formulate(problem: Problem) -> LinearProgram:
         heavy = np.flatnonzero(weight)
         row = rows.reserve(1, -np.inf, problem.memory_limit / scale)
         rows.put(np.repeat(row, len(heavy)), heavy, weight[heavy] / scale)
-    cost = np.concatenate(costs)
     unit = _unit(problem)
     row, column, value = (np.concatenate(part) for part in zip(*rows.parts, strict=True))
     # One choice can stand at both ends of a transfer: its entries in a row are added up.
     key, inverse = np.unique(row * num_columns + column, return_inverse=True)
-    value = np.bincount(inverse, weights=value)
-    lower, upper = np.concatenate(rows.lower), np.concatenate(rows.upper)
-    return LinearProgram(cost / unit, key // num_columns, key % num_columns, value, lower, upper, first, unit)
+    value = np.bincount(inverse, weights=value).astype(float)
+    model = HighsLp()
+    model.num_col_, model.num_row_ = num_columns, rows.num
+    model.col_cost_ = np.concatenate(costs) / unit
+    model.col_lower_, model.col_upper_ = np.zeros(num_columns), np.ones(num_columns)
+    model.row_lower_, model.row_upper_ = np.concatenate(rows.lower), np.concatenate(rows.upper)
+    model.a_matrix_.format_ = MatrixFormat.kRowwise
+    model.a_matrix_.start_ = np.searchsorted(key, num_columns * np.arange(rows.num + 1))
+    model.a_matrix_.index_, model.a_matrix_.value_ = key % num_columns, value
+    return LinearProgram(model, first, unit)
 
 
 def num_columns(problem: Problem) -> int:
@@ -152,17 +153,21 @@ def solve_program(
     a time-out is a result without `mass`.
     """
     limit = wall = max(time_limit, 0.1)
+    num_strategies = int(program.first[-1])
+    columns = np.arange(num_strategies, dtype=np.int32)
     for _ in range(2):  # HiGHS counts wall time: where others had the processor, once more with their time added
         started = time.process_time()
         highs = Highs()
         highs.silent()
         highs.setOptionValue("time_limit", wall)
         highs.setOptionValue("mip_rel_gap", tolerance)
-        highs.passModel(_model(program, integer))
-        if integer and hint is not None:
-            strategies = np.zeros(program.first[-1])
-            strategies[program.first[:-1] + np.asarray(hint)] = 1.0
-            highs.setSolution(len(strategies), np.arange(len(strategies), dtype=np.int32), strategies)
+        highs.passModel(program.model)
+        if integer:
+            kinds = np.full(num_strategies, HighsVarType.kInteger, dtype=np.uint8)
+            highs.changeColsIntegrality(num_strategies, columns, kinds)
+        if hint is not None:
+            taken = np.isin(columns, program.first[:-1] + np.asarray(hint))
+            highs.setSolution(num_strategies, columns, taken.astype(float))
         highs.run()
         spent, status = time.process_time() - started, highs.getModelStatus()
         if status != HighsModelStatus.kTimeLimit or spent > limit / STARVED:
@@ -175,24 +180,8 @@ def solve_program(
     bound = float(info.mip_dual_bound if integer else solved) * program.seconds_per_unit
     if info.primal_solution_status != SolutionStatus.kSolutionStatusFeasible:
         return LpResult(True, bound, None)
-    strategies = np.array(highs.getSolution().col_value)[: program.first[-1]]
+    strategies = np.array(highs.getSolution().col_value)[:num_strategies]
     return LpResult(True, bound, tuple(np.split(strategies, program.first[1:-1])))
-
-
-def _model(program: LinearProgram, integer: bool) -> HighsLp:
-    num_columns, num_rows, num_strategies = len(program.cost), len(program.row_lower), int(program.first[-1])
-    model = HighsLp()
-    model.num_col_, model.num_row_ = num_columns, num_rows
-    model.col_cost_, model.col_lower_, model.col_upper_ = program.cost, np.zeros(num_columns), np.ones(num_columns)
-    model.row_lower_, model.row_upper_ = program.row_lower, program.row_upper
-    matrix = model.a_matrix_
-    matrix.format_ = MatrixFormat.kRowwise
-    matrix.start_ = np.searchsorted(program.row, np.arange(num_rows + 1))
-    matrix.index_, matrix.value_ = program.column, program.value
-    if integer:
-        kinds = HighsVarType.kInteger, HighsVarType.kContinuous
-        model.integrality_ = [kinds[column >= num_strategies] for column in range(num_columns)]
-    return model
 
 
 def _unit(problem: Problem) -> float:
