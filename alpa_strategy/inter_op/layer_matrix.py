@@ -86,10 +86,7 @@ def passing_seconds(graph: StepGraph, ends: Ends, tables: OptionTables) -> tuple
 
 
 def layer_matrix(
-    joined: Joined,
-    prices: Sequence[Price],
-    num_microbatches: int,
-    passing: tuple[np.ndarray, np.ndarray] | None = None,
+    joined: Joined, prices: Sequence[Price], num_microbatches: int, passing: tuple[np.ndarray, np.ndarray]
 ) -> LayerMatrix:
     """Solve the layer once per price, for all pairs of boundary layouts together; `passing`: of `passing_seconds`."""
     shape = (len(prices), len(joined.entering_bytes), len(joined.leaving_bytes))
@@ -105,10 +102,9 @@ def layer_matrix(
         objective[k] = found
         values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
         parts[k] = _sum_parts(joined, values, shape[1:])
-    if passing is not None:
-        objective += num_microbatches * sum(passing)
-        parts[..., FORWARD] += passing[0]
-        parts[..., BACKWARD] += passing[1]
+    objective += num_microbatches * sum(passing)
+    parts[..., FORWARD] += passing[0]
+    parts[..., BACKWARD] += passing[1]
     return LayerMatrix(objective, parts)
 
 
