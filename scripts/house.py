@@ -24,7 +24,6 @@ MAX_LINES, MAX_FILES, MAX_FILE_LINES, MIN_COMMENT_SHARE = 36_000, 165, 600, 0.03
 # Imports inside functions, and why: packages that are slow to import or may be missing, and the files that wait.
 LAZY_PACKAGES = {
     "deepspeed": "an extra; its import takes a second",
-    "ortools": "half a second, and only where a plan needs the solver's proof",
     "torch._dynamo": "a second, and only where the step uses torch.compile",
     "torch._inductor": "loads torch._dynamo",
     "transformers": "seconds, and only where a model comes from there",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -85,10 +86,7 @@ def passing_seconds(graph: StepGraph, ends: Ends, tables: OptionTables) -> tuple
 
 
 def layer_matrix(
-    joined: Joined,
-    prices: Sequence[Price],
-    num_microbatches: int,
-    passing: tuple[np.ndarray, np.ndarray] | None = None,
+    joined: Joined, prices: Sequence[Price], num_microbatches: int, passing: tuple[np.ndarray, np.ndarray]
 ) -> LayerMatrix:
     """Solve the layer once per price, for all pairs of boundary layouts together; `passing`: of `passing_seconds`."""
     shape = (len(prices), len(joined.entering_bytes), len(joined.leaving_bytes))
@@ -104,10 +102,9 @@ def layer_matrix(
         objective[k] = found
         values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
         parts[k] = _sum_parts(joined, values, shape[1:])
-    if passing is not None:
-        objective += num_microbatches * sum(passing)
-        parts[..., FORWARD] += passing[0]
-        parts[..., BACKWARD] += passing[1]
+    objective += num_microbatches * sum(passing)
+    parts[..., FORWARD] += passing[0]
+    parts[..., BACKWARD] += passing[1]
     return LayerMatrix(objective, parts)
 
 
@@ -292,14 +289,11 @@ def dense_layer_costs(problems: Sequence[Problem], ends: tuple[int, int]) -> lis
 def _moved_ends(problem: Problem, ends: tuple[int, int], starts: Sequence[tuple[int, ...]]) -> Pairs:
     shape = tuple(len(problem.choices[end].cost) for end in ends)
     objective = np.full(shape, np.inf)
-    values = [np.zeros(shape, dtype=int) for _ in problem.choices]
-    for start in starts:
-        for pair in np.ndindex(*shape):
-            moved = list(start)
-            moved[ends[0]], moved[ends[1]] = pair
-            seconds, _ = evaluate(problem, moved)
-            if seconds < objective[pair]:
-                objective[pair] = seconds
-                for value, k in zip(values, moved, strict=True):
-                    value[pair] = k
-    return objective, values
+    values = np.zeros((len(problem.choices), *shape), dtype=int)
+    for start, pair in product(starts, np.ndindex(*shape)):
+        moved = list(start)
+        moved[ends[0]], moved[ends[1]] = pair
+        seconds, _ = evaluate(problem, moved)
+        if seconds < objective[pair]:
+            objective[pair], values[(slice(None), *pair)] = seconds, moved
+    return objective, list(values)

@@ -193,8 +193,8 @@ def run_parts(
     problems, passing, on_host = [], [], pinned_offload(job.graph, job.options, job.cluster.host)
     for first in map(kinds.index, range(len(number))):
         intra = restrict(stage_build(layers[first], tables), own_pins(job.options, layers[first]), job.optimizer)
-        intra = with_offload(intra, tables, on_host) if on_host else intra
-        problems.append(follow_leaders(take_apart(intra, tables), ends[first]))
+        intra = with_offload(intra, on_host) if on_host else intra
+        problems.append(follow_leaders(take_apart(intra), ends[first]))
         passing.append(passing_seconds(job.graph, ends[first], tables))
 
     def solve(prices: Sequence[Price]) -> list[LayerMatrix]:

@@ -20,6 +20,7 @@ from alpa_strategy.intra_op.decode import messages
 from alpa_strategy.intra_op.options import REDUCTIONS, gathers, local_bytes
 from alpa_strategy.intra_op.per_step import per_step
 from alpa_strategy.intra_op.problem import Problem, Transfer, Use
+from alpa_strategy.intra_op.recompute import result_bytes
 from alpa_strategy.ir.graph import StepGraph
 
 
@@ -104,7 +105,7 @@ def stage_build(graph: StepGraph, tables: OptionTables, derives_again: bool = Fa
     return RematSpans(whole).split(whole)
 
 
-def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,)) -> StageProblem:
+def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
     """The parts of every choice and transfer of a stage's problem.
 
     Args:
@@ -150,16 +151,16 @@ def take_apart(intra: IntraOp, tables: OptionTables, starts: Sequence[int] = (0,
         choices.append(parts)
         choice_spans.append(EVERY_SPAN if span is None else span)
     transfer_spans = [spans.of_use(transfer, transfer.uses[0]) for transfer in problem.transfers]
-    transfers = [_transfer_parts(intra, tables, spans, index) for index in range(len(problem.transfers))]
+    transfers = [_transfer_parts(intra, spans, index) for index in range(len(problem.transfers))]
     return StageProblem(
         intra, tuple(choices), tuple(transfers), spans.count, tuple(choice_spans), tuple(transfer_spans)
     )
 
 
-def _transfer_parts(intra: IntraOp, tables: OptionTables, spans: RematSpans, index: int) -> Parts:
+def _transfer_parts(intra: IntraOp, spans: RematSpans, index: int) -> Parts:
     transfer, layouts = intra.problem.transfers[index], intra.transfers[index]
     span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
-    forward, alone = tables.reshard(layouts.sources, layouts.targets, intra.step.values[layouts.value])
+    forward, alone = intra.tables.reshard(layouts.sources, layouts.targets, intra.step.values[layouts.value])
     zero, is_allowed = np.zeros_like(transfer.cost), np.isfinite(transfer.cost)
     finite = np.where(np.isfinite(forward), forward, 0.0)  # [source, target]; inf - inf is no number
     with np.errstate(invalid="ignore"):
@@ -187,9 +188,7 @@ def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
     for position, value in enumerate(step.ops[op].results):
         is_held = value in intra.per_step.values or not intra.per_step.ops.isdisjoint(intra.savers(value))
         if is_held and not options.saved.results[position]:
-            total += [
-                local_bytes(step.values[value], outputs[position], intra.mesh.shape) for outputs in options.outputs
-            ]
+            total += result_bytes(intra, op, position)
     return total
 
 
@@ -327,14 +326,12 @@ class RematSpans:
 
     def crossing_bytes(self, intra: IntraOp, choice: int) -> np.ndarray:
         """[strategy] of an op: bytes of those of its results that later spans read."""
-        options, op = intra.ops[choice - self._first_op], intra.step.ops[choice - self._first_op]
-        own = self.of_choice(choice)
-        total = np.zeros(len(options.outputs))
-        for position, value in enumerate(op.results):
+        index, own = choice - self._first_op, self.of_choice(choice)
+        total = np.zeros(len(intra.ops[index].outputs))
+        for position, value in enumerate(intra.step.ops[index].results):
             readers = (self.of_choice(self._first_op + reader) for reader, _ in intra.step.consumers.get(value, ()))
             if any(span != own for span in readers):
-                meta = intra.step.values[value]
-                total += [local_bytes(meta, outputs[position], intra.mesh.shape) for outputs in options.outputs]
+                total += result_bytes(intra, index, position)
         return total
 
 

@@ -102,7 +102,6 @@ class PricedStage:
     """
 
     wish: StageWish
-    tables: OptionTables
     whole: IntraOp
     intra: IntraOp
     free: Solution
@@ -112,7 +111,7 @@ class PricedStage:
     @cached_property
     def finest(self) -> StageProblem:
         """`intra` with its parts."""
-        return self.known or take_apart(self.intra, self.tables, self.wish.starts)
+        return self.known or take_apart(self.intra, self.wish.starts)
 
     def problem(self, starts: tuple[int, ...], options: PlanOptions, optimizer: OptimizerInfo) -> StageProblem:
         """Cut into spans at `starts`, restricted as the user wants it."""
@@ -120,7 +119,7 @@ class PricedStage:
             return self.finest
         intra = RematSpans(self.whole, starts).split(self.whole)
         intra = restrict(intra, own_pins(options, self.whole.step), optimizer, self.wish.pinned)
-        return take_apart(intra, self.tables, starts)
+        return take_apart(intra, starts)
 
     def recomputing(self) -> PricedStage:
         """The same with a choice for each activation: keep it, or make it again in the backward."""
@@ -128,8 +127,8 @@ class PricedStage:
 
     def offloading(self, results: bool) -> PricedStage:
         """The same with a choice for each parameter, and for `results` of ops: on the device, or in host memory."""
-        whole, intra = (with_offload(each, self.tables) for each in (self.whole, self.intra))
-        if results and (host := self.tables.mesh.host) is not None:
+        whole, intra = (with_offload(each) for each in (self.whole, self.intra))
+        if results and (host := whole.mesh.host) is not None:
             whole, intra = with_stored_results(whole, host), with_stored_results(intra, host)
         return replace(self, whole=whole, intra=intra, known=None)
 
@@ -137,7 +136,7 @@ class PricedStage:
         """The same without pins and penalties: what its assignments really cost."""
         if starts == self.wish.starts and self.intra.unrestricted is None:
             return self.finest
-        return take_apart(RematSpans(self.whole, starts).split(self.whole), self.tables, starts)
+        return take_apart(RematSpans(self.whole, starts).split(self.whole), starts)
 
 
 class StageSolver:
@@ -194,25 +193,25 @@ class StageSolver:
                 self._whole[wish.shape] = build(job.graph, tables)
             whole = self._whole[wish.shape]
             intra = restrict(whole, own_pins(job.options, job.graph), job.optimizer, wish.pinned)
-            whole, intra = self._pinned(whole, tables), self._pinned(intra, tables)
+            whole, intra = self._pinned(whole), self._pinned(intra)
             free = self._free_layouts(intra.problem)
-            return PricedStage(wish, tables, whole, intra, free, derives_again)  # most are not looked at again
+            return PricedStage(wish, whole, intra, free, derives_again)  # most are not looked at again
         graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
         whole = stage_build(graph, tables, derives_again)
         intra = RematSpans(whole, wish.starts).split(whole)
         intra = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
-        whole, intra = self._pinned(whole, tables), self._pinned(intra, tables)
+        whole, intra = self._pinned(whole), self._pinned(intra)
         pins = (
             *((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned),
             *intra.recomputes,
             *(("host", i) for i, p in enumerate(graph.parameters) if p.name in (self._on_host or ())),
         )
         key = (structure(graph, job.options), wish.submesh, wish.shape, wish.remat, wish.starts, pins, derives_again)
-        finest = take_apart(intra, tables, wish.starts)
+        finest = take_apart(intra, wish.starts)
         if key not in self._free:
             problem = weighted(finest, job.num_microbatches, 1, wish.remat)
             self._free[key] = self._free_layouts(problem)
-        return PricedStage(wish, tables, whole, intra, self._free[key], derives_again, finest)
+        return PricedStage(wish, whole, intra, self._free[key], derives_again, finest)
 
     def _free_layouts(self, problem: Problem) -> Solution:
         """Without a memory limit."""
@@ -220,9 +219,9 @@ class StageSolver:
             return propagate(problem)
         return solve(problem, self.job.options.solver_seconds)
 
-    def _pinned(self, intra: IntraOp, tables: OptionTables) -> IntraOp:
+    def _pinned(self, intra: IntraOp) -> IntraOp:
         """With what the user wants to be made again, and in host memory."""
-        intra = with_offload(intra, tables, self._on_host) if self._on_host else intra
+        intra = with_offload(intra, self._on_host) if self._on_host else intra
         return intra if self._again is None else with_recompute(intra, self._again)
 
     def solve_priced(self, priced: PricedStage, cutoff: float = math.inf) -> SolvedStage:
@@ -238,7 +237,7 @@ class StageSolver:
         propagates = self.job.options.solver == PROPAGATION
         if self.job.keeps_by_tensor and not propagates and not self._fits(stage, priced.free, wish):
             priced = priced.recomputing()
-        mesh, is_open = priced.tables.mesh, self._on_host is None and self.job.is_whole_batch
+        mesh, is_open = priced.intra.mesh, self._on_host is None and self.job.is_whole_batch
         may_offload = is_open and not propagates and mesh.host is not None and mesh.num_devices <= OFFLOADING_SIZE
         try:
             found = self._solve(priced, cutoff)
@@ -268,7 +267,7 @@ class StageSolver:
 
     def _offloaded(self, priced: PricedStage, cutoff: float) -> tuple[_Solved, PricedStage]:
         """The cheapest layouts where parameters may lie in host memory, which gets a price where it is too small."""
-        host = priced.tables.mesh.host
+        host = priced.intra.mesh.host
         assert host is not None
         free = priced.offloading(self.job.keeps_by_tensor)
         offloading = free = replace(free, free=solve(free.intra.problem, self.job.options.solver_seconds))

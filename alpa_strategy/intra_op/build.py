@@ -64,27 +64,29 @@ class IntraOp:
     """A problem with what is needed to read its solution back.
 
     Choices are ordered: parameters (as in `step.parameters`), ops (as in `step.ops`), then the fixed ones.
-    `received` and `sent` hold the choices of a stage's boundary values. What happens once per optimizer step is shared
-    by `steps_per_update` training steps. `gradient_itemsize`: see `OptimizerInfo`.
-    `unrestricted` is the problem without pins and penalties, where `problem` has them. `per_step`: of a stage that runs
-    micro-batches, what it does once for all of them. `recomputes`: op -> the first of its strategies that run it again
-    in the backward, `stores`: that keep its result in host memory, behind them (`recompute.py`).
+    `received` and `sent` hold the choices of a stage's boundary values. `unrestricted` is the problem without pins and
+    penalties, where `problem` has them. `per_step`: of a stage that runs micro-batches, what it does once for all of
+    them. `recomputes`: op -> the first of its strategies that run it again in the backward, `stores`: that keep its
+    result in host memory, behind them (`recompute.py`).
     """
 
     step: StepGraph
-    mesh: LogicalMesh
+    tables: OptionTables
     problem: Problem
     parameters: tuple[ParameterOptions, ...]
     ops: tuple[OpOptions, ...]
     transfers: tuple[TransferLayouts, ...]
     received: dict[int, BoundaryChoice] = field(default_factory=dict)
     sent: dict[int, BoundaryChoice] = field(default_factory=dict)
-    steps_per_update: int = 1
     unrestricted: Problem | None = None
-    gradient_itemsize: int | None = None
     per_step: PerStep = field(default_factory=PerStep)
     recomputes: Mapping[int, int] = field(default_factory=dict)
     stores: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """The devices."""
+        return self.tables.mesh
 
     def is_per_step(self, choice: int) -> bool:
         """Whether a choice of the problem is an op that runs once per step."""
@@ -172,15 +174,13 @@ def build(step: StepGraph, tables: OptionTables) -> IntraOp:
     builder.add_transfers(received, sent)
     return IntraOp(
         step,
-        tables.mesh,
+        tables,
         Problem(tuple(builder.choices), tuple(builder.transfers)),
         builder.parameters,
         builder.ops,
         tuple(builder.layouts),
         received,
         sent,
-        tables.steps_per_update,
-        gradient_itemsize=tables.optimizer.gradient_itemsize,
     )
 
 

@@ -73,7 +73,7 @@ class Message:
         """What it takes alone."""
         axis = intra.mesh.axes[self.axis]
         if self.phase == "step":
-            return bucketed_seconds(axis, self.kind, self.num_bytes) / intra.steps_per_update
+            return bucketed_seconds(axis, self.kind, self.num_bytes) / intra.tables.steps_per_update
         return axis.seconds(self.kind, self.num_bytes)
 
     def seconds_together(self, intra: IntraOp) -> float:
@@ -128,9 +128,10 @@ def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
 
 def _gradient_bytes(intra: IntraOp, kind: str, num_bytes: int, meta: TensorMeta) -> int:
     """Bytes of a parameter's collective, which are a gradient's where it is reduced."""
-    if intra.gradient_itemsize is None or kind not in REDUCTIONS:
+    itemsize = intra.tables.optimizer.gradient_itemsize
+    if itemsize is None or kind not in REDUCTIONS:
         return num_bytes
-    return num_bytes * intra.gradient_itemsize // meta.dtype.itemsize
+    return num_bytes * itemsize // meta.dtype.itemsize
 
 
 def busy_seconds(intra: IntraOp, assignment: Sequence[int]) -> tuple[float, float]:

@@ -16,7 +16,7 @@ import numpy as np
 from alpa_strategy.cluster.host import Host
 from alpa_strategy.cost.flops import is_plain_view
 from alpa_strategy.errors import PlanError
-from alpa_strategy.intra_op.build import IntraOp, OptionTables
+from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.options import joined, local_bytes
 from alpa_strategy.intra_op.problem import repeated
 from alpa_strategy.intra_op.recompute import result_bytes, stored
@@ -55,7 +55,7 @@ def offload_of(plans: Mapping[str, ParameterPlan]) -> bool | tuple[str, ...]:
     return tuple(glob.escape(name) for name, plan in plans.items() if plan.on_host) or False
 
 
-def with_offload(intra: IntraOp, tables: OptionTables, pinned: Collection[str] | None = None) -> IntraOp:
+def with_offload(intra: IntraOp, pinned: Collection[str] | None = None) -> IntraOp:
     """The same problem with the ways that store parameters in host memory behind the others.
 
     Args:
@@ -65,7 +65,7 @@ def with_offload(intra: IntraOp, tables: OptionTables, pinned: Collection[str] |
     twins, seconds, num_bytes = (dict[int, np.ndarray]() for _ in range(3))
     for index, (given, own) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
         if can_be_offloaded(given) and (pinned is None or given.name in pinned):
-            host = tables.parameter(given, on_host=True)
+            host = intra.tables.parameter(given, on_host=True)
             again = 1.0 if _is_saved(intra, given) else 0.0
             backward = again * host.fetch_seconds + host.return_seconds
             host = replace(host, seconds=host.seconds + host.fetch_seconds + backward, backward_seconds=backward)

@@ -85,10 +85,10 @@ def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
     return replace(_extended(intra, stored, seconds), stores=_firsts(intra, stored))
 
 
-def result_bytes(intra: IntraOp, index: int) -> np.ndarray:
-    """Bytes of an op's first result on a device, by strategy."""
-    (value, *_), outputs = intra.step.ops[index].results, intra.ops[index].outputs
-    return np.array([local_bytes(intra.step.values[value], made[0], intra.mesh.shape) for made in outputs], dtype=float)
+def result_bytes(intra: IntraOp, index: int, position: int = 0) -> np.ndarray:
+    """Bytes of one of an op's results on a device, by strategy."""
+    meta, outputs = intra.step.values[intra.step.ops[index].results[position]], intra.ops[index].outputs
+    return np.array([local_bytes(meta, made[position], intra.mesh.shape) for made in outputs], dtype=float)
 
 
 def _firsts(intra: IntraOp, more: Mapping[int, np.ndarray]) -> dict[int, int]:

@@ -79,7 +79,7 @@ def test_runs_are_priced_at_or_just_above_their_ilp(name, shape):
         if last <= first:
             continue
         graph = stage_on(job.graph, job.cuts[first], job.cuts[last], int(np.prod(shape)))
-        stage = take_apart(stage_build(graph, tables), tables)
+        stage = take_apart(stage_build(graph, tables))
         exact = solve(weighted(stage, B, 1))
         priced = min(B * (p[first, last, 0] + p[first, last, 1]) + p[first, last, 2] for p in parts)
         gaps.append(priced / exact.seconds - 1)
@@ -96,7 +96,7 @@ def test_named_plans_are_priced_as_their_ilp(parallel):
     parts = run_parts(job, (1, 2), (2,))[:, 0, job.num_layers]
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
     whole = restrict(stage_build(stage_on(job.graph, 0, job.cuts[-1], 2), tables), job.options, ADAM)
-    exact = solve(weighted(take_apart(whole, tables), job.num_microbatches, 1)).seconds
+    exact = solve(weighted(take_apart(whole), job.num_microbatches, 1)).seconds
     priced = min(job.num_microbatches * (p[0] + p[1]) + p[2] for p in parts)
     assert exact * (1 - 1e-6) <= priced <= exact * 1.03
 
@@ -107,7 +107,7 @@ def test_the_parts_of_a_stage_add_up(starts):
     job = job_of("gpt")
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
     intra = stage_build(stage_on(job.graph, job.cuts[1], job.cuts[3], 2), tables)
-    stage = take_apart(RematSpans(intra, starts).split(intra), tables, starts)
+    stage = take_apart(RematSpans(intra, starts).split(intra), starts)
     rng = np.random.default_rng(0)
     for remat in (False, True):
         problem = weighted(stage, 8, 3, remat)
@@ -137,7 +137,7 @@ def test_what_is_made_of_parameters_is_paid_once_per_step():
     rng = np.random.default_rng(0)
     for _ in range(5):
         assignment = [int(rng.choice(np.flatnonzero(np.isfinite(c.cost)))) for c in once.problem.choices]
-        a, b = (cost_of(take_apart(intra, tables), assignment) for intra in (once, again))
+        a, b = (cost_of(take_apart(intra), assignment) for intra in (once, again))
         assert a.once > b.once
         assert a.forward < b.forward
         assert a.forward + a.once == pytest.approx(b.forward + b.once)
@@ -150,9 +150,9 @@ def test_spans_share_a_stages_graph_and_keep_what_passes_between_them():
     job = job_of("mlp")
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
     intra = stage_build(stage_on(job.graph, 0, len(job.graph.ops), 2), tables)
-    assignment = solve(weighted(take_apart(intra, tables), 4, 1)).assignment
+    assignment = solve(weighted(take_apart(intra), 4, 1)).assignment
     starts = job.cuts[:-1]
-    whole, cut = (cost_of(take_apart(RematSpans(intra, s).split(intra), tables, s), assignment) for s in ((0,), starts))
+    whole, cut = (cost_of(take_apart(RematSpans(intra, s).split(intra), s), assignment) for s in ((0,), starts))
     assert len(cut.again) == len(starts) > 2
     assert whole.kept < cut.kept
     assert max(cut.again) < whole.again[0] <= sum(cut.again) + cut.kept

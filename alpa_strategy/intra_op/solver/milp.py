@@ -1,4 +1,4 @@
-"""The problem as a (mixed-integer) linear program, built with arrays and solved by HiGHS through ortools' MathOpt.
+"""The problem as a (mixed-integer) linear program, built with arrays and solved by HiGHS.
 
 One-hot s[c, k]. For every use u of a transfer, w[u, p, q] with the marginals of the producer's source layouts and of
 the consumer's target layouts; where several uses share the transfer, z[p, q] >= w[u, p, q] carries the cost once
@@ -7,19 +7,12 @@ the consumer's target layouts; where several uses share the transfer, z[p, q] >=
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import numpy as np
+from highspy import Highs, HighsLp, HighsModelStatus, HighsVarType, MatrixFormat, SolutionStatus
 
 from alpa_strategy.intra_op.problem import Problem
 
@@ -29,14 +22,12 @@ TARGET_OBJECTIVE = 1e3  # the solver's tolerances (1e-7) are absolute: costs are
 
 @dataclass(frozen=True)
 class LinearProgram:
-    """Columns with costs and bounds [0, 1], sparse rows with bounds; the first `first[-1]` columns are s."""
+    """The relaxation, in units of `seconds_per_unit`: columns within [0, 1].
 
-    cost: np.ndarray
-    row: np.ndarray
-    column: np.ndarray
-    value: np.ndarray
-    row_lower: np.ndarray
-    row_upper: np.ndarray
+    The strategies' come first, s[c, k] in column `first[c]` + k.
+    """
+
+    model: HighsLp
     first: np.ndarray
     seconds_per_unit: float
 
@@ -126,14 +117,20 @@ def formulate(problem: Problem) -> LinearProgram:
         heavy = np.flatnonzero(weight)
         row = rows.reserve(1, -np.inf, problem.memory_limit / scale)
         rows.put(np.repeat(row, len(heavy)), heavy, weight[heavy] / scale)
-    cost = np.concatenate(costs)
     unit = _unit(problem)
     row, column, value = (np.concatenate(part) for part in zip(*rows.parts, strict=True))
     # One choice can stand at both ends of a transfer: its entries in a row are added up.
     key, inverse = np.unique(row * num_columns + column, return_inverse=True)
-    value = np.bincount(inverse, weights=value)
-    lower, upper = np.concatenate(rows.lower), np.concatenate(rows.upper)
-    return LinearProgram(cost / unit, key // num_columns, key % num_columns, value, lower, upper, first, unit)
+    value = np.bincount(inverse, weights=value).astype(float)
+    model = HighsLp()
+    model.num_col_, model.num_row_ = num_columns, rows.num
+    model.col_cost_ = np.concatenate(costs) / unit
+    model.col_lower_, model.col_upper_ = np.zeros(num_columns), np.ones(num_columns)
+    model.row_lower_, model.row_upper_ = np.concatenate(rows.lower), np.concatenate(rows.upper)
+    model.a_matrix_.format_ = MatrixFormat.kRowwise
+    model.a_matrix_.start_ = np.searchsorted(key, num_columns * np.arange(rows.num + 1))
+    model.a_matrix_.index_, model.a_matrix_.value_ = key % num_columns, value
+    return LinearProgram(model, first, unit)
 
 
 def num_columns(problem: Problem) -> int:
@@ -155,39 +152,36 @@ def solve_program(
     `hint` is an assignment to start the integer search from, `tolerance` a relative gap at which it ends. Never prints;
     a time-out is a result without `mass`.
     """
-    from ortools.math_opt.python import mathopt
-
-    limit = max(time_limit, 0.1)
-    parameters = mathopt.SolveParameters(relative_gap_tolerance=tolerance if integer else None)
-    model = mathopt.Model.from_model_proto(_proto(program, integer))
-    hints = mathopt.ModelSolveParameters()
-    if integer and hint is not None:
-        chosen = program.first[:-1] + np.asarray(hint)
-        values = {model.get_variable(int(i)): 0.0 for i in range(int(program.first[-1]))}
-        values.update({model.get_variable(int(i)): 1.0 for i in chosen})
-        hints.solution_hints.append(mathopt.SolutionHint(variable_values=values))
-    with without_solver_lines() if integer else nullcontext():
-        wall = limit
-        for _ in range(2):  # HiGHS counts wall time: where others had the processor, once more with their time added
-            started = time.process_time()
-            parameters.time_limit = timedelta(seconds=wall)
-            result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters, model_params=hints)
-            spent = time.process_time() - started
-            if result.termination.limit != mathopt.Limit.TIME or spent > limit / STARVED:
-                break
-            wall = limit * limit / max(spent, 0.1 * limit)
-    reason = result.termination.reason
-    if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+    limit = wall = max(time_limit, 0.1)
+    num_strategies = int(program.first[-1])
+    columns = np.arange(num_strategies, dtype=np.int32)
+    for _ in range(2):  # HiGHS counts wall time: where others had the processor, once more with their time added
+        started = time.process_time()
+        highs = Highs()
+        highs.silent()
+        highs.setOptionValue("time_limit", wall)
+        highs.setOptionValue("mip_rel_gap", tolerance)
+        highs.passModel(program.model)
+        if integer:
+            kinds = np.full(num_strategies, HighsVarType.kInteger, dtype=np.uint8)
+            highs.changeColsIntegrality(num_strategies, columns, kinds)
+        if hint is not None:
+            taken = np.isin(columns, program.first[:-1] + np.asarray(hint))
+            highs.setSolution(num_strategies, columns, taken.astype(float))
+        highs.run()
+        spent, status = time.process_time() - started, highs.getModelStatus()
+        if status != HighsModelStatus.kTimeLimit or spent > limit / STARVED:
+            break
+        wall = limit * limit / max(spent, 0.1 * limit)
+    if status in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):
         return LpResult(False, np.inf, None)
-    bound = result.termination.objective_bounds.dual_bound * program.seconds_per_unit
-    bound = bound if np.isfinite(bound) else -np.inf
-    if not result.has_primal_feasible_solution():
+    info = highs.getInfo()
+    solved = info.objective_function_value if status == HighsModelStatus.kOptimal else -np.inf
+    bound = float(info.mip_dual_bound if integer else solved) * program.seconds_per_unit
+    if info.primal_solution_status != SolutionStatus.kSolutionStatusFeasible:
         return LpResult(True, bound, None)
-    found = result.solutions[0].primal_solution.to_proto().variable_values
-    dense = np.zeros(len(program.cost))
-    dense[np.array(found.ids, dtype=int)] = found.values
-    mass = tuple(dense[a:b] for a, b in zip(program.first[:-1], program.first[1:], strict=True))
-    return LpResult(True, bound, mass)
+    strategies = np.array(highs.getSolution().col_value)[:num_strategies]
+    return LpResult(True, bound, tuple(np.split(strategies, program.first[1:-1])))
 
 
 def _unit(problem: Problem) -> float:
@@ -197,71 +191,3 @@ def _unit(problem: Problem) -> float:
         finite = transfer.cost[np.isfinite(transfer.cost)]
         least += float(np.median(finite)) if finite.size else 0.0
     return least / TARGET_OBJECTIVE if least > 0 else 1.0
-
-
-def _proto(program: LinearProgram, integer: bool) -> Any:
-    from ortools.math_opt import model_pb2, sparse_containers_pb2
-
-    num_columns, num_rows = len(program.cost), len(program.row_lower)
-    num_strategies = int(program.first[-1])
-    is_integer = np.zeros(num_columns, dtype=bool)
-    is_integer[:num_strategies] = integer
-    columns = np.arange(num_columns)
-    priced = np.flatnonzero(program.cost)
-    return model_pb2.ModelProto(
-        variables=model_pb2.VariablesProto(
-            ids=columns.tolist(),
-            lower_bounds=[0.0] * num_columns,
-            upper_bounds=[1.0] * num_columns,
-            integers=is_integer.tolist(),
-        ),
-        objective=model_pb2.ObjectiveProto(
-            linear_coefficients=sparse_containers_pb2.SparseDoubleVectorProto(
-                ids=priced.tolist(), values=program.cost[priced].tolist()
-            )
-        ),
-        linear_constraints=model_pb2.LinearConstraintsProto(
-            ids=list(range(num_rows)),
-            lower_bounds=program.row_lower.tolist(),
-            upper_bounds=program.row_upper.tolist(),
-        ),
-        linear_constraint_matrix=sparse_containers_pb2.SparseDoubleMatrixProto(
-            row_ids=program.row.tolist(), column_ids=program.column.tolist(), coefficients=program.value.tolist()
-        ),
-    )
-
-
-# --- Keeps lines that HiGHS prints by itself off the standard output: leftovers of its debugging, beyond its options.
-
-
-PREFIX = b"Highs"  # HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();
-ONE_AT_A_TIME = threading.Lock()  # the standard output is the process'
-
-
-@contextmanager
-def without_solver_lines() -> Iterator[None]:
-    """Lines that begin like HiGHS's are dropped; what else is written meanwhile (by other threads) appears after it."""
-    if os.name != "posix":  # the C library's buffer cannot be reached the same way
-        yield
-        return
-    library = ctypes.CDLL(None)
-    try:
-        sys.stdout.flush()
-        library.fflush(None)
-        os.fstat(1)
-    except (OSError, ValueError, AttributeError):  # there is no standard output
-        yield
-        return
-    with ONE_AT_A_TIME, tempfile.TemporaryFile() as file:
-        saved = os.dup(1)
-        os.dup2(file.fileno(), 1)
-        try:
-            yield
-        finally:
-            library.fflush(None)
-            os.dup2(saved, 1)
-            os.close(saved)
-            file.seek(0)
-            kept = b"".join(line for line in file if not line.startswith(PREFIX))
-            while kept:
-                kept = kept[os.write(1, kept) :]
