@@ -179,6 +179,40 @@ def test_functions_of_classes_and_of_imported_files_are_followed(monkeypatch: py
     assert "COOLING" in str(changed(model, step))
 
 
+class Losses:
+    class Ranking:
+        scale = 1.0
+
+    weight = 1.0
+
+    @classmethod
+    def now(cls) -> float:
+        return cls.weight
+
+
+def of_a_class(loss: torch.Tensor, source: type = Losses) -> torch.Tensor:
+    return loss * source.weight
+
+
+@pytest.mark.parametrize(
+    ("read", "owner", "name"),
+    [
+        (lambda model, loss: of_a_class(loss), Losses, "weight"),
+        (lambda model, loss: loss * Losses.Ranking.scale, Losses.Ranking, "scale"),
+        (lambda model, loss: loss * Losses.now(), Losses, "weight"),
+        (lambda model, loss: loss * type(model).gamma, Model, "gamma"),
+    ],
+    ids=["in a default", "in a class", "by a class method", "of the module's class"],
+)
+def test_attributes_of_classes_are_guarded(monkeypatch, read: Any, owner: type, name: str) -> None:
+    monkeypatch.setattr(Model, "gamma", 1.0, raising=False)
+    model = Model(read)
+    step = capture_step(model, torch.randn(6, 4))
+    assert changed(model, step) is None
+    monkeypatch.setattr(owner, name, 0.5)
+    assert name in str(changed(model, step))
+
+
 SETTING: ContextVar[float] = ContextVar("SETTING", default=1.0)
 
 
@@ -280,6 +314,35 @@ def seeds_by_the_system(model: Any, loss: torch.Tensor) -> torch.Tensor:
     return loss * np.random.default_rng().random()
 
 
+def freezes(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    model.layer.requires_grad_(False)
+    return loss
+
+
+def freezes_by_flag(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    model.layer.bias.requires_grad = False
+    return loss
+
+
+def seeds(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    return loss * torch.rand(())
+
+
+def looks_through(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    return loss * vars(model).get("factor", 1.0)
+
+
+def sets_the_environment(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    os.environ["SEEN_BY_TEST"] = "1"
+    return loss
+
+
+def changes_a_class(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    Defaults.scale *= 0.5
+    return loss
+
+
 REFUSED = {
     sets_a_global: "COUNT",
     fills_a_list: "SEEN",
@@ -291,6 +354,12 @@ REFUSED = {
     takes_its_own_next: "next of an iterator.*next.model.stream",
     writes: "nowhere",
     counts_calls: "counted",
+    freezes: "freezes or unfreezes",
+    freezes_by_flag: "freezes or unfreezes",
+    seeds: "calls manual_seed",
+    looks_through: "looks through the attributes",
+    sets_the_environment: "calls __setitem__",
+    changes_a_class: "Defaults",
     takes_the_time: "calls time .*time.time",
     takes_times_by_name: "calls perf_counter",
     draws_of_the_system: "calls urandom .*uuid4",

@@ -240,6 +240,20 @@ def turns(self: Step, x: Tensor, i: int) -> Tensor:
     return sum(self.a(x).sum() for _ in range(self.global_step))
 
 
+def asked(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x).sum() * torch.tensor(i / 10).exp().item()
+
+
+def asked_of_a_product(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.a(x).sum() * (2.0 if torch.tensor(2.0) * self.global_step > 6.5 else 1.0)
+
+
+@pytest.mark.parametrize("form", [asked, asked_of_a_product])
+def test_a_tensor_of_a_counter_is_no_constant(form: Form) -> None:
+    with pytest.raises(CaptureError, match="a tensor's value is needed by Python"):
+        capture_step(Step(form), torch.randn(6, 4, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("form", [by_item, as_shape, as_size, as_index, as_scale, in_a_set, turns])
 def test_other_places_are_refused_with_the_line(form: Form) -> None:
     with pytest.raises(

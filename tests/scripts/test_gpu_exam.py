@@ -24,7 +24,7 @@ def test_the_exam_passes_on_a_cpu(tmp_path):
     failed = [f"{row['part']} {row['item']}: {row['text']}" for row in rows if row["verdict"] == "failed"]
     assert failed == []
     assert done.returncode == 0, done.stdout[-3000:]
-    assert {row["part"] for row in rows} == PARTS
+    assert {row["part"] for row in rows} - {"float8"} == PARTS  # with torchao, or that it is missing
     assert sum(row["verdict"] == "ok" for row in rows) > 50
 
 

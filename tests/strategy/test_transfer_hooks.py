@@ -464,6 +464,38 @@ class AveragesInOtherMemory(AveragesOutside):
             mean.data = 0.5 * mean.data + 0.5 * own.data
 
 
+class Pace:
+    """What a hook changes: an attribute of a class, a slot, an attribute of a function, of the Trainer, a dataset's."""
+
+    __slots__ = ("now",)
+    of_all = 1.0
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+
+def paced(loss: Tensor) -> Tensor:
+    return loss * getattr(paced, "factor", 1.0)
+
+
+class ChangesFarAway(Net):
+    def on_fit_start(self) -> None:
+        self.pace = Pace()
+        Pace.of_all, paced.factor = 1.0, 1.0  # type: ignore[attr-defined]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        Pace.of_all *= 0.9
+        self.pace.now *= 0.9
+        paced.factor *= 0.9  # type: ignore[attr-defined]
+        self.trainer.pace = getattr(self.trainer, "pace", 1.0) * 0.9
+        data = self.trainer.train_dataloader.dataset
+        data.pace = getattr(data, "pace", 1.0) * 0.9
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        far = getattr(self.trainer, "pace", 1.0) * getattr(self.trainer.train_dataloader.dataset, "pace", 1.0)
+        return paced(each.mean()) * Pace.of_all * self.pace.now * far
+
+
 class TakesTheNext(RowsOfTheStep):
     """What cannot be put back is not tried: as under DDP."""
 
@@ -531,7 +563,7 @@ PER_REPLICA += [
 PER_REPLICA += ["DividedByTheBatchSize", "TimesTheRanks", "NumberInTheBatch", "NumberOfTheCollation"]
 CAPTURED += ["SameNumberInTheBatch"]
 PER_REPLICA += ["RowsFromTheLoader", "TakesTheNext"]
-CAPTURED += ["AveragesOutside", "AveragesInOtherMemory"]
+CAPTURED += ["AveragesOutside", "AveragesInOtherMemory", "ChangesFarAway"]
 
 
 @pytest.mark.parametrize("name", [*CAPTURED, *PER_REPLICA, "OfTheData"])

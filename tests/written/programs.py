@@ -353,6 +353,32 @@ class GanEveryNSteps(Gan):
             first.step()
 
 
+class FrozenCritic(Gan):
+    """As in pix2pix: the critic is left frozen when a step ends, and trains again within the next."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        first, second = self.optimizers()
+        fake = self.generator(torch.randn(len(x), 4, dtype=x.dtype))
+        self.critic.requires_grad_(True)
+        second.zero_grad()
+        self.manual_backward(F.softplus(-self.critic(x)).mean() + F.softplus(self.critic(fake.detach())).mean())
+        second.step()
+        for parameter in self.critic.parameters():
+            parameter.requires_grad = False
+        first.zero_grad()
+        self.manual_backward(F.softplus(-self.critic(fake)).mean())
+        first.step()
+
+
+class FreezesInItsStep(Program):
+    ddp = "ddp_find_unused_parameters_true"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net[0].requires_grad_(batch_idx % 2 == 1)
+        return self.loss(*batch)
+
+
 class AccumulatesByHand(Program):
     def __init__(self) -> None:
         super().__init__()
@@ -722,6 +748,8 @@ PROGRAMS = {
     program.__name__: program
     for program in (
         ReadsItsLoss,
+        FrozenCritic,
+        FreezesInItsStep,
         KeepsARunningMean,
         SelectsRows,
         LoopsOverExperts,
