@@ -61,9 +61,8 @@ from alpa_strategy.ir.user_code import (
 Reads = dict[tuple[int, str], Callable[[], Any]]
 """(id of an object, attribute name) -> the object, None once it is no more: the step made it for itself."""
 
-_LIBRARY_NUMBERS = frozenset(
-    {"p", "eps", "momentum", "dropout", "ignore_index"}
-)  # of torch's modules: what people do change
+# Of torch's modules: what people do change.
+_LIBRARY_NUMBERS = frozenset({"p", "eps", "momentum", "dropout", "ignore_index"})
 
 
 @contextmanager
@@ -201,7 +200,7 @@ def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[
                 inside = vars(holder)
                 for inner in sorted(n for n in mentioned & inside.keys() if n[:2] != "__"):
                     add(f"{label}.{inner}", inner, inside, inside[inner], id(holder))
-                    if isinstance(inside[inner], type) and depth < MAX_DEPTH:
+                    if isinstance(inside[inner], type):
                         add_inside(f"{label}.{inner}", inside[inner], depth + 1)
 
     reached = reached_functions(list(_methods(module, reads)))
