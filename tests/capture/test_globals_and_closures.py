@@ -329,10 +329,6 @@ def seeds(model: Any, loss: torch.Tensor) -> torch.Tensor:
     return loss * torch.rand(())
 
 
-def looks_through(model: Any, loss: torch.Tensor) -> torch.Tensor:
-    return loss * vars(model).get("factor", 1.0)
-
-
 def sets_the_environment(model: Any, loss: torch.Tensor) -> torch.Tensor:
     os.environ["SEEN_BY_TEST"] = "1"
     return loss
@@ -357,7 +353,6 @@ REFUSED = {
     freezes: "freezes or unfreezes",
     freezes_by_flag: "freezes or unfreezes",
     seeds: "calls manual_seed",
-    looks_through: "looks through the attributes",
     sets_the_environment: "calls __setitem__",
     changes_a_class: "Defaults",
     takes_the_time: "calls time .*time.time",
