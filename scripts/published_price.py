@@ -6,6 +6,7 @@ difference stands for every further block. Stages of a pipeline are then put on 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from published_models import Transformer
 from published_rows import Case
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cluster.spec import ClusterSpec, LogicalMesh
 from alpa_strategy.cost.flops import is_view, op_base_name
 from alpa_strategy.cost.model import RooflineCosts, Saved
 from alpa_strategy.inter_op.candidates import runtime_seconds, simulated_seconds
@@ -96,7 +97,7 @@ class Repricer:
         mesh = cluster.logical_mesh(*_mesh(case))
         found = []
         for solved, calls in zip(self._solved, self._calls, strict=True):
-            intra = replace(solved.intra, mesh=mesh)
+            intra = _on(solved.intra, mesh)
             seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
             for message in messages(intra, solved.assignment):
                 seconds[message.phase] += message.seconds(intra)
@@ -190,6 +191,13 @@ def _mesh(case: Case) -> tuple[tuple[int, ...], tuple[int, int]]:
     return shape, (math.prod(shape) // per_node, per_node)
 
 
+def _on(intra: IntraOp, mesh: LogicalMesh) -> IntraOp:
+    """The same problem with the links of another mesh."""
+    tables = copy.copy(intra.tables)
+    tables.mesh = mesh
+    return replace(intra, tables=tables)
+
+
 def _solved(case: Case, num_blocks: int) -> _Solved:
     shape, parallel = mesh_and_pins(case)
     num_devices = math.prod(shape)
@@ -208,7 +216,7 @@ def _solved(case: Case, num_blocks: int) -> _Solved:
     priced = solver.price(wish)
     assignment = priced.free.assignment
     stage = priced.unrestricted(wish.starts)
-    sums = replace(stage, intra=replace(stage.intra, mesh=replace(stage.intra.mesh, overlap=0.0)))
+    sums = replace(stage, intra=_on(stage.intra, replace(stage.intra.mesh, overlap=0.0)))
     cost = cost_of(sums, assignment, working_bytes(stage.intra, assignment))
     cost = _beside_compute(stage.intra, assignment, cost, case.tp if case.async_tp else 1)
     seconds, kept = _again(case, stage.intra, assignment)
