@@ -163,16 +163,17 @@ class _View:
             _refuse_logger(viewed)
         if path in counters:
             return counters[path]
-        value = getattr(viewed, name, MISSING)
-        if (
-            value is None or value is MISSING or isinstance(value, bool | int | float | str | Enum)
-        ):  # what a guard can compare
+        try:
+            value = getattr(viewed, name)
+        except AttributeError:
+            reads[path] = MISSING  # it may be there at another step
+            raise
+        is_lightnings = type(value).__module__.startswith(("lightning.", "alpa_strategy."))
+        if value is None or isinstance(value, bool | int | float | str | Enum):  # what a guard can compare
             reads[path] = value
-        elif type(value).__module__.startswith(("lightning.", "alpa_strategy.")) and not isinstance(
-            value, nn.Module | list
-        ):
+        elif is_lightnings and not isinstance(value, nn.Module | list):
             return _View(value, path, counters, reads)
-        return getattr(viewed, name) if value is MISSING else value
+        return value
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise CaptureError(

@@ -183,6 +183,7 @@ def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[
     are taken to stay what they are.
     """
     guards: dict[tuple[int, str], ValueGuard] = {}
+    looked_into: set[int] = set()  # many functions name the same ones
 
     def add(label: str, name: str, namespace: Any, value: Any, identity: int) -> None:
         if isinstance(value, ContextVar):
@@ -193,7 +194,9 @@ def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[
 
     def add_inside(label: str, value: Any, depth: int = 0) -> None:
         """`settings.scale`, `Config.scale`, `Config.Loss.scale`: what code may read inside of what it names."""
-        if depth < MAX_DEPTH and (is_user_code(value) or is_user_class(value) or is_user_module(value)):
+        is_users = is_user_code(value) or is_user_class(value) or is_user_module(value)
+        if is_users and depth < MAX_DEPTH and id(value) not in looked_into:
+            looked_into.add(id(value))
             for holder in getattr(value, "__mro__", (value,))[: -1 if isinstance(value, type) else None]:
                 inside = vars(holder)
                 for inner in sorted(n for n in mentioned & inside.keys() if n[:2] != "__"):

@@ -430,10 +430,11 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
         CaptureError: when the step set a global, or changed a container among globals and closures, or an object that
             the functions name.
     """
-    members = [member for kind in _user_classes(module) for member in vars(kind).values()]
+    kinds = _user_classes(module)
+    members = [member for kind in kinds for member in vars(kind).values()]
     trainer: Any = getattr(module, "_trainer", None)
     watching = [type(each) for each in (*getattr(trainer, "callbacks", ()), getattr(trainer, "datamodule", None))]
-    methods = reached_functions([*_user_functions(module), *_functions_in(filter(is_user_class, watching))])
+    methods = reached_functions(_functions_in((*kinds, *filter(is_user_class, watching))))
     files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
     named = {name for method in methods for name in code_names(method.__code__)}
     every = [(f"{where}.{name}", name, value) for where, names in files.items() for name, value in names.items()]
@@ -441,10 +442,10 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
     for method in methods:
         cells = closure_values(method).items()
         found += [(f"{name} of {method.__qualname__}", name, cell.cell_contents) for name, cell in cells]
-    found += [(kind.__name__, "", kind) for kind in _user_classes(module)]
+    found += [(kind.__name__, "", kind) for kind in kinds]
     found += [(f"trainer.{name}", name, getattr(trainer, name, None)) for name in ("datamodule", "callbacks")]
     found += [("the dataset", "dataset", getattr(loader, "dataset", None)) for loader in loaders_of(trainer)]
-    own = {kind.__module__.partition(".")[0] for kind in _user_classes(module)}
+    own = {kind.__module__.partition(".")[0] for kind in kinds}
     # What other packages fill are their caches (einops: a dict of backends).
     others = {where: each for where, each in files.items() if where.partition(".")[0] not in own}
     installed = {where for where, each in others.items() if is_installed(each.get("__file__", ""))}

@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from traceback import walk_tb
@@ -34,7 +34,7 @@ def is_user_file(path: str) -> bool:
     """True for code that is neither torch, Lightning, torchmetrics, the standard library nor this package."""
     if path.startswith(_NOT_USER) or any(name in path for name in _NOT_USER_NAMES):
         return False
-    return not path.startswith(_STDLIB) or is_installed(path)  # site-packages lies in the standard library's folder
+    return not _is_pythons(path)
 
 
 def is_installed(path: str) -> bool:
@@ -72,13 +72,17 @@ def asked_by_user() -> bool:
     Not `logging`'s, which asks for the time for itself.
     """
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _is_pythons(frame.f_code.co_filename):
+    while frame is not None and _serves(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and is_user_file(frame.f_code.co_filename)
 
 
+def _serves(path: str) -> bool:
+    return (path.startswith("<") or _is_pythons(path)) and "logging" not in path
+
+
 def _is_pythons(path: str) -> bool:
-    return path.startswith(("<", _STDLIB)) and not is_installed(path) and "logging" not in path
+    return path.startswith(_STDLIB) and not is_installed(path)  # site-packages lies in the standard library's folder
 
 
 def user_line(traceback: TracebackType | None) -> str:
@@ -118,7 +122,7 @@ def names_set_from(function: types.FunctionType, source: re.Pattern[str]) -> set
     return {each.argval for line in named for each in line if each.opname == "STORE_ATTR"}
 
 
-def reached_functions(functions: list[Callable[..., Any]]) -> list[types.FunctionType]:
+def reached_functions(functions: Iterable[Callable[..., Any]]) -> list[types.FunctionType]:
     """Those of `functions` that are written in Python, and the user's functions that their code names.
 
     Names are looked up in globals, closures, and on the object that a method is bound to.
