@@ -422,19 +422,21 @@ def initialized(module: nn.Module, stored: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[str, Any]]]:
+def globals_kept(module: nn.Module, seen: set[int], others: Iterable[type] = ()) -> Iterator[dict[str, dict[str, Any]]]:
     """Restore the globals (which the block is given, by file) and closures of the methods of the module's classes, and
     of the functions that they name; caches (`functools.lru_cache`) that were filled, with fake tensors, are emptied.
+
+    Args:
+        others: classes whose methods run in the block as well.
 
     Raises:
         CaptureError: when the step set a global, or changed a container among globals and closures, or an object that
             the functions name.
     """
-    kinds = _user_classes(module)
+    kinds = {*_user_classes(module), *filter(is_user_class, others)}
     members = [member for kind in kinds for member in vars(kind).values()]
     trainer: Any = getattr(module, "_trainer", None)
-    watching = [type(each) for each in (*getattr(trainer, "callbacks", ()), getattr(trainer, "datamodule", None))]
-    methods = reached_functions(_functions_in((*kinds, *filter(is_user_class, watching))))
+    methods = reached_functions(_functions_in(kinds))
     files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
     named = {name for method in methods for name in code_names(method.__code__)}
     every = [(f"{where}.{name}", name, value) for where, names in files.items() for name, value in names.items()]
@@ -443,12 +445,15 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
         cells = closure_values(method).items()
         found += [(f"{name} of {method.__qualname__}", name, cell.cell_contents) for name, cell in cells]
     found += [(kind.__name__, "", kind) for kind in kinds]
-    found += [(f"trainer.{name}", name, getattr(trainer, name, None)) for name in ("datamodule", "callbacks")]
-    found += [("the dataset", "dataset", getattr(loader, "dataset", None)) for loader in loaders_of(trainer)]
+    # Of what works beside the step (threads of a monitor's) only what its code may ask the Trainer for.
+    asked = named & {"datamodule", "callbacks"}
+    found += [(f"trainer.{name}", name, getattr(trainer, name, None)) for name in sorted(asked)]
+    if "dataset" in named or asked:
+        found += [("the dataset", "dataset", getattr(loader, "dataset", None)) for loader in loaders_of(trainer)]
     own = {kind.__module__.partition(".")[0] for kind in kinds}
     # What other packages fill are their caches (einops: a dict of backends).
-    others = {where: each for where, each in files.items() if where.partition(".")[0] not in own}
-    installed = {where for where, each in others.items() if is_installed(each.get("__file__", ""))}
+    foreign = {where: each for where, each in files.items() if where.partition(".")[0] not in own}
+    installed = {where for where, each in foreign.items() if is_installed(each.get("__file__", ""))}
     kept: list[_Kept] = [KeptNames(where, names, dict(names)) for where, names in files.items()]
     variables = os.environ._data  # type: ignore[attr-defined]  # torch sets some itself
     kept.append(_Kept("os.environ", variables, dict(variables), is_noticed=False))
@@ -502,11 +507,6 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
         for key, held in (owner if isinstance(owner, dict) else vars(owner)).items()
         if type(held) is int and held == value and isinstance(key, str) and (name.search(key) or key in set_from)
     ]
-
-
-def names_read(module: nn.Module) -> frozenset[str]:
-    """Names of globals and attributes in the code of the user's classes of a module tree."""
-    return frozenset(name for function in _user_functions(module) for name in code_names(function.__code__))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import linecache
 import os
 import re
@@ -111,6 +112,16 @@ def stored_names(function: Callable[..., Any]) -> frozenset[str]:
         if "setattr" in names:
             found |= {value for value in (*reached.__code__.co_consts, *names) if isinstance(value, str)}
     return frozenset(found)
+
+
+def reads_parameters(function: Callable[..., Any], first: int, end: int) -> bool:
+    """Whether the code of `function` reads its positional parameters from number `first` on up to `end`, or `*args`."""
+    code = unwrapped(function).__code__
+    given = set(code.co_varnames[: code.co_argcount][first:end])
+    if code.co_flags & inspect.CO_VARARGS:
+        given.add(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
+    read = (each.argval for each in dis.get_instructions(code) if "FAST" in each.opname or each.opname == "MAKE_CELL")
+    return any(not given.isdisjoint(names if isinstance(names, tuple) else (names,)) for names in read)
 
 
 def names_set_from(function: types.FunctionType, source: re.Pattern[str]) -> set[str]:

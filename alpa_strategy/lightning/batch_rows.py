@@ -4,7 +4,8 @@
 twice and one of them three times: what has so many rows more then has one row a sample, if whole numbers in it do not
 change with what else is in the batch, as indices of rows do. That happens where batches are made (in the loader's
 worker), to samples that were loaded anyway, and leaves its random numbers and attributes as they were. Hooks around the
-transfer to the device are tried in the same way on the first batch, and those around the step for what they store.
+transfer to the device are tried in the same way on the first batch. Those around the step are not: what they store may
+be made of a rank's rows where their code reads the batch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from alpa_strategy.capture.python_state import (
     globals_kept,
     has_fields,
     is_plain,
-    names_read,
     patched,
     places_of,
     snapshot,
@@ -43,7 +43,7 @@ from alpa_strategy.capture.trace import likely_rows
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.errors import AlpaError, CaptureError, NotRowsError
 from alpa_strategy.ir.graph import StepGraph, tensor_digest
-from alpa_strategy.ir.user_code import MAX_DEPTH, is_user_code, mentioned_names, stored_names
+from alpa_strategy.ir.user_code import MAX_DEPTH, is_user_code, mentioned_names, reads_parameters, stored_names
 from alpa_strategy.lightning.checks import is_overridden, names_in, own_hooks
 from alpa_strategy.lightning.digests import REPLICA, digest
 
@@ -57,9 +57,8 @@ _NUMBER_OF_RANKS = {"world_size", "get_world_size"}
 _KINDS: tuple[Kind, ...] = ("rows", "same", "own")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-# Names in hooks that are not tried: what they do reaches further than can be put back.
-_OUTWARD = {"write", "writelines", "writerow", "writerows", "dump", "save", "savefig", "to_csv", "write_text"}
-_OUTWARD |= {"experiment", "log_metrics", "log_image", "add_scalar", "next"}
+# Of their positional parameters those that hold rows, between (self, trainer, module) or (self) and the batch's index.
+_ROWS_GIVEN = {False: (3, -1), True: (1, -1)}
 _UPDATE_HOOKS = (
     "on_before_backward",
     "backward",
@@ -196,102 +195,65 @@ def watch(loader: Any) -> Any:
 
 
 class BatchHooks:
-    """What hooks make of a batch's rows, tried when they are first called: those around its transfer to the device, and
-    those of the module and of callbacks around its step that store what the step may read.
+    """What hooks make of a batch's rows: those around its transfer to the device, which are tried when they are first
+    called, and those of the module and of callbacks around its step.
 
     Attributes:
         kinds: of every tensor leaf that transfer hooks give, empty where that is not known; None: there are none.
-        stored: attributes and buffers that hold something else where a batch has more rows -> the hooks; under the last
-            part of their names alone, those of a hook that fails on more rows.
+        stored: attributes and buffers that transfer hooks fill otherwise where a batch has more rows -> the hooks; and,
+            under the last part of their names alone, all that a hook around the step stores which reads the batch.
     """
 
     def __init__(self) -> None:
         self._watching = ExitStack()
         self.kinds: tuple[Kind, ...] | None = None
         self.stored: dict[str, str] = {}
-        self._ahead: list[Callable[[Any, int], None]] = []
 
     def watch(self, module: Any) -> None:
-        """Try the hooks of the module, its data module and its callbacks when the next training batch comes."""
+        """Look at the hooks of the module and its callbacks, and try those of its transfers, and of its data module's,
+        when the next training batch comes."""
         self.close()
+        self.kinds, self.stored = None, {}
+        if world_size() == 1:
+            return
+        for owner, name in own_hooks(module, _STEP_HOOKS):
+            hook = getattr(owner, name)
+            if is_user_code(hook) and reads_parameters(hook, *_ROWS_GIVEN[owner is module]):
+                self.stored |= dict.fromkeys(stored_names(hook), f"{type(owner).__name__}.{name}")
         owners = [each for each in (module, getattr(module.trainer, "datamodule", None)) if each is not None]
         names = [n for n in _TRANSFER_HOOKS if any(is_overridden(owner, n, DataHooks) for owner in owners)]
-        self.kinds, self.stored = () if names and world_size() > 1 else None, {}
-        if self.kinds is not None:
-            trial = functools.partial(self._try_transfer, module, owners, ", ".join(names))
-            self._at_first(module, "_on_before_batch_transfer", module, trial, ", ".join(names))
-        read = names_read(module) | _names_in_updates(module) if world_size() > 1 else frozenset()
-        for owner, name in own_hooks(module, _STEP_HOOKS) if read else ():
-            hook = getattr(owner, name)
-            if is_user_code(hook) and (names := sorted(stored_names(hook) & read)):
-                where = f"{type(owner).__name__}.{name}"
-                trial = functools.partial(self._try_step_hook, module, owner, hook, where)
-                self._at_first(owner, name, module, trial, where, names)
-                if name == _STEP_HOOKS[1]:
-                    before = [] if owner is module else [module.trainer, module]
-                    self._ahead.append(functools.partial(trial, *before, None))
+        if names:
+            self.kinds = ()
+            self._try_at_first(module, owners, ", ".join(names))
 
     def close(self) -> None:
         """Watch no longer."""
         self._watching.close()
-        self._ahead.clear()
 
-    def try_ahead(self, batch: Any, batch_idx: int) -> None:
-        """Try hooks that follow the step as far as they go without its outputs, when it is captured first."""
-        while self._ahead:
-            with suppress(Exception):
-                self._ahead.pop()(batch, batch_idx)
-
-    def _at_first(
-        self, owner: Any, name: str, module: Any, trial: Callable[..., None], where: str, names: Sequence[str] = ()
-    ) -> None:
-        """Try the hooks `where`, which store `names`, before a training first calls `owner.name` as it is called."""
-        watching, waiting, method = self._watching.enter_context(ExitStack()), [trial], getattr(owner, name)
+    def _try_at_first(self, module: Any, owners: list[Any], names: str) -> None:
+        """Try the transfer hooks `names` on a training's first batch, before it is transferred."""
+        watching, waiting = self._watching.enter_context(ExitStack()), [True]
+        method = module._on_before_batch_transfer
 
         @functools.wraps(method)
-        def first(*args: Any, **kwargs: Any) -> Any:
+        def first(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if waiting and module.trainer.training:
-                if getattr(owner, name) is first:  # others may have put theirs around it since
+                waiting.clear()
+                if module._on_before_batch_transfer is first:  # others may have put theirs around it since
                     watching.close()
                 try:
-                    waiting.pop()(*args)
+                    self.kinds, changed = _tried(module, owners, names, batch)
+                    self.stored |= dict.fromkeys(changed, names)
                 except Exception as error:  # what it says of the batch itself is for the real call to raise
-                    rank_zero_info(f"alpa: {where} cannot be tried on more rows: {type(error).__name__}: {error}")
-                    self.stored |= dict.fromkeys(names, where)
-            return method(*args, **kwargs)
+                    rank_zero_info(f"alpa: {names} cannot be tried on more rows: {type(error).__name__}: {error}")
+            return method(batch, *args, **kwargs)
 
-        watching.enter_context(patched([(owner, name, first)]))
-
-    def _try_transfer(self, module: Any, owners: list[Any], names: str, batch: Any) -> None:
-        self.kinds, changed = _tried(module, owners, names, batch)
-        self.stored |= dict.fromkeys(changed, names)
-
-    def _try_step_hook(self, module: Any, owner: Any, hook: Callable[..., Any], where: str, *args: Any) -> None:
-        """Note what holds something else after the hook where the batch has more rows. args: its own, (..., batch,
-        index)"""
-        *before, batch, batch_idx = args
-        trainer = module.trainer
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        kinds, count = _rows_of(batch, known_kinds(trainer, batch, self))
-        named = mentioned_names(hook)
-        methods = [getattr(module, name) for name in named if is_user_code(getattr(type(module), name, None))]
-        named = named.union(*map(mentioned_names, methods))  # of the module that it is given
-        if outward := named & _OUTWARD:
-            raise ValueError(f"it may write more than its due ({', '.join(sorted(outward))})")
-        states = []
-        for order in (range(count), _more_rows(count)):
-            silent = [(module, name, lambda *_, **__: None) for name in ("log", "log_dict")]
-            with _state_kept([module, owner, *trainer.optimizers, *schedulers], named), patched(silent):
-                hook(*before, _with_rows(batch, kinds, count, order), batch_idx)
-                states.append(_state_of(module, owner))
-        self.stored |= dict.fromkeys(_differing(*states), where)
+        watching.enter_context(patched([(module, "_on_before_batch_transfer", first)]))
 
 
-def _state_of(module: nn.Module, callback: Any = None) -> dict[str, Any]:
-    """What compares the numbers, texts, containers of such, tensors and buffers that a module tree and a callback hold,
-    by name."""
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """What compares the numbers, texts, containers of such, tensors and buffers that a module tree holds, by name."""
     holders = [(path, {**vars(child), **child._buffers}) for path, child in module.named_modules()]
-    holders += [(type(callback).__name__, vars(callback))] if callback not in (None, module) else []
     return {
         f"{path}.{name}".lstrip("."): tensor_digest(value.detach()) if isinstance(value, Tensor) else snapshot(value)
         for path, held in holders
@@ -390,7 +352,7 @@ def _state_kept(owners: Sequence[Any], named: Set[str]) -> Iterator[list[Tensor]
                 stack.enter_context(fields_kept(each))
             # What it puts back in globals and closures (lists of calls) is no error here.
             stack.enter_context(suppress(CaptureError))
-            stack.enter_context(globals_kept(owners[0], set()))
+            stack.enter_context(globals_kept(owners[0], set(), map(type, owners)))
             yield changed
     finally:  # a hook that fails may have changed them as well
         for tensor, data, old in tensors:
@@ -520,7 +482,7 @@ def check_own_numbers(
     read += [name for name in hooks.stored if name.rpartition(".")[2] in later]
     stored = {name: hooks.stored.get(name) or hooks.stored.get(name.rpartition(".")[2]) for name in read}
     shown = ", ".join(f"{name} ({hook})" for name, hook in stored.items() if hook is not None)
-    text = f"the step reads what a hook stores, and that depends on how many rows a rank has: {shown}"
+    text = f"the step reads what a hook stores that reads this rank's rows: {shown}"
     text = text if shown else _computes_with(module, step, batch, again, later)
     if text and may_run_as_written:
         raise NotRowsError(text, REPLICA)

@@ -80,7 +80,6 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
                 step = captured(batch)
             batch_rows.check_own_leaves(own, step)
             if is_joint:
-                job.hooks.try_ahead(batch, batch_idx)
                 batch_rows.check_own_numbers(job.hooks, module, step, batch, captured, job.may_run_as_written)
             if not numbers:
                 return step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -414,7 +415,7 @@ class AsManyByChance(RowsOfTheStep):
         self.heads, self.seen = ROWS, 0
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.n, self.largest = float(ROWS), max(6, len(batch))
+        self.n, self.largest = float(ROWS), 6 + batch_idx
         self.seen += 1
         self.mean.add_(1.0)
         with torch.no_grad():
@@ -497,13 +498,45 @@ class ChangesFarAway(Net):
 
 
 class TakesTheNext(RowsOfTheStep):
-    """What cannot be put back is not tried: as under DDP."""
+    """Hooks around the step are not tried: they may do what cannot be put back."""
 
     def on_fit_start(self) -> None:
         self.numbers = iter(range(100))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.n = 1.0 + next(self.numbers)
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.mean() / self.n
+
+
+class CallbackOfAThread(Net):
+    """What runs beside the step, and changes its own variables meanwhile, is no change of the step's."""
+
+    class Watches(pl.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            self.monitor = Monitor()
+            self.monitor.start()
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.seen = self.monitor.count
+
+        def on_train_end(self, *_: Any) -> None:
+            self.monitor.ended.set()
+            self.monitor.join()
+
+    def configure_callbacks(self) -> Any:
+        return [self.Watches()]
+
+
+class Monitor(threading.Thread):
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.count, self.ended = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(1e-4):
+            self.count += 1
 
 
 class Lines(logging.Handler):
@@ -562,7 +595,8 @@ PER_REPLICA += [
 ]
 PER_REPLICA += ["DividedByTheBatchSize", "TimesTheRanks", "NumberInTheBatch", "NumberOfTheCollation"]
 CAPTURED += ["SameNumberInTheBatch"]
-PER_REPLICA += ["RowsFromTheLoader", "TakesTheNext"]
+PER_REPLICA += ["RowsFromTheLoader"]
+CAPTURED += ["TakesTheNext", "CallbackOfAThread"]
 CAPTURED += ["AveragesOutside", "AveragesInOtherMemory", "ChangesFarAway"]
 
 
@@ -577,6 +611,6 @@ def test_what_a_hook_makes_of_rows_is_known(pool, tmp_path, name: str) -> None:
     assert ("mixup and the like" in said) == (name == "MixedUp")
     assert ("as they are written" in said) == (name not in CAPTURED)
     if name.startswith("RowsOf") and name != "RowsOfTheTransfer":
-        assert "the step reads what a hook stores, and that depends on how many rows a rank has: n (" in said
+        assert "the step reads what a hook stores that reads this rank's rows: n (" in said
     if name == "OnlySixRows":
         assert "on_after_batch_transfer cannot be tried on more rows: RuntimeError: shape" in said
