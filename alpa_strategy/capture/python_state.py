@@ -162,12 +162,8 @@ def _user_classes(module: nn.Module) -> set[type]:
     return set(filter(is_user_class, kinds))
 
 
-def _user_functions(module: nn.Module) -> list[types.FunctionType]:
-    """Methods that the user's classes of a module tree define."""
-    return _functions_in(_user_classes(module))
-
-
 def _functions_in(kinds: Iterable[type]) -> list[types.FunctionType]:
+    """Methods that the classes define."""
     members = (member for kind in kinds for member in vars(kind).values())
     return [member for member in members if isinstance(member, types.FunctionType)]
 
@@ -495,7 +491,7 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
     # Every loader has its batch size: it counts where the step may ask for one.
     loaders = loaders_of(trainer) if "batch_size" in mentioned_names(step) else []
     classes = _user_classes(module)
-    set_from = {key for function in _user_functions(module) for key in names_set_from(function, _BATCH_SIZE)}
+    set_from = {key for function in _functions_in(classes) for key in names_set_from(function, _BATCH_SIZE)}
     owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
     for attributes in (vars(each) for each in (*module.modules(), data_module, *loaders) if hasattr(each, "__dict__")):
         dicts = [each for each in attributes.values() if isinstance(each, dict)]

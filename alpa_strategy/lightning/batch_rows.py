@@ -34,15 +34,13 @@ from alpa_strategy.capture.python_state import (
     framework_attributes,
     globals_kept,
     has_fields,
-    is_plain,
     patched,
     places_of,
-    snapshot,
 )
 from alpa_strategy.capture.trace import likely_rows
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.errors import AlpaError, CaptureError, NotRowsError
-from alpa_strategy.ir.graph import StepGraph, tensor_digest
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.user_code import MAX_DEPTH, is_user_code, mentioned_names, reads_parameters, stored_names
 from alpa_strategy.lightning.checks import is_overridden, names_in, own_hooks
 from alpa_strategy.lightning.digests import REPLICA, digest
@@ -200,8 +198,7 @@ class BatchHooks:
 
     Attributes:
         kinds: of every tensor leaf that transfer hooks give, empty where that is not known; None: there are none.
-        stored: attributes and buffers that transfer hooks fill otherwise where a batch has more rows -> the hooks; and,
-            under the last part of their names alone, all that a hook around the step stores which reads the batch.
+        stored: attributes and buffers, by the last part of their names, that a hook stores which reads the batch -> it.
     """
 
     def __init__(self) -> None:
@@ -216,15 +213,15 @@ class BatchHooks:
         self.kinds, self.stored = None, {}
         if world_size() == 1:
             return
-        for owner, name in own_hooks(module, _STEP_HOOKS):
-            hook = getattr(owner, name)
-            if is_user_code(hook) and reads_parameters(hook, *_ROWS_GIVEN[owner is module]):
-                self.stored |= dict.fromkeys(stored_names(hook), f"{type(owner).__name__}.{name}")
         owners = [each for each in (module, getattr(module.trainer, "datamodule", None)) if each is not None]
-        names = [n for n in _TRANSFER_HOOKS if any(is_overridden(owner, n, DataHooks) for owner in owners)]
-        if names:
+        hooks = [(owner, n) for owner in owners for n in _TRANSFER_HOOKS if is_overridden(owner, n, DataHooks)]
+        for owner, name in (*hooks, *own_hooks(module, _STEP_HOOKS)):
+            hook, given = getattr(owner, name), (1, None) if (owner, name) in hooks else _ROWS_GIVEN[owner is module]
+            if is_user_code(hook) and reads_parameters(hook, *given):
+                self.stored |= dict.fromkeys(stored_names(hook), f"{type(owner).__name__}.{name}")
+        if hooks:
             self.kinds = ()
-            self._try_at_first(module, owners, ", ".join(names))
+            self._try_at_first(module, owners, ", ".join(dict.fromkeys(name for _, name in hooks)))
 
     def close(self) -> None:
         """Watch no longer."""
@@ -242,28 +239,12 @@ class BatchHooks:
                 if module._on_before_batch_transfer is first:  # others may have put theirs around it since
                     watching.close()
                 try:
-                    self.kinds, changed = _tried(module, owners, names, batch)
-                    self.stored |= dict.fromkeys(changed, names)
+                    self.kinds = _tried(module, owners, names, batch)
                 except Exception as error:  # what it says of the batch itself is for the real call to raise
                     rank_zero_info(f"alpa: {names} cannot be tried on more rows: {type(error).__name__}: {error}")
             return method(batch, *args, **kwargs)
 
         watching.enter_context(patched([(module, "_on_before_batch_transfer", first)]))
-
-
-def _state_of(module: nn.Module) -> dict[str, Any]:
-    """What compares the numbers, texts, containers of such, tensors and buffers that a module tree holds, by name."""
-    holders = [(path, {**vars(child), **child._buffers}) for path, child in module.named_modules()]
-    return {
-        f"{path}.{name}".lstrip("."): tensor_digest(value.detach()) if isinstance(value, Tensor) else snapshot(value)
-        for path, held in holders
-        for name, value in held.items()
-        if name not in framework_attributes() and (isinstance(value, Tensor) or is_plain(value))
-    }
-
-
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
-    return {name for name in {**one, **other} if name not in one or name not in other or one[name] != other[name]}
 
 
 def _rows_of(batch: Any, known: tuple[Kind, ...] | None) -> tuple[tuple[Kind, ...], int]:
@@ -277,11 +258,9 @@ def _rows_of(batch: Any, known: tuple[Kind, ...] | None) -> tuple[tuple[Kind, ..
     return kinds, sizes[0]
 
 
-def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[tuple[Kind, ...], set[str]]:
-    """Of every tensor leaf that the hooks `names` give for a loader's batch, with a line where rows are mixed, and what
-    they store that is another thing with more rows."""
+def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[Kind, ...]:
+    """Of every tensor leaf that the hooks `names` give for a loader's batch, with a line where rows are mixed."""
     given, count = _rows_of(batch, _loader_kinds(module.trainer, batch))
-    states = []
     named = names_in(getattr(owner, name) for owner in owners for name in _TRANSFER_HOOKS)
 
     def made(order: Sequence[int], times: int = 1) -> Any:
@@ -290,7 +269,6 @@ def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[tupl
             for _ in range(times):
                 rows = type(module)._on_before_batch_transfer(module, _with_rows(batch, given, count, order))
                 result = module.trainer.strategy.batch_to_device(rows)
-                states.append(_state_of(module))
         if changed:
             raise ValueError("they change a buffer")
         return result
@@ -307,7 +285,7 @@ def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[tupl
             f"alpa: {names}: rows of the batch's leaf {', '.join(mixed)} are made of other rows too (mixup and the "
             "like): of those of the same rank, as under DDP. A captured step takes all ranks' for one batch"
         )
-    return tuple(found), _differing(*states[:2])
+    return tuple(found)
 
 
 def _is_list(value: Any) -> bool:
@@ -480,7 +458,7 @@ def check_own_numbers(
     used, later = set(step.consumers), _names_in_updates(module)
     read = [guard.label for guard in step.attributes] + [b.name for b in step.buffers if b.value in used]
     read += [name for name in hooks.stored if name.rpartition(".")[2] in later]
-    stored = {name: hooks.stored.get(name) or hooks.stored.get(name.rpartition(".")[2]) for name in read}
+    stored = {name: hooks.stored.get(name.rpartition(".")[2]) for name in read}
     shown = ", ".join(f"{name} ({hook})" for name, hook in stored.items() if hook is not None)
     text = f"the step reads what a hook stores that reads this rank's rows: {shown}"
     text = text if shown else _computes_with(module, step, batch, again, later)

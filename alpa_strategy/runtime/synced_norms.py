@@ -1,0 +1,50 @@
+"""BatchNorm over the rows of all ranks in steps that run as they are written: SyncBatchNorm, on any device.
+
+Captured steps need none of this: their statistics are those of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from alpa_strategy.comm.mesh import AxisComm
+from alpa_strategy.lower.local_ops import batch_norm_sync
+
+
+def norms_to_sync(module: nn.Module, every: bool) -> set[nn.Module]:
+    """The module's SyncBatchNorms of all ranks; `every`: all its BatchNorms (`Trainer(sync_batchnorm=True)`)."""
+    kind = _BatchNorm if every else nn.SyncBatchNorm
+    return {n for n in module.modules() if isinstance(n, kind) and getattr(n, "process_group", None) is None}
+
+
+def synced(norms: Collection[nn.Module], ranks: AxisComm) -> list[tuple[Any, str, Callable[..., Tensor]]]:
+    """(owner, name, value), as `patched` takes them: in training, forwards of `norms` take all ranks' statistics.
+
+    They are classes', and the modules stay as they are: copies of them, stored or averaged, know nothing of ranks.
+    """
+
+    def of(kind: type[_BatchNorm]) -> Callable[[Any, Tensor], Tensor]:
+        own = kind.forward
+        return lambda norm, x: _forward(norm, x, ranks) if norm.training and norm in norms else own(norm, x)
+
+    return [(kind, "forward", of(kind)) for kind in {_BatchNorm, nn.SyncBatchNorm}]
+
+
+def _forward(norm: Any, x: Tensor, ranks: AxisComm) -> Tensor:
+    """x: [n, C, ...] on each rank."""
+    norm._check_input_dim(x)
+    momentum = norm.momentum
+    if norm.track_running_stats:
+        norm.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(norm.num_batches_tracked) if momentum is None else momentum
+    kept: list[Any] = [norm.running_mean, norm.running_var] if norm.track_running_stats else [None, None]
+    y, *running = batch_norm_sync([ranks], x, norm.weight, norm.bias, kept[0], kept[1], momentum or 0.0, norm.eps)
+    with torch.no_grad():
+        for old, new in zip(kept, running, strict=False):
+            old.copy_(new)
+    return y
