@@ -118,7 +118,8 @@ def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tabl
     table.add_column()
     parts = step_parts(plan)
     line = Text.assemble((format_seconds(p.step_seconds), "bold"))
-    table.add_row("step", line.append("  ").append(_bar(parts)) if parts else line)
+    if not plan.is_as_written:  # nobody knows what such steps do
+        table.add_row("step", line.append("  ").append(_bar(parts)) if parts else line)
     if parts:
         words = [Text.assemble(("■ ", PART_STYLES[name]), f"{name} {format_seconds(s)}") for name, s in parts.items()]
         table.add_row("", Text("  ").join(words))
@@ -126,8 +127,7 @@ def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tabl
     if memory_limit and math.isfinite(memory_limit):
         memory.append(f", {p.peak_bytes / memory_limit:.0%} of {format_bytes(memory_limit)}", style="dim")
     if process_bytes:
-        total = format_bytes(p.peak_bytes + process_bytes)
-        memory.append(f", {total} with the process itself ({format_bytes(process_bytes)})", style="dim")
+        memory.append(f", {format_bytes(p.peak_bytes + process_bytes)} with the process itself", style="dim")
     table.add_row("memory", memory)
     if plan.baselines:
         table.add_row("instead", _baselines(plan))
