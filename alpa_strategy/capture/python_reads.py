@@ -49,6 +49,7 @@ from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import MISSING, ValueGuard, at_counters
 from alpa_strategy.ir.user_code import (
+    asked_by_user,
     closure_values,
     code_names,
     is_installed,
@@ -89,7 +90,8 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
         return kind, "__getattribute__", read
 
     def variable(environment: Any, name: str) -> str:
-        reads[id(environment), name] = lambda: environment
+        if asked_by_user():  # torch's own are its caches' and switches
+            reads[id(environment), name] = lambda: environment
         return environment_item(environment, name)
 
     environment_item = type(os.environ).__getitem__

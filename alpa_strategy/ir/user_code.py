@@ -93,6 +93,7 @@ def user_line(traceback: TracebackType | None) -> str:
 
 
 MAX_DEPTH = 4  # of functions that call functions
+_FILLING = {"add", "append", "extend", "insert", "setdefault", "update"}
 
 
 def mentioned_names(function: Callable[..., Any]) -> frozenset[str]:
@@ -101,15 +102,19 @@ def mentioned_names(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def stored_names(function: Callable[..., Any]) -> frozenset[str]:
-    """Attributes that the code of `function` and of the user's functions that it reaches sets, and tensors that it may
-    fill; where it sets them by `setattr`, all texts in it may be names."""
+    """Attributes that the code of `function` and of the user's functions that it reaches sets, or fills: a tensor, a
+    container. Where it sets them by `setattr`, all texts in it may be names."""
     found: set[str] = set()
     for reached in reached_functions([function]):
-        names = set(code_names(reached.__code__))
-        found |= {each.argval for each in dis.get_instructions(reached.__code__) if each.opname == "STORE_ATTR"}
-        if any(name[-1:] == "_" != name[:1] for name in names):  # `self.count.fill_(len(x))`
-            found |= names
-        if "setattr" in names:
+        last = ""  # the attribute that was asked for last: `count` of `self.count.fill_(n)`, `self.count["n"] = n`
+        for each in dis.get_instructions(reached.__code__):
+            is_method = each.opname == "LOAD_METHOD" or "NULL" in each.argrepr
+            if each.opname == "STORE_SUBSCR" or (is_method and (each.argval in _FILLING or each.argval[-1:] == "_")):
+                found.add(last)
+            elif each.opname in ("LOAD_ATTR", "STORE_ATTR"):
+                last = each.argval
+                found |= {last} if each.opname == "STORE_ATTR" else set()
+        if "setattr" in (names := set(code_names(reached.__code__))):
             found |= {value for value in (*reached.__code__.co_consts, *names) if isinstance(value, str)}
     return frozenset(found)
 

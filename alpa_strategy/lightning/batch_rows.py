@@ -4,8 +4,7 @@
 twice and one of them three times: what has so many rows more then has one row a sample, if whole numbers in it do not
 change with what else is in the batch, as indices of rows do. That happens where batches are made (in the loader's
 worker), to samples that were loaded anyway, and leaves its random numbers and attributes as they were. Hooks around the
-transfer to the device are tried in the same way on the first batch. Those around the step are not: what they store may
-be made of a rank's rows where their code reads the batch.
+transfer to the device are tried in the same way on the first batch; what hooks store is known by reading their code.
 """
 
 from __future__ import annotations
@@ -55,8 +54,6 @@ _NUMBER_OF_RANKS = {"world_size", "get_world_size"}
 _KINDS: tuple[Kind, ...] = ("rows", "same", "own")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-# Of their positional parameters those that hold rows, between (self, trainer, module) or (self) and the batch's index.
-_ROWS_GIVEN = {False: (3, -1), True: (1, -1)}
 _UPDATE_HOOKS = (
     "on_before_backward",
     "backward",
@@ -216,8 +213,11 @@ class BatchHooks:
         owners = [each for each in (module, getattr(module.trainer, "datamodule", None)) if each is not None]
         hooks = [(owner, n) for owner in owners for n in _TRANSFER_HOOKS if is_overridden(owner, n, DataHooks)]
         for owner, name in (*hooks, *own_hooks(module, _STEP_HOOKS)):
-            hook, given = getattr(owner, name), (1, None) if (owner, name) in hooks else _ROWS_GIVEN[owner is module]
-            if is_user_code(hook) and reads_parameters(hook, *given):
+            hook = getattr(owner, name)
+            first = (
+                1 if name in _TRANSFER_HOOKS or owner is module else 3
+            )  # behind self, trainer, module; an index ends
+            if is_user_code(hook) and reads_parameters(hook, first, -1):
                 self.stored |= dict.fromkeys(stored_names(hook), f"{type(owner).__name__}.{name}")
         if hooks:
             self.kinds = ()
@@ -229,22 +229,21 @@ class BatchHooks:
 
     def _try_at_first(self, module: Any, owners: list[Any], names: str) -> None:
         """Try the transfer hooks `names` on a training's first batch, before it is transferred."""
-        watching, waiting = self._watching.enter_context(ExitStack()), [True]
-        method = module._on_before_batch_transfer
+        waiting, method = [True], module._on_before_batch_transfer
 
         @functools.wraps(method)
         def first(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if waiting and module.trainer.training:
                 waiting.clear()
                 if module._on_before_batch_transfer is first:  # others may have put theirs around it since
-                    watching.close()
+                    self.close()
                 try:
                     self.kinds = _tried(module, owners, names, batch)
                 except Exception as error:  # what it says of the batch itself is for the real call to raise
                     rank_zero_info(f"alpa: {names} cannot be tried on more rows: {type(error).__name__}: {error}")
             return method(batch, *args, **kwargs)
 
-        watching.enter_context(patched([(module, "_on_before_batch_transfer", first)]))
+        self._watching.enter_context(patched([(module, "_on_before_batch_transfer", first)]))
 
 
 def _rows_of(batch: Any, known: tuple[Kind, ...] | None) -> tuple[tuple[Kind, ...], int]:
@@ -456,10 +455,12 @@ def check_own_numbers(
     (names) for each, and the number of ranks.
     """
     used, later = set(step.consumers), _names_in_updates(module)
-    read = [guard.label for guard in step.attributes] + [b.name for b in step.buffers if b.value in used]
-    read += [name for name in hooks.stored if name.rpartition(".")[2] in later]
-    stored = {name: hooks.stored.get(name.rpartition(".")[2]) for name in read}
-    shown = ", ".join(f"{name} ({hook})" for name, hook in stored.items() if hook is not None)
+    # Submodules, methods and classes are no numbers of rows.
+    read = [guard.label for guard in step.attributes if not callable(guard.namespace.get(guard.name))]
+    read += [b.name for b in step.buffers if b.value in used]
+    read += hooks.stored.keys() & later
+    last = {name: name.rpartition(".")[2] for name in read}
+    shown = ", ".join(f"{name} ({hooks.stored[last[name]]})" for name in last if last[name] in hooks.stored)
     text = f"the step reads what a hook stores that reads this rank's rows: {shown}"
     text = text if shown else _computes_with(module, step, batch, again, later)
     if text and may_run_as_written:

@@ -37,7 +37,7 @@ from alpa_strategy.runtime.gradients import Replicas
 from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
 from alpa_strategy.runtime.made_again import MadeAgain, Room, modules_to_make_again
 from alpa_strategy.runtime.parameters import ParameterStore
-from alpa_strategy.runtime.synced_norms import norms_to_sync, synced
+from alpa_strategy.runtime.synced_norms import synced
 
 
 def why_written(module: Any, optimizers: Sequence[Optimizer], job: Job, resumes_written: bool) -> CaptureError | None:
@@ -160,10 +160,10 @@ class WrittenRun(PlacedModule):
         super().__init__(module, optimizers, largest, plan, store, job, limit, check)
         if job.device.type == "cpu":
             hold_to_plan(self, plan, limit, module, optimizers)
-        every = module.trainer.strategy._layer_sync is not None  # Trainer(sync_batchnorm=True)
-        if optimizers and world_size() > 1 and (norms := norms_to_sync(module, every)):
-            ranks = build_mesh((world_size(),), backend=job.backend, own_group=True).axes[0]
-            self._adapted.enter_context(patched(synced(norms, ranks)))
+        if optimizers and world_size() > 1:
+            every = module.trainer.strategy._layer_sync is not None  # Trainer(sync_batchnorm=True)
+            norms = synced(module, every, lambda: build_mesh((world_size(),), job.backend, own_group=True).axes[0])
+            self._adapted.enter_context(patched(norms))
         self._parameters = ParametersAsTheyWere(module, toggled(module, optimizers))
         self.buffers_differ = True  # perhaps
         if store.sharded_parameters and optimizers:

@@ -1,11 +1,8 @@
-"""BatchNorm over the rows of all ranks in steps that run as they are written: SyncBatchNorm, on any device.
-
-Captured steps need none of this: their statistics are those of the whole batch.
-"""
+"""SyncBatchNorm on any device, in steps as written: captured ones have the whole batch's statistics anyway."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,23 +13,23 @@ from alpa_strategy.comm.mesh import AxisComm
 from alpa_strategy.lower.local_ops import batch_norm_sync
 
 
-def norms_to_sync(module: nn.Module, every: bool) -> set[nn.Module]:
-    """The module's SyncBatchNorms of all ranks; `every`: all its BatchNorms (`Trainer(sync_batchnorm=True)`)."""
-    kind = _BatchNorm if every else nn.SyncBatchNorm
-    return {n for n in module.modules() if isinstance(n, kind) and getattr(n, "process_group", None) is None}
+def synced(
+    module: nn.Module, every: bool, ranks: Callable[[], AxisComm]
+) -> list[tuple[Any, str, Callable[..., Tensor]]]:
+    """(owner, name, value), as `patched` takes them: in training, the module's SyncBatchNorms of all ranks, or `every`
+    BatchNorm (`Trainer(sync_batchnorm=True)`), take the statistics of all `ranks`, which are asked for where needed.
 
-
-def synced(norms: Collection[nn.Module], ranks: AxisComm) -> list[tuple[Any, str, Callable[..., Tensor]]]:
-    """(owner, name, value), as `patched` takes them: in training, forwards of `norms` take all ranks' statistics.
-
-    They are classes', and the modules stay as they are: copies of them, stored or averaged, know nothing of ranks.
+    Forwards are classes', and modules stay as they are: copies of them, stored or averaged, know nothing of ranks.
     """
+    kind = _BatchNorm if every else nn.SyncBatchNorm
+    norms = {n for n in module.modules() if isinstance(n, kind) and getattr(n, "process_group", None) is None}
+    comm = ranks() if norms else None
 
     def of(kind: type[_BatchNorm]) -> Callable[[Any, Tensor], Tensor]:
         own = kind.forward
-        return lambda norm, x: _forward(norm, x, ranks) if norm.training and norm in norms else own(norm, x)
+        return lambda norm, x: _forward(norm, x, comm) if comm and norm.training and norm in norms else own(norm, x)
 
-    return [(kind, "forward", of(kind)) for kind in {_BatchNorm, nn.SyncBatchNorm}]
+    return [(kind, "forward", of(kind)) for kind in (_BatchNorm, nn.SyncBatchNorm) if norms]
 
 
 def _forward(norm: Any, x: Tensor, ranks: AxisComm) -> Tensor:

@@ -306,6 +306,22 @@ class RowsOfTheLastBatchAhead(RowsOfTheLastBatch):
         return each.sum() / self.n
 
 
+class RowsInAContainer(RowsOfTheStep):
+    def on_fit_start(self) -> None:
+        self.rows: dict[str, float] = {"n": 1.0}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rows["n"] = float(len(batch["x"]))
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.sum() / self.rows["n"]
+
+
+class RowsUpdated(RowsInAContainer):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rows.update(n=float(len(batch["x"])))
+
+
 class RowsOfTheGradient(RowsOfTheStep):
     """Sums of losses, whose gradients a hook divides."""
 
@@ -595,7 +611,7 @@ PER_REPLICA += [
 ]
 PER_REPLICA += ["DividedByTheBatchSize", "TimesTheRanks", "NumberInTheBatch", "NumberOfTheCollation"]
 CAPTURED += ["SameNumberInTheBatch"]
-PER_REPLICA += ["RowsFromTheLoader"]
+PER_REPLICA += ["RowsFromTheLoader", "RowsInAContainer", "RowsUpdated"]
 CAPTURED += ["TakesTheNext", "CallbackOfAThread"]
 CAPTURED += ["AveragesOutside", "AveragesInOtherMemory", "ChangesFarAway"]
 
