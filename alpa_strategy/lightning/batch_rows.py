@@ -214,9 +214,7 @@ class BatchHooks:
         hooks = [(owner, n) for owner in owners for n in _TRANSFER_HOOKS if is_overridden(owner, n, DataHooks)]
         for owner, name in (*hooks, *own_hooks(module, _STEP_HOOKS)):
             hook = getattr(owner, name)
-            first = (
-                1 if name in _TRANSFER_HOOKS or owner is module else 3
-            )  # behind self, trainer, module; an index ends
+            first = 1 if name in _TRANSFER_HOOKS or owner is module else 3  # after self, trainer, module
             if is_user_code(hook) and reads_parameters(hook, first, -1):
                 self.stored |= dict.fromkeys(stored_names(hook), f"{type(owner).__name__}.{name}")
         if hooks:
