@@ -123,7 +123,10 @@ def worker(args: argparse.Namespace, model_name: str, strategy: str) -> None:
     model, data, rows = model_and_data(model_name, args.steps)
     clock = Clock()
     scope = "replica" if name == "replica" else "auto"
-    alpa = alpa_strategy.AlpaStrategy(compile=bool(compiled), batch_scope=scope, plan_dir=args.folder, verbose=False)
+    capture = "auto" if name == "replica" else "require"
+    alpa = alpa_strategy.AlpaStrategy(
+        compile=bool(compiled), batch_scope=scope, capture=capture, plan_dir=args.folder, verbose=False
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,

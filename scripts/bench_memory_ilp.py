@@ -68,7 +68,8 @@ def worker(args: argparse.Namespace) -> None:
     base, _ = resident_bytes()
     watch, clock = Watch(), Clock()
     watch.start()
-    strategy = AlpaStrategy(memory_limit=args.limit, remat=json.loads(args.remat), num_microbatches=1, verbose=False)
+    options = {"remat": json.loads(args.remat), "num_microbatches": 1, "capture": "require", "verbose": False}
+    strategy = AlpaStrategy(memory_limit=args.limit, **options)
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, strategy=strategy, max_steps=args.steps, callbacks=[clock], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

@@ -57,7 +57,10 @@ def worker(args: argparse.Namespace, strategy: str) -> None:
         name, _, parallel = strategy.partition(":")
         if name == "alpa":
             return alpa_strategy.AlpaStrategy(
-                parallel=parallel or "auto", plan_dir=args.plan_dir, bucket_bytes=args.bucket_bytes
+                parallel=parallel or "auto",
+                capture="require",
+                plan_dir=args.plan_dir,
+                bucket_bytes=args.bucket_bytes,
             )
         return "auto" if name == "plain" else name
 
