@@ -188,7 +188,7 @@ def main() -> int:
             for name, rounds in found.items():
                 starts = [start for _, start in rounds]
                 steps = " ".join(f"{1e3 * step:.0f}" for step, _ in rounds)
-                later = " ".join(f"{start:.0f}" for start in starts[1:])
+                later = " ".join(f"{start:.0f}" for start in starts[1:]) or "-"
                 print(
                     f"{model:7} {name:13} steps {steps} ms, first start {starts[0]:.0f} s, later {later} s", flush=True
                 )

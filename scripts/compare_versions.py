@@ -116,6 +116,8 @@ def main() -> int:
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--most", type=float, help="exit 1 where a ratio is larger")
     args = parser.parse_args()
+    if args.old.resolve() == args.new.resolve():
+        parser.error(f"{args.old} and {args.new} are one checkout: give two")
     missed = False
     for devices in args.devices:
         with tempfile.TemporaryDirectory() as root:
