@@ -112,6 +112,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps < 3:
+        parser.error(f"--steps {args.steps}: the first two are not timed, give at least 3")
     if args.out:
         worker(args)
         return 0

@@ -120,6 +120,8 @@ def main() -> int:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--plan-dir", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps < args.warmup + 2:
+        parser.error(f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two")
     if args.worker:
         worker(args, args.worker)
         return 0
