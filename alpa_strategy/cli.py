@@ -28,7 +28,7 @@ from alpa_strategy.checkpoint.saving import export_checkpoint
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.progress import Progress, peak_rss_bytes
 from alpa_strategy.display.table import plan_html, plan_svg, plan_table, plan_timing, tune_table
-from alpa_strategy.errors import AlpaError, CheckpointError, OptionError
+from alpa_strategy.errors import AlpaError, CheckpointError, OptionError, check_names
 from alpa_strategy.files import RECIPES, is_possible, shipped_folder
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import compiled_by_user
@@ -38,6 +38,7 @@ from alpa_strategy.planner.written_plan import asks_for_written
 from alpa_strategy.recipe import Recipe, build_data, build_model, build_trainer, load_recipe, resolve_target
 
 EXIT_USER_ERROR = 2
+SEARCHES = ("mcmc", "greedy", "exhaustive", "megatron", "flexflow-like")  # functions of recipes/searches.py
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +67,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # argparse ends a list of positionals at the first option: `alpa plan R --cluster C key=value` leaves one over.
     unknown = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)} (a recipe's are written trainer.devices=2)")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def of_recipe(name: str, about: str, example: str, run: Callable[[argparse.Namespace], int]) -> Any:
-        command = commands.add_parser(name, help=about)
+        command = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         command.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped")
         command.add_argument("overrides", nargs="*", metavar="key=value", help=f"for example {example}")
         command.set_defaults(run=run)
@@ -94,11 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--search",
         metavar="NAME",
-        help="for comparison, on the same costs: mcmc, greedy, exhaustive, megatron, flexflow-like, or FILE.FUNCTION, "
+        help=f"for comparison, on the same costs: {', '.join(SEARCHES)}, or FILE.FUNCTION, "
         "a function (task, seconds) -> Plan of your own",
     )
     plan.add_argument(
-        "--search-seconds", type=float, default=10.0, metavar="S", help="for each number of micro-batches"
+        "--search-seconds", type=float, default=10.0, metavar="S", help="for each number of micro-batches (10)"
     )
     plan.add_argument(
         "--tune",
@@ -199,6 +200,7 @@ def _search(name: str) -> Callable[..., Plan]:
     """A shipped search by its name, else a function of the user's."""
     if "." in name:
         return resolve_target(name, Path.cwd(), "--search")
+    check_names([name], SEARCHES, "--search: there is no")
     return resolve_target(f"searches.plan_{name.replace('-', '_')}", shipped_folder(RECIPES), "--search")
 
 

@@ -345,6 +345,8 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "capture": _name_in(CAPTURES),
     "check_replicas_every": (partial(_whole, low=0), "cannot be", "give a number of steps; 0: no checks"),
     "check_gradients": _FLAG,
+    "verbose": _FLAG,
+    "async_checkpoint": _FLAG,
     "replicas": (lambda value: None if value is None else _whole(value, 1), *_COUNT[1:]),
 }
 _SOLVED = {f.name for f in fields(PlanOptions) if f.default is None}
@@ -389,6 +391,8 @@ class Limits:
     capture: str = "auto"  # one of CAPTURES: whether steps that cannot be captured run as they are written
     check_replicas_every: int = CHECK_REPLICAS_EVERY
     check_gradients: bool = False
+    verbose: bool = True
+    async_checkpoint: bool = False
     replicas: int | None = None  # that the devices are divided into; None: each is one, whose steps run as written
     master_weights: bool = False
 

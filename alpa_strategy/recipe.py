@@ -77,6 +77,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     recipe = Recipe(path, **sections, seed=seed)
     for section in ("model", "data"):
         _check_arguments(recipe, getattr(recipe, section), section)
+    rows = recipe.data.get("batch_size")
+    if type(rows) is int and rows < 1:
+        raise OptionError(f"{path}: data.batch_size is {rows}", "give a whole number of at least 1")
     _check_call(lightning.Trainer, recipe.trainer, f"{path}: trainer", required=False)
     # The Trainer tells the strategy how many batches it accumulates; `alpa plan` takes it as an option.
     check_names(
@@ -141,7 +144,7 @@ def resolve_target(target: str, folder: Path, what: str = TARGET) -> Any:
         if error.name and not f"{module_name}.".startswith(f"{error.name}."):
             raise OptionError(f"{what}: {target}: {module_name} needs {error.name!r}", "install it") from None
         near = did_you_mean(module_name, [p.stem for p in folder.glob("*.py")])
-        fix = near or f"put {module_name}.py beside the recipe ({folder}), or install the module"
+        fix = near or f"put {module_name}.py into {folder}, or install the module"
         raise OptionError(f"{what}: {target}: no module {module_name!r}", fix) from None
     if not hasattr(module, name):
         members = [n for n, value in vars(module).items() if callable(value)]

@@ -66,6 +66,8 @@ class TextData(lightning.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
+        if path is not None and not Path(path).is_file():
+            raise ValueError(f"path: there is no file {path}")
         self.save_hyperparameters()
 
     def train_dataloader(self) -> DataLoader:

@@ -39,7 +39,7 @@ class First(pl.Callback):
 planning._check_computes = timed
 recipe = load_recipe(sys.argv[1], [])
 pl.seed_everything(0, verbose=False)
-strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, **json.loads(sys.argv[3]))
+strategy = AlpaStrategy(cluster="pcie_8gpu", capture="require", verbose=False, **json.loads(sys.argv[3]))
 trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, callbacks=[First()], logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[2])
 trainer.fit(build_model(recipe), datamodule=build_data(recipe))

@@ -61,19 +61,20 @@ def worker(args: argparse.Namespace) -> None:
     def strategy_of(name: str) -> tuple[Any, int]:
         """(strategy, rows that each loader yields)"""
         kind, _, detail = name.partition(":")
+        own_rows = case.rows // num_ranks
         match kind:
             case "alpa":
                 options = json.loads(detail) if detail else {}
-                return AlpaStrategy(**{"plan_dir": args.folder + "/plans", **options}), case.rows // num_ranks
+                return AlpaStrategy(**{"plan_dir": args.folder + "/plans", "capture": "require", **options}), own_rows
             case "as planned, nothing ahead":  # the plan before it, with gatherings where they are needed
                 plan = next(found[f"plan of {other}"] for other in found if f"plan of {other}" in found)
                 edited = Path(args.folder) / f"nothing_ahead_{os.environ['RANK']}.json"
                 edited.write_text(json.dumps({**plan, "stages": [{**s, "ahead_bytes": 0} for s in plan["stages"]]}))
-                return AlpaStrategy(plan=edited), case.rows // num_ranks
+                return AlpaStrategy(plan=edited, capture="require"), own_rows
             case "ddp":
-                return DDPStrategy(gradient_as_bucket_view=True), case.rows // num_ranks
+                return DDPStrategy(gradient_as_bucket_view=True), own_rows
             case "fsdp":
-                return ModelParallelStrategy(num_ranks, 1), case.rows // num_ranks
+                return ModelParallelStrategy(num_ranks, 1), own_rows
             case "tensor x data":
                 return ModelParallelStrategy(args.nodes, args.ranks), case.rows // args.nodes
             case "tensor":
@@ -139,6 +140,8 @@ def main() -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps < args.warmup + 2:
+        parser.error(f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two")
     if args.worker:
         worker(args)
         return 0

@@ -123,7 +123,10 @@ def worker(args: argparse.Namespace, model_name: str, strategy: str) -> None:
     model, data, rows = model_and_data(model_name, args.steps)
     clock = Clock()
     scope = "replica" if name == "replica" else "auto"
-    alpa = alpa_strategy.AlpaStrategy(compile=bool(compiled), batch_scope=scope, plan_dir=args.folder, verbose=False)
+    capture = "auto" if name == "replica" else "require"
+    alpa = alpa_strategy.AlpaStrategy(
+        compile=bool(compiled), batch_scope=scope, capture=capture, plan_dir=args.folder, verbose=False
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -172,6 +175,8 @@ def main() -> int:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if not args.worker and args.steps < args.warmup + 2:
+        parser.error(f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two")
     if args.worker:
         worker(args, *args.worker)
         return 0
@@ -185,7 +190,7 @@ def main() -> int:
             for name, rounds in found.items():
                 starts = [start for _, start in rounds]
                 steps = " ".join(f"{1e3 * step:.0f}" for step, _ in rounds)
-                later = " ".join(f"{start:.0f}" for start in starts[1:])
+                later = " ".join(f"{start:.0f}" for start in starts[1:]) or "-"
                 print(
                     f"{model:7} {name:13} steps {steps} ms, first start {starts[0]:.0f} s, later {later} s", flush=True
                 )

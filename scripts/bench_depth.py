@@ -8,6 +8,7 @@ CPU seconds, each plan in a process of its own (what one plan made is no help to
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import resource
 import sys
@@ -93,18 +94,31 @@ def show(family: str, depth: int, options: PlanOptions) -> None:
     print(line(family, depth, options), flush=True)
 
 
-def main() -> None:
-    families = (sys.argv[1:2] or [",".join(FAMILIES)])[0].split(",")
-    depths = [int(depth) for depth in (sys.argv[2:3] or ["2,8,32,64"])[0].split(",")]
+def known(text: str) -> list[str]:
+    """The families of an argument."""
+    names = text.split(",")
+    if unknown := set(names) - set(FAMILIES):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: the families are {', '.join(FAMILIES)}")
+    return names
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="?", type=known, default=list(FAMILIES), help="such as gpt,tapered")
+    parser.add_argument("depths", nargs="?", default="2,8,32,64", help="numbers of layers, such as 8,16,32")
+    args = parser.parse_args()
+    failed = 0
     print(f"{'':>8} {'depth':>4} {'CPU s':>7} {'ms a layer':>12} {'GiB':>5} {'stages':>7}  where (wall seconds)")
     for options in (PlanOptions(), PlanOptions(num_microbatches=8)):
-        print("pipelines of 8 micro-batches" if options.num_microbatches else "as by default")
-        for family in families:
-            for depth in depths:
+        print("pipelines of 8 micro-batches" if options.num_microbatches else "as by default", flush=True)
+        for family in args.families:
+            for depth in map(int, args.depths.split(",")):
                 process = multiprocessing.get_context("fork").Process(target=show, args=(family, depth, options))
                 process.start()
                 process.join()
+                failed += process.exitcode != 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

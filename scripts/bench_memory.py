@@ -159,7 +159,7 @@ def worker(case: Case, out: Path) -> None:
     watch.start()
     marks = Marks()
     strategy = alpa_strategy.AlpaStrategy(
-        cluster="pcie_8gpu", verbose=False, plan_dir=os.environ["ALPA_PLANS"], **case.strategy
+        cluster="pcie_8gpu", capture="require", verbose=False, plan_dir=os.environ["ALPA_PLANS"], **case.strategy
     )
     trainer = pl.Trainer(
         accelerator="cpu", devices=case.ranks, strategy=strategy, max_steps=4, callbacks=[marks], logger=False,

@@ -68,7 +68,8 @@ def worker(args: argparse.Namespace) -> None:
     base, _ = resident_bytes()
     watch, clock = Watch(), Clock()
     watch.start()
-    strategy = AlpaStrategy(memory_limit=args.limit, remat=json.loads(args.remat), num_microbatches=1, verbose=False)
+    options = {"remat": json.loads(args.remat), "num_microbatches": 1, "capture": "require", "verbose": False}
+    strategy = AlpaStrategy(memory_limit=args.limit, **options)
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, strategy=strategy, max_steps=args.steps, callbacks=[clock], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -111,6 +112,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps < 3:
+        parser.error(f"--steps {args.steps}: the first two are not timed, give at least 3")
     if args.out:
         worker(args)
         return 0

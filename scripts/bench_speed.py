@@ -57,7 +57,10 @@ def worker(args: argparse.Namespace, strategy: str) -> None:
         name, _, parallel = strategy.partition(":")
         if name == "alpa":
             return alpa_strategy.AlpaStrategy(
-                parallel=parallel or "auto", plan_dir=args.plan_dir, bucket_bytes=args.bucket_bytes
+                parallel=parallel or "auto",
+                capture="require",
+                plan_dir=args.plan_dir,
+                bucket_bytes=args.bucket_bytes,
             )
         return "auto" if name == "plain" else name
 
@@ -117,6 +120,8 @@ def main() -> int:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--plan-dir", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps < args.warmup + 2:
+        parser.error(f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two")
     if args.worker:
         worker(args, args.worker)
         return 0

@@ -30,7 +30,8 @@ class First(pl.Callback):
 
 recipe = load_recipe(sys.argv[2], [])
 pl.seed_everything(0, verbose=False)
-trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=sys.argv[1], max_steps=2, callbacks=[First()], logger=False,
+strategy = alpa_strategy.AlpaStrategy(capture="require") if sys.argv[1] == "alpa" else sys.argv[1]
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, callbacks=[First()], logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[3])
 trainer.fit(build_model(recipe), datamodule=build_data(recipe))
 """

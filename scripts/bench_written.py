@@ -163,6 +163,8 @@ def main() -> int:
     parser.add_argument("--require", action="store_true")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps < args.warmup + 2:
+        parser.error(f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two")
     if args.out:
         worker(args)
         return 0

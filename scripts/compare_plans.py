@@ -1,11 +1,12 @@
 """Plans of two checkouts, side by side: predicted seconds, bytes, and what planning took. No devices.
 
-    python scripts/compare_plans.py ../before .                                    # twelve pairs
+    python scripts/compare_plans.py ../before .                                    # thirteen pairs
     python scripts/compare_plans.py ../before . gpt_2_6b:p3_16xlarge_x8:2 moe_1_3b # recipe[:cluster[:nodes]]
 
 Every plan is made by `alpa plan` of its checkout, in a process and an empty folder of its own. What a checkout gave
 once is kept in `--kept` (a JSON file) by its commit, so that only the new side need run again. Fails where the second
-checkout's plan is predicted to be slower by more than 0.1 %, or planning took more than 5 % more CPU seconds in all.
+checkout has no plan, or one that is predicted to be slower by more than 0.1 %, or where planning took more than 5 %
+more CPU seconds in all.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def main() -> int:
                 f" | {m.cpu_seconds:6.1f} CPU-s {m.rss_gib:5.2f} GiB | {m.stages}{m.error}",
                 flush=True,
             )
-        if after.step_seconds > before.step_seconds * MOST_SECONDS:
+        if after.error or after.step_seconds > before.step_seconds * MOST_SECONDS:
             slower.append(pair)
     print(f"planning: {total[0]:.1f} -> {total[1]:.1f} CPU-s ({total[1] / total[0]:.3f}x); slower: {slower or 'none'}")
     return 1 if slower or total[1] > MOST_CPU * total[0] else 0

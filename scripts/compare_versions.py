@@ -11,6 +11,7 @@ seconds of a later start, with that plan stored, from the process's start; `memo
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import resource
@@ -54,8 +55,11 @@ def worker(devices: int, out: str, began: float) -> None:
     loader = DataLoader(TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), 4)
     sizes = {"num_layers": 4, "hidden": 512, "num_heads": 8, "vocab_size": 1024, "sequence_length": 256}
     clock = Clock()
+    options = {"capture": "require", "verbose": False}
+    known = inspect.signature(alpa_strategy.AlpaStrategy).parameters  # an old one captures, or fails
+    strategy = alpa_strategy.AlpaStrategy(**{name: value for name, value in options.items() if name in known})
     trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=alpa_strategy.AlpaStrategy(verbose=False), max_steps=STEPS,
+        accelerator="cpu", devices=devices, strategy=strategy, max_steps=STEPS,
         callbacks=[clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=str(Path(out).parent),
     )  # fmt: skip
@@ -112,6 +116,8 @@ def main() -> int:
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--most", type=float, help="exit 1 where a ratio is larger")
     args = parser.parse_args()
+    if args.old.resolve() == args.new.resolve():
+        parser.error(f"{args.old} and {args.new} are one checkout: give two")
     missed = False
     for devices in args.devices:
         with tempfile.TemporaryDirectory() as root:

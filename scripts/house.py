@@ -8,6 +8,7 @@ Prints lines, files and comments room by room, then what breaks a rule; exit cod
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import sys
@@ -130,7 +131,11 @@ def figures(files: list[SourceFile]) -> Iterator[str]:
 
 def main() -> int:
     """The figures, then what is broken."""
-    files = read_package(Path(sys.argv[1]) if len(sys.argv) > 1 else PACKAGE)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", nargs="?", type=Path, default=PACKAGE, help="folder of the package")
+    package = parser.parse_args().package
+    if not (files := read_package(package)):
+        parser.error(f"{package} has no Python files")
     print(*figures(files), sep="\n")
     broken = [*broken_sizes(files), *broken_rules(files)]
     print(*(f"broken: {text}" for text in broken), sep="\n")

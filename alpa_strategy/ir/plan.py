@@ -90,7 +90,7 @@ class Plan:
         except OSError as error:
             raise PlanError(f"cannot read the plan file {path}: {error.strerror}", "check the path") from error
         except BadFileError as error:
-            raise PlanError(f"the plan file {path} {error}", "delete it, or give another one") from error
+            raise PlanError(f"the plan file {path} {error}", "give a plan file, as `alpa plan -o` writes it") from error
         try:
             return cls.from_dict(data)
         except PlanError as error:

@@ -114,9 +114,15 @@ def plan_around(task: PlanTask, running: Plan) -> Plan:
     """The plan of another step on the stages of `running`, whose parameters stay where and as they lie.
 
     Raises:
-        PlanError: the devices are others, or the stages cannot run the step (see `replan`).
+        PlanError: the devices or the parameters' shapes are others, or the stages cannot run the step (see `replan`).
     """
     check_devices(running.stages, task.cluster.num_devices)
+    shapes = {name: shape for stage in running.stages for name, shape in stage.shapes.items()}
+    for given in task.step.parameters:
+        wanted = tuple(given.module_shape or given.meta.shape)
+        if (shape := shapes.get(given.name, wanted)) != wanted:
+            problem = f"the plan is for {given.name} of shape {list(shape)}, the model's has {list(wanted)}"
+            raise PlanError(problem, "give one that was made for this model")
     return replan(task, running) if running.is_pipelined else choose_plan(*pinned_task(task, running))
 
 

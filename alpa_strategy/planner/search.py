@@ -425,6 +425,7 @@ def solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerp
     solved: list[SolvedStage] = []
     first_devices: list[int] = []
     stored: dict[int, dict[str, ParameterPlan]] = defaultdict(dict)  # by a mesh's first device
+    seen_as: dict[int, tuple[int, ...]] = {}  # by the same: stages on one mesh see it as one grid, that of the first
     offset = 0
     for i, stage in enumerate(candidate.choice.stages):
         mesh = meshes[stage.submesh]
@@ -433,8 +434,9 @@ def solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerp
         else:
             first, offset = offset, offset + math.prod(mesh)
         wish = StageWish(
-            job.cuts[stage.first], job.cuts[stage.last], mesh, candidate.shapes[i], candidate.remat[i],
-            candidate.alive[i], candidate.stages_per_mesh, stored[first], job.cuts[stage.first + 1 : stage.last],
+            job.cuts[stage.first], job.cuts[stage.last], mesh, seen_as.setdefault(first, candidate.shapes[i]),
+            candidate.remat[i], candidate.alive[i], candidate.stages_per_mesh, stored[first],
+            job.cuts[stage.first + 1 : stage.last],
         )  # fmt: skip
         solved.append(solver.solve(wish))
         first_devices.append(first)

@@ -71,6 +71,11 @@ def test_show_prints_and_draws(plan_file, tmp_path, capsys):
             "replicas=2: there is no plan",
         ),
         (["plan", TINY, "--cluster", P3, "plan.check_gradients=perhaps"], "check_gradients='perhaps'"),
+        (["plan", TINY, "--cluster", P3, "--search", "mcmcc"], "did you mean 'mcmc'"),
+        (["plan", TINY, "--cluster", P3, "data.batch_size=0"], "data.batch_size is 0"),
+        (["train", TINY, "data.batch_size=-1"], "data.batch_size is -1"),
+        (["train", TINY, "data.path=nowhere.txt"], "there is no file nowhere.txt"),
+        (["train", TINY, "strategy.verbose=maybe"], "verbose='maybe'"),
         (["show", "nowhere.json"], "nowhere.json"),
     ],
 )

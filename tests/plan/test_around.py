@@ -86,3 +86,5 @@ def test_what_cannot_be_is_said():
         plan("mlp", 8, first)
     with pytest.raises(PlanError, match="the plan has none of the step's parameters"):
         plan("mlp", 8, plan("gpt", 8, **ONE))
+    with pytest.raises(PlanError, match=r"for net\.0\.weight of shape \[16, 8\], the model's has \[24, 8\]"):
+        plan(lambda: MLP(d_hidden=24), 8, plan("mlp", 8, logical_mesh=(2, 2), num_stages=1))

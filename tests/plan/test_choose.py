@@ -13,6 +13,7 @@ from alpa_strategy.cluster.spec import ClusterSpec, CommTable
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.ir.stage_plan import modes_text
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.planner import search
 from alpa_strategy.planner.planner import MARGIN, choose_plan, hidden_seconds, make_plan
 from alpa_strategy.planner.task import PlanTask
 
@@ -83,3 +84,19 @@ def test_what_hides_behind_the_backward_is_not_paid_for():
     assert {modes_text(p.modes) for p in best.stages[0].parameter_plans.values()} == {"R*"}
     assert any(not p.is_whole for p in solved.stages[0].parameter_plans.values())
     assert hidden_seconds(best) < hidden_seconds(solved)
+
+
+def test_stages_on_one_mesh_see_it_as_one_grid_whatever_is_best_for_each(monkeypatch):
+    """Tied weights in the first and the last stage, which have a mesh in common: they lie in one way."""
+    solve = search.solved_plan
+
+    def unlike(candidate, meshes, fingerprint):
+        shapes = ((4,), *[(2, 2)] * (len(candidate.shapes) - 1))
+        return solve(replace(candidate, shapes=shapes), meshes, fingerprint)
+
+    monkeypatch.setattr(search, "solved_plan", unlike)
+    module = MODELS["gpt"]()
+    options = PlanOptions(batch_scope="global", num_stages=4, num_microbatches=4, schedule="ZBVZeroBubble")
+    spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1})
+    found = make_plan(module, module.example_batch(16), spec, options)
+    assert [(stage.first_device, stage.logical_mesh[0]) for stage in found.stages] == [(0, 4), (4, 2), (4, 2), (0, 4)]
