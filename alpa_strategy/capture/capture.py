@@ -110,7 +110,7 @@ def _after_first_call(call: StepCall, graph: StepGraph, stored: Mapping[str, Any
 
     It counts as initialization if the second call stores nothing and does the same tensor work; else CaptureError.
     """
-    with initialized(call.module, stored):
+    with initialized(stored):
         trace = trace_step(call)
         again = convert(trace)
         # A counter (`self.calls += 1`) stores something else in every call.

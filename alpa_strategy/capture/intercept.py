@@ -412,7 +412,8 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
     def note_message(logger: logging.Logger, message: logging.LogRecord) -> None:
         if is_user_file(message.pathname):
             record.note(f"messages to logging ({user_frame()}) are left out: a captured step repeats tensor work only")
-        handle(logger, message)
+        if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(message.args)):  # these have no value to be said
+            handle(logger, message)
 
     python_next, python_open, handle = next, open, logging.Logger.handle
     hooks_fix = "change gradients in on_after_backward"

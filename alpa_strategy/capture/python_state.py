@@ -12,7 +12,6 @@ import argparse
 import copyreg
 import dataclasses
 import operator
-import os
 import pickle
 import random
 import re
@@ -21,7 +20,7 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeGuard, cast
@@ -44,6 +43,7 @@ from alpa_strategy.ir.user_code import (
     mentioned_names,
     names_set_from,
     reached_functions,
+    stored_names,
 )
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -206,7 +206,11 @@ class _Kept:
 
     def changes(self) -> dict[str, Any]:
         """What changed, as messages call it, as it is now."""
-        return {self.place: self.items} if self.is_noticed and self.differs() else {}
+        if not (self.is_noticed and self.differs()):
+            return {}
+        if self.owner is None:
+            return {self.place: self.items}
+        return {f"{self.place}.{n}": self.items.get(n, MISSING) for n in changed_names(self.items, self.before)}
 
     def only_grew(self) -> bool:
         """Whether it is a list that was appended to, and an attribute itself."""
@@ -293,8 +297,14 @@ def put_all_back(kept: Iterable[_Kept]) -> dict[str, Any]:
 
 
 def changed_names(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> list[Any]:
-    """Names that have another object now, or none, or did not have one."""
-    return [name for name in {**old, **new} if new.get(name, MISSING) is not old.get(name, MISSING)]
+    """Names that have another object now, or none, or did not have one. Equal numbers, texts and sizes are the same."""
+    return [name for name in {**old, **new} if not _is_same(new.get(name, MISSING), old.get(name, MISSING))]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is tuple is type(other):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return one is other or (type(one) is type(other) and type(one) in PLAIN and one == other)
 
 
 def put_back(namespace: dict[str, Any], old: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -380,6 +390,9 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
         if id(child) not in metrics:
             before = {name: value for name, value in vars(child).items() if name not in framework}
             kept.append(KeptNames(path, vars(child), before, child, skipped=framework))
+            # Hooks that a first call would install: with them goes a flag, which is put back.
+            hooks = {n: held for n, held in vars(child).items() if n[:9] == "_forward_" and isinstance(held, dict)}
+            kept += [_Kept(f"{path}.{n}".lstrip("."), held, dict(held), child) for n, held in hooks.items()]
             is_noticed = not type(child).__module__.startswith("torch.nn.")  # RNNs keep their weights in a list
             for name, value in {**_class_containers(type(child)), **before}.items():
                 place = Place(path, name)
@@ -391,10 +404,11 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
         grown = [each for each in kept if each.only_grew()]
         appended += [each.attribute for each in grown if each.attribute is not None]
         put_all_back(grown)  # before the others are asked: that is no change
+        fields = {label: each.items for each in kept if each.owner is not None for label in each.changes()}
         changed = put_all_back(kept)
-    if not all(type(value) in PLAIN for value in changed.values()):
+    if not (changed.keys() <= fields.keys() and all(map(is_plain, changed.values()))):
         raise changed_attributes(changed)
-    stored |= changed
+    stored |= {label: (fields[label], label.rpartition(".")[2], value) for label, value in changed.items()}
 
 
 def changed_attributes(names: Iterable[str]) -> CaptureError:
@@ -408,28 +422,29 @@ def changed_attributes(names: Iterable[str]) -> CaptureError:
 
 
 @contextmanager
-def initialized(module: nn.Module, stored: Mapping[str, Any]) -> Iterator[None]:
+def initialized(stored: Mapping[str, tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Store what a first call of the step stores; taken back when the block fails: it was no initialization."""
-    split = [(*label.rpartition(".")[::2], value) for label, value in stored.items()]
-    with ExitStack() as stack:
-        stack.enter_context(patched((vars(module.get_submodule(path)), name, value) for path, name, value in split))
+    before = [(fields, dict(fields)) for fields, *_ in stored.values()]
+    for fields, name, value in stored.values():
+        fields[name] = value
+    try:
         yield
-        stack.pop_all()  # it stays
+    except BaseException:
+        for fields, old in reversed(before):
+            put_back(fields, old, list(fields))
+        raise
 
 
 @contextmanager
-def globals_kept(module: nn.Module, seen: set[int], others: Iterable[type] = ()) -> Iterator[dict[str, dict[str, Any]]]:
+def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[str, Any]]]:
     """Restore the globals (which the block is given, by file) and closures of the methods of the module's classes, and
     of the functions that they name; caches (`functools.lru_cache`) that were filled, with fake tensors, are emptied.
-
-    Args:
-        others: classes whose methods run in the block as well.
 
     Raises:
         CaptureError: when the step set a global, or changed a container among globals and closures, or an object that
             the functions name.
     """
-    kinds = {*_user_classes(module), *filter(is_user_class, others)}
+    kinds = _user_classes(module)
     members = [member for kind in kinds for member in vars(kind).values()]
     trainer: Any = getattr(module, "_trainer", None)
     methods = reached_functions(_functions_in(kinds))
@@ -441,18 +456,17 @@ def globals_kept(module: nn.Module, seen: set[int], others: Iterable[type] = ())
         cells = closure_values(method).items()
         found += [(f"{name} of {method.__qualname__}", name, cell.cell_contents) for name, cell in cells]
     found += [(kind.__name__, "", kind) for kind in kinds]
-    # Of what works beside the step (threads of a monitor's) only what its code may ask the Trainer for.
-    asked = named & {"datamodule", "callbacks"}
-    found += [(f"trainer.{name}", name, getattr(trainer, name, None)) for name in sorted(asked)]
-    if "dataset" in named or asked:
-        found += [("the dataset", "dataset", getattr(loader, "dataset", None)) for loader in loaders_of(trainer)]
-    own = {kind.__module__.partition(".")[0] for kind in kinds}
+    # What threads work on beside the step (a monitor's, a loader's) only where the step sets or fills such attributes.
+    beside = [("trainer.callbacks", "callback", each) for each in getattr(trainer, "callbacks", ())]
+    beside += [("trainer.datamodule", "datamodule", getattr(trainer, "datamodule", None))]
+    beside += [("the dataset", "dataset", getattr(loader, "dataset", None)) for loader in loaders_of(trainer)]
+    sets = stored_names(cast(Any, module.training_step))
+    found += [each for each in beside if not sets.isdisjoint(dir(each[2]))]
+    own = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
     # What other packages fill are their caches (einops: a dict of backends).
     foreign = {where: each for where, each in files.items() if where.partition(".")[0] not in own}
     installed = {where for where, each in foreign.items() if is_installed(each.get("__file__", ""))}
     kept: list[_Kept] = [KeptNames(where, names, dict(names)) for where, names in files.items()]
-    variables = os.environ._data  # type: ignore[attr-defined]  # torch sets some itself
-    kept.append(_Kept("os.environ", variables, dict(variables), is_noticed=False))
     for place, name, value in found:
         is_users = is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
         if name[:2] != "__" and (is_users or not has_fields(value) or isinstance(value, _GENERATORS)):

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import AlpaError, CaptureError
 from alpa_strategy.ir.guards import CounterRef, Guard, SymbolicScalar, calculate, symbolic
-from alpa_strategy.ir.user_code import is_user_file, user_frame
+from alpa_strategy.ir.user_code import is_said, is_user_file, user_frame
 
 
 class StepCounter:
@@ -75,7 +75,8 @@ class StepCounter:
         return self._text(spec, sys._getframe(1))
 
     def _text(self, spec: str, asking: FrameType) -> str:
-        if is_user_file(asking.f_code.co_filename):  # it may choose by it: `self.heads[f"task{batch_idx % 2}"]`
+        # It may choose by it: `self.heads[f"task{batch_idx % 2}"]`.
+        if is_user_file(asking.f_code.co_filename) and not is_said(asking):
             number_of(operator.eq, self, self.value)
         return format(self.value, spec)
 

@@ -26,13 +26,7 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
-from alpa_strategy.capture.non_tensor_inputs import (
-    UnreadLeaf,
-    index_of,
-    may_be_unread,
-    traced_with_leaves,
-    value_text,
-)
+from alpa_strategy.capture.non_tensor_inputs import UnreadLeaf, index_of, may_be_unread, traced_with_leaves, value_text
 from alpa_strategy.capture.python_reads import (
     attribute_guards,
     attribute_reads,
@@ -42,11 +36,7 @@ from alpa_strategy.capture.python_reads import (
     global_guards,
     trainer_guards,
 )
-from alpa_strategy.capture.python_state import (
-    KeptGenerator,
-    patched,
-    put_all_back,
-)
+from alpa_strategy.capture.python_state import KeptGenerator, patched, put_all_back
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError

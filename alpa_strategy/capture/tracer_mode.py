@@ -202,7 +202,8 @@ def _set_flag(tensor: Tensor, value: bool) -> None:
             f"the step freezes or unfreezes a parameter ({user_frame()}): a captured step has all as they were",
             "do it in a hook such as on_train_batch_start",
         )
-    _FLAG.__set__(tensor, value)
+    if tensor.is_leaf or value != _FLAG.__get__(tensor):  # of others torch's own `requires_grad_(True)` does nothing
+        _FLAG.__set__(tensor, value)
 
 
 def _refuse_functions_of_functions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -93,6 +93,7 @@ def user_line(traceback: TracebackType | None) -> str:
 
 
 MAX_DEPTH = 4  # of functions that call functions
+_SAYING = {"print", "write", "debug", "info", "warning", "warn", "rank_zero_info", "rank_zero_debug", "rank_zero_warn"}
 _FILLING = {"add", "append", "extend", "insert", "setdefault", "update"}
 
 
@@ -106,14 +107,16 @@ def stored_names(function: Callable[..., Any]) -> frozenset[str]:
     container. Where it sets them by `setattr`, all texts in it may be names."""
     found: set[str] = set()
     for reached in reached_functions([function]):
-        last = ""  # the attribute that was asked for last: `count` of `self.count.fill_(n)`, `self.count["n"] = n`
-        for each in dis.get_instructions(reached.__code__):
+        done = list(dis.get_instructions(reached.__code__))
+        for at, each in enumerate(done):
             is_method = each.opname == "LOAD_METHOD" or "NULL" in each.argrepr
-            if each.opname == "STORE_SUBSCR" or (is_method and (each.argval in _FILLING or each.argval[-1:] == "_")):
-                found.add(last)
-            elif each.opname in ("LOAD_ATTR", "STORE_ATTR"):
-                last = each.argval
-                found |= {last} if each.opname == "STORE_ATTR" else set()
+            if each.opname == "STORE_ATTR":
+                found.add(each.argval)
+            elif each.opname == "STORE_SUBSCR" or (is_method and (each.argval in _FILLING or each.argval[-1:] == "_")):
+                at -= 2 if each.opname == "STORE_SUBSCR" else 1  # `self.count.fill_(n)`, `self.count["n"] = n`
+                while done[at].opname == "BINARY_SUBSCR":
+                    at -= 2
+                found |= {done[at].argval} if done[at].opname == "LOAD_ATTR" else set()
         if "setattr" in (names := set(code_names(reached.__code__))):
             found |= {value for value in (*reached.__code__.co_consts, *names) if isinstance(value, str)}
     return frozenset(found)
@@ -127,6 +130,14 @@ def reads_parameters(function: Callable[..., Any], first: int, end: int) -> bool
         given.add(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
     read = (each.argval for each in dis.get_instructions(code) if "FAST" in each.opname or each.opname == "MAKE_CELL")
     return any(not given.isdisjoint(names if isinstance(names, tuple) else (names,)) for names in read)
+
+
+def is_said(frame: FrameType) -> bool:
+    """Whether the line that a frame runs does nothing with a text but to say it: `print(f"batch {batch_idx}")`."""
+    every = dis.get_instructions(frame.f_code)
+    line = [each for each in every if each.positions and each.positions.lineno == frame.f_lineno]
+    keeps = any(each.opname.startswith(("STORE", "RETURN")) for each in line)
+    return not keeps and any(each.argval in _SAYING for each in line)
 
 
 def names_set_from(function: types.FunctionType, source: re.Pattern[str]) -> set[str]:
@@ -165,15 +176,20 @@ def closure_values(function: types.FunctionType) -> dict[str, types.CellType]:
 
 def is_user_code(function: Any) -> bool:
     """Whether a function is neither torch's, Lightning's nor the standard library's."""
-    code = getattr(unwrapped(function), "__code__", None)
-    return code is not None and is_user_file(code.co_filename)
+    inner = unwrapped(function)
+    return isinstance(inner, types.FunctionType) and is_user_file(inner.__code__.co_filename)
 
 
 def unwrapped(function: Any) -> Any:
     """The function behind methods, partials and decorators that use `functools.wraps`."""
     while True:
-        inner = function.func if isinstance(function, functools.partial) else None
-        inner = inner or getattr(function, "__wrapped__", None) or getattr(function, "__func__", None)
+        inner: Any
+        if isinstance(function, functools.partial):
+            inner = function.func
+        elif isinstance(function, types.MethodType | staticmethod | classmethod):
+            inner = function.__func__
+        else:  # dicts with attributes, `torch.classes` and mocks answer whatever they are asked for
+            inner = getattr(function, "__dict__", {}).get("__wrapped__")
         if inner is None:
             return function
         function = inner

@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -28,19 +27,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types, value_text
-from alpa_strategy.capture.python_state import (
-    fields_kept,
-    framework_attributes,
-    globals_kept,
-    has_fields,
-    patched,
-    places_of,
-)
+from alpa_strategy.capture.python_state import fields_kept, patched, places_of
 from alpa_strategy.capture.trace import likely_rows
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
-from alpa_strategy.errors import AlpaError, CaptureError, NotRowsError
+from alpa_strategy.errors import AlpaError, NotRowsError
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.user_code import MAX_DEPTH, is_user_code, mentioned_names, reads_parameters, stored_names
+from alpa_strategy.ir.user_code import is_user_code, mentioned_names, reads_parameters, stored_names
 from alpa_strategy.lightning.checks import is_overridden, names_in, own_hooks
 from alpa_strategy.lightning.digests import REPLICA, digest
 
@@ -219,6 +211,7 @@ class BatchHooks:
                 self.stored |= dict.fromkeys(stored_names(hook), f"{type(owner).__name__}.{name}")
         if hooks:
             self.kinds = ()
+        if hooks and not any(stored_names(getattr(owner, name)) for owner, name in hooks):
             self._try_at_first(module, owners, ", ".join(dict.fromkeys(name for _, name in hooks)))
 
     def close(self) -> None:
@@ -258,11 +251,10 @@ def _rows_of(batch: Any, known: tuple[Kind, ...] | None) -> tuple[tuple[Kind, ..
 def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[Kind, ...]:
     """Of every tensor leaf that the hooks `names` give for a loader's batch, with a line where rows are mixed."""
     given, count = _rows_of(batch, _loader_kinds(module.trainer, batch))
-    named = names_in(getattr(owner, name) for owner in owners for name in _TRANSFER_HOOKS)
 
     def made(order: Sequence[int], times: int = 1) -> Any:
         """What the hooks give for these rows when they are called the first or second time."""
-        with _state_kept(owners, named) as changed:
+        with _state_kept(owners) as changed:
             for _ in range(times):
                 rows = type(module)._on_before_batch_transfer(module, _with_rows(batch, given, count, order))
                 result = module.trainer.strategy.batch_to_device(rows)
@@ -303,31 +295,21 @@ def _with_rows(batch: Any, kinds: tuple[Kind, ...], count: int, order: Sequence[
 
 
 @contextmanager
-def _state_kept(owners: Sequence[Any], named: Set[str]) -> Iterator[list[Tensor]]:
-    """Attributes, weights, buffers, generators and globals of a module and other objects are afterwards what they were,
-    and so are torch's, NumPy's and Python's random numbers.
+def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
+    """Attributes, weights, buffers and generators of a module and other objects are afterwards what they were, and so
+    are torch's, NumPy's and Python's random numbers.
 
     The list that it gives then holds weights and buffers that were changed.
-
-    Args:
-        named: names in the code that may change them: of what owners hold themselves, tensors under these are kept.
     """
     modules = [each for owner in owners for each in (owner.modules() if isinstance(owner, nn.Module) else [owner])]
     kept = [t for owner in owners if isinstance(owner, nn.Module) for t in (*owner.parameters(), *owner.buffers())]
-    seen, skipped = set(map(id, (*kept, *modules))), framework_attributes()
-    for each in modules:
-        names = vars(each).keys() & named if each in owners else vars(each).keys()
-        kept += _tensors_held([vars(each)[name] for name in names - skipped], seen)
     tensors = [(t, t.data, t.detach().clone()) for t in kept if t.layout is torch.strided and not t.is_meta]
     changed: list[Tensor] = []
     try:
         with ExitStack() as stack:
             stack.enter_context(isolate_rng(include_cuda=owners[0].device.type == "cuda"))
-            for each in (*modules, owners[0]._trainer):
+            for each in modules:
                 stack.enter_context(fields_kept(each))
-            # What it puts back in globals and closures (lists of calls) is no error here.
-            stack.enter_context(suppress(CaptureError))
-            stack.enter_context(globals_kept(owners[0], set(), map(type, owners)))
             yield changed
     finally:  # a hook that fails may have changed them as well
         for tensor, data, old in tensors:
@@ -335,24 +317,6 @@ def _state_kept(owners: Sequence[Any], named: Set[str]) -> Iterator[list[Tensor]
             if tensor.data_ptr() != data.data_ptr() or bool(digest(tensor) != digest(old)):
                 tensor.data = data.copy_(old)
                 changed.append(tensor)
-
-
-def _tensors_held(values: Any, seen: set[int], depth: int = 0) -> Iterator[Tensor]:
-    """What containers, and objects and modules in them, hold, arrays as tensors of the same memory; each once."""
-    for value in pytree.tree_leaves(values):
-        if id(value) in seen or depth > MAX_DEPTH:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            yield torch.from_numpy(value)
-        elif isinstance(value, Iterator):
-            raise ValueError("it may take the next of an iterator, which cannot be set back")
-        elif isinstance(value, nn.Module):
-            yield from _tensors_held((*value.parameters(), *value.buffers()), seen, depth + 1)
-        elif has_fields(value):
-            yield from _tensors_held(vars(value), seen, depth + 1)
 
 
 def known_kinds(trainer: Any, batch: Any, hooks: BatchHooks) -> tuple[Kind, ...] | None:

@@ -42,14 +42,7 @@ from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
 from alpa_strategy.comm.collectives import RankZero, cpu_group, of_all_ranks, on_all_ranks, world_size
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.lightning.checks import names_in, own_hooks
-from alpa_strategy.lightning.dataloader_state import (
-    Pass,
-    ResumableLoader,
-    Resume,
-    put_states,
-    rank_state,
-    take_up,
-)
+from alpa_strategy.lightning.dataloader_state import Pass, ResumableLoader, Resume, put_states, rank_state, take_up
 from alpa_strategy.runtime.optimizer_state import state_dict_with
 from alpa_strategy.runtime.parameters import ParameterStore, all_whole
 

@@ -21,13 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from alpa_strategy.capture.python_state import (
-    KeptNames,
-    framework_attributes,
-    kept_in,
-    patched,
-    version_of,
-)
+from alpa_strategy.capture.python_state import KeptNames, framework_attributes, kept_in, patched, version_of
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
 from alpa_strategy.units import format_bytes
 

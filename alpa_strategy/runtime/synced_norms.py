@@ -16,8 +16,7 @@ from alpa_strategy.lower.local_ops import batch_norm_sync
 def synced(
     module: nn.Module, every: bool, ranks: Callable[[], AxisComm]
 ) -> list[tuple[Any, str, Callable[..., Tensor]]]:
-    """(owner, name, value), as `patched` takes them: in training, the module's SyncBatchNorms of all ranks, or `every`
-    BatchNorm (`Trainer(sync_batchnorm=True)`), take the statistics of all `ranks`, which are asked for where needed.
+    """For `patched`: the SyncBatchNorms of all ranks, or `every` BatchNorm, train with the statistics of all `ranks`.
 
     Forwards are classes', and modules stay as they are: copies of them, stored or averaged, know nothing of ranks.
     """

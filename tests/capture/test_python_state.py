@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from models import GPT
 from torch import Tensor, nn
 
 from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.guards import changed_value
 
 
@@ -249,3 +252,79 @@ def test_lambdas_are_known_by_their_code() -> None:
         for f in (lambda v: v.mean(), lambda v: v.mean(), lambda v: F.relu(v).sum())
     )
     assert first == second != third
+
+
+class Settles(torch.nn.Module):
+    """Sets a flag in its first call, a size in each, and what a configuration left open (Hugging Face's classifiers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.ready, self.length = torch.nn.Linear(4, 1), False, 0
+        self.config = types.SimpleNamespace(problem=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ready = self.ready or True
+        self.length = x.shape[-1] * 1000
+        if self.config.problem is None:
+            self.config.problem = "regression"
+        return self.linear(x) * (2.0 if self.config.problem == "regression" else 1.0)
+
+
+class Settled(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Settles()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+
+def test_what_a_first_call_sets_stays() -> None:
+    gc.disable()  # and not by chance
+    try:
+        module = Settled()
+        step = capture_step(module, torch.randn(6, 4))
+        gc.collect()
+        assert (module.net.ready, module.net.length, module.net.config.problem) == (True, 4000, "regression")
+        assert changed_value(step.attributes) is None
+    finally:
+        gc.enable()
+
+
+def test_a_step_that_installs_hooks_is_refused_and_leaves_none() -> None:
+    class Installs(Settled):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.net.linear.register_forward_hook(lambda module, given, result: 2 * result)
+            return super().training_step(batch, batch_idx)
+
+    module = Installs()
+    with pytest.raises(CaptureError, match="_forward_hooks"):
+        capture_step(module, torch.randn(6, 4))
+    assert not module.net.linear._forward_hooks
+
+
+class Answers(dict):
+    """A dict with attributes, which raises KeyError for those that it has not (easydict)."""
+
+    __getattr__ = dict.__getitem__
+
+
+ANSWERS, KIND = Answers(scale=2.0), types.FunctionType
+
+
+class SaysAndAsks(Settled):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = (
+            super().training_step(batch, batch_idx) * ANSWERS.scale * (1.0 if isinstance(self.forward, KIND) else 2.0)
+        )
+        if batch_idx % 2 == 0:
+            print(f"batch {batch_idx}")
+        logging.getLogger(__name__).warning("loss %.3f of batch %d", loss.detach(), batch_idx)
+        return loss
+
+
+def test_a_text_that_is_only_said_is_good_for_every_batch() -> None:
+    step = capture_step(SaysAndAsks(), torch.randn(6, 4), batch_idx=2)
+    assert changed_value(step.attributes) is None
+    assert all(guard.holds(batch_idx=4) for guard in step.guards)
+    assert not all(guard.holds(batch_idx=5) for guard in step.guards)  # it asks whether to say it

@@ -597,7 +597,7 @@ def train_both(name: str, root: str) -> Any:
     return train(name, "ddp", root), train(name, AlpaStrategy(cluster="pcie_8gpu", verbose=False), root)
 
 
-CAPTURED = ["Normalised", "Flipped", "MixedUp", "Weighted", "Cropped", "Tokenized"]
+CAPTURED = ["Flipped", "MixedUp", "Weighted", "Cropped", "Tokenized"]
 PER_REPLICA = ["TwoViews", "Indexed", "RandomNegatives", "HardNegatives", "Counted", "RunningMean", "OnlySixRows"]
 PER_REPLICA += ["Standardised", "Shares", "RandomShares"]
 CAPTURED += ["AsManyByChance"]
@@ -611,7 +611,7 @@ PER_REPLICA += [
 ]
 PER_REPLICA += ["DividedByTheBatchSize", "TimesTheRanks", "NumberInTheBatch", "NumberOfTheCollation"]
 CAPTURED += ["SameNumberInTheBatch"]
-PER_REPLICA += ["RowsFromTheLoader", "RowsInAContainer", "RowsUpdated"]
+PER_REPLICA += ["RowsFromTheLoader", "Normalised", "RowsInAContainer", "RowsUpdated"]
 CAPTURED += ["TakesTheNext", "CallbackOfAThread"]
 CAPTURED += ["AveragesOutside", "AveragesInOtherMemory", "ChangesFarAway"]
 
