@@ -255,7 +255,7 @@ def test_lambdas_are_known_by_their_code() -> None:
 
 
 class Settles(torch.nn.Module):
-    """Sets a flag in its first call, a size in each, and what a configuration left open (Hugging Face's classifiers)."""
+    """Sets a flag in its first call, a size in each, and what a configuration left open (as Hugging Face's do)."""
 
     def __init__(self) -> None:
         super().__init__()
