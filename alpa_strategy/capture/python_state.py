@@ -126,7 +126,8 @@ def is_plain(value: Any) -> bool:
     """Whether `value` is a number, a text, None, or a container of such."""
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
-    return all(map(is_plain, value)) if type(value) in (list, tuple, set, frozenset) else type(value) in PLAIN
+    kinds = (list, tuple, set, frozenset, torch.Size)
+    return all(map(is_plain, value)) if type(value) in kinds else type(value) in PLAIN
 
 
 @lru_cache(maxsize=1)
@@ -302,7 +303,7 @@ def changed_names(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> list[Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if type(one) is tuple is type(other):
+    if isinstance(one, tuple) and type(one) is type(other):
         return len(one) == len(other) and all(map(_is_same, one, other))
     return one is other or (type(one) is type(other) and type(one) in PLAIN and one == other)
 

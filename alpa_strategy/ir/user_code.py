@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from traceback import walk_tb
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -133,11 +134,17 @@ def reads_parameters(function: Callable[..., Any], first: int, end: int) -> bool
 
 
 def is_said(frame: FrameType) -> bool:
-    """Whether the line that a frame runs does nothing with a text but to say it: `print(f"batch {batch_idx}")`."""
-    every = dis.get_instructions(frame.f_code)
-    line = [each for each in every if each.positions and each.positions.lineno == frame.f_lineno]
-    keeps = any(each.opname.startswith(("STORE", "RETURN")) for each in line)
-    return not keeps and any(each.argval in _SAYING for each in line)
+    """Whether what a frame makes is for a call that only says it, as a statement: `print(f"batch {batch_idx}")`."""
+    done = [each for each in dis.get_instructions(frame.f_code) if each.positions and each.positions.lineno]
+
+    def holds(call: Any, inner: Any) -> bool:
+        ends = (call.end_lineno, call.end_col_offset), (inner.end_lineno, inner.end_col_offset)
+        return (call.lineno, call.col_offset) <= (inner.lineno, inner.col_offset) and ends[1] <= ends[0]
+
+    here = dis.Positions(*list(frame.f_code.co_positions())[frame.f_lasti // 2])
+    calls = [call for call, after in pairwise(done) if call.opname[:4] == "CALL" and after.opname == "POP_TOP"]
+    around = [call.positions for call in calls if holds(call.positions, here)]
+    return any(each.argval in _SAYING and holds(call, each.positions) for call in around for each in done)
 
 
 def names_set_from(function: types.FunctionType, source: re.Pattern[str]) -> set[str]:

@@ -417,8 +417,9 @@ def check_own_numbers(
     (names) for each, and the number of ranks.
     """
     used, later = set(step.consumers), _names_in_updates(module)
-    # Submodules, methods and classes are no numbers of rows.
-    read = [guard.label for guard in step.attributes if not callable(guard.namespace.get(guard.name))]
+    parts = {path for path, _ in module.named_modules()}  # these, methods and classes are no numbers of rows
+    data = [guard for guard in step.attributes if not callable(guard.namespace.get(guard.name))]
+    read = [guard.label for guard in data if guard.label not in parts]
     read += [b.name for b in step.buffers if b.value in used]
     read += hooks.stored.keys() & later
     last = {name: name.rpartition(".")[2] for name in read}
