@@ -545,6 +545,41 @@ class CallbackOfAThread(Net):
         return [self.Watches()]
 
 
+class Fills(threading.Thread):
+    """Fills a list of a dataset, from the first batch on."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.ended = threading.Event()
+
+    def __call__(self, items: list[int]) -> None:
+        self.items = items
+        self.start()
+
+    def run(self) -> None:
+        count = 0
+        while not self.ended.wait(1e-4):
+            self.items.append(count := count + 1)
+
+
+class DatasetOfAThread(Net):
+    """What a thread puts into the dataset, of which the step reads something else, is all there afterwards."""
+
+    def on_train_start(self) -> None:
+        data = self.trainer.train_dataloader.dataset
+        data.scale, data.items, data.fills = 2.0, [], Fills()
+        data.fills(data.items)
+
+    def loss(self, batch: Any, each: Tensor) -> Tensor:
+        return each.mean() * self.trainer.train_dataloader.dataset.scale
+
+    def on_train_end(self) -> None:
+        fills = self.trainer.train_dataloader.dataset.fills
+        fills.ended.set()
+        fills.join()
+        assert fills.items == list(range(1, 1 + len(fills.items)))
+
+
 class Monitor(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -612,7 +647,7 @@ PER_REPLICA += [
 PER_REPLICA += ["DividedByTheBatchSize", "TimesTheRanks", "NumberInTheBatch", "NumberOfTheCollation"]
 CAPTURED += ["SameNumberInTheBatch"]
 PER_REPLICA += ["RowsFromTheLoader", "Normalised", "RowsInAContainer", "RowsUpdated"]
-CAPTURED += ["TakesTheNext", "CallbackOfAThread"]
+CAPTURED += ["TakesTheNext", "CallbackOfAThread", "DatasetOfAThread"]
 CAPTURED += ["AveragesOutside", "AveragesInOtherMemory", "ChangesFarAway"]
 
 
