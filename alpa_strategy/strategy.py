@@ -39,13 +39,7 @@ from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ParallelJob
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL, REPLICAS
-from alpa_strategy.options import (
-    BUCKET_BYTES,
-    CHECK_REPLICAS_EVERY,
-    Limits,
-    PlanOptions,
-    compile_options,
-)
+from alpa_strategy.options import BUCKET_BYTES, CHECK_REPLICAS_EVERY, Limits, PlanOptions, compile_options
 from alpa_strategy.planner.written_plan import asks_for_written
 from alpa_strategy.schedules import Orders, Schedule
 
@@ -342,13 +336,7 @@ class AlpaStrategy(ParallelJob):
         return self.precision_plugin.post_backward(closure_loss, self._module)
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         with self._session.stepping(closure) as closure:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 

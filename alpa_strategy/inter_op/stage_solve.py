@@ -252,6 +252,11 @@ class StageSolver:
             raise NotCheaper
         return self._solved(priced, found)
 
+    def laid_out(self, priced: PricedStage, solution: Solution) -> SolvedStage:
+        """The stage by an assignment of `priced.finest` that was found elsewhere, whether it fits or not."""
+        working = working_bytes(priced.finest.intra, solution.assignment)
+        return self._solved(priced, _Solved(priced.wish.starts, solution, working))
+
     def _solved(self, priced: PricedStage, found: _Solved) -> SolvedStage:
         stage = priced.unrestricted(found.starts)
         cost = cost_of(stage, found.solution.assignment, found.working)

@@ -104,20 +104,20 @@ def mentioned_names(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def stored_names(function: Callable[..., Any]) -> frozenset[str]:
-    """Attributes that the code of `function` and of the user's functions that it reaches sets, or fills: a tensor, a
-    container. Where it sets them by `setattr`, all texts in it may be names."""
+    """Attributes and outer variables that the code of `function` and of the user's functions that it reaches sets, or
+    fills: a tensor, a container. Where it sets them by `setattr`, all texts in it may be names."""
     found: set[str] = set()
     for reached in reached_functions([function]):
         done = list(dis.get_instructions(reached.__code__))
         for at, each in enumerate(done):
             is_method = each.opname == "LOAD_METHOD" or "NULL" in each.argrepr
-            if each.opname == "STORE_ATTR":
+            if each.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"):
                 found.add(each.argval)
             elif each.opname == "STORE_SUBSCR" or (is_method and (each.argval in _FILLING or each.argval[-1:] == "_")):
                 at -= 2 if each.opname == "STORE_SUBSCR" else 1  # `self.count.fill_(n)`, `self.count["n"] = n`
                 while done[at].opname == "BINARY_SUBSCR":
                     at -= 2
-                found |= {done[at].argval} if done[at].opname == "LOAD_ATTR" else set()
+                found |= {done[at].argval} if done[at].opname in ("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF") else set()
         if "setattr" in (names := set(code_names(reached.__code__))):
             found |= {value for value in (*reached.__code__.co_consts, *names) if isinstance(value, str)}
     return frozenset(found)

@@ -187,6 +187,7 @@ class BatchHooks:
 
     Attributes:
         kinds: of every tensor leaf that transfer hooks give, empty where that is not known; None: there are none.
+        are_tried: whether transfer hooks are, or there are none: what theirs set or fill could not be put back.
         stored: attributes and buffers, by the last part of their names, that a hook stores which reads the batch -> it.
     """
 
@@ -194,6 +195,7 @@ class BatchHooks:
         self._watching = ExitStack()
         self.kinds: tuple[Kind, ...] | None = None
         self.stored: dict[str, str] = {}
+        self.are_tried = True
 
     def watch(self, module: Any) -> None:
         """Look at the hooks of the module and its callbacks, and try those of its transfers, and of its data module's,
@@ -209,9 +211,10 @@ class BatchHooks:
             first = 1 if name in _TRANSFER_HOOKS or owner is module else 3  # after self, trainer, module
             if is_user_code(hook) and reads_parameters(hook, first, -1):
                 self.stored |= dict.fromkeys(stored_names(hook), f"{type(owner).__name__}.{name}")
+        self.are_tried = not any(stored_names(getattr(owner, name)) for owner, name in hooks)
         if hooks:
             self.kinds = ()
-        if hooks and not any(stored_names(getattr(owner, name)) for owner, name in hooks):
+        if hooks and self.are_tried:
             self._try_at_first(module, owners, ", ".join(dict.fromkeys(name for _, name in hooks)))
 
     def close(self) -> None:
@@ -319,9 +322,11 @@ def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
                 changed.append(tensor)
 
 
-def known_kinds(trainer: Any, batch: Any, hooks: BatchHooks) -> tuple[Kind, ...] | None:
+def known_kinds(trainer: Any, batch: Any, hooks: BatchHooks, may_run_as_written: bool) -> tuple[Kind, ...] | None:
     """Of every tensor leaf of a training batch; None where the loader, being no DataLoader that collates samples, does
-    not say."""
+    not say, nor do transfer hooks that are not tried where only a captured step will do."""
+    if not (hooks.are_tried or may_run_as_written):
+        return None
     if hooks.kinds is None:
         return _loader_kinds(trainer, batch)
     count = len(_tensors_in(batch))
@@ -418,8 +423,7 @@ def check_own_numbers(
     """
     used, later = set(step.consumers), _names_in_updates(module)
     parts = {path for path, _ in module.named_modules()}  # these, methods and classes are no numbers of rows
-    data = [guard for guard in step.attributes if not callable(guard.namespace.get(guard.name))]
-    read = [guard.label for guard in data if guard.label not in parts]
+    read = [g.label for g in step.attributes if g.label not in parts and not callable(g.namespace.get(g.name))]
     read += [b.name for b in step.buffers if b.value in used]
     read += hooks.stored.keys() & later
     last = {name: name.rpartition(".")[2] for name in read}

@@ -60,7 +60,8 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
     Raises:
         UnlikeStepsError: the ranks' batches or steps differ.
     """
-    kinds = batch_rows.agreed_kinds(batch_rows.known_kinds(module.trainer, batch, job.hooks), job.group)
+    known = batch_rows.known_kinds(module.trainer, batch, job.hooks, job.may_run_as_written)
+    kinds = batch_rows.agreed_kinds(known, job.group)
     is_joint = job.options.rows == "rank" and world_size() > 1
     own = batch_rows.own_leaves(kinds, batch) if is_joint else {}
 
