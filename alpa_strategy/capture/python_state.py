@@ -393,7 +393,7 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
             kept.append(KeptNames(path, vars(child), before, child, skipped=framework))
             # Hooks that a first call would install: with them goes a flag, which is put back.
             hooks = {n: held for n, held in vars(child).items() if n[:9] == "_forward_" and isinstance(held, dict)}
-            kept += [_Kept(f"{path}.{n}".lstrip("."), held, dict(held), child) for n, held in hooks.items()]
+            kept += [_Kept(f"{path}.{n}".lstrip("."), held, dict(held)) for n, held in hooks.items()]
             is_noticed = not type(child).__module__.startswith("torch.nn.")  # RNNs keep their weights in a list
             for name, value in {**_class_containers(type(child)), **before}.items():
                 place = Place(path, name)
@@ -425,14 +425,14 @@ def changed_attributes(names: Iterable[str]) -> CaptureError:
 @contextmanager
 def initialized(stored: Mapping[str, tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Store what a first call of the step stores; taken back when the block fails: it was no initialization."""
-    before = [(fields, dict(fields)) for fields, *_ in stored.values()]
+    before = [(fields, name, fields.get(name, MISSING)) for fields, name, _ in stored.values()]
     for fields, name, value in stored.values():
         fields[name] = value
     try:
         yield
     except BaseException:
-        for fields, old in reversed(before):
-            put_back(fields, old, list(fields))
+        for fields, name, old in before:
+            put_back(fields, {} if old is MISSING else {name: old}, [name])
         raise
 
 

@@ -201,17 +201,20 @@ class BatchHooks:
         """Look at the hooks of the module and its callbacks, and try those of its transfers, and of its data module's,
         when the next training batch comes."""
         self.close()
-        self.kinds, self.stored = None, {}
+        self.kinds, self.stored, self.are_tried = None, {}, True
         if world_size() == 1:
             return
         owners = [each for each in (module, getattr(module.trainer, "datamodule", None)) if each is not None]
         hooks = [(owner, n) for owner in owners for n in _TRANSFER_HOOKS if is_overridden(owner, n, DataHooks)]
         for owner, name in (*hooks, *own_hooks(module, _STEP_HOOKS)):
-            hook = getattr(owner, name)
-            first = 1 if name in _TRANSFER_HOOKS or owner is module else 3  # after self, trainer, module
+            hook, is_transfer = getattr(owner, name), name in _TRANSFER_HOOKS
+            if not (is_transfer or is_user_code(hook)):
+                continue
+            stores = stored_names(hook)
+            first = 1 if is_transfer or owner is module else 3  # after self, trainer, module
+            self.are_tried &= not (is_transfer and stores)
             if is_user_code(hook) and reads_parameters(hook, first, -1):
-                self.stored |= dict.fromkeys(stored_names(hook), f"{type(owner).__name__}.{name}")
-        self.are_tried = not any(stored_names(getattr(owner, name)) for owner, name in hooks)
+                self.stored |= dict.fromkeys(stores, f"{type(owner).__name__}.{name}")
         if hooks:
             self.kinds = ()
         if hooks and self.are_tried:
