@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import importlib.util
 import os
 import pickle
@@ -194,6 +195,8 @@ def _run_job(message: bytes) -> Any:
     os.environ.update(environment)
     os.environ.update(TORCHELASTIC_RUN_ID="worker_pool", GROUP_RANK="0", ROLE_RANK=rank)
     torch.manual_seed(0)
+    # Where a rank hangs is known only now: the pool kills it at `timeout`.
+    faulthandler.dump_traceback_later(max(1.0, timeout - 5), file=sys.__stderr__)
     try:
         function = _load_function(path, module_name, qualname)
         if init_group:
@@ -203,6 +206,7 @@ def _run_job(message: bytes) -> Any:
         error.failed_at = time.monotonic()  # type: ignore[attr-defined]  # before the group goes and others notice
         raise
     finally:
+        faulthandler.cancel_dump_traceback_later()
         if dist.is_initialized():
             dist.destroy_process_group()
         os.environ.clear()

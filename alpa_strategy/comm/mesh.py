@@ -50,7 +50,10 @@ class Pending:
         """The result, once it is there; the same one every time."""
         if self._finish is not None:
             if self._work is not None:
-                while self._is_polled and not self._work.is_completed():
+                # `is_completed` keeps the GIL while it waits for a lock, which gloo's thread, under a profiler, holds
+                # until it has had the GIL (for saved_tensors_hooks).
+                future = self._work.get_future() if self._is_polled else None
+                while future is not None and not future.done():
                     time.sleep(POLL_SECONDS)
                 self._work.wait()  # raises what went wrong
             self._result = self._finish()

@@ -96,6 +96,15 @@ def check_objects():
     return broadcast_object({"rank": rank}), of_all_ranks(rank), of_all_ranks("same")
 
 
+def profiled_sums(times):
+    axis, total = build_mesh((2,)).axes[0], 0.0
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), hooks:
+        for _ in range(times):
+            total += axis.all_reduce(torch.ones(64)).mean().item()
+    return total
+
+
 @pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2), (1, 2)], ids=str)
 def test_collectives(pool, shape):
     assert min(pool.run(torch.tensor(shape).prod().item(), check_mesh, shape)) > 0
@@ -107,6 +116,11 @@ def test_collectives_of_tensors_with_other_strides(pool):
 
 def test_collectives_through_deepspeed(pool):
     assert min(pool.run(2, check_mesh, (2,), "deepspeed")) > 0
+
+
+def test_waiting_under_the_profiler_ends(pool):
+    # gloo's thread wants the GIL (for the hooks) while it holds the lock of what is waited for.
+    assert pool.run(2, profiled_sums, 500) == [1000.0] * 2
 
 
 def test_meshes_side_by_side(pool):
