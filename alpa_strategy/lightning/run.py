@@ -33,7 +33,7 @@ from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
 from alpa_strategy.lightning.planning import capture, check_optimizer, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.same_steps import SameSteps, shape_key
-from alpa_strategy.microbatch.microstep import Cut
+from alpa_strategy.microbatch.rules import State
 from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
@@ -321,4 +321,4 @@ class CapturedStep:
     step: StepGraph
     program: StepProgram
     leaves: LeafAgreement  # what must be the same in the batches of all ranks
-    own_rows: Mapping[int, Cut]  # see `rows_of_ranks`
+    own_rows: Mapping[int, State]  # see `rows_of_ranks`

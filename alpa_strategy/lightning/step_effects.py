@@ -16,7 +16,7 @@ from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.graph import LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.ir.guards import CounterRef
 from alpa_strategy.lightning.metric_state import MetricStates
-from alpa_strategy.microbatch.microstep import Cut, cut
+from alpa_strategy.microbatch.rules import State, cut
 
 # In the place of a group of ranks: the value is that of all of them already, nothing is reduced; or of each replica's.
 GLOBAL, REPLICAS = "global", "replicas"
@@ -38,7 +38,7 @@ def fill(
     return pytree.tree_map(filled, structure)
 
 
-def own_rows_of(values: Mapping[int, Tensor], own_rows: Mapping[int, Cut]) -> dict[int, Tensor]:
+def own_rows_of(values: Mapping[int, Tensor], own_rows: Mapping[int, State]) -> dict[int, Tensor]:
     """`values`, with this rank's rows where they have rows (`rows_of_ranks`): as the batch that hooks see."""
     rank, ranks = (dist.get_rank(), world_size()) if own_rows else (0, 1)
     return {v: cut(x, own_rows[v], ranks, rank).clone() if v in own_rows else x for v, x in values.items()}

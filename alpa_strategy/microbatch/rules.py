@@ -1,4 +1,5 @@
-"""How one op splits over micro-batches: the sharding rules on one more axis, in time instead of over devices.
+"""What a micro-batch has of a value (`State`), and how one op splits over micro-batches: the sharding rules on one more
+axis, in time instead of over devices.
 
 On that axis nothing is ever resharded, and `R` and `R*` are one state: gradients add up over the micro-batches anyway,
 so whatever is whole has a gradient that is a summand. Nothing here knows of a graph.
@@ -7,12 +8,13 @@ so whatever is whole has a gradient that is a summand. Nothing here knows of a g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from alpa_strategy.capture import ops
@@ -57,6 +59,23 @@ WHOLE, SUM = State("whole"), State("sum")
 def rows(dim: int, segments: int = 1) -> State:
     """The state of a value with rows along `dim`."""
     return State("rows", dim, segments)
+
+
+def cut(tensor: Tensor, how: State, num_microbatches: int, index: int, num_ranks: int = 1) -> Tensor:
+    """What micro-batch `index` has of a whole tensor with rows: the `index`-th part of every rank's, in rank order.
+
+    A rank that cuts what it holds itself has `num_ranks=1`.
+    """
+    runs = how.segments * num_ranks  # rows of one rank in one segment lie together
+    parts = tensor.unflatten(how.dim, (runs, num_microbatches, -1))
+    return parts.select(how.dim + 1, index).flatten(how.dim, how.dim + 1)
+
+
+def joined(parts: Sequence[Tensor], how: State, num_ranks: int = 1) -> Tensor:
+    """Inverse of `cut`: the micro-batches' parts as the whole tensor, rows in the ranks' order."""
+    runs = how.segments * num_ranks
+    stacked = torch.stack([part.unflatten(how.dim, (runs, -1)) for part in parts], how.dim + 1)
+    return stacked.flatten(how.dim, how.dim + 2)
 
 
 @dataclass(frozen=True)

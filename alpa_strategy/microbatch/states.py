@@ -18,8 +18,7 @@ from typing import Literal
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.ir.graph import StepGraph, ValueRef
-from alpa_strategy.microbatch.microstep import Cut
+from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
 from alpa_strategy.microbatch.rules import (
     ANY,
     WHOLE,
@@ -75,36 +74,11 @@ def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> State
     Raises:
         PlanError: the loss (or what it depends on) cannot be computed micro-batch by micro-batch exactly.
     """
-    found = {entry.value for group in (step.buffers, step.batch, step.constants) for entry in group}
+    independent = {entry.value for group in (step.buffers, step.batch, step.constants) for entry in group}
     for op in step.ops:
-        if found.issuperset(op.operands):
-            found.update(op.results)
-    return _found(_Walk, _Facts(step, num_microbatches, num_ranks, frozenset(found)))
-
-
-def _found(kind: type[_Walk], facts: _Facts) -> States:
-    forced: dict[int, TimeStrategy] = {}
-    while True:  # every round forces at least one op more
-        walk = kind(facts, forced)
-        if not walk.run():
-            walk.check_loss()
-            return States(walk.state, walk.chosen, frozenset(walk.moved), frozenset(walk.late))
-        forced |= walk.forced_now
-
-
-class _Facts:
-    """What does not change from walk to walk; `independent`: values that a prologue may give, as they depend on no
-    parameter."""
-
-    def __init__(self, step: StepGraph, num_microbatches: int, num_ranks: int, independent: frozenset[int]) -> None:
-        self.step, self.num_microbatches, self.independent = step, num_microbatches, independent
-        self.num_parts = num_microbatches * num_ranks  # every run of rows must fall into so many equal parts
-        self.strategies = [time_strategies(op.call, self.num_parts) for op in step.ops]
-
-    @cached_property
-    def leads_to_loss(self) -> frozenset[int]:
-        """Indices of the ops that the loss depends on."""
-        return frozenset(self.step.ancestors({self.step.loss}))
+        if independent.issuperset(op.operands):
+            independent.update(op.results)
+    return _Walk(step, num_microbatches, num_ranks, independent).states()
 
 
 _FIX = "set num_microbatches=1, or write the loss as a sum or mean over the rows of the batch"
@@ -125,50 +99,61 @@ class _Fit:
 
 
 class _Walk:
-    def __init__(self, facts: _Facts, forced: dict[int, TimeStrategy]) -> None:
-        self.facts, self.forced, self.step = facts, forced, facts.step
-        self.state: dict[int, State] = {}
+    """independent: values that a prologue may give, as they depend on no parameter."""
+
+    def __init__(self, step: StepGraph, num_microbatches: int, num_ranks: int, independent: set[int]) -> None:
+        self.step, self.num_microbatches, self.independent = step, num_microbatches, independent
+        self.num_parts = num_microbatches * num_ranks  # every run of rows must fall into so many equal parts
+        self.strategies = [time_strategies(op.call, self.num_parts) for op in step.ops]
+        self.forced: dict[int, TimeStrategy] = {}  # op index -> what a later op needs it to be
+
+    @cached_property
+    def leads_to_loss(self) -> frozenset[int]:
+        """Indices of the ops that the loss depends on."""
+        return frozenset(self.step.ancestors({self.step.loss}))
+
+    def states(self) -> States:
+        """The finding. PlanError as of `find_states`."""
+        while not self._walk():  # every round forces at least one op more
+            pass
+        self._check_loss()
+        return States(self.state, self.chosen, frozenset(self.moved), frozenset(self.late))
+
+    def _walk(self) -> bool:
+        """Walk all ops; False when an earlier op was forced to another strategy: then the walk must be taken again."""
         self.chosen: dict[int, Chosen] = {}
         self.moved: set[int] = set()
         self.late: set[int] = set()
-        self.late_values: set[int] = set()
-        self.moved_values: set[int] = set()
-        self.forced_now: dict[int, TimeStrategy] = {}
-        whole = [p.value for p in self.step.parameters] + [given.value for given in self.step.constant_inputs]
-        self.state.update(dict.fromkeys(whole, WHOLE))
-        for leaf in self.step.batch:
-            self.state[leaf.value] = rows(0) if leaf.batch_dim == 0 else WHOLE
-
-    def run(self) -> bool:
-        """Walk all ops; True when an earlier op was forced to another strategy: then the walk must be taken again."""
+        self.state = {given.value: WHOLE for given in (*self.step.parameters, *self.step.constant_inputs)}
+        self.state |= {leaf.value: rows(0) if leaf.batch_dim == 0 else WHOLE for leaf in self.step.batch}
         for index in range(len(self.step.ops)):
+            num_forced = len(self.forced)
             self._op(index)
-            if self.forced_now:
-                return True
-        return False
+            if len(self.forced) > num_forced:
+                return False
+        return True
 
     def _op(self, index: int) -> None:
         op = self.step.ops[index]
-        if self.late_values.intersection(op.operands):
+        if self._made_by(self.late, op):
             self._postpone(index)
             return
-        independent = self.facts.independent.issuperset(op.operands)
+        independent = self.independent.issuperset(op.operands)
         states = tuple(self.state[value] for value in op.operands)
         if index in self.forced:
             strategies: tuple[TimeStrategy, ...] = (self.forced[index],)
         else:
-            views = view_strategies(op.call, states, self.facts.num_parts)
-            strategies = (*self.facts.strategies[index], *views)
+            strategies = (*self.strategies[index], *view_strategies(op.call, states, self.num_parts))
         fits = [fit for s in strategies if (fit := self._fit(index, states, s)) is not None]
         # Of equals the first: the repeated strategy stands before those that divide.
         best = min(fits, key=lambda fit: fit.cost, default=None)
         if independent and (best is None or self._once_is_enough(index, best)):
             self._move(index)
         elif best is not None:
-            self.forced_now = best.forced
+            self.forced |= best.forced
             self.chosen[index] = best.chosen
             self.state.update(zip(op.results, best.chosen.strategy.outputs, strict=True))
-        elif index in self.facts.leads_to_loss:
+        elif index in self.leads_to_loss:
             raise self._refusal(index)
         else:
             self._postpone(index)
@@ -177,17 +162,18 @@ class _Walk:
         """What is whole and depends on all rows, or is random, is made once for all micro-batches."""
         op = self.step.ops[index]
         whole = all(state == WHOLE for state in fit.chosen.strategy.outputs)
-        follows = not self.moved_values.isdisjoint(op.operands)
-        return whole and (fit.wants_whole or follows or is_random(op.call))
+        return whole and (fit.wants_whole or self._made_by(self.moved, op) or is_random(op.call))
+
+    def _made_by(self, makers: set[int], op: Op) -> bool:
+        """Whether one of these ops (by index) makes an operand of `op`."""
+        return any(self.step.makers.get(value) in makers for value in op.operands)
 
     def _move(self, index: int) -> None:
         self.moved.add(index)
-        self.moved_values.update(self.step.ops[index].results)
         self.state.update((value, WHOLE) for value in self.step.ops[index].results)
 
     def _postpone(self, index: int) -> None:
         self.late.add(index)
-        self.late_values.update(self.step.ops[index].results)
 
     def _fit(self, index: int, states: tuple[State, ...], strategy: TimeStrategy) -> _Fit | None:
         """What it takes to give `strategy` its operands; None when they cannot be had."""
@@ -197,7 +183,7 @@ class _Walk:
             for have, want in zip(states, strategy.inputs, strict=True)
             if have.kind == want.kind == "rows" and want.segments == ANY
         ]
-        fixed = specialised(op.call, strategy, max(segments, default=1), self.facts.num_parts)
+        fixed = specialised(op.call, strategy, max(segments, default=1), self.num_parts)
         if fixed is None:
             return None
         cost, uses, wants_whole = 0, [], False
@@ -216,7 +202,7 @@ class _Walk:
                 forced |= more
                 uses.append(Use(value))
                 cost += _REMAKE
-            elif value in self.facts.independent and self._can_be_given(value, want):
+            elif value in self.independent and self._can_be_given(value, want):
                 uses.append(Use(value, "given", want))
                 cost += _GIVE if have.kind == "sum" else _GIVE_ROWS if want.kind == "rows" else _GIVE_ALL_ROWS
                 wants_whole |= want == WHOLE
@@ -227,7 +213,7 @@ class _Walk:
     def _can_be_given(self, value: int, want: State) -> bool:
         if want.kind != "rows":
             return want == WHOLE
-        return self.step.values[value].shape[want.dim] % (want.segments * self.facts.num_parts) == 0
+        return self.step.values[value].shape[want.dim] % (want.segments * self.num_parts) == 0
 
     def _remake(self, value: int, want: State) -> dict[int, TimeStrategy] | None:
         """Strategies of earlier ops under which a whole `value` is made in rows (`expand`, `zeros`); None: no way."""
@@ -238,8 +224,8 @@ class _Walk:
             return None
         op = self.step.ops[index]
         position = op.results.index(value)
-        for strategy in self.facts.strategies[index]:
-            fixed = specialised(op.call, strategy, want.segments, self.facts.num_parts)
+        for strategy in self.strategies[index]:
+            fixed = specialised(op.call, strategy, want.segments, self.num_parts)
             if fixed is None or fixed.outputs[position] != want:
                 continue
             found = {index: fixed}
@@ -254,15 +240,15 @@ class _Walk:
                 return found
         return None
 
-    def check_loss(self) -> None:
+    def _check_loss(self) -> None:
         """PlanError when every micro-batch would compute the same loss from all rows."""
         if self.step.loss < 0:  # a part that does not make it
             return
         rows_read = {leaf.value for leaf in self.step.batch if leaf.batch_dim == 0}
-        reads_rows = any(not rows_read.isdisjoint(self.step.ops[i].operands) for i in self.facts.leads_to_loss)
+        reads_rows = any(not rows_read.isdisjoint(self.step.ops[i].operands) for i in self.leads_to_loss)
         if self.state[self.step.loss] == WHOLE and reads_rows:
             raise PlanError(
-                f"the step cannot be cut into {self.facts.num_microbatches} micro-batches: "
+                f"the step cannot be cut into {self.num_microbatches} micro-batches: "
                 "its loss is no sum over rows of the batch",
                 _FIX,
             )
@@ -275,7 +261,7 @@ class _Walk:
             why = "combines different rows of the batch with one another"
         where = ", ".join(part for part in (op.source, op.module) if part)
         return PlanError(
-            f"the step cannot be cut into {self.facts.num_microbatches} micro-batches exactly: "
+            f"the step cannot be cut into {self.num_microbatches} micro-batches exactly: "
             f"{op.call.target_name} ({where or op.name}) {why}, and the loss depends on it",
             _FIX,
         )
@@ -304,7 +290,7 @@ def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
     return step.loss in sums
 
 
-def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, Cut]:
+def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, State]:
     """Where values that the step returns or appends to lists have rows: value -> how the ranks' parts are cut from it.
 
     All others are the same for everybody: losses, statistics of the batch, results in which rows of several ranks meet.
@@ -316,8 +302,8 @@ def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, Cut]:
     }
     if not shown or num_ranks == 1 or step.batch_scope == "global":
         return {}
-    states = _found(_WalkOfRanks, _Facts(step.bare(()), num_ranks, 1, frozenset())).state
-    return {v: Cut(states[v].dim, states[v].segments) for v in shown if states.get(v, WHOLE).kind == "rows"}
+    states = _WalkOfRanks(step.bare(()), num_ranks, 1, set()).states().state
+    return {value: state for value, state in states.items() if value in shown and state.kind == "rows"}
 
 
 class _WalkOfRanks(_Walk):

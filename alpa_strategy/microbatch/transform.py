@@ -1,14 +1,14 @@
 """microbatch: a step as the same work on M equal micro-batches, exactly. A transform from StepGraph to StepGraphs.
 
-Micro-batches are one more mesh axis, in time: the sharding rules say how every op splits over it. `microbatch_states`
-finds a state for every value; here the graphs are written down: prologue, micro graph, epilogue.
+Micro-batches are one more mesh axis, in time: the sharding rules say how every op splits over it. states.py finds
+a state for every value; here the graphs are written down: prologue, micro graph, epilogue (`MicroStep`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,12 +16,45 @@ from alpa_strategy.capture.ops import batch_norm_train
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
-from alpa_strategy.microbatch.microstep import Combine, Cut, MicroStep
-from alpa_strategy.microbatch.rules import WHOLE, State, local_call
+from alpa_strategy.microbatch.rules import SUM, WHOLE, State, local_call
 from alpa_strategy.microbatch.states import States, Use, find_states
 from alpa_strategy.sharding.strategies import is_random
 
-_COMBINE: dict[str, Combine] = {"sum": "sum", "whole": "same", "rows": "cat"}
+
+@dataclass(frozen=True)
+class MicroStep:
+    """A step cut into `num_microbatches` equal micro-batches, exactly.
+
+    Values keep the step's numbers; what has no counterpart in the step (a share of 1/M, a given value that the graph
+    also makes itself) is numbered after them. The step's values after all micro-batches are the prologue's, the
+    combined ones and the epilogue's together: with them logs, metrics, the output and buffer updates are done once, as
+    the whole step's records say. `graph`, `prologue` and `epilogue` have no records of their own: `output` of each is a
+    tuple with a ValueRef of everything that must leave it.
+
+    Attributes:
+        num_microbatches: M.
+        graph: the step on one micro-batch, at global shapes divided by M along the batch. Its loss is a summand: the
+            sum over the micro-batches is the whole step's. The gradients of its parameters add up over them.
+        prologue: what must be known of the whole batch before any micro-batch runs and depends on no parameter (the
+            number of targets that are not ignored, a random mask): a step over the whole batch whose `escaping` values
+            are handed to `graph` or belong to the step's results, or None.
+        given: value in `graph` (one of `graph.received`) -> value in `prologue` that fills it.
+        states: of every value of `given` and every escaping one of `graph`, what a micro-batch has of it. Rows are cut
+            and joined (see `cut`), like those of a batch leaf; sums are added up; of what escapes whole the last
+            micro-batch's is taken (all are equal, but for updates of sequential buffers).
+        sequential_buffers: buffers that every micro-batch updates and the next one reads (BatchNorm statistics, as in
+            plain gradient accumulation). All other buffers keep their values until the step's end.
+        epilogue: logs and outputs that are no sums over micro-batches (`loss.exp()`): a step over combined and prologue
+            values (its `received`), or None.
+    """
+
+    num_microbatches: int
+    graph: StepGraph
+    prologue: StepGraph | None = None
+    given: dict[int, int] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
+    sequential_buffers: tuple[str, ...] = ()
+    epilogue: StepGraph | None = None
 
 
 def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> MicroStep:
@@ -37,7 +70,7 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> Mi
         PlanError: the rows cannot be cut equally, or something that the loss depends on mixes rows of micro-batches.
     """
     if num_microbatches == 1:
-        return MicroStep(1, step.bare(step.escaping, step.loss), combine=dict.fromkeys(step.escaping, "same"))
+        return MicroStep(1, step.bare(step.escaping, step.loss), states=dict.fromkeys(step.escaping, WHOLE))
     num_ranks = num_ranks if step.batch_scope == "rank" else 1
     _check_rows(step, num_microbatches, num_ranks)
     return _Writer(step, num_microbatches, find_states(step, num_microbatches, num_ranks)).write()
@@ -84,10 +117,8 @@ class _Writer:
         leaving = sorted(wanted - self.from_prologue.keys() - {step.loss})
         leaving += [value for value in dict.fromkeys((loss, step.loss)) if value >= 0]
         graph = self._micro_graph(received).bare([v for v in leaving if v not in self.from_prologue], loss)
-        cuts = {n: Cut(u.state.dim, u.state.segments) for u, n in received.items() if u.state.kind == "rows"}
-        states = {value: self.states.state[value] for value in graph.escaping if value != loss}
-        cuts |= {value: Cut(state.dim, state.segments) for value, state in states.items() if state.kind == "rows"}
-        combine = {value: "sum" if value == loss else _COMBINE[states[value].kind] for value in graph.escaping}
+        states = {number: use.state for use, number in received.items()}
+        states |= {value: SUM if value == loss else self.states.state[value] for value in graph.escaping}
         prologue_ops = tuple(step.ops[index] for index in step.ancestors(prologue_values))
         notes = step.notes
         norms = [index for index in kept if step.ops[index].call.target is batch_norm_train]
@@ -101,8 +132,7 @@ class _Writer:
             replace(graph, notes=notes),
             self._part(prologue_ops, sorted(prologue_values), ()) if prologue_values else None,
             {number: use.value for use, number in received.items()},
-            combine,
-            cuts,
+            states,
             self._sequential_buffers(kept),
             epilogue,
         )
@@ -129,24 +159,31 @@ class _Writer:
             self.from_prologue |= {value: self.states.state[value] for value in drawn}
 
     def _live(self, wanted: Collection[int]) -> tuple[list[int], list[Use]]:
-        loss = [self._resolve(self._loss_use())] if self.step.loss >= 0 else []
-        uses = loss + [Use(value) for value in wanted if value not in self.from_prologue]
-        needed = {use.value for use in uses if use.form != "given"}
+        uses: dict[Use, None] = {}
+        needed: set[int] = set()
         kept: list[int] = []
+
+        def read(use: Use) -> None:
+            use = self._resolve(use)
+            uses[use] = None
+            if use.form == "share" and use.value in self.from_prologue:
+                read(Use(use.value))
+            elif use.form != "given":
+                needed.add(use.value)
+
+        if self.step.loss >= 0:
+            read(self._loss_use())
+        for value in wanted:
+            if value not in self.from_prologue:
+                read(Use(value))
         for index in sorted(self.states.chosen, reverse=True):
             results = self.step.ops[index].results
             if not needed.intersection(results) or any(r in self.from_prologue for r in results):
                 continue
             kept.append(index)
-            for use in map(self._resolve, self.states.chosen[index].uses):
-                uses.append(use)
-                if use.form == "share" and use.value in self.from_prologue:
-                    uses.append(self._resolve(Use(use.value)))
-                elif use.form != "given":
-                    needed.add(use.value)
-        if loss and loss[0].form == "share" and loss[0].value in self.from_prologue:
-            uses.append(self._resolve(Use(loss[0].value)))
-        return kept[::-1], list(dict.fromkeys(uses))
+            for use in self.states.chosen[index].uses:
+                read(use)
+        return kept[::-1], list(uses)
 
     def _resolve(self, use: Use) -> Use:
         """Reading a value that only the prologue makes is being given it."""

@@ -26,7 +26,7 @@ from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.lower.codegen import LoweredStep, lower_stage
 from alpa_strategy.lower.segments import Compiler
-from alpa_strategy.microbatch.microstep import MicroStep
+from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.executor import Pipeline, PipelineSpec, SharedParameter
 from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.recompute import Recompute, Span, SpanProgram, StageInputs, StageProgram, Values

@@ -22,7 +22,8 @@ from alpa_strategy.comm.mesh import message_groups
 from alpa_strategy.comm.messages import Outbox, Transfer, exchange, first_sentence
 from alpa_strategy.errors import LostRankError
 from alpa_strategy.ir.placement import Layout
-from alpa_strategy.microbatch.microstep import Cut, MicroStep, cut, joined
+from alpa_strategy.microbatch.rules import WHOLE, cut, joined, rows
+from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.recompute import Values
 from alpa_strategy.pipeline.stage_worker import OwnStage, Sends, StageWorker
 from alpa_strategy.runtime.parameters import MeshParameters
@@ -253,9 +254,9 @@ class Pipeline:
             for value, layout in stage.received.items():
                 if value not in self.spec.micro.given:
                     continue
-                tensor, how = given[value], self.spec.micro.cuts.get(value)
-                if how is not None:
-                    tensor = cut(tensor, how, self.spec.micro.num_microbatches, m, self._num_parts)
+                tensor, state = given[value], self.spec.micro.states[value]
+                if state.kind == "rows":
+                    tensor = cut(tensor, state, self.spec.micro.num_microbatches, m, self._num_parts)
                 box = layout.slices(tensor.shape, stage.mesh_shape, coordinate)
                 found[value] = tensor[tuple(slice(*ends) for ends in box)]
             result.append(found)
@@ -274,11 +275,12 @@ class Pipeline:
 
     def _combined(self, value: int, escaped: Mapping[int, Values]) -> Tensor:
         parts = [escaped[m][value] for m in range(self.spec.micro.num_microbatches)]
-        match self.spec.micro.combine.get(value, "same"):
+        state = self.spec.micro.states.get(value, WHOLE)
+        match state.kind:
             case "sum":
                 return torch.stack(parts).sum(0, dtype=parts[0].dtype)
-            case "cat":
-                return joined(parts, self.spec.micro.cuts.get(value, Cut()), self._num_parts)
+            case "rows":
+                return joined(parts, state, self._num_parts)
             case _:  # the same of all, or a buffer's last value
                 return list(escaped.values())[-1][value]
 
@@ -287,10 +289,10 @@ class Pipeline:
         is_source = self._rank == stage.ranks[0]  # what escapes is whole on all of the stage's devices: one sends
         results: Values = {}
         for value in stage.escaping:
-            meta = self.spec.micro.graph.values[value]
+            meta, state = self.spec.micro.graph.values[value], self.spec.micro.states.get(value, WHOLE)
             shape = list(meta.shape)
-            if self.spec.micro.combine.get(value) == "cat":
-                shape[self.spec.micro.cuts.get(value, Cut()).dim] *= self.spec.micro.num_microbatches
+            if state.kind == "rows":
+                shape[state.dim] *= self.spec.micro.num_microbatches
             tensor = own[value] if is_source else torch.empty(shape, dtype=meta.dtype, device=self._device)
             results[value] = tensor.contiguous()
         try:
@@ -337,7 +339,7 @@ class Delivery:
     def sources(self, batch: Sequence[Tensor]) -> list[Tensor]:
         """What this rank has of each transfer's tensor: a micro-batch's part of its own rows."""
         count = self._spec.micro.num_microbatches
-        return [cut(batch[position], Cut(), count, i % count) for i, position in enumerate(self._tensors)]
+        return [cut(batch[position], rows(0), count, i % count) for i, position in enumerate(self._tensors)]
 
     def batches(self, index: int, tensors: list[Tensor], batch: Sequence[Tensor]) -> list[dict[int, Tensor]]:
         """Micro-batch -> tensors of stage `index`; `batch` gives those that are the same everywhere."""

@@ -36,8 +36,7 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import stage_ranks
 from alpa_strategy.lower.codegen import dtypes_read, lower
 from alpa_strategy.lower.segments import Compiler
-from alpa_strategy.microbatch.microstep import MicroStep
-from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms
 from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.recompute import Values

@@ -23,8 +23,7 @@ from alpa_strategy.intra_op.offload import offload_of
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, job_ranks, modes_text, stage_ranks
-from alpa_strategy.microbatch.microstep import MicroStep
-from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.planner.search import plan_of
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight_by_stage, why_not

@@ -10,28 +10,29 @@ from torch import Tensor
 
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.interpret import run_step
-from alpa_strategy.microbatch.microstep import Cut, MicroStep, cut, joined
+from alpa_strategy.microbatch.rules import cut, joined, rows
+from alpa_strategy.microbatch.transform import MicroStep
 
 
 def combine_microbatches(
     micro: MicroStep, results: Sequence[Mapping[int, Tensor]], num_ranks: int = 1
 ) -> dict[int, Tensor]:
-    """The step's values from those of the micro-batches, by `micro.combine`.
+    """The step's values from those of the micro-batches, by `micro.states`.
 
     Args:
         results: per micro-batch the values of `micro.graph.escaping`, whole (of all ranks).
         num_ranks: ranks that brought their own rows.
     """
     combined: dict[int, Tensor] = {}
-    for value, how in micro.combine.items():
-        parts = [result[value] for result in results]
-        match how:
+    for value in micro.graph.escaping:
+        state, parts = micro.states[value], [result[value] for result in results]
+        match state.kind:
             case "sum":
                 combined[value] = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=parts[0].dtype)
-            case "same":
+            case "whole":
                 combined[value] = parts[-1]
-            case "cat":
-                combined[value] = joined(parts, micro.cuts[value], num_ranks)
+            case "rows":
+                combined[value] = joined(parts, state, num_ranks)
     return combined
 
 
@@ -55,17 +56,17 @@ def run_microbatches(
     state = dict(buffers)
     results: list[dict[int, Tensor]] = []
     for index in range(micro.num_microbatches):
-        rows = [
-            tensor if leaf.batch_dim is None else cut(tensor, Cut(), micro.num_microbatches, index, num_ranks)
+        batch = [
+            tensor if leaf.batch_dim is None else cut(tensor, rows(0), micro.num_microbatches, index, num_ranks)
             for leaf, tensor in zip(micro.graph.batch, batch_leaves, strict=True)
         ]
         received = {
             value: values[source]
-            if value not in micro.cuts
-            else cut(values[source], micro.cuts[value], micro.num_microbatches, index, num_ranks)
+            if micro.states[value].kind == "whole"
+            else cut(values[source], micro.states[value], micro.num_microbatches, index, num_ranks)
             for value, source in micro.given.items()
         }
-        found = run_step(micro.graph, parameters, state, rows, received)
+        found = run_step(micro.graph, parameters, state, batch, received)
         loss = found[micro.graph.loss]
         if loss.requires_grad:
             loss.backward()

@@ -21,9 +21,9 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.interpret import run_step
-from alpa_strategy.microbatch.microstep import Cut, MicroStep, cut, joined
+from alpa_strategy.microbatch.rules import cut, joined, rows
 from alpa_strategy.microbatch.states import sums_over_rows
-from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.microbatch.transform import MicroStep, microbatch
 
 ROWS = 8
 
@@ -111,8 +111,7 @@ def check_graph(step: StepGraph, micro: MicroStep) -> None:
         names = [op.name for op in graph.ops]
         assert len(set(names)) == len(names)
     assert set(micro.given) == set(micro.graph.received)
-    assert set(micro.combine) == set(micro.graph.escaping)
-    assert {v for v, how in micro.combine.items() if how == "cat"} <= micro.cuts.keys()
+    assert set(micro.states) == {*micro.graph.received, *micro.graph.escaping}
 
 
 # Models
@@ -165,7 +164,7 @@ def test_batch_norm_is_plain_accumulation(num_microbatches: int) -> None:
     plain, logged = copy.deepcopy(module), []
     plain.log = lambda name, value, **_: logged.append(value.detach())
     for m in range(num_microbatches):
-        loss = plain.training_step(pytree.tree_map(lambda t, m=m: cut(t, Cut(), num_microbatches, m), batch), 0)
+        loss = plain.training_step(pytree.tree_map(lambda t, m=m: cut(t, rows(0), num_microbatches, m), batch), 0)
         (loss / num_microbatches).backward()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
@@ -405,7 +404,7 @@ def test_any_divisor(data: Any, parts: int, rows_each: int, num_ranks: int, func
 def test_joined_is_the_inverse_of_cut(segments: int, num_ranks: int, parts: int, rows_each: int, dim: int) -> None:
     shape = [2, 3, 2]
     shape[dim] = segments * num_ranks * parts * rows_each
-    whole, how = torch.arange(torch.Size(shape).numel()).view(shape), Cut(dim, segments)
+    whole, how = torch.arange(torch.Size(shape).numel()).view(shape), rows(dim, segments)
     pieces = [cut(whole, how, parts, m, num_ranks) for m in range(parts)]
     assert all(piece.shape[dim] == shape[dim] // parts for piece in pieces)
     assert torch.equal(joined(pieces, how, num_ranks), whole)
