@@ -15,27 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from torch.fx.graph import magic_methods, reflectable_magic_methods
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.ir.op import OpCall
 
 COUNTERS = "<counters>"  # what a program's buffers call the values of the counters, by name
-
-_INFIX = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "truediv": "/",
-    "floordiv": "//",
-    "mod": "%",
-    "pow": "**",
-    "and_": "&",
-    "or_": "|",
-    "xor": "^",
-    "lshift": "<<",
-    "rshift": ">>",
-}
-_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,11 +53,10 @@ class CounterRef:
     def __str__(self) -> str:
         if self.function is None:
             return self.name
-        if self.name in _COMPARISONS:
-            return f" {_COMPARISONS[self.name]} ".join(map(str, self.args))
-        if self.name in _INFIX and len(self.args) == 2:
-            left, right = (f"({arg})" if getattr(arg, "function", None) else f"{arg}" for arg in self.args)
-            return f"{left} {_INFIX[self.name]} {right}"
+        if self.name in magic_methods and len(self.args) == 2:  # "{} + {}"
+            inside = self.name in reflectable_magic_methods  # of arithmetic; comparisons bind less
+            parts = (f"({arg})" if inside and getattr(arg, "function", None) else arg for arg in self.args)
+            return magic_methods[self.name].format(*parts)
         return f"{self.name}({', '.join(map(str, self.args))})"
 
     __repr__ = __str__
