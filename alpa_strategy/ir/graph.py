@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.ir.guards import Guard, ValueGuard
+from alpa_strategy.ir.guards import COUNTERS, Guard, ValueGuard, at_counters
 from alpa_strategy.ir.op import OpCall, TensorMeta
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -168,7 +168,7 @@ def stable_text(value: Any) -> str:
     return f"{getattr(value, '__module__', None)}.{name}{body}"
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
+def tensor_digest(tensor: Tensor) -> str:
     """Hash of a tensor's content, shape and dtype."""
     data = tensor.cpu().contiguous()
     # As bytes: NumPy knows no bfloat16.
@@ -355,8 +355,7 @@ class StepGraph:
         kept = {name for value, name in shown.items() if value in self.escaping}
         for op in self.ops:
             for name in [shown[value] for value in op.operands if value in shown]:
-                schema = getattr(op.call.target, "_schema", None)
-                is_view = schema is not None and any(a.alias_info is not None for a in schema.arguments)
+                is_view = getattr(op.call.target, "is_view", False)
                 shown |= {value: name for value in op.results if is_view}
                 trains = any(self.values[value].requires_grad for value in op.operands)
                 if trains or (is_view and not set(self.escaping).isdisjoint(op.results)):
@@ -386,3 +385,42 @@ class StepGraph:
 
 def _digest(rows: list[Any]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def run_step(
+    step: StepGraph,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Any],
+    batch_leaves: Sequence[Tensor],
+    received: Mapping[int, Tensor] | None = None,
+) -> dict[int, Tensor]:
+    """Every value of the step, run on whole tensors on one device: what a pipeline does once a step.
+
+    Args:
+        parameters: by any of the names that the parameter has, in the module's shapes (all tensors on one device).
+        buffers: by name; the counters under `COUNTERS`, where the step computes with them.
+        batch_leaves: global tensors in `step.batch` order.
+        received: the values that others hand in (`step.received`).
+
+    Returns:
+        Value index -> tensor; `step.escaping` says which leave the graph.
+    """
+    values: dict[int, Tensor] = {value: (received or {})[value] for value in step.received}
+    for entry in step.parameters:
+        given = next(parameters[name] for name in entry.names if name in parameters)
+        values[entry.value] = given.view(entry.meta.shape) if entry.module_shape is not None else given
+    for buffer in step.buffers:
+        values[buffer.value] = buffers[buffer.name]
+    for leaf, tensor in zip(step.batch, batch_leaves, strict=True):
+        values[leaf.value] = tensor
+    # Factories (arange, zeros) have no device of their own in the graph.
+    device = next((tensor.device for tensor in values.values()), torch.get_default_device())
+    for constant in step.constants:
+        values[constant.value] = constant.tensor.to(device)
+    with device:  # for the Python functions among the targets; ATen's overloads do not look at it
+        for op in step.ops:
+            call = at_counters(op.call, buffers.get(COUNTERS, {})).on(device)
+            out = call.call(*(values[i] for i in op.operands))
+            results = [t for t in out if isinstance(t, Tensor)] if isinstance(out, tuple | list) else [out]
+            values.update(zip(op.results, results, strict=True))
+    return values

@@ -29,9 +29,8 @@ from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.comm.mesh import MeshComm, Replica, build_mesh, build_stage_meshes
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.inter_op.subgraph import slice_stage
-from alpa_strategy.ir.graph import ParameterInput, StepGraph
+from alpa_strategy.ir.graph import ParameterInput, StepGraph, run_step
 from alpa_strategy.ir.guards import COUNTERS
-from alpa_strategy.ir.interpret import run_step
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import stage_ranks
 from alpa_strategy.lower.codegen import dtypes_read, lower

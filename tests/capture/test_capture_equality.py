@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.interpret import run_step
+from alpa_strategy.ir.graph import StepGraph, run_step
 
 
 class Step(LightningModule):

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.interpret import run_step
+from alpa_strategy.ir.graph import StepGraph, run_step
 
 
 class Checked(MLP):

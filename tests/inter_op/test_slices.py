@@ -21,7 +21,7 @@ from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.subgraph import crossing_values, slice_stage
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.decode import decode
-from alpa_strategy.ir.interpret import run_step
+from alpa_strategy.ir.graph import run_step
 from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.stage_plan import Fingerprint, Predicted

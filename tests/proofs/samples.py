@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.ir.interpret import run_step
+from alpa_strategy.ir.graph import run_step
 from alpa_strategy.ir.op import OpCall
 
 _DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
