@@ -21,18 +21,19 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import rewrites
 from alpa_strategy.capture.autocast import Autocast
-from alpa_strategy.capture.functionalize import (
+from alpa_strategy.capture.graph_builder import (
+    Builder,
     Memory,
     View,
     ViewStep,
     Write,
     in_its_dtype,
+    map_refs,
     new_value,
     sharing_node,
     storage_of,
     write_of,
 )
-from alpa_strategy.capture.graph_builder import Builder, check_loss, loss_of, map_refs
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
 from alpa_strategy.capture.python_state import Same, changed_attributes, initialized
 from alpa_strategy.capture.rewrites import segment_fused_linears
@@ -149,12 +150,12 @@ class _Converter:
     def add_inputs(self, placeholders: list[fx.Node]) -> None:
         """All inputs come first in the numbering: parameters, buffers, batch leaves, constants."""
         for node, entry in zip(placeholders, self.trace.inputs, strict=True):
-            kind = "parameter" if isinstance(entry, ParameterInput) else "buffer"
-            origin = "the batch" if isinstance(entry, BatchInput) else f"{kind} {entry.name}"
-            self.views[node] = self.memory.new(self.builder.add_value(entry.meta), origin)
-            self.input_views.append(self.views[node])
+            ref, parameter = self.builder.add_value(entry.meta), ""
             if isinstance(entry, ParameterInput):
-                self.parameters.add(entry.value)
+                parameter = entry.name
+                self.parameters.add(ref.index)
+            self.views[node] = self.memory.new(ref, parameter)
+            self.input_views.append(self.views[node])
         for node in self.trace.module.graph.nodes:
             if node.op == "get_attr":
                 self.views[node] = self._constant(node)
@@ -222,12 +223,6 @@ class _Converter:
             )
 
     def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
-        operand_nodes: list[fx.Node] = []
-
-        def read(n: fx.Node) -> Any:
-            operand_nodes.append(n)
-            return self._read(self.views[n])
-
         if target.overloadpacket in _SAME_VALUE:
             self.views[node] = self.memory.same(self.views[node.args[0]])
             return
@@ -242,8 +237,7 @@ class _Converter:
         if write is not None:
             self._write(node, write)
             return
-        args = fx.map_arg(tuple(node.args), read)
-        kwargs = _without_device(fx.map_arg(dict(node.kwargs), read))
+        args, kwargs = self._arguments(node)
         args = rewrites.without_empty_tensors(self.builder, target, args)
         if target is aten.broadcast_tensors.default:
             self._broadcast(node)
@@ -273,7 +267,19 @@ class _Converter:
                 f"{target} ({self.builder.source}) gives {traced.dtype} in the step but {dtype} in the captured graph",
                 "cast its operands by hand",
             )
-        self._bind(node, result, operand_nodes, args, kwargs)
+        self._bind(node, result, args, kwargs)
+
+    def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The node's arguments, with the values of its operands now, and without those that say where it runs."""
+
+        def read(n: fx.Node) -> Any:
+            return self._read(self.views[n])
+
+        args: Any = fx.map_arg(node.args, read)
+        kwargs: Any = fx.map_arg(node.kwargs, read)
+        # The run sets its own device around the ops; the trace has seen that the step asks for no other.
+        dropped = ("device", "pin_memory", "layout", "non_blocking")
+        return args, {k: v for k, v in kwargs.items() if k not in dropped and v is not None}
 
     def _read(self, view: View) -> ValueRef:
         """The value of a view; inside no_grad, detached from what requires grad."""
@@ -323,9 +329,7 @@ class _Converter:
                 views.append(self.memory.derive(base, step, self.builder.emit(aten.expand.default, ref, shape)))
         self.views[node] = tuple(views)
 
-    def _bind(
-        self, node: fx.Node, result: Any, operand_nodes: list[fx.Node], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _bind(self, node: fx.Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give the node its views: of an operand when it shares that one's memory (the fake tensors know), else new."""
         traced = node.meta["val"]
         many = isinstance(result, tuple)
@@ -334,7 +338,7 @@ class _Converter:
         def view(item: int, ref: ValueRef | None) -> View | None:
             if ref is None:
                 return None
-            owner = sharing_node(traced_items[item], operand_nodes)  # reshape: a view or not, as strides say
+            owner = sharing_node(traced_items[item], node)  # reshape: a view or not, as strides say
             if owner is None:
                 return self.memory.new(ref)
             position = next((i for i, a in enumerate(node.args) if a is owner), None)
@@ -354,10 +358,9 @@ class _Converter:
         """`x.op_(...)` or `op(..., out=x)`: compute out of place, write the result to x."""
         view = self.views[write.into]
         before = self.memory.read(view)
-        origin = view.storage.origin
-        if origin.startswith("parameter"):
+        if view.storage.parameter:
             raise CaptureError(
-                f"the step changes {origin} in place ({self.builder.source})",
+                f"the step changes parameter {view.storage.parameter} in place ({self.builder.source})",
                 "parameters are changed by the optimizer; do it in a hook such as on_train_batch_end",
             )
         meta = self.builder.meta(before)
@@ -366,12 +369,7 @@ class _Converter:
                 f"under no_grad, {write.name} changes a tensor that requires grad ({self.builder.source})",
                 "change a detached clone instead: `y = x.detach().clone()`",
             )
-
-        def read(n: fx.Node) -> Any:
-            return self._read(self.views[n])
-
-        args = fx.map_arg(tuple(node.args), read)
-        kwargs = _without_device(fx.map_arg(dict(node.kwargs), read))
+        args, kwargs = self._arguments(node)
         new = new_value(self.builder, write, args, kwargs, meta, self._detached(before))
         self.memory.write(view, in_its_dtype(self.builder, write, new, meta))
         self.views[node] = view
@@ -389,8 +387,8 @@ class _Converter:
     def finish(self) -> StepGraph:
         """The graph of the ops that have an effect: dead code is left out, values are numbered anew, ops named."""
         found = map_refs(self.trace.results, lambda ref: self.outputs[ref.index])  # what the step left behind
-        loss, updates = loss_of(found["output"]), self._buffer_updates(found.pop("buffers"))
-        check_loss(self.builder.meta(loss))
+        loss, updates = _loss_of(found["output"]), self._buffer_updates(found.pop("buffers"))
+        _check_loss(self.builder.meta(loss))
         # Backwards from what leaves the step: an op counts if something needs one of its results.
         needed = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ValueRef)}
         needed |= {*updates.values(), loss.index}
@@ -455,15 +453,38 @@ class _Converter:
         return updates
 
 
-def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The run sets its own device around the ops; the trace has seen that the step asks for no other."""
-    dropped = ("device", "pin_memory", "layout", "non_blocking")
-    return {k: v for k, v in kwargs.items() if k not in dropped and v is not None}
-
-
 def convert(trace: Trace) -> StepGraph:
     """The frozen graph of a trace."""
     converter = _Converter(trace)
     converter.add_inputs([n for n in trace.module.graph.nodes if n.op == "placeholder"])
     converter.run()
     return converter.finish()
+
+
+def _loss_of(output: Any) -> ValueRef:
+    """The loss in what `training_step` returned: the tensor itself or `["loss"]`."""
+    if output is None:
+        raise CaptureError(
+            "training_step returned None: skipping a batch is not supported", "return a loss for every batch"
+        )
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, ValueRef):
+        raise CaptureError(
+            f"training_step returned {type(output).__name__} without a loss tensor",
+            'return the loss, or a dict with "loss"',
+        )
+    return loss
+
+
+def _check_loss(meta: TensorMeta) -> None:
+    """CaptureError unless the loss is one number that depends on a parameter."""
+    if meta.num_elements != 1:
+        raise CaptureError(
+            f"training_step returned a loss of shape {list(meta.shape)}; a loss is one number",
+            "reduce it: loss.mean() or loss.sum()",
+        )
+    if not meta.requires_grad:
+        raise CaptureError(
+            "training_step returned a loss that depends on no parameter that requires grad: there is nothing to train",
+            "look for .detach(), no_grad or frozen parameters on the way to the loss",
+        )

@@ -1,23 +1,31 @@
-"""Builds the StepGraph: values numbered, ops inferred on fake tensors one by one; checks of what can be a loss.
+"""Builds the StepGraph: values numbered, ops inferred on fake tensors one by one; and views and in-place ops made
+functional, single assignment out of a program that mutates tensors.
 
 Identical calls (same target, arguments and operand metadata) are inferred once, so identical layers cost nothing.
+
+A `Storage` holds the current value of a whole tensor; a `View` is a chain of view ops from it. Reading a stale view
+replays its chain; writing to a view scatters the new value back through the chain. Dead write-backs are removed later.
+`write_of` says what a call writes into (`x.op_(...)`, `op(..., out=x)`), `new_value` computes it out of place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Op, ValueRef
-from alpa_strategy.ir.op import OpCall, TensorMeta, with_slots
+from alpa_strategy.ir.op import OpCall, TensorMeta, aten_name, bound_arguments, with_slots
+
+aten = torch.ops.aten
 
 
 @lru_cache(maxsize=1)
@@ -90,30 +98,262 @@ def map_refs(tree: Any, fn: Callable[[ValueRef], Any]) -> Any:
     return pytree.tree_map_only(ValueRef, fn, tree)
 
 
-def loss_of(output: Any) -> ValueRef:
-    """The loss in what `training_step` returned: the tensor itself or `["loss"]`."""
-    if output is None:
-        raise CaptureError(
-            "training_step returned None: skipping a batch is not supported", "return a loss for every batch"
-        )
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if not isinstance(loss, ValueRef):
-        raise CaptureError(
-            f"training_step returned {type(output).__name__} without a loss tensor",
-            'return the loss, or a dict with "loss"',
-        )
-    return loss
+@dataclass
+class Storage:
+    """A tensor that owns memory. `parameter`: its name where it is one, else ""."""
+
+    value: ValueRef
+    parameter: str = ""
+    version: int = 0
 
 
-def check_loss(meta: TensorMeta) -> None:
-    """CaptureError unless the loss is one number that depends on a parameter."""
-    if meta.num_elements != 1:
-        raise CaptureError(
-            f"training_step returned a loss of shape {list(meta.shape)}; a loss is one number",
-            "reduce it: loss.mean() or loss.sum()",
+@dataclass(frozen=True)
+class ViewStep:
+    """One view op: `target(*args, **kwargs)` with `position` of args replaced by the tensor; `item` of its results.
+
+    `position` is None when the tensor is not a plain argument: such a view can be read, but not changed.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    position: int | None
+    item: int | None
+
+
+@dataclass
+class View:
+    """A tensor of the program: its storage, the way there, and its value as of `version`."""
+
+    storage: Storage
+    value: ValueRef
+    chain: tuple[ViewStep, ...] = ()
+    version: int = 0
+
+
+class Memory:
+    """Reads and writes views through a Builder."""
+
+    def __init__(self, builder: Builder) -> None:
+        self.builder = builder
+
+    def new(self, value: ValueRef, parameter: str = "") -> View:
+        """A tensor with memory of its own."""
+        return View(Storage(value, parameter), value)
+
+    def derive(self, base: View, step: ViewStep, value: ValueRef) -> View:
+        """The view that `step` made of `base`, which was just read."""
+        return View(base.storage, value, (*base.chain, step), base.storage.version)
+
+    def same(self, base: View) -> View:
+        """Another name of `base` (alias, no-op conversion)."""
+        return View(base.storage, self.read(base), base.chain, base.storage.version)
+
+    def read(self, view: View) -> ValueRef:
+        """The view's value now: made anew where its memory was written to since it was read last."""
+        if view.version != view.storage.version:
+            view.value = self._prefixes(view)[-1]
+            view.version = view.storage.version
+        return view.value
+
+    def write(self, view: View, value: ValueRef) -> None:
+        """`view` now holds `value` (same shape and dtype), and so does every tensor that shares its memory."""
+        current = self._prefixes(view)[:-1] if view.chain else []  # the storage, then view of view of ... it
+        changed = value
+        for step, before in zip(reversed(view.chain), reversed(current), strict=True):
+            changed = self._scatter(step, before, changed)
+        view.storage.value = changed
+        view.storage.version += 1  # all other views of it are stale now
+        view.value, view.version = value, view.storage.version
+
+    def _prefixes(self, view: View) -> list[ValueRef]:
+        """Current values along the chain: storage first, the view itself last."""
+        values = [view.storage.value]
+        for step in view.chain:
+            if step.position is None:
+                raise self._unsupported(step.target)
+            args = list(step.args)
+            args[step.position] = values[-1]
+            out = self.builder.emit(step.target, *args, **dict(step.kwargs))
+            values.append(out if step.item is None else out[step.item])
+        return values
+
+    def _scatter(self, step: ViewStep, before: ValueRef, changed: ValueRef) -> ValueRef:
+        """`before` with the part that `step` views replaced by `changed`."""
+        emit, shape = self.builder.emit, list(self.builder.meta(before).shape)
+        rest = [a for i, a in enumerate(step.args) if i != step.position]
+        num_elements = self.builder.meta(changed).num_elements
+        match aten_name(step.target):
+            case "view" | "reshape" | "flatten" | "unflatten" | "squeeze" | "unsqueeze" | "view_as" | "_unsafe_view":
+                return emit(aten.reshape.default, changed, shape)
+            case "transpose" | "swapaxes" | "swapdims":
+                return emit(aten.transpose.int, changed, *rest)
+            case "t" | "numpy_T" | "mT" | "matrix_H":
+                return emit(aten.transpose.int, changed, -2, -1)
+            case "permute":
+                order = [d % len(shape) for d in rest[0]]
+                return emit(aten.permute.default, changed, [order.index(d) for d in range(len(order))])
+            case "select":
+                return self._place(aten.select_scatter.default, before, changed, *rest)
+            case "slice":
+                return self._place(aten.slice_scatter.default, before, changed, *rest)
+            case "narrow":
+                dim, start, length = rest
+                return self._place(aten.slice_scatter.default, before, changed, dim, start, start + length)
+            case "diagonal":
+                return emit(aten.diagonal_scatter.default, before, changed, *rest)
+            case "unbind":
+                return self._place(aten.select_scatter.default, before, changed, rest[0] if rest else 0, step.item)
+            case "detach" if self.builder.meta(before).requires_grad:
+                raise CaptureError(
+                    f"a tensor that requires grad is changed through .detach() or .data ({self.builder.source})",
+                    "change a detached clone instead: `y = x.detach().clone()`",
+                )
+            # The same elements in the same places.
+            case "detach" | "alias" | "contiguous" | "to" | "positive" | "lift_fresh":
+                return changed
+            # Else elements were repeated: one write would go to several of them.
+            case "expand" | "expand_as" if num_elements == self.builder.meta(before).num_elements:
+                return emit(aten.reshape.default, changed, shape)
+        raise self._unsupported(step.target)
+
+    def _place(self, scatter: Any, before: ValueRef, changed: ValueRef, dim: int = 0, *where: Any) -> ValueRef:
+        """`scatter` along `dim`; complex numbers as pairs of real ones, the only ones of which autograd knows it."""
+        emit, meta = self.builder.emit, self.builder.meta(before)
+        if not meta.dtype.is_complex:
+            return emit(scatter, before, changed, dim, *where)
+        whole, part = (emit(aten.view_as_real.default, emit(aten.resolve_conj.default, x)) for x in (before, changed))
+        return emit(aten.view_as_complex.default, emit(scatter, whole, part, dim % len(meta.shape), *where))
+
+    def _unsupported(self, target: Any) -> CaptureError:
+        return CaptureError(
+            f"a tensor is changed in place while a view of it made by {target} is in use ({self.builder.source})",
+            "use the op that returns a new tensor (without the trailing underscore), or clone() before changing",
         )
-    if not meta.requires_grad:
+
+
+def storage_of(value: Tensor) -> int:
+    """What tensors that share memory have in common."""
+    return value.untyped_storage()._cdata  # fake tensors have storages too, of no bytes
+
+
+def sharing_node(result: Any, node: fx.Node) -> fx.Node | None:
+    """The operand of `node` whose memory a result uses, as the traced (fake) tensors know; None: memory of its own."""
+    tensors = [(n, n.meta.get("val")) for n in node.all_input_nodes if isinstance(result, Tensor)]
+    return next((n for n, x in tensors if isinstance(x, Tensor) and storage_of(x) == storage_of(result)), None)
+
+
+_RANDOM_FILLS = ["normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_"]
+_HIDDEN_WRITES = {  # write into running statistics without saying so in their schema
+    aten.native_batch_norm.default,
+    aten._batch_norm_impl_index.default,
+    aten.cudnn_batch_norm.default,
+    aten.miopen_batch_norm.default,
+}
+
+
+@dataclass(frozen=True)
+class Write:
+    """One call of an op that writes: into the tensor of node `into`; `is_out`: by an `out=` argument."""
+
+    into: fx.Node
+    target: OpOverload
+    is_out: bool
+
+    @property
+    def name(self) -> str:
+        """The op's, without its namespace: `add_`."""
+        return self.target._schema.name.split("::")[1]
+
+
+def write_of(node: fx.Node, target: OpOverload, source: str) -> Write | None:
+    """What the call writes; None for an op that writes nothing.
+
+    Raises:
+        CaptureError: for writes that cannot be followed.
+    """
+    refused = CaptureError(
+        f"{target} ({source}) writes into its arguments in a way that capture does not follow",
+        "use the form that returns a new tensor",
+    )
+    if target in _HIDDEN_WRITES:  # F.batch_norm is fine: it is one op of the trace (`rewrite_norm`)
+        raise refused
+    if torch.Tag.inplace_view in target.tags:  # `t_`: views of its argument stay as they are
+        raise refused
+    written = _written(target)
+    if not written:
+        return None
+    out = node.kwargs.get("out")
+    if written == ("out",) and isinstance(out, fx.Node):
+        return Write(out, target, True)
+    is_in_place = written == (target._schema.arguments[0].name,) and target._schema.name.endswith("_")
+    if not is_in_place or not isinstance(node.args[0], fx.Node):
+        raise refused
+    return Write(node.args[0], target, False)
+
+
+@lru_cache(maxsize=4096)
+def _written(target: OpOverload) -> tuple[str, ...]:
+    """Names of the arguments that the op writes into."""
+    return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+@lru_cache(maxsize=256)
+def _without_writing(packet: Any, target: OpOverload) -> OpOverload | None:
+    """The overload with the same arguments as `target` except `out`: of other names it may be, as `pow_`'s."""
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        if [(a.name, str(a.type)) for a in overload._schema.arguments] == wanted and not _written(overload):
+            return overload
+    return None
+
+
+def new_value(
+    builder: Builder, write: Write, args: tuple[Any, ...], kwargs: dict[str, Any], meta: TensorMeta, detached: ValueRef
+) -> ValueRef:
+    """Emit what the call writes into a tensor of `meta`, whose dtype `in_its_dtype` gives it.
+
+    Args:
+        detached: the tensor's old value without its gradient.
+
+    Raises:
+        CaptureError: for an op that has no form without writing.
+    """
+    emit, target, name = builder.emit, write.target, write.name
+    if write.is_out:
+        overload = _without_writing(target._overloadpacket, target)
+        kwargs = {k: v for k, v in kwargs.items() if k != "out"}
+    elif name in ("copy_", "fill_") and isinstance(args[1], ValueRef):
+        source = args[1]
+        if builder.meta(source).dtype != meta.dtype:
+            source = emit(aten.to.dtype, source, meta.dtype)
+        return source if builder.meta(source).shape == meta.shape else emit(aten.expand.default, source, meta.shape)
+    elif name in ("fill_", "zero_"):
+        return emit(aten.full_like.default, args[0], args[1] if name == "fill_" else 0)
+    elif name in _RANDOM_FILLS:  # the old content does not matter, so no gradient goes to it
+        given = bound_arguments(target, args, kwargs)
+        given.pop("generator", None)
+        _, *numbers = given.values()
+        functional = _without_writing(aten.normal_functional if name == "normal_" else getattr(aten, name[:-1]), target)
+        return emit(functional, detached, *numbers)
+    else:
+        packet = getattr(aten, name[:-1], None) or getattr(aten, name.strip("_"), None)
+        overload = _without_writing(packet, target) if packet is not None else None
+    if overload is None:
         raise CaptureError(
-            "training_step returned a loss that depends on no parameter that requires grad: there is nothing to train",
-            "look for .detach(), no_grad or frozen parameters on the way to the loss",
+            f"the in-place op {name} ({builder.source}) has no form that returns a new tensor",
+            "compute the new value with ordinary ops",
         )
+    return emit(overload, *args, **kwargs)
+
+
+def in_its_dtype(builder: Builder, write: Write, new: ValueRef, meta: TensorMeta) -> ValueRef:
+    """The new value in the dtype of the tensor that it is written to (`meta`)."""
+    if builder.meta(new).dtype != meta.dtype:
+        new = builder.emit(aten.to.dtype, new, meta.dtype)
+    if builder.meta(new).shape != meta.shape:
+        raise CaptureError(
+            f"{write.name} changes the shape of a tensor in place ({builder.source})",
+            "use the form that returns a new tensor",
+        )
+    return new
