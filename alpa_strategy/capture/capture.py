@@ -31,7 +31,6 @@ from alpa_strategy.capture.graph_builder import (
     map_refs,
     new_value,
     sharing_node,
-    storage_of,
     write_of,
 )
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
@@ -124,7 +123,7 @@ aten = torch.ops.aten
 
 # All overloads of these.
 _SAME_VALUE = (aten.alias, aten.lift_fresh, aten.lift, aten._conj, aten.resolve_conj, aten.resolve_neg)
-_CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
+_COPIES = (aten.to, aten._to_copy, aten.type_as, aten.lift_fresh_copy)
 
 
 class _Converter:
@@ -227,8 +226,8 @@ class _Converter:
             self.views[node] = self.memory.same(self.views[node.args[0]])
             return
         is_clone = target is aten.clone.default and not node.kwargs.get("memory_format")
-        if is_clone or target is aten.lift_fresh_copy.default:
-            self.views[node] = self.memory.new(self._read(self.views[node.args[0]]))
+        if is_clone or target.overloadpacket in _COPIES:
+            self._copy(node)
             return
         if target in (aten.detach.default, aten.detach_.default):
             self._detach(node)
@@ -241,9 +240,6 @@ class _Converter:
         args = rewrites.without_empty_tensors(self.builder, target, args)
         if target is aten.broadcast_tensors.default:
             self._broadcast(node)
-            return
-        if target.overloadpacket in _CONVERSIONS:
-            self._conversion(node)
             return
         norm = rewrites.rewrite_norm(self.builder, target, args, kwargs)
         if norm is not None:
@@ -303,14 +299,13 @@ class _Converter:
                 base, ViewStep(aten.detach.default, (None,), (), 0, None), self._detached(ref)
             )
 
-    def _conversion(self, node: fx.Node) -> None:
-        """dtype and device conversions: nothing, a cast, or a copy."""
-        source: Any = node.args[0]
-        base, value = self.views[source], node.meta["val"]
+    def _copy(self, node: fx.Node) -> None:
+        """Clones, conversions of dtype and device: nothing, a cast, or a copy."""
+        base, value = self.views[node.args[0]], node.meta["val"]
         ref = self._read(base)
         if value.dtype != self.builder.meta(ref).dtype:
             self.views[node] = self.memory.new(self.builder.emit(aten.to.dtype, ref, value.dtype))
-        elif storage_of(value) == storage_of(source.meta["val"]):
+        elif sharing_node(value, node) is not None:
             self.views[node] = self.memory.same(base)
         else:
             self.views[node] = self.memory.new(ref)

@@ -22,6 +22,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from alpa_strategy.capture.graph_builder import storages_of
+
 _ASKING = {torch.is_nonzero, torch.equal, torch.allclose, Tensor.is_nonzero, Tensor.equal, Tensor.allclose}
 _ASKING |= {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
 UNKNOWN = object()
@@ -79,7 +81,8 @@ class ConstantValues:
             if given is not None:
                 with _disable_current_modes():
                     # A copy: the step may write into the buffer, which is no write to the real one.
-                    self._set(node, given[1].detach().cpu().clone(), frozenset({given[0]}))
+                    self._values[node] = given[1].detach().cpu().clone()
+                    self._sources[node] = frozenset({given[0]})
             return
         inputs = node.all_input_nodes
         if node.op != "call_function" or not self._can_run(node):
@@ -91,9 +94,8 @@ class ConstantValues:
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            value = node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function node
-        sources = frozenset().union(*(self._sources[n] for n in inputs))
-        self._set(node, value, sources)
+            self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function node
+        self._sources[node] = sources = frozenset().union(*(self._sources[n] for n in inputs))
         if _writes(node):
             for shared in self._sharing(inputs):
                 self._sources[shared] |= sources
@@ -110,13 +112,10 @@ class ConstantValues:
         # A question is cheap, so what it may cost is bounded: masks and tables, not models.
         return all(t.numel() <= MAX_ELEMENTS for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))
 
-    def _set(self, node: fx.Node, value: Any, sources: frozenset[str]) -> None:
-        self._values[node], self._sources[node] = value, sources
-
     def _sharing(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """Known nodes that use the memory of one of `nodes`."""
-        storages = {s for n in nodes if n in self._values for s in _storages(self._values[n])}
-        return [n for n, value in self._values.items() if storages & _storages(value)]
+        storages = {s for n in nodes if n in self._values for s in storages_of(self._values[n])}
+        return [n for n, value in self._values.items() if storages & storages_of(value)]
 
 
 MAX_ELEMENTS = 2**26  # of a tensor that is computed to answer a question
@@ -124,10 +123,6 @@ MAX_ELEMENTS = 2**26  # of a tensor that is computed to answer a question
 
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _storages(value: Any) -> set[int]:
-    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
 
 
 def passing_answer(frame: FrameType) -> bool | None:

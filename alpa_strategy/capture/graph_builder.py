@@ -232,15 +232,16 @@ class Memory:
         )
 
 
-def storage_of(value: Tensor) -> int:
-    """What tensors that share memory have in common."""
-    return value.untyped_storage()._cdata  # fake tensors have storages too, of no bytes
+def storages_of(value: Any) -> set[int]:
+    """What a pytree has in common with others that share memory with it."""
+    # Fake tensors have storages too, of no bytes.
+    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
 
 
 def sharing_node(result: Any, node: fx.Node) -> fx.Node | None:
     """The operand of `node` whose memory a result uses, as the traced (fake) tensors know; None: memory of its own."""
-    tensors = [(n, n.meta.get("val")) for n in node.all_input_nodes if isinstance(result, Tensor)]
-    return next((n for n, x in tensors if isinstance(x, Tensor) and storage_of(x) == storage_of(result)), None)
+    storages = storages_of(result)
+    return next((n for n in node.all_input_nodes if storages & storages_of(n.meta.get("val"))), None)
 
 
 _RANDOM_FILLS = ["normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_"]

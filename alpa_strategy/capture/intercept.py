@@ -44,29 +44,23 @@ class Recording:
 
     logs: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
     metrics: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    guards: list[Guard] = field(default_factory=list)
+    guards: dict[Guard, None] = field(default_factory=dict)  # in order, each once
     numbers: TraceNumbers = field(default_factory=TraceNumbers)
     attributes: tuple[ValueGuard, ...] = ()
     trainer_reads: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)  # what the user should know, each once
     checks: list[tuple[Tensor, bool, str]] = field(default_factory=list)
     stored: dict[str, Any] = field(default_factory=dict)
     grown: list[Place] = field(default_factory=list)
     appended: dict[Place, AppendedList] = field(default_factory=dict)
 
-    def guard(self, guard: Guard) -> None:
-        """Remember a guard, once."""
-        if guard not in self.guards:
-            self.guards.append(guard)
-
     def note(self, text: str) -> None:
-        """Remember something that the user should know, once."""
-        if text not in self.notes:
-            self.notes.append(text)
+        """The user should know this."""
+        self.notes[text] = None
 
     def counter(self, value: int, name: str) -> StepCounter:
         """A counter whose comparisons become guards."""
-        return StepCounter(value, CounterRef(name), self.guard)
+        return StepCounter(value, CounterRef(name), self.guards.setdefault)
 
 
 class MetricValue:
@@ -233,11 +227,9 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
             return MetricRef(value._metric_name, "value", value._metric_key)
         if is_metric(value):
             return MetricRef(names.get(id(value), ""), "metric")
-        if isinstance(value, CounterRef):
-            return value
         if isinstance(value, Tensor):
             return value.clone()  # the value as it is now: a later in-place op must not change what was logged
-        if isinstance(value, bool | int | float):
+        if isinstance(value, CounterRef | MetricRef | bool | int | float):
             return value
         if isinstance(value, Mapping):
             return {k: value_of(key, made_of(v)) for k, v in value.items()}
@@ -246,19 +238,14 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
             "log a tensor, a number or a torchmetrics Metric",
         )
 
-    def given(function: Callable[..., Any], self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        bound = dict(inspect.signature(function).bind(self, *args, **kwargs).arguments)
-        del bound["self"]
-        return {k: made_of(v) for k, v in bound.items()}
-
     def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
-        bound = given(LightningModule.log, self, args, kwargs)
-        name, value = bound.pop("name"), bound.pop("value")
-        record.logs.append((name, value_of(name, value), bound))
+        bound = inspect.signature(LightningModule.log).bind(self, *args, **kwargs).arguments
+        given = {k: made_of(v) for k, v in bound.items() if k != "self"}
+        name, value = given.pop("name"), given.pop("value")
+        record.logs.append((name, value_of(name, value), given))
 
-    def log_dict(self: LightningModule, *args: Any, **kwargs: Any) -> None:
-        bound = given(LightningModule.log_dict, self, args, kwargs)
-        values = bound.pop("dictionary")
+    def log_dict(self: LightningModule, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        values = dictionary
         if isinstance(values, MetricValue):
             raise CaptureError(
                 f"self.log_dict of a metric whose value is a dict ({user_frame()}) is not supported in a captured step",
@@ -266,11 +253,9 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
             )
         if isinstance(values, MetricCollection):
             path = names.get(id(values), "")
-            for key in map(str, values.keys(keep_base=False)):
-                record.logs.append((key, MetricRef(path, "metric", key), dict(bound)))
-            return
+            values = {key: MetricRef(path, "metric", key) for key in map(str, values.keys(keep_base=False))}
         for name, value in values.items():
-            record.logs.append((name, value_of(name, made_of(value)), dict(bound)))
+            log(self, name, value, *args, **kwargs)  # whose arguments stand in the same order
 
     return {"log": log, "log_dict": log_dict}
 
@@ -426,11 +411,8 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),
         (torch.autograd.graph.saved_tensors_hooks, "__exit__", lambda *_: None),  # its __enter__ pushed nothing
         (torch.autograd.Function, "apply", classmethod(apply_function)),
-        (
-            torch._C,
-            "_InferenceMode",
-            lambda mode: torch.no_grad() if mode else nullcontext(),
-        ),  # which the trace records
+        # Which the trace records.
+        (torch._C, "_InferenceMode", lambda mode: torch.no_grad() if mode else nullcontext()),
         *((nn.Module, name, refusal("a module's backward hook", hooks_fix)) for name in _BACKWARD_HOOKS),
         (Tensor, "register_hook", refusal("Tensor.register_hook", hooks_fix)),
         (torch.autograd, "grad", refusal("torch.autograd.grad", "use a loss without a gradient inside it")),

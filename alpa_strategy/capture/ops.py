@@ -203,33 +203,43 @@ _APPLY = vars(torch.autograd.Function)["apply"].__func__  # capture puts its own
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What a call is given besides tensors."""
+class _Structure:
+    """What a pytree holds besides tensors."""
 
     spec: pytree.TreeSpec
-    constants: tuple[Any, ...]  # leaves of the arguments; a Tensor's place is held by `Tensor` itself
+    constants: tuple[Any, ...]  # its leaves; a Tensor's place is held by `Tensor` itself
+
+    @classmethod
+    def of(cls, tree: Any) -> _Structure:
+        leaves, spec = pytree.tree_flatten(tree)
+        return cls(spec, tuple(Tensor if isinstance(x, Tensor) else x for x in leaves))
+
+    def filled(self, tensors: Iterable[Tensor]) -> Any:
+        """The pytree with `tensors` in their places."""
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if x is Tensor else x for x in self.constants], self.spec)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a call is given besides tensors; the op runs under the autocast that its call stands in."""
+
+    arguments: _Structure
     autocast: tuple[str, torch.dtype] | None
 
     @classmethod
     def of(cls, arguments: Any, device_type: str) -> _Given:
-        """`arguments`: any pytree. The op runs under the autocast that its call stands in."""
-        leaves, spec = pytree.tree_flatten(arguments)
         enabled = torch.is_autocast_enabled(device_type)
         autocast = (device_type, torch.get_autocast_dtype(device_type)) if enabled else None
-        return cls(spec, tuple(Tensor if isinstance(x, Tensor) else x for x in leaves), autocast)
+        return cls(_Structure.of(arguments), autocast)
 
     @property
     def texts(self) -> tuple[Any, ...]:
         """What tells it from others, the same in every process once made a `stable_text`."""
-        return str(self.spec), self.constants, self.autocast
+        return str(self.arguments.spec), self.arguments.constants, self.autocast
 
     def __hash__(self) -> int:
         return hash(stable_text(self.texts))
-
-    def filled(self, tensors: Iterable[Tensor]) -> Any:
-        """The arguments with `tensors` in their places."""
-        rest = iter(tensors)
-        return pytree.tree_unflatten([next(rest) if x is Tensor else x for x in self.constants], self.spec)
 
     def region(self) -> AbstractContextManager[Any]:
         """The autocast region to run in."""
@@ -242,8 +252,7 @@ class _FunctionCall:
     def __init__(self, function: Any, given: _Given) -> None:
         self.function, self.given = function, given
         self.op = self._define()
-        self._result_spec: pytree.TreeSpec | None = None
-        self._are_tensors: list[bool] = []
+        self.returned: _Structure  # by the Function in its last run
 
     def _define(self) -> OpOverload:
         """An op for the call, under a name that no other has."""
@@ -263,22 +272,14 @@ class _FunctionCall:
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         """What the op does; the structure of what the Function returned is known afterwards."""
         with self.given.region():
-            result = _APPLY(self.function, *self.given.filled(tensors))
-        leaves, self._result_spec = pytree.tree_flatten(result)
-        if not all(isinstance(leaf, Tensor) or leaf is None for leaf in leaves):
+            result = _APPLY(self.function, *self.given.arguments.filled(tensors))
+        self.returned = _Structure.of(result)
+        if not all(constant is Tensor or constant is None for constant in self.returned.constants):
             raise CaptureError(
                 f"the autograd.Function {self.function.__name__} returns something that is no tensor",
                 "return tensors only",
             )
-        self._are_tensors = [leaf is not None for leaf in leaves]
-        return [leaf for leaf in leaves if leaf is not None]
-
-    def closed(self, tensors: list[Tensor]) -> Any:
-        """What the Function returns, given the op's results: in the structure of its last run."""
-        assert self._result_spec is not None
-        rest = iter(tensors)
-        leaves = [next(rest) if is_tensor else None for is_tensor in self._are_tensors]
-        return pytree.tree_unflatten(leaves, self._result_spec)
+        return [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
 
 
 _call_of = cache(_FunctionCall)  # by function and what it is given
@@ -302,4 +303,4 @@ def apply_as_op(function: Any, *args: Any) -> Any:
             f"the autograd.Function {function.__name__} changes a tensor in place ({user_frame()})",
             "return a new tensor (and leave out ctx.mark_dirty)",
         )
-    return call.closed(results)
+    return call.returned.filled(results)

@@ -20,7 +20,7 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeGuard, cast
@@ -272,11 +272,11 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
 
 
 class KeptGenerator(_Kept):
-    """A generator of random numbers, of Python, NumPy or torch; `before` is its state."""
+    """A generator of random numbers, of Python, NumPy or torch; `before` is its state (`state_of`)."""
 
     @override
     def differs(self) -> bool:
-        return pickle.dumps(self.before) != pickle.dumps(_state_of(self.items))  # arrays do not compare
+        return pickle.dumps(self.before) != pickle.dumps(state_of(self.items))  # arrays do not compare
 
     @override
     def restore(self) -> None:
@@ -284,7 +284,7 @@ class KeptGenerator(_Kept):
         self.items.set_state(torch.from_numpy(self.before)) if is_torchs else self.items.__setstate__(self.before)
 
 
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
     return generator.get_state().numpy() if isinstance(generator, torch.Generator) else generator.__getstate__()
 
 
@@ -295,6 +295,16 @@ def put_all_back(kept: Iterable[_Kept]) -> dict[str, Any]:
         changed |= each.changes()
         each.restore()
     return changed
+
+
+@contextmanager
+def restored(kept: Iterable[_Kept]) -> Iterator[dict[str, Any]]:
+    """All is afterwards what it was; the block is given a dict, in which then stands what had changed."""
+    changed: dict[str, Any] = {}
+    try:
+        yield changed
+    finally:
+        changed |= put_all_back(kept)
 
 
 def changed_names(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> list[Any]:
@@ -334,7 +344,7 @@ def kept_in(
         label = place + "".join(f"[{key!r}]" for key in keys)
         if isinstance(value, _GENERATORS):
             seen.add(id(value))
-            yield KeptGenerator(label, value, _state_of(value), is_noticed=is_noticed)
+            yield KeptGenerator(label, value, state_of(value), is_noticed=is_noticed)
         elif (has_fields(value) or isinstance(value, types.FunctionType)) and len(keys) < MAX_DEPTH:
             seen.add(id(value))
             yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed)
@@ -355,14 +365,9 @@ def kept_in(
             waiting += [(item, (*keys, key), is_inside) for key, item in items]
 
 
-@contextmanager
-def fields_kept(owner: Any) -> Iterator[None]:
+def fields_kept(owner: Any) -> AbstractContextManager[dict[str, Any]]:
     """The fields of an object, and the containers and generators in them, are afterwards what they were."""
-    kept = list(kept_in(getattr(owner, "__dict__", {}), "", set()))
-    try:
-        yield
-    finally:
-        put_all_back(kept)
+    return restored(list(kept_in(getattr(owner, "__dict__", {}), "", set())))
 
 
 def _class_containers(kind: type) -> dict[str, Any]:
@@ -398,7 +403,6 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
             for name, value in {**_class_containers(type(child)), **before}.items():
                 place = Place(path, name)
                 kept += kept_in(value, place.attribute, seen, place, is_noticed)
-    changed: dict[str, Any] = {}
     try:
         yield
     finally:
@@ -474,14 +478,13 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
             where = place.rpartition(".")[0]
             kept += kept_in(value, place, seen, is_noticed=where not in installed)
     cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if hasattr(type(v), "cache_info")]
-    changed: dict[str, Any] = {}
     try:
-        yield files
+        with restored(kept) as changed:
+            yield files
     finally:
         for function, misses in cached:
             if function.cache_info().misses != misses:
                 function.cache_clear()
-        changed = put_all_back(kept)
     if changed:
         raise CaptureError(
             f"the step changes variables outside of the module ({', '.join(sorted(changed))}): a captured step "

@@ -36,7 +36,7 @@ from alpa_strategy.capture.python_reads import (
     global_guards,
     trainer_guards,
 )
-from alpa_strategy.capture.python_state import KeptGenerator, patched, put_all_back
+from alpa_strategy.capture.python_state import KeptGenerator, patched, restored, state_of
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
@@ -318,15 +318,12 @@ def _batch_size(leaves: list[Any], rows_flags: tuple[bool, ...]) -> int:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Restore all generators; refuse a step that draws from Python's or NumPy's, whose numbers capture would freeze."""
-    torch_state = torch.get_rng_state()
-    generators = {"random": random.random.__self__, "numpy.random": np.random.rand.__self__}  # type: ignore[attr-defined]
-    kept = [KeptGenerator(name, each, each.__getstate__()) for name, each in generators.items()]
-    drawn: dict[str, Any] = {}
-    try:
+    refused = {"random": random.random.__self__, "numpy.random": np.random.rand.__self__}  # type: ignore[attr-defined]
+    kept = [KeptGenerator(name, each, state_of(each)) for name, each in refused.items()]
+    of_torch = torch.default_generator
+    kept.append(KeptGenerator("torch", of_torch, state_of(of_torch), is_noticed=False))
+    with restored(kept) as drawn:
         yield
-    finally:
-        torch.set_rng_state(torch_state)
-        drawn = put_all_back(kept)
     if drawn:
         raise CaptureError(
             f"training_step draws numbers from {' and '.join(drawn)}: the captured step would repeat the first ones "
