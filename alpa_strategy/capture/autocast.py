@@ -171,7 +171,7 @@ class Autocast:
         state = self.state
         # Without a policy of its own, autocast may treat the ops that it is made of.
         composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-        composite = composite and target.namespace not in _AUTOCAST_INSIDE and not has_policy(target, self.device_type)
+        composite = composite and target.namespace not in _AUTOCAST_INSIDE
         if state is None or not (composite or has_policy(target, self.device_type)):
             return args, kwargs
         call, operands = self.builder.call_of(target, args, kwargs)

@@ -277,9 +277,8 @@ def write_of(node: fx.Node, target: OpOverload, source: str) -> Write | None:
         f"{target} ({source}) writes into its arguments in a way that capture does not follow",
         "use the form that returns a new tensor",
     )
-    if target in _HIDDEN_WRITES:  # F.batch_norm is fine: it is one op of the trace (`rewrite_norm`)
-        raise refused
-    if torch.Tag.inplace_view in target.tags:  # `t_`: views of its argument stay as they are
+    # F.batch_norm is fine: it is one op of the trace (`rewrite_norm`). `t_`: views of its argument stay as they are.
+    if target in _HIDDEN_WRITES or torch.Tag.inplace_view in target.tags:
         raise refused
     written = _written(target)
     if not written:

@@ -11,11 +11,13 @@ import inspect
 import logging
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from threading import get_ident
 from types import FunctionType
 from typing import Any, NoReturn
@@ -125,8 +127,7 @@ class AppendedList:
     __hash__ = None  # type: ignore[assignment]  # as of lists
 
 
-_CHANGING = frozenset({"optimizers", "lr_scheduler_configs", "callback_metrics", "logged_metrics"})
-_CHANGING |= {"progress_bar_metrics"}
+_CHANGING = {"optimizers", "lr_scheduler_configs", "callback_metrics", "logged_metrics", "progress_bar_metrics"}
 _INSTEAD_OF_CHANGING = (
     "read it in a callback or in on_train_batch_end; the learning rate is logged by the callback LearningRateMonitor"
 )
@@ -355,7 +356,6 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
 
     held: ids of objects of which the step is not the only user.
     """
-    thread = get_ident()
 
     def refusal(what: str, fix: str) -> Callable[..., NoReturn]:
         def refuse(*_: Any, **__: Any) -> NoReturn:
@@ -380,19 +380,17 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         record.note("checks of arguments in torch.distributions are left out: they look at the values of tensors")
         distribution_init(self, *args[:2], **{**kwargs, "validate_args": False})  # the third argument is this one
 
-    def next_of(iterator: Any, *default: Any) -> Any:
-        if id(iterator) in held and get_ident() == thread:
+    def check_iterator(iterator: Any, *_: Any) -> None:
+        if id(iterator) in held:
             raise CaptureError(
                 f"the step takes the next of an iterator that it has not made ({user_frame()}): the captured step "
                 "would use the first one forever",
                 "let the loader yield it (CombinedLoader), or take it in on_train_batch_start and keep a buffer",
             )
-        return python_next(iterator, *default)
 
-    def open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if not set("wax+").isdisjoint(mode) and get_ident() == thread:
+    def check_mode(file: Any, mode: str = "r", *_: Any, **__: Any) -> None:
+        if not set("wax+").isdisjoint(mode):
             refusal(f"open({str(file)!r}, {mode!r})", "write files in a hook such as on_train_batch_end")()
-        return python_open(file, mode, *args, **kwargs)
 
     def note_message(logger: logging.Logger, message: logging.LogRecord) -> None:
         if is_user_file(message.pathname):
@@ -400,12 +398,12 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(message.args)):  # these have no value to be said
             handle(logger, message)
 
-    python_next, python_open, handle = next, open, logging.Logger.handle
+    handle = logging.Logger.handle
     hooks_fix = "change gradients in on_after_backward"
     refuse_backward = refusal("backward()", "return the loss: Lightning calls backward")
     patches: list[tuple[Any, str, Any]] = [
-        (builtins, "next", next_of),
-        (builtins, "open", open_to_read),
+        (builtins, "next", _checked(next, check_iterator)),
+        (builtins, "open", _checked(open, check_mode)),
         (logging.Logger, "handle", note_message),
         (torch.distributions.Distribution, "__init__", init_unchecked),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),
@@ -423,24 +421,34 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         yield
 
 
+def _checked(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """`function`, which `check` may refuse to this thread; others (a loader's, a checkpoint's) just call it."""
+    thread = get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if get_ident() == thread:
+            check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
 def _outside_numbers(files: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, str, Any]]:
     """What refuses clocks, seeds and the system's random numbers to the user's code, as `patched` takes it.
 
     files: the globals of each.
     """
-    thread = get_ident()
+
+    def refuse_to_user(name: str, *_: Any, **__: Any) -> None:
+        if asked_by_user(sys._getframe(2)):  # 0: here, 1: what `_checked` gives, 2: who asks
+            raise CaptureError(
+                f"the step calls {name} ({user_frame()}): captured, it would be called once",
+                "take times in hooks such as on_train_batch_start and on_train_batch_end, draw with torch, seed "
+                "before the training",
+            )
 
     def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() == thread and asked_by_user():
-                raise CaptureError(
-                    f"the step calls {function.__name__} ({user_frame()}): captured, it would be called once",
-                    "take times in hooks such as on_train_batch_start and on_train_batch_end, draw with torch, seed "
-                    "before the training",
-                )
-            return function(*args, **kwargs)
-
-        return call
+        return _checked(function, partial(refuse_to_user, function.__name__))
 
     yield type(os.environ), "__setitem__", refusing(type(os.environ).__setitem__)
     outside = [os.urandom, *(getattr(time, name) for name in _CLOCKS)]
@@ -472,7 +480,7 @@ def refuse(what: str, where: str | None = None) -> NoReturn:
 def collectives_refused() -> Iterator[None]:
     """Calls of torch.distributed by this thread are refused while the block runs."""
     refusals = [
-        (module, name, _refusal(name, value, get_ident()))
+        (module, name, _checked(value, partial(_refuse_collective, name)))
         for module in (dist, functional)
         for name, value in vars(module).items()
         # A collective or a message: `all_reduce`, `batch_isend_irecv`, `monitored_barrier`, `reduce_scatter_tensor`.
@@ -482,13 +490,8 @@ def collectives_refused() -> Iterator[None]:
         yield
 
 
-def _refusal(name: str, function: Callable[..., Any], thread: int) -> Callable[..., Any]:
-    def refusing(*args: Any, **kwargs: Any) -> Any:
-        if get_ident() == thread:
-            refuse(f"torch.distributed's {name}")
-        return function(*args, **kwargs)  # a checkpoint that is written in the background
-
-    return refusing
+def _refuse_collective(name: str, *_: Any, **__: Any) -> NoReturn:
+    refuse(f"torch.distributed's {name}")
 
 
 def check_no_collectives(graph: fx.Graph, origins: Mapping[fx.Node, tuple[str, str]]) -> None:

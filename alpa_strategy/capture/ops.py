@@ -186,14 +186,12 @@ def grouped_mm_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[st
     """`grouped_mm` for a call of PyTorch's own; None when it is another function or another form."""
     if function not in (torch._grouped_mm, F.grouped_mm):
         return None
-    bound = dict(zip(("x", "weight", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
-    x, weight = args[:2] if len(args) > 1 else (None, None)
-    offsets = bound.get("offs")
-    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or offsets is None:
+    names = ("x", "weight", "offs", "bias", "out_dtype")
+    bound = dict(zip(names, args, strict=False)) | kwargs
+    x, weight, offsets, *others = (bound.get(name) for name in names)
+    if x is None or weight is None or offsets is None or any(other is not None for other in others):
         return None
-    if x.dim() != 2 or weight.dim() != 3 or bound.get("bias") is not None or bound.get("out_dtype") is not None:
-        return None
-    return grouped_mm(x, weight, offsets)
+    return grouped_mm(x, weight, offsets) if (x.dim(), weight.dim()) == (2, 3) else None
 
 
 FUNCTIONS = "alpa_function"  # namespace of the ops; saved plans name them

@@ -90,7 +90,7 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
         return kind, "__getattribute__", read
 
     def variable(environment: Any, name: str) -> str:
-        if asked_by_user():  # torch's own are its caches' and switches
+        if asked_by_user(sys._getframe(1)):  # torch's own are its caches' and switches
             reads[id(environment), name] = lambda: environment
         return environment_item(environment, name)
 

@@ -318,13 +318,14 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and type(one) in PLAIN and one == other)
 
 
-def put_back(namespace: dict[str, Any], old: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Give `names` what they had."""
+def put_back(owner: Any, old: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Give `names`, attributes or a dict's items, what they had; MISSING, or none: they were not there."""
     for name in names:
-        if name in old:
-            namespace[name] = old[name]
+        value, is_dict = old.get(name, MISSING), isinstance(owner, dict)
+        if value is not MISSING:
+            operator.setitem(owner, name, value) if is_dict else setattr(owner, name, value)
         else:
-            namespace.pop(name, None)
+            owner.pop(name, None) if is_dict else delattr(owner, name)
 
 
 def kept_in(
@@ -436,7 +437,7 @@ def initialized(stored: Mapping[str, tuple[dict[str, Any], str, Any]]) -> Iterat
         yield
     except BaseException:
         for fields, name, old in before:
-            put_back(fields, {} if old is MISSING else {name: old}, [name])
+            put_back(fields, {name: old}, [name])
         raise
 
 
@@ -534,7 +535,4 @@ def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
         yield
     finally:
         for (owner, name, _), old in reversed(list(zip(given, before, strict=True))):
-            if isinstance(owner, dict):
-                put_back(owner, {} if old is MISSING else {name: old}, [name])
-            else:
-                delattr(owner, name) if old is MISSING else setattr(owner, name, old)
+            put_back(owner, {name: old}, [name])

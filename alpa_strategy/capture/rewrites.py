@@ -101,10 +101,9 @@ def without_empty_tensors(builder: Builder, target: Any, args: tuple[Any, ...]) 
 
 def with_traced_dtype(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Any) -> dict[str, Any]:
     """Keyword arguments of a factory (torch.ones) with its dtype: when the graph runs, the default may be another."""
-    position = next((i for i, a in enumerate(target._schema.arguments) if a.name == "dtype"), None)
-    if position is None or len(args) > position or kwargs.get("dtype") is not None or not isinstance(traced, Tensor):
-        return kwargs
-    return kwargs if _refs((args, kwargs)) else {**kwargs, "dtype": traced.dtype}
+    given = bound_arguments(target, args, kwargs).get("dtype", "no such argument")
+    is_factory = given is None and isinstance(traced, Tensor) and not _refs((args, kwargs))
+    return {**kwargs, "dtype": traced.dtype} if is_factory else kwargs
 
 
 def emit_from_whole_numbers(

@@ -139,7 +139,9 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             call.context(),
             TracerMode(module, origins, device, known, record),
         ):
-            arguments = _step_arguments(call, rows, record)
+            # By position, as the Trainer passes them: users name these arguments as they like.
+            takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+            arguments = (rows, record.counter(call.batch_idx, "batch_idx")) if takes_index else (rows,)
             with attribute_reads(module) as reads:
                 output = module.training_step(*arguments)
             _check_added(module, call.batch, rows)
@@ -251,13 +253,6 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     if 0 in tensor.stride() and tensor.numel() > 1:
         return torch.empty(tensor.shape, device="meta").stride()
     return tensor.stride()
-
-
-def _step_arguments(call: StepCall, rows: Any, record: Recording) -> tuple[Any, ...]:
-    """What the Trainer would pass, by position as it does: users name these arguments as they like."""
-    if is_param_in_hook_signature(call.module.training_step, "batch_idx", min_args=2):
-        return rows, record.counter(call.batch_idx, "batch_idx")
-    return (rows,)
 
 
 def _one_name_per_owner(module: nn.Module, names: tuple[str, ...]) -> list[str]:

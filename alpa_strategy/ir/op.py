@@ -132,7 +132,7 @@ def target_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         if target in CUSTOM_OPS:
             return CUSTOM_OPS[target].shared_name
-        return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
+        return str(target)
     return f"{target.__module__.rpartition('.')[2]}.{target.__qualname__}"
 
 

@@ -68,12 +68,11 @@ def user_frame() -> str:
     return "line unknown" if found is None else _describe(found.f_code, found.f_lineno)
 
 
-def asked_by_user() -> bool:
-    """Whether the caller's caller is the user's code, or the standard library's on its behalf.
+def asked_by_user(frame: FrameType | None) -> bool:
+    """Whether `frame` is of the user's code, or of the standard library's on its behalf.
 
-    Not `logging`'s, which asks for the time for itself.
+    Not of `logging`'s, which asks for the time for itself.
     """
-    frame: FrameType | None = sys._getframe(2)
     while frame is not None and _serves(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and is_user_file(frame.f_code.co_filename)
