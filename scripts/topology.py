@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import job_ranks
+from alpa_strategy.ir.plan import Plan, job_ranks
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.planner import make_plan
 from alpa_strategy.recipe import build_data, build_model, load_recipe

@@ -19,7 +19,7 @@ from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.ir.graph import StepGraph, run_step
 from alpa_strategy.ir.placement import Layout, value_layout
-from alpa_strategy.ir.stage_plan import Predicted, StagePlan
+from alpa_strategy.ir.plan import Predicted, StagePlan
 from alpa_strategy.lower.codegen import lower
 from alpa_strategy.options import OptimizerInfo
 

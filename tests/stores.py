@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from alpa_strategy.ir.stage_plan import Predicted, StagePlan
+from alpa_strategy.ir.plan import Predicted, StagePlan
 from alpa_strategy.runtime.parameters import ParameterStore
 
 

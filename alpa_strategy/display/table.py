@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.timeline import MAX_DRAWN, device_range, plan_timeline
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import ParameterMode, ParameterPlan, StagePlan
+from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Plan, StagePlan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
 
 BAR_WIDTH = 40

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import StagePlan
+from alpa_strategy.ir.plan import Plan, StagePlan
 from alpa_strategy.schedules import SCHEDULES, TimedAction, timeline, why_not
 from alpa_strategy.units import format_seconds
 

@@ -32,7 +32,7 @@ from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 from alpa_strategy.intra_op.recompute import pinned_again, with_recompute, with_stored_results
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, propagate, solve
-from alpa_strategy.ir.stage_plan import Collective, ParameterPlan, Predicted, StagePlan
+from alpa_strategy.ir.plan import Collective, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.options import PROPAGATION, OptimizerInfo, PlanOptions
 from alpa_strategy.units import format_bytes
 

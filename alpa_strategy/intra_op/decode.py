@@ -12,7 +12,7 @@ from alpa_strategy.intra_op.options import REDUCTIONS, bucketed_seconds, is_gath
 from alpa_strategy.intra_op.recompute import recomputed, stored
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
-from alpa_strategy.ir.stage_plan import Collective, Predicted, StagePlan
+from alpa_strategy.ir.plan import Collective, Predicted, StagePlan
 from alpa_strategy.sharding.redistribute import reshard_steps
 
 BLOCK_BYTES = 100 * 2**20  # of the parameters of a block, the usual unit of FSDP: 50 to 400 MB

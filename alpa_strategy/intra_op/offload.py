@@ -22,7 +22,7 @@ from alpa_strategy.intra_op.problem import repeated
 from alpa_strategy.intra_op.recompute import result_bytes, stored
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
-from alpa_strategy.ir.stage_plan import ParameterPlan
+from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.options import PlanOptions
 
 

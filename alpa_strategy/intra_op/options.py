@@ -18,7 +18,7 @@ from alpa_strategy.cost.flops import is_plain_view, is_view
 from alpa_strategy.cost.model import OpCosts, Saved
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import DualLayout, value_layout
-from alpa_strategy.ir.stage_plan import ParameterMode, ParameterPlan, Storage
+from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage
 from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo
 from alpa_strategy.sharding import localize, op_strategies
 from alpa_strategy.sharding.strategies import priced_call, ring_bytes

@@ -20,7 +20,7 @@ from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
-from alpa_strategy.ir.stage_plan import ParameterMode, ParameterPlan, Storage, modes_text, parse_modes
+from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage, modes_text, parse_modes
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
 RUNNING = "the running plan"

@@ -24,8 +24,7 @@ from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMism
 from alpa_strategy.inter_op.pins import logical_shapes
 from alpa_strategy.ir.graph import Place, StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, modes_text
+from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan, modes_text
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning import batch_rows
 from alpa_strategy.lightning.digests import LeafAgreement

@@ -28,7 +28,7 @@ from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import COUNTERS, SymbolicScalar, at_counters, is_symbolic
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots, with_slots
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
-from alpa_strategy.ir.stage_plan import StagePlan
+from alpa_strategy.ir.plan import StagePlan
 from alpa_strategy.lower.lines import Line, before_first_use, begun_ahead, drop_dead, unpacked
 from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
 from alpa_strategy.lower.segments import Compiler, is_compilable

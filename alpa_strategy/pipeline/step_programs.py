@@ -31,8 +31,7 @@ from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.ir.graph import ParameterInput, StepGraph, run_step
 from alpa_strategy.ir.guards import COUNTERS
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import stage_ranks
+from alpa_strategy.ir.plan import Plan, stage_ranks
 from alpa_strategy.lower.codegen import dtypes_read, lower
 from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.transform import MicroStep, microbatch

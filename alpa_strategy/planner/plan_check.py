@@ -20,8 +20,7 @@ from alpa_strategy.intra_op.recompute import can_run_again
 from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, Storage, modes_text, stage_ranks
+from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan, Storage, modes_text, stage_ranks
 from alpa_strategy.schedules import SCHEDULES, mesh_of, why_not
 from alpa_strategy.sharding.strategies import axis_strategies, localize
 

@@ -19,8 +19,7 @@ from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.candidates import EVERY_SIZE
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import ParameterPlan
+from alpa_strategy.ir.plan import ParameterPlan, Plan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.optimizer_info import optimizer_info_of

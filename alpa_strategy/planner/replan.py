@@ -21,8 +21,7 @@ from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWi
 from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, stage_on
 from alpa_strategy.intra_op.offload import offload_of
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, StagePlan, job_ranks, modes_text, stage_ranks
+from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan, job_ranks, modes_text, stage_ranks
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.planner.search import plan_of
 from alpa_strategy.planner.task import PlanTask

@@ -37,8 +37,7 @@ from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSo
 from alpa_strategy.inter_op.subgraph import MAX_LAYERS, span_name
 from alpa_strategy.intra_op.solver.solve import NotCheaper
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, Predicted, job_ranks
+from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, Predicted, job_ranks
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.planner.task import PlanTask

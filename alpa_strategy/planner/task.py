@@ -13,8 +13,7 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts, RooflineCosts
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import FORMAT_VERSION, Fingerprint
+from alpa_strategy.ir.plan import FORMAT_VERSION, Fingerprint, Plan
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.sharding.register import registered_rules
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from alpa_strategy.errors import CaptureError, OptionError
 from alpa_strategy.ir.graph import ParameterInput
-from alpa_strategy.ir.plan import AS_WRITTEN, Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, ParameterPlan, Predicted, StagePlan
+from alpa_strategy.ir.plan import AS_WRITTEN, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
 from alpa_strategy.options import BUCKET_BYTES, Limits, OptimizerInfo, PlanOptions
 
 SUPPORTED = ("auto", "data", "zero1", "zero2", "zero3")

@@ -33,7 +33,7 @@ from alpa_strategy.comm.regather import Regather
 from alpa_strategy.comm.reshard import Entrance, Sums
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import ParameterInput
-from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, stage_ranks
+from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.gradients import GradientReducer, ReplicaReducer, Replicas, chunk_shape
 from alpa_strategy.runtime.host_link import StoredTensors

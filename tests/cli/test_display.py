@@ -17,8 +17,7 @@ from alpa_strategy.display.table import (
     plan_table,
     plan_timing,
 )
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Collective, Fingerprint, ParameterPlan, Predicted, StagePlan
+from alpa_strategy.ir.plan import Collective, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
 from alpa_strategy.units import format_bytes, format_seconds
 
 LAYERS = 24

@@ -17,7 +17,7 @@ from quiet import QUIET
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from alpa_strategy.ir.stage_plan import modes_text
+from alpa_strategy.ir.plan import modes_text
 
 SAMPLES_PER_STEP = 8
 

@@ -14,8 +14,7 @@ from models import MODELS
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import OptionError, PlanError
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import stage_ranks
+from alpa_strategy.ir.plan import Plan, stage_ranks
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.planner import make_plan
 from alpa_strategy.recipe import resolve_target

@@ -23,8 +23,7 @@ from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.ir.graph import run_step
 from alpa_strategy.ir.placement import Layout, value_layout
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, Predicted
+from alpa_strategy.ir.plan import Fingerprint, Plan, Predicted
 from alpa_strategy.lower.codegen import lower
 from alpa_strategy.options import OptimizerInfo
 

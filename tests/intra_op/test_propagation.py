@@ -16,7 +16,7 @@ from alpa_strategy.display.table import proof_of
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate
 from alpa_strategy.intra_op.solver.solve import propagate, solve
-from alpa_strategy.ir.stage_plan import modes_text
+from alpa_strategy.ir.plan import modes_text
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.planner.plan_check import check_plan

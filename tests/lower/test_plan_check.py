@@ -12,8 +12,7 @@ from lowered_cases import captured, problem_of, random_assignment, run_lowered_s
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.placement import DualPlacement
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Fingerprint, ParameterMode, ParameterPlan, StagePlan
+from alpa_strategy.ir.plan import Fingerprint, ParameterMode, ParameterPlan, Plan, StagePlan
 from alpa_strategy.planner.plan_check import check_plan
 
 MESHES = [(2,), (4,), (2, 2)]

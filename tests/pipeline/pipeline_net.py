@@ -19,7 +19,7 @@ from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.ir.graph import BatchInput, ParameterInput, StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, dual_layout, shard
-from alpa_strategy.ir.stage_plan import ParameterPlan
+from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.executor import Pipeline, PipelineSpec, SharedParameter
 from alpa_strategy.pipeline.per_step_values import PerStepValues

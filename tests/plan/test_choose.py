@@ -11,7 +11,7 @@ from models import MODELS
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec, CommTable
 from alpa_strategy.cost.model import RooflineCosts
-from alpa_strategy.ir.stage_plan import modes_text
+from alpa_strategy.ir.plan import modes_text
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner import search
 from alpa_strategy.planner.planner import MARGIN, choose_plan, hidden_seconds, make_plan

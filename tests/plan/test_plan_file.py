@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.op import AxisStrategy
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Collective, Fingerprint, ParameterMode, ParameterPlan, Predicted, StagePlan
+from alpa_strategy.ir.plan import Collective, Fingerprint, ParameterMode, ParameterPlan, Plan, Predicted, StagePlan
 from alpa_strategy.planner.task import PlanStore
 
 FINGERPRINT = Fingerprint("g", "p", "b", "c", "o", "1")

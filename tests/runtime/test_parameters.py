@@ -23,7 +23,7 @@ from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, shard
-from alpa_strategy.ir.stage_plan import ParameterPlan, Storage
+from alpa_strategy.ir.plan import ParameterPlan, Storage
 from alpa_strategy.runtime.clip import clip_by_norm
 from alpa_strategy.runtime.gradients import GradientReducer
 

@@ -17,8 +17,7 @@ from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import cluster_layers, slice_stage
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.stage_plan import Predicted
+from alpa_strategy.ir.plan import Plan, Predicted
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
