@@ -39,6 +39,9 @@ class _Elsewhere(Tensor):
         """Itself: `Module.state_dict` detaches what it takes."""
         return self
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype})"
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
@@ -47,9 +50,6 @@ class LocalShards(_Elsewhere):
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk]) -> None:
         self.chunks = tuple(chunk for chunk in chunks if chunk.tensor.numel())
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
-        return f"LocalShards({list(self.shape)}, {self.dtype}, {len(self.chunks)} chunks)"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -104,9 +104,6 @@ class StoredTensor(_Elsewhere):
         result = torch.empty(self.shape, dtype=self.dtype)
         self.fill([Chunk((0,) * result.dim(), result)])
         return result
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StoredTensor({self.key}, {list(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -167,7 +164,7 @@ def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def to_bytes(rest: Any, places: Mapping[Path, str]) -> bytes | Exception:
-    """What `from_bytes` reads, or why `rest` cannot be stored."""
+    """What `from_file` reads, or why `rest` cannot be stored."""
     buffer = io.BytesIO()
     try:
         torch.save({"rest": rest, "places": [(list(path), key) for path, key in places.items()]}, buffer)

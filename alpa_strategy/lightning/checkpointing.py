@@ -27,9 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.checkpoint.directory import is_checkpoint
-from alpa_strategy.checkpoint.opening import checked, open_checkpoint
-from alpa_strategy.checkpoint.restricted import reading
+from alpa_strategy.checkpoint.opening import checked, is_checkpoint, open_checkpoint, reading
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.sharded_state_dict import (
     Sharing,

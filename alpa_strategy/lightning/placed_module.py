@@ -21,12 +21,11 @@ from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.digests import GRADIENT, CopyCheck, GradientCheck
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
-from alpa_strategy.lightning.full_parameters import FullParameters, unshard_for_hooks
+from alpa_strategy.lightning.full_parameters import FullParameters, unshard_for_hooks, use_whole_norms
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.same_steps import ParametersAsTheyWere
+from alpa_strategy.lightning.step_effects import MetricStates
 from alpa_strategy.options import Limits, OptimizerInfo
-from alpa_strategy.runtime.clip import use_whole_norms
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.optimizer_state import shard_state, state_dict_with, unshard_state
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -257,8 +256,7 @@ class PlacedModule(ABC):
         """Let hooks of users and callbacks that look at parameters or gradients see whole ones, and its precision
         plugin clip by the norm of all shards."""
         if self.store.sharded_parameters or not self.plan.is_as_written:
-            clips = use_whole_norms(trainer.precision_plugin, self.store, lambda: self.whole.is_active)
-            self._adapted.enter_context(clips)
+            self._adapted.enter_context(use_whole_norms(trainer.precision_plugin, self.whole))
         if self.store.sharded_parameters:
             hooks = unshard_for_hooks(self.module, self.whole, self.no_room_for_whole)
             self._adapted.enter_context(hooks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +80,7 @@ class RecordedOp:
         results: the tensors that it makes, in the order of the tensor leaves of what it returns; None for one that
             lies in storage which was there before.
         default_dtype: torch's when it ran: what a factory makes that is not told, and numbers become.
-        random: of an op that draws numbers, see `current_states`.
+        random: of an op that draws numbers, the states of `generators_of` it.
     """
 
     func: Any
@@ -90,7 +90,7 @@ class RecordedOp:
     writes: dict[int, bool]
     results: tuple[View | None, ...]
     default_dtype: torch.dtype
-    random: Mapping[str, Tensor] | None = None
+    random: Sequence[Tensor] = ()
 
     def text(self) -> str:
         """What is the same on all ranks: everything but numbers drawn and data given."""
@@ -213,7 +213,6 @@ class Recorder(TorchDispatchMode):
         return any(isinstance(t, Tensor) and t.untyped_storage().nbytes() >= self.min_bytes for t in made)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        generator = kwargs.get("generator")
         try:
             result = func(*pytree.tree_map(_to_meta, args), **_meta_kwargs(func, kwargs))
         except (NotImplementedError, RuntimeError):  # its results cannot be known without data
@@ -223,7 +222,7 @@ class Recorder(TorchDispatchMode):
             return self._run_for_real(func, args, kwargs)
         line = self._line(func, args, kwargs, result, written)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            states = current_states(generator, self.device)
+            states = [generator.get_state() for generator in generators_of(kwargs, self.device)]
             with torch.no_grad(), _disable_current_modes():  # as a single device would, into memory freed at once
                 self._execute(line, self._contents(set(line.reads)))
             line.random = states
@@ -345,18 +344,13 @@ class Recorder(TorchDispatchMode):
             storages[result.storage] = tensor.untyped_storage()
 
     def _call(self, line: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        states = line.random or {}
         with ExitStack() as stack:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(line.default_dtype)
-            if states:
-                stack.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
-            if (own := states.get("own")) is not None:
-                kwargs = {**kwargs, "generator": torch.Generator(kwargs["generator"].device).set_state(own)}
-            if (cpu := states.get("cpu")) is not None:
-                torch.set_rng_state(cpu)
-            if (cuda := states.get("cuda")) is not None:
-                torch.cuda.set_rng_state(cuda, self.device)
+            # No states yet: it draws for the first time, and moves the generators on.
+            for generator, state in zip(generators_of(kwargs, self.device), line.random, strict=False):
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(state)
             return line.func(*args, **kwargs)
 
     # The same script on all ranks
@@ -376,7 +370,7 @@ class Recorder(TorchDispatchMode):
         """
         found: list[Tensor] = []
         for line in self.lines:
-            found += (line.random or {}).values()
+            found += line.random
             given = [leaf for leaf in pytree.tree_leaves((line.args, line.kwargs)) if isinstance(leaf, Given)]
             found += [each.value() for each in given if each.is_copy]
         return found
@@ -458,13 +452,14 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return found
 
 
-def current_states(generator: torch.Generator | None, device: torch.device) -> dict[str, Tensor]:
-    """Where the generators stand that a random op may draw from: the default ones of `cpu` and `cuda`, or the one that
-    is passed to it (`own`)."""
-    if generator is not None:
-        return {"own": generator.get_state()}
-    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {"cpu": torch.get_rng_state(), **cuda}
+def generators_of(kwargs: Mapping[str, Any], device: torch.device) -> list[torch.Generator]:
+    """The generators that a random op may draw from: the one that is passed to it, or the default ones."""
+    if (own := kwargs.get("generator")) is not None:
+        return [own]
+    if device.type != "cuda":
+        return [torch.default_generator]
+    torch.cuda.init()  # before it there are none
+    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
 
 
 def _view_of(storage: torch.UntypedStorage, view: View) -> Tensor:
