@@ -36,8 +36,7 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.gradients import GradientReducer, ReplicaReducer, Replicas, chunk_shape
-from alpa_strategy.runtime.host_link import StoredTensors
-from alpa_strategy.runtime.host_parameters import HostParameters
+from alpa_strategy.runtime.host_parameters import HostParameters, StoredTensors
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter, replace_data
 
 T = TypeVar("T")

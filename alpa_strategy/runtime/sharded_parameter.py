@@ -13,7 +13,7 @@ from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, Layout, shard, value_layout
 from alpa_strategy.ir.stage_plan import ParameterPlan, Storage
-from alpa_strategy.runtime.host_link import HostLink, host_copy
+from alpa_strategy.runtime.host_parameters import HostLink, host_copy
 
 
 @dataclass(eq=False)
