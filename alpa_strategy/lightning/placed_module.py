@@ -208,7 +208,7 @@ class PlacedModule(ABC):
             on_use.rounds.begin()
         output = as_written()
         # The Trainer reduces what was logged when a loader ends: all ranks must have come to its end.
-        if on_use is not None and is_last_of_loader(self.module.trainer, *(*args[1:], None)[:2]):
+        if on_use is not None and is_last_of_loader(self.module.trainer, *args[1:]):
             on_use.rounds.finish()
         return output
 

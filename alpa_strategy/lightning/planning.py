@@ -60,10 +60,9 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
     Raises:
         UnlikeStepsError: the ranks' batches or steps differ.
     """
-    known = batch_rows.known_kinds(module.trainer, batch, job.hooks, job.may_run_as_written)
-    kinds = batch_rows.agreed_kinds(known, job.group)
+    kinds = batch_rows.agreed_kinds(module.trainer, batch, job.hooks, job.may_run_as_written, job.group)
     is_joint = job.options.rows == "rank" and world_size() > 1
-    own = batch_rows.own_leaves(kinds, batch) if is_joint else {}
+    own = batch_rows.own_leaves(kinds or {}, batch) if is_joint else {}
 
     captured = partial(
         capture_step,
