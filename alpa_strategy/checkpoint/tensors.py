@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -18,14 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a whole tensor: where it begins, and its elements (a view of this process's memory)."""
-
-    offsets: tuple[int, ...]
-    tensor: Tensor
+from alpa_strategy.runtime.sharded_parameter import Chunk
 
 
 class _Elsewhere(Tensor):

@@ -35,13 +35,13 @@ from alpa_strategy.checkpoint.sharded_state_dict import (
     load_parameters,
     module_state,
     restore_state,
+    state_dict_with,
 )
 from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
 from alpa_strategy.comm.collectives import RankZero, cpu_group, of_all_ranks, on_all_ranks, world_size
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.lightning.checks import names_in, own_hooks
 from alpa_strategy.lightning.dataloader_state import Pass, ResumableLoader, Resume, put_states, rank_state, take_up
-from alpa_strategy.runtime.optimizer_state import state_dict_with
 from alpa_strategy.runtime.parameters import ParameterStore, all_whole
 
 FORMS = ("auto", "sharded", "single")
@@ -214,7 +214,9 @@ class Checkpoints:
             self._restore_optimizer(optimizer)  # nothing was trained since it was loaded
         if self._is_sharded(strategy.checkpoint_io):
             return state_dict_with(optimizer, self._store, Sharing(self._store).shards)
-        return optimizer.state_dict() if self._run is None else self._run.whole_optimizer_state_dict(optimizer)
+        if self._run is None:
+            return optimizer.state_dict()
+        return state_dict_with(optimizer, self._store, self._store.gather_like)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any) -> bool:
         """Write a checkpoint that was made of the two above; False when only some ranks are here for it. Collective."""

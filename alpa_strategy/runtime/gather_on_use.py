@@ -299,12 +299,12 @@ class GatherOnUse:
             block = block_of.get(owner, owner)
             for parameter in own:
                 if parameter not in self._unit_of:
-                    key = block, parameter.dtype
-                    if key not in of_block or self._bytes([*self._units[of_block[key]], parameter]) > BUCKET_BYTES:
-                        of_block[key] = len(self._units)
+                    unit = of_block.get((block, parameter.dtype))
+                    if unit is None or self._store.whole_bytes([*self._units[unit], parameter]) > BUCKET_BYTES:
+                        unit = of_block[block, parameter.dtype] = len(self._units)
                         self._units.append([])
-                    self._units[of_block[key]].append(parameter)
-                    self._unit_of[parameter] = of_block[key]
+                    self._units[unit].append(parameter)
+                    self._unit_of[parameter] = unit
                 for module in (owner, block):
                     units_of.setdefault(module, {})[self._unit_of[parameter]] = None
         for module, units in units_of.items():
@@ -333,9 +333,6 @@ class GatherOnUse:
 
         # Not a hook: code may run a forward alone, once more for the backward (`runtime/made_again.py`).
         self._installed.enter_context(patched([(module, "forward", partial(_between, before, after, module.forward))]))
-
-    def _bytes(self, unit: list[nn.Parameter]) -> int:
-        return sum(self._store.whole_shape(p).numel() * p.element_size() for p in unit)
 
     def _start(self, unit: int) -> Wait:
         with torch.inference_mode(False), torch.no_grad():

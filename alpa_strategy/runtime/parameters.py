@@ -15,13 +15,11 @@ only `data` is replaced. Values and gradients move by `Reshard`s from the storag
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,7 +35,7 @@ from alpa_strategy.ir.stage_plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.gradients import GradientReducer, ReplicaReducer, Replicas, chunk_shape
 from alpa_strategy.runtime.host_parameters import HostParameters, StoredTensors
-from alpa_strategy.runtime.sharded_parameter import ShardedParameter, replace_data
+from alpa_strategy.runtime.sharded_parameter import Chunk, ShardedParameter, replace_data
 
 T = TypeVar("T")
 Look = Callable[[str, Tensor], None]  # is shown a parameter's name, and the tensor whose `.grad` the backward has made
@@ -312,6 +310,10 @@ class ParameterStore:
         known = self._known.get(parameter)
         return parameter.shape if known is None else known.shape
 
+    def whole_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Bytes of all of them, whole."""
+        return sum(self.whole_shape(p).numel() * p.element_size() for p in parameters)
+
     def is_on_host(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's part of it lies in host memory."""
         known = self._known.get(parameter)
@@ -322,19 +324,18 @@ class ParameterStore:
         known = self._known.get(parameter)
         return known is None or known.held is not None
 
-    def chunks(self, parameter: nn.Parameter, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    def chunks(self, parameter: nn.Parameter, tensor: Tensor) -> list[Chunk]:
         """The boxes of the whole parameter that this rank holds, if any: see `ShardedParameter.chunks`."""
         known = self._known.get(parameter)
         if known is None:
-            return [((0,) * tensor.dim(), tensor)]
+            return [Chunk((0,) * tensor.dim(), tensor)]
         return [] if known.held is None else known.held.chunks(tensor)
 
     def replica(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Of the ranks that hold the same part: which one this is, and how many; None outside of the owning stage."""
         known = self._known.get(parameter)
         if known is None:
-            shape, coordinate = self.mesh.shape, self.mesh.coordinate
-            return int(np.ravel_multi_index(coordinate, shape)), math.prod(shape)
+            return self.mesh.whole.index, self.mesh.whole.size
         return None if known.owned is None else known.owned.replica()
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
