@@ -46,6 +46,7 @@ _NUMBER_OF_RANKS = {"world_size", "get_world_size"}
 _KINDS: tuple[Kind, ...] = ("rows", "same", "own")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+# Between a step and the update of its weights.
 _UPDATE_HOOKS = (
     "on_before_backward",
     "backward",
@@ -406,11 +407,6 @@ def check_own_leaves(own: Mapping[int, str], step: StepGraph) -> None:
         raise NotRowsError(_of(names), REPLICA)
 
 
-def _names_in_updates(module: Any) -> frozenset[str]:
-    """Names in the code of the hooks between a step and the update of its weights."""
-    return names_in(getattr(owner, name) for owner, name in own_hooks(module, _UPDATE_HOOKS))
-
-
 def check_own_numbers(
     hooks: BatchHooks,
     module: Any,
@@ -426,7 +422,7 @@ def check_own_numbers(
     with all ranks' in their place is another one: their number, an attribute or in the batch, a list of something
     (names) for each, and the number of ranks.
     """
-    used, later = set(step.consumers), _names_in_updates(module)
+    used, later = set(step.consumers), names_in(own_hooks(module, _UPDATE_HOOKS))
     parts = {path for path, _ in module.named_modules()}  # these, methods and classes are no numbers of rows
     read = [g.label for g in step.attributes if g.label not in parts and not callable(g.namespace.get(g.name))]
     read += [b.name for b in step.buffers if b.value in used]

@@ -131,6 +131,8 @@ class Checkpoints:
                 f"the checkpoint has states of {len(stored)} optimizers, configure_optimizers gave {len(optimizers)}",
                 "give as many, or load only the model (load_from_checkpoint)",
             )
+        # A hook before the first batch may look at optimizers' state, which then is whole until the plan.
+        is_edited_early = "state" in names_in(own_hooks(self._trainer.lightning_module, _EARLY))
         for optimizer, own in zip(optimizers, stored, strict=True):
             parts = (own.get("state"), own.get("param_groups")) if isinstance(own, dict) else ()
             if not parts or not isinstance(parts[0], dict) or not isinstance(parts[1], list):
@@ -140,13 +142,8 @@ class Checkpoints:
             optimizer.load_state_dict({**own, "state": {}})
             self._optimizer_states[id(optimizer)] = parts[0]
             is_made = not any(p.is_meta for group in optimizer.param_groups for p in group["params"])
-            if self._run is None and is_made and self._is_edited_early():
+            if self._run is None and is_made and is_edited_early:
                 self._restore_optimizer(optimizer)
-
-    def _is_edited_early(self) -> bool:
-        """Whether a hook before the first batch may look at optimizers' state, which then is whole until the plan."""
-        hooks = own_hooks(self._trainer.lightning_module, _EARLY)
-        return "state" in names_in(getattr(owner, name) for owner, name in hooks)
 
     @property
     def resumed(self) -> Mapping[str, Any]:

@@ -202,10 +202,7 @@ class DeferredInit:
             return made[id(tensor)]
 
         for child in module.modules():
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    child._buffers[name] = real(buffer)
-            for name, value in list(vars(child).items()):
+            for name, value in list(vars(child).items()):  # its dict of buffers is one of them
                 leaves = pytree.tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ()
                 if any(isinstance(leaf, Tensor) and real(leaf) is not leaf for leaf in leaves):
                     child.__dict__[name] = pytree.tree_map_only(Tensor, real, value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,7 +181,10 @@ def unshard_for_hooks(
             f"alpa: {', '.join(every_step)} may look at parameters or gradients: they are gathered for it at every "
             "step, which costs time and memory. Hooks that need no whole parameters are quicker without naming any"
         )
-    with patched((owner, name, _unsharded(owner, name, whole)) for owner, name in seeing):
+    with patched(
+        (owner, name, whole.entered(with_gradients=name in _GRADIENT_HOOKS)(getattr(owner, name)))
+        for owner, name in seeing
+    ):
         yield
 
 
@@ -201,17 +204,6 @@ def _has_room(owner: Any, name: str, fits: Callable[[bool], str | None]) -> bool
     return against is None
 
 
-def _unsharded(owner: Any, name: str, whole: FullParameters) -> Callable[..., Any]:
-    hook = getattr(owner, name)
-
-    @wraps(hook)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with whole.entered(with_gradients=name in _GRADIENT_HOOKS):
-            return hook(*args, **kwargs)
-
-    return call
-
-
 def check_backward(module: LightningModule) -> None:
     """SetupError where the module's own `backward` works on gradients: the ranks' are summed after it."""
     if is_overridden(module, "backward", LightningModule) and _looks(module, "backward"):
@@ -225,7 +217,7 @@ def _looks(owner: Any, name: str) -> bool:
     """Whether a hook of the owner's own may look at parameters."""
     if isinstance(owner, (*_LOOKING, BaseFinetuning)):  # which compares values: parts of two parameters may be equal
         return True
-    return any(map(_PARAMETER_WORDS.search, names_in([getattr(owner, name)]) - _NOT_PARAMETERS))
+    return any(map(_PARAMETER_WORDS.search, names_in([(owner, name)]) - _NOT_PARAMETERS))
 
 
 # Clipping over parts

@@ -315,34 +315,34 @@ class GatherOnUse:
         """Let its parameters be whole while it runs, and what they are gathered with as well."""
         own = [p for p in dict.values(module._parameters) if p is not None and p in self._unit_of]
 
-        def before() -> None:
+        @contextmanager
+        def running() -> Iterator[None]:
             if self._depth and not self._keeps:
                 for parameter in own:
                     self.need(parameter)
                 self._users.update(units)
-
-        def after() -> None:
-            if not self._depth or self._keeps or self._stays_whole:
-                return
-            self._users.subtract(units)
-            for parameter in (p for unit in units if self._users[unit] <= 0 for p in self._units[unit]):
-                if parameter in self._whole:
-                    self._take_changes(parameter)
-                    del self._whole[parameter]
-                    set_data([(parameter, self._nothing(parameter))])
+            try:
+                yield
+            finally:
+                if self._depth and not self._keeps and not self._stays_whole:
+                    self._users.subtract(units)
+                    self._drop_unused(units)
 
         # Not a hook: code may run a forward alone, once more for the backward (`runtime/made_again.py`).
-        self._installed.enter_context(patched([(module, "forward", partial(_between, before, after, module.forward))]))
+        self._installed.enter_context(patched([(module, "forward", running()(module.forward))]))
 
+    def _drop_unused(self, units: list[int]) -> None:
+        for parameter in (p for unit in units if self._users[unit] <= 0 for p in self._units[unit]):
+            if parameter in self._whole:
+                self._take_changes(parameter)
+                del self._whole[parameter]
+                set_data([(parameter, self._nothing(parameter))])
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _start(self, unit: int) -> Wait:
-        with torch.inference_mode(False), torch.no_grad():
-            wait = self._store.start_gather({p: self._parts[p] for p in self._units[unit]})
-
-        def whole() -> list[Tensor]:
-            with torch.inference_mode(False), torch.no_grad():
-                return wait()
-
-        return whole
+        wait = self._store.start_gather({p: self._parts[p] for p in self._units[unit]})
+        return torch.inference_mode(False)(torch.no_grad()(wait))
 
     def _may_start(self, unit: int) -> bool:
         """What is whole now may be changed before it is gathered again."""
@@ -359,14 +359,6 @@ class GatherOnUse:
         value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
         one = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
         return one.expand(self._store.whole_shape(parameter))
-
-
-def _between(before: Callable[[], None], after: Callable[[], None], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-    before()
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        after()
 
 
 def set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

@@ -53,7 +53,6 @@ class MeshParameters:
         self._replicas = replicas
         self._host: HostParameters | None = None
         self._results = StoredTensors()
-        self._sharded: dict[str, ShardedParameter] = {}
         self._by_name: dict[str, ShardedParameter] = {}  # by every name of a tied parameter
         self._by_parameter: dict[nn.Parameter, ShardedParameter] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -63,14 +62,14 @@ class MeshParameters:
         if (known := self._by_parameter.get(parameter)) is not None:
             return known
         sharded = ShardedParameter.of(given, plan, parameter, self.mesh, self._replicas is not None)
-        self._sharded[given.name] = self._by_parameter[parameter] = sharded
+        self._by_parameter[parameter] = sharded
         self._by_name.update(dict.fromkeys(given.names, sharded))
         return sharded
 
     def shard(self, values: Callable[[nn.Parameter], Tensor], bucket_bytes: int, look: Look | None) -> None:
         """See `ParameterStore.shard`."""
         self._look = look
-        for sharded in self._sharded.values():
+        for sharded in self._by_parameter.values():
             parameter = sharded.parameter
             if not sharded.is_whole or sharded.plan.on_host:
                 whole = values(parameter)
@@ -82,7 +81,7 @@ class MeshParameters:
                 parameter.grad = None
             elif values is not Tensor.detach:
                 parameter.data = values(parameter)
-        trained = [sharded for sharded in self._sharded.values() if sharded.parameter.requires_grad]
+        trained = [sharded for sharded in self._by_parameter.values() if sharded.parameter.requires_grad]
         if self._replicas is not None:
             self.reducer: GradientReducer = ReplicaReducer(self._replicas, trained, bucket_bytes)
         else:
@@ -99,7 +98,7 @@ class MeshParameters:
             handle.remove()
         self._hooks.clear()
         self.after_optimizer_step()
-        for sharded in self._sharded.values():
+        for sharded in self._by_parameter.values():
             sharded.accumulator = None  # it remembers the shard's shape
 
     def step_inputs(self, ahead_bytes: int = 0) -> Mapping[str, Tensor]:
@@ -110,7 +109,7 @@ class MeshParameters:
         Args:
             ahead_bytes: of gradients whose sums (ZeRO-3) go on beside the backward.
         """
-        for sharded in self._sharded.values():
+        for sharded in self._by_parameter.values():
             if sharded.is_gathered_once and sharded.leaf is None and sharded.link is None:
                 sharded.begin_gathering()
         if not ahead_bytes or not torch.is_grad_enabled():
@@ -118,8 +117,8 @@ class MeshParameters:
         sums = Sums(ahead_bytes)
         # A gradient that is summed once more, in buckets, wants to come early.
         entered = {
-            name: sharded.in_step(Entrance.apply(sharded.parameter, sums))
-            for name, sharded in self._sharded.items()
+            sharded.name: sharded.in_step(Entrance.apply(sharded.parameter, sums))
+            for sharded in self._by_parameter.values()
             if sharded.parameter.requires_grad and sharded.plan.uses_shards and not sharded.plan.is_fetched
             if not sharded.is_gathered_once and not sharded.to_use.backward_steps
         }
@@ -170,7 +169,7 @@ class MeshParameters:
 
     def after_optimizer_step(self) -> None:
         """Parameters have new values: copies that were gathered for the last step go."""
-        for sharded in self._sharded.values():
+        for sharded in self._by_parameter.values():
             sharded.drop_copy()
 
     def _watch(self, sharded: ShardedParameter) -> None:
