@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.serialization import _get_layout
 
-from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, from_file, put_tensors
+from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, from_file
 from alpa_strategy.errors import CheckpointError
 from alpa_strategy.files import is_possible, read_json
 
@@ -61,8 +61,7 @@ def open_checkpoint(path: str | Path, weights_only: bool | None = None) -> dict[
     with reading(place):
         if place.is_dir():
             sums = _check_complete(place)
-            rest, places = from_file(place / REST, weights_only)
-            return checked(put_tensors(rest, places, _stored_tensors(place, sums)), place)
+            return checked(from_file(place / REST, weights_only, _stored_tensors(place, sums)), place)
         mapped = zipfile.is_zipfile(place)  # only the format of today's `torch.save` can be memory-mapped
         return checked(torch.load(place, map_location="cpu", weights_only=weights_only, mmap=mapped), place)
 

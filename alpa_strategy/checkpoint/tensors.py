@@ -140,16 +140,6 @@ def take_shards(checkpoint: Any) -> tuple[Any, dict[Path, str], dict[str, LocalS
     return _mapped(checkpoint, (), LocalShards, visit), places, shards
 
 
-def put_tensors(rest: Any, places: Mapping[Path, str], tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of `take_shards`, with `tensors` by key; changes `rest` where it can."""
-    for path, key in places.items():
-        owner = rest
-        for step in path[:-1]:
-            owner = owner[step]
-        owner[path[-1]] = tensors[key]
-    return rest
-
-
 def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """`tree` with `change(leaf)` in the place of every leaf of class `kind`."""
     return _mapped(tree, (), kind, lambda _, leaf: change(leaf))
@@ -165,10 +155,16 @@ def to_bytes(rest: Any, places: Mapping[Path, str]) -> bytes | Exception:
     return buffer.getvalue()
 
 
-def from_file(path: Any, weights_only: bool | None) -> tuple[Any, dict[Path, str]]:
-    """(rest, places) of a stored checkpoint, as `torch.load(..., weights_only)` reads it."""
+def from_file(path: Any, weights_only: bool | None, tensors: Mapping[str, Tensor]) -> Any:
+    """The checkpoint that `to_bytes` stored, as `torch.load(..., weights_only)` reads it, with `tensors` by key where
+    shards were."""
     stored = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
-    return stored["rest"], {tuple(place): key for place, key in stored["places"]}
+    for place, key in stored["places"]:
+        owner = stored["rest"]
+        for step in place[:-1]:
+            owner = owner[step]
+        owner[place[-1]] = tensors[key]
+    return stored["rest"]
 
 
 def _mapped(value: Any, path: Path, kind: type, change: Callable[[Path, Any], Any]) -> Any:

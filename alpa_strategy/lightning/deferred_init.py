@@ -88,9 +88,7 @@ class DeferredInit:
         _agree(self._recorder)
         self._make_others(module)
         is_training = trainer.state.fn == TrainerFn.FITTING
-        if not is_on_meta(module):
-            self._finish()
-        elif world_size() == 1 or (not is_training and fits(module)):
+        if not is_on_meta(module) or world_size() == 1 or (not is_training and fits(module)):
             self._put_placeholders(module)
             self._finish()
         elif is_training and trainer.num_sanity_val_steps and trainer.enable_validation:

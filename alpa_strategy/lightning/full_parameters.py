@@ -164,10 +164,9 @@ _PARAMETER_WORDS = re.compile(
 _NOT_PARAMETERS = {"param_groups", "add_param_group", "gradient_clip_val", "gradient_clip_algorithm"}
 
 
-@contextmanager
 def unshard_for_hooks(
     module: LightningModule, whole: FullParameters, fits: Callable[[bool], str | None]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Context of a running training: its hooks that look at parameters see whole ones.
 
     Args:
@@ -181,11 +180,10 @@ def unshard_for_hooks(
             f"alpa: {', '.join(every_step)} may look at parameters or gradients: they are gathered for it at every "
             "step, which costs time and memory. Hooks that need no whole parameters are quicker without naming any"
         )
-    with patched(
+    return patched(
         (owner, name, whole.entered(with_gradients=name in _GRADIENT_HOOKS)(getattr(owner, name)))
         for owner, name in seeing
-    ):
-        yield
+    )
 
 
 def _has_room(owner: Any, name: str, fits: Callable[[bool], str | None]) -> bool:

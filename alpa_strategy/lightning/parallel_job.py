@@ -120,10 +120,7 @@ def _say_ended(rank: int) -> None:
 
 
 def _how(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
+    name = next((each.name for each in signal.Signals if each == number), f"signal {number}")  # some have no name
     hint = "; out of memory is a common reason" if number == signal.SIGKILL else ""
     return f"was ended by {name}{hint}"
 
@@ -201,7 +198,7 @@ class ParallelJob(DDPStrategy):
             job_store(),
             self.global_rank,
             self.world_size,
-            children=self._children,
+            children=self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple,
             last=discard_unfinished,
         )
         self._watch.start()
@@ -209,10 +206,6 @@ class ParallelJob(DDPStrategy):
             # Lightning sets its launcher's process alone to fewer threads, and another number of threads rounds
             # otherwise: work that several ranks do alike would give them weights that drift apart.
             torch.set_num_threads(min(of_all_ranks(torch.get_num_threads())))
-
-    def _children(self) -> Sequence[subprocess.Popen]:
-        """The processes that this one launched, for who ends them."""
-        return self._launcher.children_to_end() if isinstance(self._launcher, Launcher) else ()
 
     # Values between ranks
 

@@ -46,11 +46,6 @@ class View:
     offset: int
     dtype: torch.dtype
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return torch.Size(self.size).numel() * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class Given:
@@ -165,9 +160,8 @@ class Recorder(TorchDispatchMode):
         return len(self._writers[number]) + self._earlier_writes.get(number, 0)
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        """Where the real tensor will lie."""
-        number = self._numbers.get(_key(tensor)) if tensor.is_meta else None
-        return self.device if number is None else self._devices[number]
+        """Where the real tensor of a meta tensor will lie."""
+        return self._devices.get(self._numbers.get(_key(tensor), -1), self.device)
 
     def _describe(self, tensor: Tensor) -> View:
         key = _key(tensor)
@@ -242,7 +236,7 @@ class Recorder(TorchDispatchMode):
         for tensor, whole in written:
             view = self._describe(tensor)
             only_target = whole and sum(other.storage == view.storage for other in views) == 1
-            writes[view.storage] = only_target and view.num_bytes == self._num_bytes[view.storage]
+            writes[view.storage] = only_target and tensor.nbytes == self._num_bytes[view.storage]
             if only_target:
                 unread.add(view.storage)
         of_first = self._devices[views[0].storage] if views else torch.device("cpu")

@@ -280,9 +280,7 @@ class GatherOnUse:
         if unit not in self._again:
             self._again.clear()
             self._again[unit] = self.rounds.fetch(unit)
-        return next(
-            whole for each, whole in zip(self._units[unit], self._again[unit], strict=True) if each is parameter
-        )
+        return dict(zip(self._units[unit], self._again[unit], strict=True))[parameter]
 
     def _install(self) -> None:
         """Units are the parameters of a block, or of a module outside of blocks, up to a bucket's bytes."""
