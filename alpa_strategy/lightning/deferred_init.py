@@ -163,8 +163,8 @@ class DeferredInit:
         """Let modules on the meta device that nobody recorded initialise themselves, in the tree's order."""
         missing = set(self._uninitialised(module))
         for prefix, child in module.named_modules():
-            own = [name for name, _ in (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False))]
-            if not any(f"{prefix}.{name}".removeprefix(".") in missing for name in own):
+            own = *child.named_parameters(prefix, recurse=False), *child.named_buffers(prefix, recurse=False)
+            if missing.isdisjoint(name for name, _ in own):
                 continue
             reset = next((getattr(child, name) for name in RESETS if callable(getattr(child, name, None))), None)
             if reset is not None:

@@ -33,11 +33,8 @@ from alpa_strategy.runtime.parameters import ParameterStore
 class FullParameters:
     """Context in which the module holds whole parameters; what is changed in them is kept. May be entered again inside.
 
-    Args:
-        store: the run's parameters.
-
     Attributes:
-        store: this.
+        store: the run's parameters.
         on_use: gathers parameters where they are used, as long as it is active: they are as good as whole then.
     """
 

@@ -66,13 +66,8 @@ class Launcher(_SubprocessScriptLauncher):
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             self._call_children_scripts()
             first_rank = self.cluster_environment.node_rank() * self.num_processes + 1
-            watch = threading.Thread(
-                target=watch_children,
-                args=(self.procs, first_rank, self._ending),
-                daemon=True,
-                name="alpa-child-watch",
-            )
-            watch.start()
+            watched = self.procs, first_rank, self._ending
+            threading.Thread(target=watch_children, args=watched, daemon=True, name="alpa-child-watch").start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
@@ -194,13 +189,8 @@ class ParallelJob(DDPStrategy):
             device_id=self.root_device if self.root_device.type != "cpu" else None,
             **store,
         )
-        self._watch = FailureWatch(
-            job_store(),
-            self.global_rank,
-            self.world_size,
-            children=self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple,
-            last=discard_unfinished,
-        )
+        children = self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple
+        self._watch = FailureWatch(job_store(), self.global_rank, self.world_size, children, last=discard_unfinished)
         self._watch.start()
         if self.root_device.type == "cpu":
             # Lightning sets its launcher's process alone to fewer threads, and another number of threads rounds

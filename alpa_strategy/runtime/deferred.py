@@ -424,10 +424,7 @@ def _asks_for_meta(kwargs: dict[str, Any]) -> bool:
 
 def _on_real_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Keyword arguments with `device` where they say meta."""
-    asked = kwargs.get("device")
-    if asked is None:
-        return kwargs
-    return {**kwargs, "device": device if _asks_for_meta(kwargs) else torch.device(asked)}
+    return {**kwargs, "device": device} if _asks_for_meta(kwargs) else kwargs
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, bool]]:

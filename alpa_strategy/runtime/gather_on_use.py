@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -326,8 +326,9 @@ class GatherOnUse:
                     self._users.subtract(units)
                     self._drop_unused(units)
 
-        # Not a hook: code may run a forward alone, once more for the backward (`runtime/made_again.py`).
-        self._installed.enter_context(patched([(module, "forward", running()(module.forward))]))
+        # Not a hook: code may run a forward alone, once more for the backward (`runtime/made_again.py`). A partial, not
+        # a decorated function: a copy of the module runs its own.
+        self._installed.enter_context(patched([(module, "forward", partial(_within, running, module.forward))]))
 
     def _drop_unused(self, units: list[int]) -> None:
         for parameter in (p for unit in units if self._users[unit] <= 0 for p in self._units[unit]):
@@ -357,6 +358,11 @@ class GatherOnUse:
         value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
         one = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
         return one.expand(self._store.whole_shape(parameter))
+
+
+def _within(context: Callable[[], AbstractContextManager[None]], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    with context():
+        return forward(*args, **kwargs)
 
 
 def set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
