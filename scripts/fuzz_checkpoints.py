@@ -26,7 +26,7 @@ import lightning.pytorch as pl
 import torch
 
 from alpa_strategy import AlpaError, AlpaStrategy, export_checkpoint, open_checkpoint
-from alpa_strategy.checkpoint.directory import COMPLETE, METADATA, REST
+from alpa_strategy.checkpoint.opening import COMPLETE, METADATA, REST
 from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -1,23 +1,49 @@
-"""CheckpointWriter: the one that a job's sharded checkpoints go through, at once or in the background; and
-`export_checkpoint`: a sharded checkpoint as an ordinary Lightning file, as a plain Trainer on one device writes it."""
+"""Writing checkpoints: `CheckpointWriter`, the one that a job's sharded checkpoints go through, at once or in the
+background; and `export_checkpoint`: one as an ordinary Lightning file, as a plain Trainer on one device writes it.
+
+A sharded checkpoint is a directory that all ranks write through `torch.distributed.checkpoint` (DCP), beside its place
+under a hidden name. It takes its place when everything is on disk: a reader sees the whole old checkpoint or the whole
+new one. The hidden name holds no part of the checkpoint's own: nothing that lists a folder (`ckpt_path="last"`, SLURM's
+`hpc_ckpt_*`) takes it for one.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
-from alpa_strategy.checkpoint.directory import remove_checkpoint, save_directory, sync_folder
-from alpa_strategy.checkpoint.opening import open_checkpoint
+from alpa_strategy.checkpoint.opening import (
+    COMPLETE,
+    FORMAT_VERSION,
+    METADATA,
+    REST,
+    beside,
+    check_files,
+    checksum,
+    open_checkpoint,
+    place_of,
+)
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, map_tensors, take_shards, to_bytes
 from alpa_strategy.comm.collectives import Background
-from alpa_strategy.errors import CheckpointError
-from alpa_strategy.files import is_possible, replacing
+from alpa_strategy.errors import AlpaError, CheckpointError
+from alpa_strategy.files import is_possible, replacing, write_json
 
 
 class CheckpointWriter:
@@ -42,7 +68,7 @@ class CheckpointWriter:
             CheckpointError: on every rank; in the background, from the next call of a method.
         """
         self.wait()
-        target = local_path(path)
+        target = _local_path(path)
         rest, places, shards = take_shards(checkpoint)
         content = to_bytes(rest, places) if self._is_rank_zero else b""
         if not in_background:
@@ -55,18 +81,18 @@ class CheckpointWriter:
         """Remove a checkpoint; after the save that is under way, and not if that fails (it may be the last one)."""
         if not self._is_rank_zero:
             return
-        target = local_path(path)
+        target = _local_path(path)
         if self._background.is_busy:
-            self._background.run(lambda: remove_checkpoint(target))
+            self._background.run(lambda: _remove(target))
         else:
-            remove_checkpoint(target)
+            _remove(target)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Return when nothing is under way (or at the timeout); raise what failed."""
         self._background.wait(timeout_seconds)
 
 
-def local_path(path: str | Path) -> Path:
+def _local_path(path: str | Path) -> Path:
     """The path as an absolute one of a local (or mounted) file system; CheckpointError for URLs."""
     if "://" in str(path):
         raise CheckpointError(
@@ -104,7 +130,7 @@ def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool
     try:
         with replacing(target) as temporary:
             torch.save(_mapped_tensors(checkpoint, target.parent), temporary)
-        sync_folder(target.parent)
+        _sync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}", "give a path with enough space") from error
     return target
@@ -123,3 +149,216 @@ def _mapped_tensors(checkpoint: Any, folder: Path) -> Any:
         return whole[stored.key]
 
     return map_tensors(checkpoint, StoredTensor, mapped)
+
+
+# Writing a directory through DCP
+
+
+def save_directory(
+    path: Path, shards: Mapping[str, LocalShards], rest: bytes | Exception, group: dist.ProcessGroup | None = None
+) -> None:
+    """Write a checkpoint's tensors and the rest of it. Collective over `group`.
+
+    Every element of every tensor must be in the chunks of a rank, and may be in those of several.
+
+    Args:
+        path: absolute, of a local or mounted file system.
+        shards: key -> what this rank writes of that tensor.
+        rest: the other content (rank 0's counts), or why there is none.
+        group: process group with a CPU backend; None: this process alone.
+
+    Raises:
+        CheckpointError: on every rank, when any rank could not write its part; `path` is as it was then.
+    """
+    writer = _Writer(path, rest)
+    try:
+        with writer.lock(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(
+                dict(shards),
+                storage_writer=writer,
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=group,
+                no_dist=group is None,
+            )
+    except dcp.CheckpointException as failure:
+        rank, (error, _) = min(failure.failures.items())
+        if isinstance(error, AlpaError):
+            raise CheckpointError(error.problem, error.fix) from failure
+        raise CheckpointError(
+            f"the checkpoint {path} was not written: rank {rank}: {type(error).__name__}: {error}",
+            "the checkpoint of before, if any, is untouched; mend the cause and save again",
+        ) from failure
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes beside the checkpoint's place; rank 0 puts the whole of it in place after all ranks have written.
+
+    Its steps run where DCP hands errors of one rank to all.
+    """
+
+    def __init__(self, target: Path, rest: bytes | Exception) -> None:
+        # The same place on every rank, cleared by the next try.
+        self._target, self._rest, self._staging = target, rest, beside(target, "saving")
+        # Its name may not be on disk before its content is.
+        super().__init__(self._staging, sync_files=True)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Around writing. Where it fails, whoever comes here removes what nobody will complete any more."""
+        _LOCKS[self._staging] = None
+        try:
+            yield
+        except BaseException:
+            discard_unfinished()
+            raise
+        finally:
+            _unlock(self._staging)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if isinstance(self._rest, Exception):
+            raise self._rest
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        _check_replaceable(self._target)
+        _delete_abandoned(self._target.parent)
+        _delete(self._staging)
+        self._staging.mkdir(parents=True)
+        _LOCKS[self._staging] = _locked(self._staging)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        self._staging.mkdir(parents=True, exist_ok=True)  # a shared file system may show it late
+        written = super().write_data(plan, planner)
+        return written.then(lambda done: [(result, self._sum(result.storage_data)) for result in done.value()])
+
+    def _sum(self, info: _StorageInfo) -> int:
+        with (self._staging / info.relative_path).open("rb") as file:
+            return checksum(file, info)
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        super().finish(metadata, [[result for result, _ in rank] for rank in results])
+        assert isinstance(self._rest, bytes)
+        with replacing(self._staging / REST) as file:  # on disk before its name is
+            file.write_bytes(self._rest)
+        sums = {place_of(result.storage_data): crc for rank in results for result, crc in rank}
+        self._mark_complete({place.partition("@")[0] for place in sums} | {REST}, sums)
+        _put_in_place(self._staging, self._target)
+
+    def _mark_complete(self, names: set[str], sums: dict[str, int]) -> None:
+        """Write the marker after all files, which must be there.
+
+        Raises:
+            CheckpointError: a file that a rank has written is not here.
+        """
+        check_files(self._staging, dict.fromkeys(names, -1))
+        files = {file.name: file.stat().st_size for file in self._staging.iterdir()}
+        for info in (_StorageInfo(name, 0, files[name]) for name in (REST, METADATA)):
+            sums[place_of(info)] = self._sum(info)
+        content = {"to_read": TO_READ, "format": FORMAT_VERSION, "files": files, "sums": sums}
+        write_json(self._staging / COMPLETE, content)
+        _sync_folder(self._staging)
+
+
+TO_READ = "`import alpa_strategy` lets any Trainer and `load_from_checkpoint` read it; `alpa export` makes it one file"
+_LOCKS: dict[Path, int | None] = {}  # what this process writes; rank 0: with the folder's lock
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def discard_unfinished() -> None:
+    """Remove what this process is in the middle of writing, unless it is rank 0's business, which is still alive."""
+    for staging in list(_LOCKS):
+        _unlock(staging)
+        _delete_abandoned(staging.parent)
+
+
+def _delete_abandoned(folder: Path) -> None:
+    """Remove partial checkpoints of jobs whose rank 0 is gone: nobody holds their locks any more."""
+    for staging in folder.glob(".alpa.*.saving"):
+        if staging.is_dir() and not (staging / COMPLETE).exists() and (lock := _locked(staging)) is not None:
+            with suppress(OSError):  # other ranks do the same
+                _delete(staging)
+            os.close(lock)
+
+
+def _unlock(staging: Path) -> None:
+    lock = _LOCKS.pop(staging, None)
+    if lock is not None:
+        os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor with the folder's lock, None where another process has it or the file system has no locks."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    except OSError:
+        os.close(descriptor)
+        return None
+
+
+# Names in a folder
+
+
+def _check_replaceable(target: Path) -> None:
+    """CheckpointError when something stands at `target` that is no checkpoint and would be lost."""
+    if target.is_dir() and not target.is_symlink() and any(target.iterdir()) and not (target / COMPLETE).exists():
+        raise CheckpointError(
+            f"{target} is a directory that is not a checkpoint; it will not be replaced by one",
+            "give the checkpoint a name of its own",
+        )
+
+
+def _put_in_place(staging: Path, target: Path) -> None:
+    """Let the complete `staging` be `target`, in the place of what may be there. See `restore_interrupted`."""
+    if not os.path.lexists(target):
+        os.rename(staging, target)
+    elif not _exchange(staging, target):  # a file system without the exchange: for an instant neither is there
+        old = beside(target, "replaced")
+        _delete(old)
+        os.rename(target, old)
+        os.rename(staging, target)
+        _delete(old)
+    _sync_folder(target.parent)
+    _delete(staging)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step (Linux); False where it is not supported."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint (a directory, file or link): at once under its name, then its content."""
+    for purpose in ("saving", "replaced"):  # what a killed process may have left of it
+        _delete(beside(path, purpose))
+    if os.path.lexists(path):
+        trash = beside(path, "removed")
+        _delete(trash)
+        os.rename(path, trash)
+        _delete(trash)
+
+
+def _delete(path: Path) -> None:
+    """Remove whatever stands at `path`."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,8 +1,14 @@
-"""The state of a sharded training as a checkpoint's tensors, and back: parameters and the optimizer's state."""
+"""The state of a sharded training, parameters and the optimizer's, between whole tensors (before and after it, in
+checkpoints) and the parts that this rank holds of them.
+
+The optimizer object, its groups and its parameters stay the same; only the tensors of `state` that have a parameter's
+shape are cut or gathered. Step counters and the like are left alone. Every rank keeps the state of its own stages'
+parameters; a checkpoint holds all of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,10 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from alpa_strategy.capture.python_state import patched
-from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, read_chunks
+from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, read_chunks
 from alpa_strategy.errors import CheckpointError
-from alpa_strategy.runtime.optimizer_state import numbers_of
 from alpa_strategy.runtime.parameters import ParameterStore
+
+Place = Callable[[nn.Parameter, Tensor], Any]  # (parameter, this rank's part of a tensor that lies like it)
 
 
 class Sharing:
@@ -38,8 +45,7 @@ class Sharing:
         is_mine = replica is not None and self._is_mine(
             replica[0] + which * replica[1], replica[1] * of, shape.numel() * tensor.element_size()
         )
-        boxes = self.store.chunks(parameter, tensor) if is_mine else []
-        return LocalShards(shape, tensor.dtype, [Chunk(offsets, view.detach()) for offsets, view in boxes])
+        return LocalShards(shape, tensor.dtype, self.store.chunks(parameter, tensor) if is_mine else [])
 
     def _is_mine(self, index: int, count: int, num_bytes: int) -> bool:
         loads = self._loads.setdefault(count, [0] * count)
@@ -59,31 +65,6 @@ def _standing_in(module: nn.Module, others: Mapping[nn.Parameter, Tensor]) -> Ab
     """Context in which the module has other tensors in the place of parameters."""
     places = [(m._parameters, key, p) for m in module.modules() for key, p in m._parameters.items()]
     return patched((parameters, key, others[p]) for parameters, key, p in places if p is not None and p in others)
-
-
-@torch.no_grad()
-def restore_state(optimizer: Optimizer, stored: Mapping[int, Mapping[str, Any]], store: ParameterStore) -> None:
-    """Read this rank's part of the optimizer's state, by number of the parameter; its groups stay as they are.
-
-    Args:
-        stored: as in a plain optimizer's state dict, with whole tensors on disk or in memory.
-    """
-    now = optimizer.state_dict()
-    state = {}
-    for parameter, number in numbers_of(optimizer, now).items():
-        if number in stored and store.holds(parameter):
-            state[number] = {key: _local(value, parameter, store) for key, value in stored[number].items()}
-    optimizer.load_state_dict({**now, "state": state})
-
-
-def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if parameter in store and value.dim() > 0 and value.shape == store.whole_shape(parameter):
-        local = torch.empty(parameter.shape, dtype=value.dtype, device=parameter.device)
-        read_chunks(value, [Chunk(offsets, view) for offsets, view in store.chunks(parameter, local)])
-        return local
-    return value.whole() if isinstance(value, StoredTensor) else value.clone()
 
 
 # Reading into a module, or into the parts of it that this rank holds
@@ -108,8 +89,7 @@ def load_parameters(state_dict: Mapping[str, Tensor], store: ParameterStore) -> 
                 f"{store.name_of(parameter)} has shape {list(source.shape)} in the checkpoint and {list(shape)} here",
                 "load a checkpoint of the same model",
             )
-        held = store.chunks(parameter, parameter.detach())
-        read_chunks(source, [Chunk(offsets, view) for offsets, view in held])
+        read_chunks(source, store.chunks(parameter, parameter.detach()))
 
 
 def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], store: ParameterStore, strict: bool) -> None:
@@ -129,3 +109,115 @@ def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], store: Para
             if value is None:
                 raise CheckpointError(f"the checkpoint has no values of {name!r}", "load another one") from None
         raise
+
+
+# The optimizer's state
+
+
+@torch.no_grad()
+def restore_state(optimizer: Optimizer, stored: Mapping[int, Mapping[str, Any]], store: ParameterStore) -> None:
+    """Read this rank's part of the optimizer's state, by number of the parameter; its groups stay as they are.
+
+    Args:
+        stored: as in a plain optimizer's state dict, with whole tensors on disk or in memory.
+    """
+    now = optimizer.state_dict()
+    state = {}
+    for parameter, number in numbers_of(optimizer, now).items():
+        if number in stored and store.holds(parameter):
+            state[number] = {key: _local(value, parameter, store) for key, value in stored[number].items()}
+    optimizer.load_state_dict({**now, "state": state})
+
+
+def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if parameter in store and value.dim() > 0 and value.shape == store.whole_shape(parameter):
+        local = torch.empty(parameter.shape, dtype=value.dtype, device=parameter.device)
+        read_chunks(value, store.chunks(parameter, local))
+        return local
+    return value.whole() if isinstance(value, StoredTensor) else value.clone()
+
+
+@torch.no_grad()
+def shard_state(
+    optimizer: Optimizer, store: ParameterStore, values: Callable[[Tensor], Tensor] = Tensor.detach
+) -> None:
+    """Keep this rank's part of every state tensor (of a restored checkpoint), nothing of parameters that it does not
+    hold.
+
+    Args:
+        values: gives the whole of a state tensor.
+    """
+    for parameter in parameters_of(optimizer):
+        if parameter not in optimizer.state:
+            continue
+        if not store.holds(parameter):
+            del optimizer.state[parameter]
+            continue
+        state = optimizer.state[parameter]
+        whole = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        state.update({key: store.shard_like(parameter, values(value)) for key, value in whole.items()})
+
+
+def unshard_state(optimizer: Optimizer, store: ParameterStore) -> None:
+    """Give every rank the whole state of every parameter. Collective."""
+
+    def whole(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        return store.gather_like(parameter, tensor).to(parameter.device)  # where the optimizer has it
+
+    for parameter, state in _states(optimizer, store, whole):
+        optimizer.state[parameter].update(state)
+
+
+def state_dict_with(optimizer: Optimizer, store: ParameterStore, place: Place) -> dict[str, Any]:
+    """`optimizer.state_dict()` of all stages' parameters, on every rank. Collective.
+
+    Args:
+        place: gives what stands for a tensor that lies as its parameter does; outside of the stage that owns the
+            parameter it gets an empty one. It is called in the same order on all ranks.
+    """
+    result = optimizer.state_dict()
+    numbers = numbers_of(optimizer, result)
+    state = {numbers[parameter]: state for parameter, state in _states(optimizer, store, place)}
+    return {**result, "state": {number: state[number] for number in numbers.values() if number in state}}
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """In the groups' order: the same on every rank, as collectives need it."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def numbers_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[nn.Parameter, int]:
+    """Parameter -> its number in the optimizer's state dict."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    return dict(zip(parameters_of(optimizer), numbers, strict=True))
+
+
+@torch.no_grad()
+def _states(optimizer: Optimizer, store: ParameterStore, place: Place) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    """(parameter, its state with `place`d tensors) of all that have one, one after the other on all ranks together."""
+    states = {p: optimizer.state[p] for p in parameters_of(optimizer) if p in optimizer.state}
+    said = store.said_by_owners({p: {k: _described(v, p) for k, v in state.items()} for p, state in states.items()})
+    for parameter in (each for each in parameters_of(optimizer) if each in said):
+        own = optimizer.state.get(parameter, {})
+        state: dict[str, Any] = {}
+        for key, (what, lies_like_it, is_on_device) in said[parameter].items():
+            if not isinstance(what, Tensor) or not what.is_meta:
+                state[key] = own.get(key, what.to(parameter.device) if is_on_device else what)
+                continue
+            part = own.get(key, torch.empty(0, dtype=what.dtype))
+            if lies_like_it:
+                state[key] = place(parameter, part)
+            else:  # rows and columns of a factored moment: whole in the owning stage
+                state[key] = store.gather_like(parameter, part, what.shape)
+        yield parameter, state
+
+
+def _described(value: Any, parameter: nn.Parameter) -> tuple[Any, bool, bool]:
+    """For other ranks: a tensor of state with dims, without values; or anything else, which is the same on all ranks
+    (step counters travel on the host). Whether it is cut as the parameter is, and whether it is on the device."""
+    if not isinstance(value, Tensor):
+        return value, False, False
+    lies = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return lies if value.dim() > 0 else value.detach().cpu(), value.shape == parameter.shape, value.device.type != "cpu"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -18,14 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a whole tensor: where it begins, and its elements (a view of this process's memory)."""
-
-    offsets: tuple[int, ...]
-    tensor: Tensor
+from alpa_strategy.runtime.sharded_parameter import Chunk
 
 
 class _Elsewhere(Tensor):
@@ -39,6 +31,9 @@ class _Elsewhere(Tensor):
         """Itself: `Module.state_dict` detaches what it takes."""
         return self
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype})"
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
@@ -47,9 +42,6 @@ class LocalShards(_Elsewhere):
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk]) -> None:
         self.chunks = tuple(chunk for chunk in chunks if chunk.tensor.numel())
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
-        return f"LocalShards({list(self.shape)}, {self.dtype}, {len(self.chunks)} chunks)"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -105,9 +97,6 @@ class StoredTensor(_Elsewhere):
         self.fill([Chunk((0,) * result.dim(), result)])
         return result
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StoredTensor({self.key}, {list(self.shape)}, {self.dtype})"
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -151,23 +140,13 @@ def take_shards(checkpoint: Any) -> tuple[Any, dict[Path, str], dict[str, LocalS
     return _mapped(checkpoint, (), LocalShards, visit), places, shards
 
 
-def put_tensors(rest: Any, places: Mapping[Path, str], tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of `take_shards`, with `tensors` by key; changes `rest` where it can."""
-    for path, key in places.items():
-        owner = rest
-        for step in path[:-1]:
-            owner = owner[step]
-        owner[path[-1]] = tensors[key]
-    return rest
-
-
 def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """`tree` with `change(leaf)` in the place of every leaf of class `kind`."""
     return _mapped(tree, (), kind, lambda _, leaf: change(leaf))
 
 
 def to_bytes(rest: Any, places: Mapping[Path, str]) -> bytes | Exception:
-    """What `from_bytes` reads, or why `rest` cannot be stored."""
+    """What `from_file` reads, or why `rest` cannot be stored."""
     buffer = io.BytesIO()
     try:
         torch.save({"rest": rest, "places": [(list(path), key) for path, key in places.items()]}, buffer)
@@ -176,10 +155,16 @@ def to_bytes(rest: Any, places: Mapping[Path, str]) -> bytes | Exception:
     return buffer.getvalue()
 
 
-def from_file(path: Any, weights_only: bool | None) -> tuple[Any, dict[Path, str]]:
-    """(rest, places) of a stored checkpoint, as `torch.load(..., weights_only)` reads it."""
+def from_file(path: Any, weights_only: bool | None, tensors: Mapping[str, Tensor]) -> Any:
+    """The checkpoint that `to_bytes` stored, as `torch.load(..., weights_only)` reads it, with `tensors` by key where
+    shards were."""
     stored = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
-    return stored["rest"], {tuple(place): key for place, key in stored["places"]}
+    for place, key in stored["places"]:
+        owner = stored["rest"]
+        for step in place[:-1]:
+            owner = owner[step]
+        owner[place[-1]] = tensors[key]
+    return stored["rest"]
 
 
 def _mapped(value: Any, path: Path, kind: type, change: Callable[[Path, Any], Any]) -> Any:

@@ -46,6 +46,7 @@ _NUMBER_OF_RANKS = {"world_size", "get_world_size"}
 _KINDS: tuple[Kind, ...] = ("rows", "same", "own")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+# Between a step and the update of its weights.
 _UPDATE_HOOKS = (
     "on_before_backward",
     "backward",
@@ -325,15 +326,28 @@ def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
                 changed.append(tensor)
 
 
-def known_kinds(trainer: Any, batch: Any, hooks: BatchHooks, may_run_as_written: bool) -> tuple[Kind, ...] | None:
-    """Of every tensor leaf of a training batch; None where the loader, being no DataLoader that collates samples, does
-    not say, nor do transfer hooks that are not tried where only a captured step will do."""
+def agreed_kinds(
+    trainer: Any, batch: Any, hooks: BatchHooks, may_run_as_written: bool, group: Any
+) -> dict[Any, Kind] | None:
+    """Of every leaf of a training batch that has one, by its path: the least certain kind that a rank says. Collective.
+
+    None where a rank's loader, being no DataLoader that collates samples, does not say, nor do transfer hooks that are
+    not tried where only a captured step will do.
+    """
+    paths = list(_tensors_in(batch))
+    own = hooks.kinds
     if not (hooks.are_tried or may_run_as_written):
+        own = None
+    elif own is None:
+        own = _loader_kinds(trainer, batch)
+    elif len(own) != len(paths):
+        own = (_KINDS[-1],) * len(paths)
+    said = of_all_ranks(own, group)
+    known = [each for each in said if each is not None]
+    if len(known) < len(said) or len(set(map(len, known))) > 1:
         return None
-    if hooks.kinds is None:
-        return _loader_kinds(trainer, batch)
-    count = len(_tensors_in(batch))
-    return hooks.kinds if len(hooks.kinds) == count else (_KINDS[-1],) * count
+    least = [max(each, key=_KINDS.index) for each in zip(*known, strict=True)]
+    return dict(zip(paths, least, strict=True))
 
 
 def _loader_kinds(trainer: Any, batch: Any) -> tuple[Kind, ...] | None:
@@ -355,28 +369,17 @@ def _loader_kinds(trainer: Any, batch: Any) -> tuple[Kind, ...] | None:
     return tuple(found)
 
 
-def agreed_kinds(kinds: tuple[Kind, ...] | None, group: Any = None) -> tuple[Kind, ...] | None:
-    """What all ranks say: None where one does not know, the least certain kind where they differ. Collective."""
-    found = of_all_ranks(kinds, group)
-    if any(each is None or len(each) != len(found[0] or ()) for each in found):
-        return None
-    return tuple(max(each, key=_KINDS.index) for each in zip(*(each or () for each in found), strict=True))
-
-
-def are_rows(kinds: tuple[Kind, ...], batch: Any) -> tuple[bool, ...]:
+def are_rows(kinds: Mapping[Any, Kind], batch: Any) -> tuple[bool, ...]:
     """Of every tensor of the batch, whether it has one row per sample."""
-    leaves = pytree.tree_leaves(batch, is_leaf=_is_list)
-    given = zip(kinds, filter(_has_kind, leaves), strict=True)
-    return tuple(kind == "rows" for kind, leaf in given if isinstance(leaf, Tensor))
+    leaves = pytree.tree_flatten_with_path(batch)[0]
+    return tuple(kinds[path] == "rows" for path, leaf in leaves if isinstance(leaf, Tensor))
 
 
-def own_leaves(kinds: tuple[Kind, ...] | None, batch: Any) -> dict[int, str]:
+def own_leaves(kinds: Mapping[Any, Kind], batch: Any) -> dict[int, str]:
     """The leaves that are made of a rank's own samples: index in the batch -> name. NotRowsError where all are."""
-    have_kinds = _tensors_in(batch)
     paths = [path for path, _ in pytree.tree_flatten_with_path(batch)[0]]
-    pairs = zip([each for each in enumerate(paths) if each[1] in have_kinds], kinds or (), strict=False)
-    own = {index: pytree.keystr(path) for (index, path), kind in pairs if kind == "own"}
-    if own and "rows" not in (kinds or ()):
+    own = {index: pytree.keystr(path) for index, path in enumerate(paths) if kinds.get(path) == "own"}
+    if own and "rows" not in kinds.values():
         raise NotRowsError(_of(own.values()), REPLICA)
     return own
 
@@ -404,11 +407,6 @@ def check_own_leaves(own: Mapping[int, str], step: StepGraph) -> None:
         raise NotRowsError(_of(names), REPLICA)
 
 
-def _names_in_updates(module: Any) -> frozenset[str]:
-    """Names in the code of the hooks between a step and the update of its weights."""
-    return names_in(getattr(owner, name) for owner, name in own_hooks(module, _UPDATE_HOOKS))
-
-
 def check_own_numbers(
     hooks: BatchHooks,
     module: Any,
@@ -424,7 +422,7 @@ def check_own_numbers(
     with all ranks' in their place is another one: their number, an attribute or in the batch, a list of something
     (names) for each, and the number of ranks.
     """
-    used, later = set(step.consumers), _names_in_updates(module)
+    used, later = set(step.consumers), names_in(own_hooks(module, _UPDATE_HOOKS))
     parts = {path for path, _ in module.named_modules()}  # these, methods and classes are no numbers of rows
     read = [g.label for g in step.attributes if g.label not in parts and not callable(g.namespace.get(g.name))]
     read += [b.name for b in step.buffers if b.value in used]

@@ -27,9 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.checkpoint.directory import is_checkpoint
-from alpa_strategy.checkpoint.opening import checked, open_checkpoint
-from alpa_strategy.checkpoint.restricted import reading
+from alpa_strategy.checkpoint.opening import checked, is_checkpoint, open_checkpoint, reading
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.sharded_state_dict import (
     Sharing,
@@ -37,13 +35,13 @@ from alpa_strategy.checkpoint.sharded_state_dict import (
     load_parameters,
     module_state,
     restore_state,
+    state_dict_with,
 )
 from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
 from alpa_strategy.comm.collectives import RankZero, cpu_group, of_all_ranks, on_all_ranks, world_size
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.lightning.checks import names_in, own_hooks
 from alpa_strategy.lightning.dataloader_state import Pass, ResumableLoader, Resume, put_states, rank_state, take_up
-from alpa_strategy.runtime.optimizer_state import state_dict_with
 from alpa_strategy.runtime.parameters import ParameterStore, all_whole
 
 FORMS = ("auto", "sharded", "single")
@@ -133,6 +131,8 @@ class Checkpoints:
                 f"the checkpoint has states of {len(stored)} optimizers, configure_optimizers gave {len(optimizers)}",
                 "give as many, or load only the model (load_from_checkpoint)",
             )
+        # A hook before the first batch may look at optimizers' state, which then is whole until the plan.
+        is_edited_early = "state" in names_in(own_hooks(self._trainer.lightning_module, _EARLY))
         for optimizer, own in zip(optimizers, stored, strict=True):
             parts = (own.get("state"), own.get("param_groups")) if isinstance(own, dict) else ()
             if not parts or not isinstance(parts[0], dict) or not isinstance(parts[1], list):
@@ -142,13 +142,8 @@ class Checkpoints:
             optimizer.load_state_dict({**own, "state": {}})
             self._optimizer_states[id(optimizer)] = parts[0]
             is_made = not any(p.is_meta for group in optimizer.param_groups for p in group["params"])
-            if self._run is None and is_made and self._is_edited_early():
+            if self._run is None and is_made and is_edited_early:
                 self._restore_optimizer(optimizer)
-
-    def _is_edited_early(self) -> bool:
-        """Whether a hook before the first batch may look at optimizers' state, which then is whole until the plan."""
-        hooks = own_hooks(self._trainer.lightning_module, _EARLY)
-        return "state" in names_in(getattr(owner, name) for owner, name in hooks)
 
     @property
     def resumed(self) -> Mapping[str, Any]:
@@ -216,7 +211,9 @@ class Checkpoints:
             self._restore_optimizer(optimizer)  # nothing was trained since it was loaded
         if self._is_sharded(strategy.checkpoint_io):
             return state_dict_with(optimizer, self._store, Sharing(self._store).shards)
-        return optimizer.state_dict() if self._run is None else self._run.whole_optimizer_state_dict(optimizer)
+        if self._run is None:
+            return optimizer.state_dict()
+        return state_dict_with(optimizer, self._store, self._store.gather_like)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any) -> bool:
         """Write a checkpoint that was made of the two above; False when only some ranks are here for it. Collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -89,6 +89,7 @@ def own_hooks(module: Any, names: Iterable[str]) -> list[tuple[Any, str]]:
     return [(owner, name) for owner, base in owners for name in names if is_overridden(owner, name, base)]
 
 
-def names_in(hooks: Iterable[Callable[..., Any]]) -> frozenset[str]:
-    """What the user's code among `hooks` mentions."""
-    return frozenset(name for hook in hooks if is_user_code(hook) for name in mentioned_names(hook))
+def names_in(hooks: Iterable[tuple[Any, str]]) -> frozenset[str]:
+    """What the user's code among hooks, each (owner, name), mentions."""
+    own = [hook for owner, name in hooks if is_user_code(hook := getattr(owner, name))]
+    return frozenset(name for hook in own for name in mentioned_names(hook))

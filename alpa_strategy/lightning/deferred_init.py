@@ -88,9 +88,7 @@ class DeferredInit:
         _agree(self._recorder)
         self._make_others(module)
         is_training = trainer.state.fn == TrainerFn.FITTING
-        if not is_on_meta(module):
-            self._finish()
-        elif world_size() == 1 or (not is_training and fits(module)):
+        if not is_on_meta(module) or world_size() == 1 or (not is_training and fits(module)):
             self._put_placeholders(module)
             self._finish()
         elif is_training and trainer.num_sanity_val_steps and trainer.enable_validation:
@@ -165,8 +163,8 @@ class DeferredInit:
         """Let modules on the meta device that nobody recorded initialise themselves, in the tree's order."""
         missing = set(self._uninitialised(module))
         for prefix, child in module.named_modules():
-            own = [name for name, _ in (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False))]
-            if not any(f"{prefix}.{name}".removeprefix(".") in missing for name in own):
+            own = *child.named_parameters(prefix, recurse=False), *child.named_buffers(prefix, recurse=False)
+            if missing.isdisjoint(name for name, _ in own):
                 continue
             reset = next((getattr(child, name) for name in RESETS if callable(getattr(child, name, None))), None)
             if reset is not None:
@@ -202,10 +200,7 @@ class DeferredInit:
             return made[id(tensor)]
 
         for child in module.modules():
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    child._buffers[name] = real(buffer)
-            for name, value in list(vars(child).items()):
+            for name, value in list(vars(child).items()):  # its dict of buffers is one of them
                 leaves = pytree.tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ()
                 if any(isinstance(leaf, Tensor) and real(leaf) is not leaf for leaf in leaves):
                     child.__dict__[name] = pytree.tree_map_only(Tensor, real, value)

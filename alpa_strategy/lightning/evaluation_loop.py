@@ -12,28 +12,25 @@ from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, of_all_r
 from alpa_strategy.errors import RuntimeMismatchError
 
 
-def is_last_of_loader(trainer: Any, batch_idx: int, dataloader_idx: int | None) -> bool:
-    """Whether this rank has no more batches of this batch's dataloader in the evaluation loop that runs."""
-    loop, loader = trainer._active_loop, dataloader_idx or 0
-    if loop.batch_progress.is_last_batch or loop._combined_loader._mode != "sequential":
-        return bool(loop.batch_progress.is_last_batch)
-    ahead = getattr(loop._data_fetcher, "batches", ())  # (batch, batch_idx, dataloader_idx), also without a length
-    return ahead[0][2] != loader if ahead else batch_idx + 1 >= loop.max_batches[loader]
-
-
-def next_loader(trainer: Any, loader: int) -> int | None:
-    """The dataloader of this rank's first batch after those of `loader` (-1: of all) in the evaluation loop that runs,
-    None where it has none left."""
+def next_loader(trainer: Any, loader: int, batch_idx: int) -> int | None:
+    """The dataloader of this rank's batch after number `batch_idx` of `loader` (-1: of its first batch) in the
+    evaluation loop that runs, None where it has none left."""
     loop = trainer._active_loop
-    fetcher = loop._data_fetcher
-    if fetcher.done:
+    if loop._data_fetcher.done:
         return None
     if loop._combined_loader._mode != "sequential":
         return 0
-    if fetcher.batches:
-        return fetcher.batches[0][2]
-    # Nothing is prefetched yet: the first loader that has batches.
+    if ahead := getattr(loop._data_fetcher, "batches", ()):  # (batch, batch_idx, dataloader_idx): without a length
+        return ahead[0][2]
+    if loader >= 0 and batch_idx + 1 < loop.max_batches[loader]:
+        return loader
     return next(index for index, number in enumerate(loop.max_batches) if index > loader and number > 0)
+
+
+def is_last_of_loader(trainer: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> bool:
+    """Whether this rank has no more batches of this batch's dataloader in the evaluation loop that runs."""
+    loader = dataloader_idx or 0
+    return next_loader(trainer, loader, batch_idx) != loader
 
 
 def step_counters(trainer: Any, batch_idx: int) -> dict[str, int]:
@@ -60,26 +57,27 @@ class EvaluationLoop:
         self._is_watching = hasattr(trainer._active_loop._data_fetcher, "batches")  # not where steps fetch themselves
         self._buffers = [(buffer, buffer._version) for buffer in trainer.lightning_module.buffers()]
         if self._is_watching:
-            self._meet(-1)
+            self._meet(next_loader(trainer, -1, 0))
 
     def after_step(self, batch_idx: int = 0, dataloader_idx: int | None = None) -> None:
         """A step has run, on the batch of this number."""
-        if self._is_watching and is_last_of_loader(self._trainer, batch_idx, dataloader_idx):
+        loader = dataloader_idx or 0
+        if self._is_watching and (following := next_loader(self._trainer, loader, batch_idx)) != loader:
             if self._apart is None:
                 _reduce_logs(self._trainer)
-            self._meet(dataloader_idx or 0)
+            self._meet(following)
 
     def end(self) -> None:
         """The loop has ended: buffers that its steps have changed are rank 0's on all ranks, as DDP has them."""
         if any_rank([any(buffer._version != version for buffer, version in self._buffers)])[0]:
             broadcast_tensors(self._trainer.lightning_module.buffers())
 
-    def _meet(self, loader: int) -> None:
-        """This rank is done with `loader`."""
+    def _meet(self, own: int | None) -> None:
+        """This rank is done with a loader; its next one is `own`."""
         logged = (self._trainer._results or {}).values()  # whether anything of it is reduced when a loader ends
         needed = any(not x.is_tensor or (x.meta.sync.should and not x.meta.sync.rank_zero_only) for x in logged)
         if self._apart is None:
-            following, needs = zip(*of_all_ranks((next_loader(self._trainer, loader), needed)), strict=True)
+            following, needs = zip(*of_all_ranks((own, needed)), strict=True)
             if len(set(following)) > 1:
                 missed = min(each for each in following if each is not None)
                 ranks = [rank for rank, each in enumerate(following) if each != missed]

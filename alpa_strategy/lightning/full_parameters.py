@@ -2,25 +2,28 @@
 
 Hooks of users and callbacks that look at parameters or gradients see whole ones, as on one device. Everywhere else in a
 training the module's parameters are this device's parts. Which hooks look is decided before, by what their code
-mentions, so that all ranks decide alike; what a hook changes goes back into the parts.
+mentions, so that all ranks decide alike; what a hook changes goes back into the parts. The Trainer's precision plugin
+clips by the norm of whole gradients, and agrees on overflow, without having them whole.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from alpa_strategy.capture.python_state import patched
-from alpa_strategy.comm.collectives import any_rank
+from alpa_strategy.comm.collectives import any_rank, world_size
 from alpa_strategy.errors import AlpaError, SetupError
 from alpa_strategy.lightning.checks import is_overridden, names_in, own_hooks
 from alpa_strategy.runtime.gather_on_use import GatherOnUse, set_data
@@ -30,15 +33,13 @@ from alpa_strategy.runtime.parameters import ParameterStore
 class FullParameters:
     """Context in which the module holds whole parameters; what is changed in them is kept. May be entered again inside.
 
-    Args:
-        store: the run's parameters.
-
     Attributes:
+        store: the run's parameters.
         on_use: gathers parameters where they are used, as long as it is active: they are as good as whole then.
     """
 
     def __init__(self, store: ParameterStore) -> None:
-        self._store = store
+        self.store = store
         self._parts: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # parameter, its part, its gradient's part
         self._is_entered = False
         self.on_use: GatherOnUse | None = None
@@ -87,7 +88,7 @@ class FullParameters:
             _put(whole)
 
     def _gather(self, with_gradients: bool) -> None:
-        store = self._store
+        store = self.store
         # Under inference mode (validation) the gathered tensors would be unfit for the training that goes on later.
         with torch.inference_mode(False), torch.no_grad():
             parts = [(p, p.data, p.grad) for p in store.sharded_parameters]
@@ -103,7 +104,7 @@ class FullParameters:
 
     def _take_changes(self, with_gradients: bool) -> None:
         """Bring what was changed in the whole tensors into the parts. No communication."""
-        store = self._store
+        store = self.store
         with torch.inference_mode(False), torch.no_grad():
             for i, (parameter, part, _) in enumerate(self._parts):
                 if not store.holds(parameter):
@@ -160,10 +161,9 @@ _PARAMETER_WORDS = re.compile(
 _NOT_PARAMETERS = {"param_groups", "add_param_group", "gradient_clip_val", "gradient_clip_algorithm"}
 
 
-@contextmanager
 def unshard_for_hooks(
     module: LightningModule, whole: FullParameters, fits: Callable[[bool], str | None]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Context of a running training: its hooks that look at parameters see whole ones.
 
     Args:
@@ -177,8 +177,10 @@ def unshard_for_hooks(
             f"alpa: {', '.join(every_step)} may look at parameters or gradients: they are gathered for it at every "
             "step, which costs time and memory. Hooks that need no whole parameters are quicker without naming any"
         )
-    with patched((owner, name, _unsharded(owner, name, whole)) for owner, name in seeing):
-        yield
+    return patched(
+        (owner, name, whole.entered(with_gradients=name in _GRADIENT_HOOKS)(getattr(owner, name)))
+        for owner, name in seeing
+    )
 
 
 def _has_room(owner: Any, name: str, fits: Callable[[bool], str | None]) -> bool:
@@ -197,17 +199,6 @@ def _has_room(owner: Any, name: str, fits: Callable[[bool], str | None]) -> bool
     return against is None
 
 
-def _unsharded(owner: Any, name: str, whole: FullParameters) -> Callable[..., Any]:
-    hook = getattr(owner, name)
-
-    @functools.wraps(hook)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with whole.entered(with_gradients=name in _GRADIENT_HOOKS):
-            return hook(*args, **kwargs)
-
-    return call
-
-
 def check_backward(module: LightningModule) -> None:
     """SetupError where the module's own `backward` works on gradients: the ranks' are summed after it."""
     if is_overridden(module, "backward", LightningModule) and _looks(module, "backward"):
@@ -221,4 +212,67 @@ def _looks(owner: Any, name: str) -> bool:
     """Whether a hook of the owner's own may look at parameters."""
     if isinstance(owner, (*_LOOKING, BaseFinetuning)):  # which compares values: parts of two parameters may be equal
         return True
-    return any(map(_PARAMETER_WORDS.search, names_in([getattr(owner, name)]) - _NOT_PARAMETERS))
+    return any(map(_PARAMETER_WORDS.search, names_in([(owner, name)]) - _NOT_PARAMETERS))
+
+
+# Clipping over parts
+
+
+def use_whole_norms(plugin: Any, whole: FullParameters) -> AbstractContextManager[None]:
+    """Context: `plugin` clips by the norm of all parts, and agrees on overflow where it scales.
+
+    Any plugin does, the user's own too: only what it knows of norms and of overflow is replaced, on the object.
+    """
+
+    def clip(optimizer: Optimizer, clip_val: float) -> None:
+        parameters = plugin.main_params(optimizer)
+        if whole.is_active:  # for a hook that sees gradients so
+            torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+        else:
+            clip_by_norm(whole.store, float(clip_val), parameters)
+
+    patches: list[tuple[Any, str, Any]] = [(plugin, "clip_grad_by_norm", clip)]
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and world_size() > 1:
+        patches.append((scaler, "_unscale_grads_", partial(_unscale_and_agree, scaler._unscale_grads_)))
+    return patched(patches)
+
+
+def _unscale_and_agree(
+    unscale: Callable[..., dict[torch.device, Tensor]],
+    optimizer: Optimizer,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, Tensor]:
+    """A scaler's `unscale`, which skips a step when any rank's gradients overflow, so that all ranks keep one scale.
+
+    torch's ShardedGradScaler does the same for gradients that every rank has; here a rank may have none.
+    """
+    found = unscale(optimizer, inv_scale, found_inf, allow_fp16)
+    overflow = torch.stack([flag.to(found_inf.device) for flag in (found_inf, *found.values())]).amax()
+    dist.all_reduce(overflow, dist.ReduceOp.MAX)
+    return {overflow.device: overflow}
+
+
+def clip_by_norm(store: ParameterStore, max_norm: float, parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Scale gradients in place so that their norm, taken as one vector, is at most `max_norm` (as
+    `torch.nn.utils.clip_grad_norm_`). Every element of the whole gradient is counted once, and the norm has the same
+    bits on every device, so that all clip alike. Collective over the mesh.
+
+    Args:
+        parameters: whose gradients, the same on all devices (an optimizer's).
+
+    Returns the norm before clipping.
+    """
+    given = tuple(parameters)
+    counted = [p.grad.detach() for p in given if p.grad is not None and p.grad.numel() > 0 and store.counts_here(p)]
+    precise = [(grad, torch.promote_types(grad.dtype, torch.float32)) for grad in counted]
+    squares = [torch.linalg.vector_norm(grad, dtype=dtype).double().square() for grad, dtype in precise]
+    device = store.device  # where collectives are; some gradients may lie in host memory
+    own = torch.zeros((), dtype=torch.float64, device=device)
+    if squares:
+        own = torch.stack([square.to(device) for square in squares]).sum()
+    norm = store.mesh.whole.all_reduce(own).sqrt()
+    torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+    return norm

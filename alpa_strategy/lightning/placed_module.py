@@ -6,7 +6,7 @@ How steps run is said by its two kinds: `Run` has them captured and planned, `Wr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import compress
 from typing import Any
@@ -16,19 +16,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from alpa_strategy.capture.python_state import outermost_metrics
+from alpa_strategy.checkpoint.sharded_state_dict import shard_state, unshard_state
 from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.digests import GRADIENT, CopyCheck, GradientCheck
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
-from alpa_strategy.lightning.full_parameters import FullParameters, unshard_for_hooks
+from alpa_strategy.lightning.full_parameters import FullParameters, unshard_for_hooks, use_whole_norms
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.metric_state import MetricStates
 from alpa_strategy.lightning.same_steps import ParametersAsTheyWere
+from alpa_strategy.lightning.step_effects import MetricStates
 from alpa_strategy.options import Limits, OptimizerInfo
-from alpa_strategy.runtime.clip import use_whole_norms
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
-from alpa_strategy.runtime.optimizer_state import shard_state, state_dict_with, unshard_state
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.units import format_bytes
 
@@ -209,7 +208,7 @@ class PlacedModule(ABC):
             on_use.rounds.begin()
         output = as_written()
         # The Trainer reduces what was logged when a loader ends: all ranks must have come to its end.
-        if on_use is not None and is_last_of_loader(self.module.trainer, *(*args[1:], None)[:2]):
+        if on_use is not None and is_last_of_loader(self.module.trainer, *args[1:]):
             on_use.rounds.finish()
         return output
 
@@ -225,26 +224,23 @@ class PlacedModule(ABC):
 
     def no_room_for_whole(self, with_gradients: bool = False) -> str | None:
         """Whole parameters (and gradients) for a while, beside the parts with their gradients and optimizer state."""
-        whole = self._whole_bytes(self.store.parameters)
+        whole = self.store.whole_bytes(self.store.parameters)
         here = [p for p in self.store.parameters if not self.store.is_on_host(p)]
-        parts = sum(p.numel() * p.element_size() for p in here)
+        parts = sum(p.nbytes for p in here)
         state = sum(p.numel() for p in here) * self._optimizer_info.state_bytes
         return self._against("they and what training keeps", 2 * parts + state + whole * (2 if with_gradients else 1))
 
     def no_room_for_evaluation(self) -> str | None:
         """Copies of all that lies in shards, for a while, beside the largest that a step needs."""
-        copies = self._whole_bytes(self.store.sharded_parameters)
+        copies = self.store.whole_bytes(self.store.sharded_parameters)
         return self._against("they and a training step", self.plan.predicted.peak_bytes + copies)
 
     def no_room_for_release(self) -> str | None:
         """Whole parameters and optimizer state, for good."""
-        whole = self._whole_bytes(self.store.parameters)
+        whole = self.store.whole_bytes(self.store.parameters)
         trained = sum(self.store.whole_shape(p).numel() for p in self.store.parameters if p.requires_grad)
         state = trained * self._optimizer_info.state_bytes
         return self._against("whole parameters and optimizer state", whole + state)
-
-    def _whole_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        return sum(self.store.whole_shape(p).numel() * p.element_size() for p in parameters)
 
     def _against(self, what: str, needed: float) -> str | None:
         if needed <= self._limit:
@@ -257,16 +253,10 @@ class PlacedModule(ABC):
         """Let hooks of users and callbacks that look at parameters or gradients see whole ones, and its precision
         plugin clip by the norm of all shards."""
         if self.store.sharded_parameters or not self.plan.is_as_written:
-            clips = use_whole_norms(trainer.precision_plugin, self.store, lambda: self.whole.is_active)
-            self._adapted.enter_context(clips)
+            self._adapted.enter_context(use_whole_norms(trainer.precision_plugin, self.whole))
         if self.store.sharded_parameters:
             hooks = unshard_for_hooks(self.module, self.whole, self.no_room_for_whole)
             self._adapted.enter_context(hooks)
-
-    def whole_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict as a plain Trainer would write it. Collective."""
-        with self.whole.suspended():
-            return state_dict_with(optimizer, self.store, self.store.gather_like)
 
     def release(self) -> None:
         """Give the module and the optimizers their whole tensors back, for good. Collective."""

@@ -59,10 +59,9 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
     Raises:
         UnlikeStepsError: the ranks' batches or steps differ.
     """
-    known = batch_rows.known_kinds(module.trainer, batch, job.hooks, job.may_run_as_written)
-    kinds = batch_rows.agreed_kinds(known, job.group)
+    kinds = batch_rows.agreed_kinds(module.trainer, batch, job.hooks, job.may_run_as_written, job.group)
     is_joint = job.options.rows == "rank" and world_size() > 1
-    own = batch_rows.own_leaves(kinds, batch) if is_joint else {}
+    own = batch_rows.own_leaves(kinds or {}, batch) if is_joint else {}
 
     captured = partial(
         capture_step,
@@ -247,11 +246,7 @@ def _plan_on_rank_zero(
             calls = set().union(*(local_calls(task.step, shape) for shape in shapes))
             costs = _timed(calls, task.cluster, job, budget)
 
-        def stage_costs() -> OpCosts:
-            with job.progress("time ops of stages"):
-                return measured_stage_costs(task, job, STAGES_BUDGET)
-
-        return _chosen(replace(task, costs=costs), job, pinned, stage_costs)
+        return _chosen(replace(task, costs=costs), job, pinned, partial(_measured_stage_costs, task, job))
 
     return _stored(wanted, task.step, job, make)
 
@@ -310,16 +305,17 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
             )
 
 
-def measured_stage_costs(task: PlanTask, job: Job, budget_seconds: float) -> RooflineCosts:
+def _measured_stage_costs(task: PlanTask, job: Job) -> RooflineCosts:
     """Costs with the shapes that micro-batches have in stages: on one device, or on the devices of a node."""
     step, cluster, options = task.step, task.cluster, task.options
     likely = [n for n in microbatch_counts(step, cluster, options) if 1 < n <= LIKELY_PER_DEVICE * cluster.num_devices]
     calls: set[OpCall] = set()
-    for count in likely[:LIKELY_COUNTS]:
-        graph = microbatch(step, count, cluster.num_devices).graph
-        for size in {1, cluster.devices_per_node}:
-            calls |= local_calls(graph, (size,))
-    return _timed(calls, cluster, job, budget_seconds)
+    with job.progress("time ops of stages"):
+        for count in likely[:LIKELY_COUNTS]:
+            graph = microbatch(step, count, cluster.num_devices).graph
+            for size in {1, cluster.devices_per_node}:
+                calls |= local_calls(graph, (size,))
+        return _timed(calls, cluster, job, STAGES_BUDGET)
 
 
 def _timed(calls: set[OpCall], cluster: ClusterSpec, job: Job, budget_seconds: float) -> RooflineCosts:

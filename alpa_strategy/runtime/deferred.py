@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,11 +46,6 @@ class View:
     offset: int
     dtype: torch.dtype
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return torch.Size(self.size).numel() * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class Given:
@@ -80,7 +75,7 @@ class RecordedOp:
         results: the tensors that it makes, in the order of the tensor leaves of what it returns; None for one that
             lies in storage which was there before.
         default_dtype: torch's when it ran: what a factory makes that is not told, and numbers become.
-        random: of an op that draws numbers, see `current_states`.
+        random: of an op that draws numbers, the states of `generators_of` it.
     """
 
     func: Any
@@ -90,7 +85,7 @@ class RecordedOp:
     writes: dict[int, bool]
     results: tuple[View | None, ...]
     default_dtype: torch.dtype
-    random: Mapping[str, Tensor] | None = None
+    random: Sequence[Tensor] = ()
 
     def text(self) -> str:
         """What is the same on all ranks: everything but numbers drawn and data given."""
@@ -165,9 +160,8 @@ class Recorder(TorchDispatchMode):
         return len(self._writers[number]) + self._earlier_writes.get(number, 0)
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        """Where the real tensor will lie."""
-        number = self._numbers.get(_key(tensor)) if tensor.is_meta else None
-        return self.device if number is None else self._devices[number]
+        """Where the real tensor of a meta tensor will lie."""
+        return self._devices.get(self._numbers.get(_key(tensor), -1), self.device)
 
     def _describe(self, tensor: Tensor) -> View:
         key = _key(tensor)
@@ -213,7 +207,6 @@ class Recorder(TorchDispatchMode):
         return any(isinstance(t, Tensor) and t.untyped_storage().nbytes() >= self.min_bytes for t in made)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        generator = kwargs.get("generator")
         try:
             result = func(*pytree.tree_map(_to_meta, args), **_meta_kwargs(func, kwargs))
         except (NotImplementedError, RuntimeError):  # its results cannot be known without data
@@ -223,7 +216,7 @@ class Recorder(TorchDispatchMode):
             return self._run_for_real(func, args, kwargs)
         line = self._line(func, args, kwargs, result, written)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            states = current_states(generator, self.device)
+            states = [generator.get_state() for generator in generators_of(kwargs, self.device)]
             with torch.no_grad(), _disable_current_modes():  # as a single device would, into memory freed at once
                 self._execute(line, self._contents(set(line.reads)))
             line.random = states
@@ -243,7 +236,7 @@ class Recorder(TorchDispatchMode):
         for tensor, whole in written:
             view = self._describe(tensor)
             only_target = whole and sum(other.storage == view.storage for other in views) == 1
-            writes[view.storage] = only_target and view.num_bytes == self._num_bytes[view.storage]
+            writes[view.storage] = only_target and tensor.nbytes == self._num_bytes[view.storage]
             if only_target:
                 unread.add(view.storage)
         of_first = self._devices[views[0].storage] if views else torch.device("cpu")
@@ -345,18 +338,13 @@ class Recorder(TorchDispatchMode):
             storages[result.storage] = tensor.untyped_storage()
 
     def _call(self, line: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        states = line.random or {}
         with ExitStack() as stack:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(line.default_dtype)
-            if states:
-                stack.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
-            if (own := states.get("own")) is not None:
-                kwargs = {**kwargs, "generator": torch.Generator(kwargs["generator"].device).set_state(own)}
-            if (cpu := states.get("cpu")) is not None:
-                torch.set_rng_state(cpu)
-            if (cuda := states.get("cuda")) is not None:
-                torch.cuda.set_rng_state(cuda, self.device)
+            # No states yet: it draws for the first time, and moves the generators on.
+            for generator, state in zip(generators_of(kwargs, self.device), line.random, strict=False):
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(state)
             return line.func(*args, **kwargs)
 
     # The same script on all ranks
@@ -376,7 +364,7 @@ class Recorder(TorchDispatchMode):
         """
         found: list[Tensor] = []
         for line in self.lines:
-            found += (line.random or {}).values()
+            found += line.random
             given = [leaf for leaf in pytree.tree_leaves((line.args, line.kwargs)) if isinstance(leaf, Given)]
             found += [each.value() for each in given if each.is_copy]
         return found
@@ -436,10 +424,7 @@ def _asks_for_meta(kwargs: dict[str, Any]) -> bool:
 
 def _on_real_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Keyword arguments with `device` where they say meta."""
-    asked = kwargs.get("device")
-    if asked is None:
-        return kwargs
-    return {**kwargs, "device": device if _asks_for_meta(kwargs) else torch.device(asked)}
+    return {**kwargs, "device": device} if _asks_for_meta(kwargs) else kwargs
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, bool]]:
@@ -458,13 +443,14 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return found
 
 
-def current_states(generator: torch.Generator | None, device: torch.device) -> dict[str, Tensor]:
-    """Where the generators stand that a random op may draw from: the default ones of `cpu` and `cuda`, or the one that
-    is passed to it (`own`)."""
-    if generator is not None:
-        return {"own": generator.get_state()}
-    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {"cpu": torch.get_rng_state(), **cuda}
+def generators_of(kwargs: Mapping[str, Any], device: torch.device) -> list[torch.Generator]:
+    """The generators that a random op may draw from: the one that is passed to it, or the default ones."""
+    if (own := kwargs.get("generator")) is not None:
+        return [own]
+    if device.type != "cuda":
+        return [torch.default_generator]
+    torch.cuda.init()  # before it there are none
+    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
 
 
 def _view_of(storage: torch.UntypedStorage, view: View) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -280,9 +280,7 @@ class GatherOnUse:
         if unit not in self._again:
             self._again.clear()
             self._again[unit] = self.rounds.fetch(unit)
-        return next(
-            whole for each, whole in zip(self._units[unit], self._again[unit], strict=True) if each is parameter
-        )
+        return dict(zip(self._units[unit], self._again[unit], strict=True))[parameter]
 
     def _install(self) -> None:
         """Units are the parameters of a block, or of a module outside of blocks, up to a bucket's bytes."""
@@ -299,12 +297,12 @@ class GatherOnUse:
             block = block_of.get(owner, owner)
             for parameter in own:
                 if parameter not in self._unit_of:
-                    key = block, parameter.dtype
-                    if key not in of_block or self._bytes([*self._units[of_block[key]], parameter]) > BUCKET_BYTES:
-                        of_block[key] = len(self._units)
+                    unit = of_block.get((block, parameter.dtype))
+                    if unit is None or self._store.whole_bytes([*self._units[unit], parameter]) > BUCKET_BYTES:
+                        unit = of_block[block, parameter.dtype] = len(self._units)
                         self._units.append([])
-                    self._units[of_block[key]].append(parameter)
-                    self._unit_of[parameter] = of_block[key]
+                    self._units[unit].append(parameter)
+                    self._unit_of[parameter] = unit
                 for module in (owner, block):
                     units_of.setdefault(module, {})[self._unit_of[parameter]] = None
         for module, units in units_of.items():
@@ -315,37 +313,35 @@ class GatherOnUse:
         """Let its parameters be whole while it runs, and what they are gathered with as well."""
         own = [p for p in dict.values(module._parameters) if p is not None and p in self._unit_of]
 
-        def before() -> None:
+        @contextmanager
+        def running() -> Iterator[None]:
             if self._depth and not self._keeps:
                 for parameter in own:
                     self.need(parameter)
                 self._users.update(units)
+            try:
+                yield
+            finally:
+                if self._depth and not self._keeps and not self._stays_whole:
+                    self._users.subtract(units)
+                    self._drop_unused(units)
 
-        def after() -> None:
-            if not self._depth or self._keeps or self._stays_whole:
-                return
-            self._users.subtract(units)
-            for parameter in (p for unit in units if self._users[unit] <= 0 for p in self._units[unit]):
-                if parameter in self._whole:
-                    self._take_changes(parameter)
-                    del self._whole[parameter]
-                    set_data([(parameter, self._nothing(parameter))])
+        # Not a hook: code may run a forward alone, once more for the backward (`runtime/made_again.py`). A partial, not
+        # a decorated function: a copy of the module runs its own.
+        self._installed.enter_context(patched([(module, "forward", partial(_within, running, module.forward))]))
 
-        # Not a hook: code may run a forward alone, once more for the backward (`runtime/made_again.py`).
-        self._installed.enter_context(patched([(module, "forward", partial(_between, before, after, module.forward))]))
+    def _drop_unused(self, units: list[int]) -> None:
+        for parameter in (p for unit in units if self._users[unit] <= 0 for p in self._units[unit]):
+            if parameter in self._whole:
+                self._take_changes(parameter)
+                del self._whole[parameter]
+                set_data([(parameter, self._nothing(parameter))])
 
-    def _bytes(self, unit: list[nn.Parameter]) -> int:
-        return sum(self._store.whole_shape(p).numel() * p.element_size() for p in unit)
-
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _start(self, unit: int) -> Wait:
-        with torch.inference_mode(False), torch.no_grad():
-            wait = self._store.start_gather({p: self._parts[p] for p in self._units[unit]})
-
-        def whole() -> list[Tensor]:
-            with torch.inference_mode(False), torch.no_grad():
-                return wait()
-
-        return whole
+        wait = self._store.start_gather({p: self._parts[p] for p in self._units[unit]})
+        return torch.inference_mode(False)(torch.no_grad()(wait))
 
     def _may_start(self, unit: int) -> bool:
         """What is whole now may be changed before it is gathered again."""
@@ -364,12 +360,9 @@ class GatherOnUse:
         return one.expand(self._store.whole_shape(parameter))
 
 
-def _between(before: Callable[[], None], after: Callable[[], None], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-    before()
-    try:
+def _within(context: Callable[[], AbstractContextManager[None]], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    with context():
         return forward(*args, **kwargs)
-    finally:
-        after()
 
 
 def set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

@@ -15,13 +15,11 @@ only `data` is replaced. Values and gradients move by `Reshard`s from the storag
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,9 +34,8 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.gradients import GradientReducer, ReplicaReducer, Replicas, chunk_shape
-from alpa_strategy.runtime.host_link import StoredTensors
-from alpa_strategy.runtime.host_parameters import HostParameters
-from alpa_strategy.runtime.sharded_parameter import ShardedParameter, replace_data
+from alpa_strategy.runtime.host_parameters import HostParameters, StoredTensors
+from alpa_strategy.runtime.sharded_parameter import Chunk, ShardedParameter, replace_data
 
 T = TypeVar("T")
 Look = Callable[[str, Tensor], None]  # is shown a parameter's name, and the tensor whose `.grad` the backward has made
@@ -56,7 +53,6 @@ class MeshParameters:
         self._replicas = replicas
         self._host: HostParameters | None = None
         self._results = StoredTensors()
-        self._sharded: dict[str, ShardedParameter] = {}
         self._by_name: dict[str, ShardedParameter] = {}  # by every name of a tied parameter
         self._by_parameter: dict[nn.Parameter, ShardedParameter] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -66,14 +62,14 @@ class MeshParameters:
         if (known := self._by_parameter.get(parameter)) is not None:
             return known
         sharded = ShardedParameter.of(given, plan, parameter, self.mesh, self._replicas is not None)
-        self._sharded[given.name] = self._by_parameter[parameter] = sharded
+        self._by_parameter[parameter] = sharded
         self._by_name.update(dict.fromkeys(given.names, sharded))
         return sharded
 
     def shard(self, values: Callable[[nn.Parameter], Tensor], bucket_bytes: int, look: Look | None) -> None:
         """See `ParameterStore.shard`."""
         self._look = look
-        for sharded in self._sharded.values():
+        for sharded in self._by_parameter.values():
             parameter = sharded.parameter
             if not sharded.is_whole or sharded.plan.on_host:
                 whole = values(parameter)
@@ -85,7 +81,7 @@ class MeshParameters:
                 parameter.grad = None
             elif values is not Tensor.detach:
                 parameter.data = values(parameter)
-        trained = [sharded for sharded in self._sharded.values() if sharded.parameter.requires_grad]
+        trained = [sharded for sharded in self._by_parameter.values() if sharded.parameter.requires_grad]
         if self._replicas is not None:
             self.reducer: GradientReducer = ReplicaReducer(self._replicas, trained, bucket_bytes)
         else:
@@ -102,7 +98,7 @@ class MeshParameters:
             handle.remove()
         self._hooks.clear()
         self.after_optimizer_step()
-        for sharded in self._sharded.values():
+        for sharded in self._by_parameter.values():
             sharded.accumulator = None  # it remembers the shard's shape
 
     def step_inputs(self, ahead_bytes: int = 0) -> Mapping[str, Tensor]:
@@ -113,7 +109,7 @@ class MeshParameters:
         Args:
             ahead_bytes: of gradients whose sums (ZeRO-3) go on beside the backward.
         """
-        for sharded in self._sharded.values():
+        for sharded in self._by_parameter.values():
             if sharded.is_gathered_once and sharded.leaf is None and sharded.link is None:
                 sharded.begin_gathering()
         if not ahead_bytes or not torch.is_grad_enabled():
@@ -121,8 +117,8 @@ class MeshParameters:
         sums = Sums(ahead_bytes)
         # A gradient that is summed once more, in buckets, wants to come early.
         entered = {
-            name: sharded.in_step(Entrance.apply(sharded.parameter, sums))
-            for name, sharded in self._sharded.items()
+            sharded.name: sharded.in_step(Entrance.apply(sharded.parameter, sums))
+            for sharded in self._by_parameter.values()
             if sharded.parameter.requires_grad and sharded.plan.uses_shards and not sharded.plan.is_fetched
             if not sharded.is_gathered_once and not sharded.to_use.backward_steps
         }
@@ -173,7 +169,7 @@ class MeshParameters:
 
     def after_optimizer_step(self) -> None:
         """Parameters have new values: copies that were gathered for the last step go."""
-        for sharded in self._sharded.values():
+        for sharded in self._by_parameter.values():
             sharded.drop_copy()
 
     def _watch(self, sharded: ShardedParameter) -> None:
@@ -313,6 +309,10 @@ class ParameterStore:
         known = self._known.get(parameter)
         return parameter.shape if known is None else known.shape
 
+    def whole_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Bytes of all of them, whole."""
+        return sum(self.whole_shape(p).numel() * p.element_size() for p in parameters)
+
     def is_on_host(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's part of it lies in host memory."""
         known = self._known.get(parameter)
@@ -323,19 +323,18 @@ class ParameterStore:
         known = self._known.get(parameter)
         return known is None or known.held is not None
 
-    def chunks(self, parameter: nn.Parameter, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    def chunks(self, parameter: nn.Parameter, tensor: Tensor) -> list[Chunk]:
         """The boxes of the whole parameter that this rank holds, if any: see `ShardedParameter.chunks`."""
         known = self._known.get(parameter)
         if known is None:
-            return [((0,) * tensor.dim(), tensor)]
+            return [Chunk((0,) * tensor.dim(), tensor)]
         return [] if known.held is None else known.held.chunks(tensor)
 
     def replica(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Of the ranks that hold the same part: which one this is, and how many; None outside of the owning stage."""
         known = self._known.get(parameter)
         if known is None:
-            shape, coordinate = self.mesh.shape, self.mesh.coordinate
-            return int(np.ravel_multi_index(coordinate, shape)), math.prod(shape)
+            return self.mesh.whole.index, self.mesh.whole.size
         return None if known.owned is None else known.owned.replica()
 
     def counts_here(self, parameter: nn.Parameter) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,14 @@ from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, Layout, shard, value_layout
 from alpa_strategy.ir.plan import ParameterPlan, Storage
-from alpa_strategy.runtime.host_link import HostLink, host_copy
+from alpa_strategy.runtime.host_parameters import HostLink, host_copy
+
+
+class Chunk(NamedTuple):
+    """A box of a whole tensor: where it begins, and its elements (a view of this process's memory)."""
+
+    offsets: tuple[int, ...]
+    tensor: Tensor
 
 
 @dataclass(eq=False)
@@ -281,8 +289,8 @@ class ShardedParameter:
             self.complete, self.parameter.grad = self.parameter.grad, None
         self.is_complete = False
 
-    def chunks(self, tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The boxes of the whole that this device holds: (where it begins, a view of `tensor`) each.
+    def chunks(self, tensor: Tensor) -> list[Chunk]:
+        """The boxes of the whole that this device holds.
 
         More than one where the step sees the parameter in segments.
 
@@ -292,13 +300,13 @@ class ShardedParameter:
         ranges = self.plan.layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
         starts = tuple(start for start, _ in ranges)
         if self.module_shape == self.shape:
-            return [(starts, tensor)]
+            return [Chunk(starts, tensor)]
         (first, last), (start, stop) = ranges[:2]
         size = self.shape[1]
         if (start, stop) == (0, size):  # whole segments lie one after the other
-            return [((first * size, *starts[2:]), tensor)]
-        segments = self.in_step(tensor).unbind(0)
-        return [((i * size + start, *starts[2:]), part) for i, part in zip(range(first, last), segments, strict=True)]
+            return [Chunk((first * size, *starts[2:]), tensor)]
+        segments = zip(range(first, last), self.in_step(tensor).unbind(0), strict=True)
+        return [Chunk((i * size + start, *starts[2:]), part) for i, part in segments]
 
     def replica(self) -> tuple[int, int]:
         """Of the devices that hold the same part: which one this is, and how many they are."""

@@ -12,7 +12,14 @@ import torch
 from checkpoint.runs import ONE_STAGE, PIPELINE, Scheduled, assert_bitwise, fit, make_loader, make_model, make_trainer
 
 from alpa_strategy import AlpaStrategy, export_checkpoint, open_checkpoint
+from alpa_strategy.checkpoint.sharded_state_dict import state_dict_with
 from alpa_strategy.cli import main
+
+
+def whole_state(strategy: Any) -> dict[str, Any]:
+    """The optimizer's, as a plain Trainer would write it."""
+    with strategy.run.whole.suspended():
+        return state_dict_with(strategy.optimizers[0], strategy.store, strategy.store.gather_like)
 
 
 class Loaded(pl.Callback):
@@ -26,7 +33,7 @@ class Loaded(pl.Callback):
         else:
             store = strategy.store
             self.parameters = {name: store.gather(p).clone() for name, p in module.named_parameters()}
-            self.optimizer = deepcopy(strategy.run.whole_optimizer_state_dict(strategy.optimizers[0]))
+            self.optimizer = deepcopy(whole_state(strategy))
         trainer.should_stop = True
 
 
@@ -55,7 +62,7 @@ class Seen(pl.Callback):
             store = trainer.strategy.store
             self.state = {
                 "parameters": {n: store.gather(p).clone() for n, p in module.named_parameters()},
-                "optimizer": trainer.strategy.run.whole_optimizer_state_dict(trainer.strategy.optimizers[0]),
+                "optimizer": whole_state(trainer.strategy),
             }
             trainer.save_checkpoint(self.path)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_strategy import open_checkpoint
-from alpa_strategy.checkpoint.directory import COMPLETE, REST, is_checkpoint
+from alpa_strategy.checkpoint.opening import COMPLETE, REST, is_checkpoint
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards
 from alpa_strategy.errors import CheckpointError

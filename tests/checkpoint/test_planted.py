@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from fuzz_checkpoints import KINDS, LOADERS, files_of, load_open, planted_in, write
 
-from alpa_strategy.checkpoint.directory import _beside, save_directory
+from alpa_strategy.checkpoint.opening import beside
+from alpa_strategy.checkpoint.saving import save_directory
 from alpa_strategy.errors import AlpaError, CheckpointError
 
 FILES = {
@@ -131,7 +132,7 @@ def test_partial_checkpoints_are_removed(pool, tmp_path):
     """What a killed job has left, under another name than this one saves; not what a living one is writing."""
     import fcntl
 
-    abandoned, alive = _beside(tmp_path / "other.ckpt", "saving"), _beside(tmp_path / "third.ckpt", "saving")
+    abandoned, alive = beside(tmp_path / "other.ckpt", "saving"), beside(tmp_path / "third.ckpt", "saving")
     for folder in (abandoned, alive):
         folder.mkdir()
         (folder / "__0_0.distcp").write_bytes(b"half")
@@ -143,7 +144,7 @@ def test_partial_checkpoints_are_removed(pool, tmp_path):
     assert alive.exists()
     with pytest.raises(CheckpointError):
         save_directory(tmp_path / "failing.ckpt", {}, ValueError("no rest"))
-    assert not _beside(tmp_path / "failing.ckpt", "saving").exists()
+    assert not beside(tmp_path / "failing.ckpt", "saving").exists()
 
 
 def test_files_follow_the_umask(pool, tmp_path):

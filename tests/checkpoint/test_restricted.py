@@ -14,8 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from alpa_strategy import export_checkpoint, open_checkpoint
-from alpa_strategy.checkpoint.directory import COMPLETE, REST
-from alpa_strategy.checkpoint.restricted import RestrictedReader
+from alpa_strategy.checkpoint.opening import COMPLETE, REST, RestrictedReader
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, map_tensors
 from alpa_strategy.errors import CheckpointError

@@ -22,7 +22,7 @@ from checkpoint.runs import (
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from alpa_strategy.checkpoint.directory import is_checkpoint
+from alpa_strategy.checkpoint.opening import is_checkpoint
 
 CASES = {"zero3": ONE_STAGE["zero3"], "tensor": ONE_STAGE["tensor"], "pipeline": PIPELINE}
 

@@ -13,7 +13,7 @@ from checkpoint.runs import ONE_STAGE, PIPELINE, assert_bitwise, fit, make_loade
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from worker_pool import WorkerError
 
-from alpa_strategy.checkpoint.directory import is_checkpoint
+from alpa_strategy.checkpoint.opening import is_checkpoint
 from alpa_strategy.errors import CheckpointError
 
 

@@ -24,7 +24,7 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, shard
 from alpa_strategy.ir.plan import ParameterPlan, Storage
-from alpa_strategy.runtime.clip import clip_by_norm
+from alpa_strategy.lightning.full_parameters import clip_by_norm
 from alpa_strategy.runtime.gradients import GradientReducer
 
 ROWS = 12
