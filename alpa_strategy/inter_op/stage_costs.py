@@ -41,7 +41,7 @@ from alpa_strategy.inter_op.layer_matrix import (
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
 from alpa_strategy.inter_op.subgraph import crossing_values, span_name, stage_on
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
-from alpa_strategy.intra_op.offload import pinned_offload, with_offload
+from alpa_strategy.intra_op.memory_choices import pinned_offload, with_offload
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT

@@ -17,10 +17,10 @@ import numpy as np
 from alpa_strategy.cost.flops import is_view
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, build
 from alpa_strategy.intra_op.decode import messages
+from alpa_strategy.intra_op.memory_choices import result_bytes
 from alpa_strategy.intra_op.options import REDUCTIONS, gathers, local_bytes
 from alpa_strategy.intra_op.per_step import per_step
 from alpa_strategy.intra_op.problem import Problem, Transfer, Use
-from alpa_strategy.intra_op.recompute import result_bytes
 from alpa_strategy.ir.graph import StepGraph
 
 

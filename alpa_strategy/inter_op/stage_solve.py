@@ -25,11 +25,17 @@ from alpa_strategy.inter_op.stage_problem import (
 )
 from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
-from alpa_strategy.intra_op.decode import busy_seconds, decode, working_bytes
-from alpa_strategy.intra_op.offload import host_bytes, pinned_offload, with_host_price, with_offload
-from alpa_strategy.intra_op.prefetch import bytes_ahead
+from alpa_strategy.intra_op.decode import busy_seconds, bytes_ahead, decode, working_bytes
+from alpa_strategy.intra_op.memory_choices import (
+    host_bytes,
+    pinned_again,
+    pinned_offload,
+    with_host_price,
+    with_offload,
+    with_recompute,
+    with_stored_results,
+)
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
-from alpa_strategy.intra_op.recompute import pinned_again, with_recompute, with_stored_results
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, propagate, solve
 from alpa_strategy.ir.stage_plan import Collective, ParameterPlan, Predicted, StagePlan
@@ -162,22 +168,21 @@ class StageSolver:
         Raises:
             PlanError: none do.
         """
-        found, failure = [], None
+        found: list[SolvedStage] = []
+        failures: list[PlanError] = []
         for derives_again in (False, True) if wish.remat else (False,):
             priced = self.price(wish, derives_again)
             try:
-                solved = self.solve_priced(priced)
+                found.append(self.solve_priced(priced))
             except PlanError as error:
-                failure = error
+                failures.append(error)
                 continue
-            found.append(solved)
-            if solved.is_free:
+            if found[-1].is_free:
                 break
         if not found:
-            assert failure is not None
             if self.job.options.solver == PROPAGATION and self.job.remat is None and not wish.remat:
                 return self.solve(replace(wish, remat=True))  # priced with layouts that were solved
-            raise failure
+            raise failures[-1]
         return min(found, key=lambda solved: solved.plan.predicted.step_seconds)
 
     def price(self, wish: StageWish, derives_again: bool = False) -> PricedStage:
@@ -189,18 +194,18 @@ class StageSolver:
             OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches),
         )
         if job.is_whole_batch:  # nothing is done "per micro-batch": the step's own problem
+            graph = job.graph
             if wish.shape not in self._whole:
-                self._whole[wish.shape] = build(job.graph, tables)
+                self._whole[wish.shape] = build(graph, tables)
             whole = self._whole[wish.shape]
-            intra = restrict(whole, own_pins(job.options, job.graph), job.optimizer, wish.pinned)
-            whole, intra = self._pinned(whole), self._pinned(intra)
-            free = self._free_layouts(intra.problem)
-            return PricedStage(wish, whole, intra, free, derives_again)  # most are not looked at again
-        graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
-        whole = stage_build(graph, tables, derives_again)
+        else:
+            graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
+            whole = stage_build(graph, tables, derives_again)
         intra = RematSpans(whole, wish.starts).split(whole)
         intra = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
         whole, intra = self._pinned(whole), self._pinned(intra)
+        if job.is_whole_batch:  # most are not looked at again
+            return PricedStage(wish, whole, intra, self._free_layouts(intra.problem), derives_again)
         pins = (
             *((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned),
             *intra.recomputes,

@@ -94,7 +94,7 @@ def choose_plan(
         PlanError: nothing fits, or a pin cannot be met.
     """
     plans: list[Plan] = []
-    failure: PlanError | None = None
+    failures: list[PlanError] = []
     given = task.cluster
     if task.options.device_map and given.order == "searched":  # devices that a user names stay in their order
         given = replace(given, order="numbered")
@@ -102,10 +102,9 @@ def choose_plan(
         try:
             plans.append(_choose(replace(task, cluster=cluster), pinned, stage_costs))
         except PlanError as error:
-            failure = failure or error
+            failures.append(error)
     if not plans:
-        assert failure is not None
-        raise failure
+        raise failures[0]
     plan = min(plans, key=lambda plan: plan.predicted.step_seconds)
     return replace(plan, fingerprint=replace(plan.fingerprint, cluster=task.cluster.digest()))
 
