@@ -57,10 +57,6 @@ class Candidate:
     wires: tuple[float, ...]
     solved: tuple[SolvedStage, ...] = ()
 
-    @property
-    def num_meshes(self) -> int:
-        return len(self.choice.stages) // self.stages_per_mesh
-
 
 @dataclass(frozen=True, eq=False)
 class StageSpace:
@@ -222,8 +218,7 @@ def solve_schedules(space: StageSpace, known: float, schedules: Sequence[str] | 
         every = best if is_large else lambda: known
         if not (is_large or SCHEDULES[schedule].has_one_stage_per_mesh):
             every = nearly
-        for candidate in _regular(space, schedule, every):
-            found.append(candidate)
+        found.extend(_regular(space, schedule, every))
     if is_large:
         irregular(min(found, key=lambda c: c.seconds).submesh_of[0] if found else None)
     return sorted(found, key=lambda c: c.seconds)

@@ -19,9 +19,8 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_problem import PER_STEP, Parts, StageProblem, weigh
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.options import gathers, local_bytes
-from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate
+from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate, with_only
 from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
-from alpa_strategy.intra_op.solver.presolve import restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
@@ -96,7 +95,7 @@ def layer_matrix(
         return LayerMatrix(objective, parts)
     problems = [_problem_at(joined, price, num_microbatches) for price in prices]
     if any(len(strategies) < len(p.forward) for strategies, p in zip(live, joined.choices, strict=True)):
-        problems = [restrict(problem, live) for problem in problems]  # what pins forbid is not even looked at
+        problems = [with_only(problem, live) for problem in problems]  # what pins forbid is not even looked at
     kept = (joined.entering, joined.leaving)
     for k, (found, values) in enumerate(_by_elimination(problems, kept) or dense_layer_costs(problems, kept)):
         objective[k] = found

@@ -131,7 +131,7 @@ def pinned_modes(
     names = {alias: p.name for p in intra.step.parameters for alias in p.names}
     for pattern, text in options.placements:
         matched = matching(pattern, names)
-        wanted = parse_modes(text)  # as many as the mesh has axes (`is_allowed`)
+        wanted = parse_modes(text)  # as many as the mesh has axes (`allowed_shapes`)
         for name in matched:
             in_step = tuple(mode.shifted(1) for mode in wanted) if name in segmented else wanted
             found[name] = in_step, f"placements[{pattern!r}]"

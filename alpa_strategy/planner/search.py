@@ -430,7 +430,8 @@ def solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerp
     for i, stage in enumerate(candidate.choice.stages):
         mesh = meshes[stage.submesh]
         if candidate.stages_per_mesh > 1:
-            first = mesh_of(candidate.schedule, candidate.num_meshes, i) * math.prod(mesh)
+            ranks = len(candidate.choice.stages) // candidate.stages_per_mesh
+            first = mesh_of(candidate.schedule, ranks, i) * math.prod(mesh)
         else:
             first, offset = offset, offset + math.prod(mesh)
         wish = StageWish(

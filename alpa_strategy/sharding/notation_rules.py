@@ -54,24 +54,14 @@ MATRICES: dict[str, str | Callable[[OpCall, int], str]] = {
 }
 
 
-def solve(call: OpCall, axis_size: int) -> str:
-    """linalg_solve: right-hand sides may be vectors, as told by the ranks; solve_ex also says how it went."""
-    matrix, right = (call.operands[bind(call)[name].index].shape for name in ("A", "B"))
-    told = f", {_NUMBER}" if len(call.results) > 1 else ""
-    if len(right) == 1 or right == matrix[:-1]:
-        return f"{_MATRIX}, {_VECTOR} -> {_VECTOR}{told}"
-    columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
-    return f"{_MATRIX}, {columns} -> {columns}{told}"
-
-
-def _solved_with(*factors: str) -> Callable[[OpCall, int], str]:
-    """linalg_solve_triangular, linalg_lu_solve: right-hand sides after what the matrix is made of."""
-
-    def line(call: OpCall, axis_size: int) -> str:
-        columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
-        return f"{', '.join(factors)}, {columns} -> {columns}"
-
-    return line
+def _solve(call: OpCall, axis_size: int, made_of: str = _MATRIX, or_vectors: bool = False) -> str:
+    """Right-hand sides after what the matrix is made of; they may be vectors, as told by the ranks (linalg_solve).
+    solve_ex also says how it went."""
+    sides = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
+    if or_vectors:
+        matrix, right = (call.operands[bind(call)[name].index].shape for name in ("A", "B"))
+        sides = _VECTOR if len(right) == 1 or right == matrix[:-1] else sides
+    return f"{made_of}, {sides} -> {sides}" + f", {_NUMBER}" * (len(call.results) - 1)
 
 
 _POOLS = (
@@ -157,10 +147,9 @@ BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
     "aten.isin.Tensor_Tensor": "[*b], [*s!] -> [*b]",
     "aten.take": "[*s!], [*i] -> [*i]",
     **_in_front("multinomial", 1),
-    "aten.linalg_solve": solve,
-    "aten.linalg_solve_ex": solve,
-    "aten.linalg_solve_triangular": _solved_with(_MATRIX),
-    "aten.linalg_lu_solve": _solved_with(_MATRIX, "[*b, r!]"),
+    **dict.fromkeys(("aten.linalg_solve", "aten.linalg_solve_ex"), partial(_solve, or_vectors=True)),
+    "aten.linalg_solve_triangular": _solve,
+    "aten.linalg_lu_solve": partial(_solve, made_of=f"{_MATRIX}, [*b, r!]"),
 }
 
 

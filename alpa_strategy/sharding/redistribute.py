@@ -41,9 +41,6 @@ class AxisStep:
     dst: DualPlacement
     share: float
 
-    def __str__(self) -> str:
-        return f"axis {self.axis}: {self.src} -> {self.dst} of {self.share:g}"
-
     def collectives(self, differentiable: bool = True) -> tuple[tuple[str, str], ...]:
         """(kind, phase) of each; `backward` ones only when differentiable."""
         forward = placement_collective(self.src.value, self.dst.value)

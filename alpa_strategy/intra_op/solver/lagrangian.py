@@ -156,12 +156,10 @@ class Neighbourhood:
         seconds, num_bytes = np.array(choice.cost, float), np.array(choice.memory, float)
         strategies = np.arange(len(seconds))
         for transfer in self.incident[c]:
-            at_producer = transfer.producer == c
-            source = (
-                transfer.source
-                if at_producer
-                else np.full(len(strategies), transfer.source[assignment[transfer.producer]])
+            of_producer = (
+                strategies if transfer.producer == c else np.full(len(strategies), assignment[transfer.producer])
             )
+            source = transfer.source[of_producer]
             used = np.zeros((len(strategies), transfer.cost.shape[1]), dtype=bool)
             for use in transfer.uses:
                 used[strategies, use.layout if use.choice == c else use.layout[assignment[use.choice]]] = True

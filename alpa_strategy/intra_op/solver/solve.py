@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.intra_op.problem import Problem, Solution, evaluate, with_shared_arrays
+from alpa_strategy.intra_op.problem import Problem, Solution, evaluate, presolve, with_shared_arrays
 from alpa_strategy.intra_op.solver.elimination import Network, eliminate, min_marginals, network_of, plan_order
 from alpa_strategy.intra_op.solver.lagrangian import (
     Dual,
@@ -25,7 +25,6 @@ from alpa_strategy.intra_op.solver.lagrangian import (
     splice,
 )
 from alpa_strategy.intra_op.solver.milp import formulate, num_columns, solve_program
-from alpa_strategy.intra_op.solver.presolve import presolve
 from alpa_strategy.options import PROPAGATION
 from alpa_strategy.units import format_bytes
 
