@@ -38,22 +38,6 @@ def _in_front(names: str, inner: int) -> dict[str, Callable[[OpCall, int], str]]
     return {f"aten.{name}": line for name in names.split()}
 
 
-MATRICES: dict[str, str | Callable[[OpCall, int], str]] = {
-    **_in_front("linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_inv linalg_inv_ex matrix_exp", 2),
-    **_in_front("linalg_matrix_power linalg_det logdet linalg_slogdet linalg_cond linalg_svd svd linalg_qr qr", 2),
-    **_in_front("linalg_eigvals linalg_eigvalsh linalg_svdvals linalg_eig linalg_eigh linalg_lu lu_unpack", 2),
-    **_in_front("linalg_lu_factor linalg_ldl_factor geqrf linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info", 2),
-    **_in_front("linalg_householder_product ormqr triangular_solve pinverse", 2),
-    **_lines("linalg_pinv", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> [*b, j!, i!]"),
-    **_lines("linalg_matrix_rank", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> {_NUMBER}"),
-    **_lines("cholesky_solve", f"{_COLUMNS}, {_MATRIX} -> {_COLUMNS}"),
-    **_lines("lu_solve", f"{_COLUMNS}, {_MATRIX}, [*b, r!] -> {_COLUMNS}"),
-    **_lines("linalg_ldl_solve", f"{_MATRIX}, [*b, r!], {_COLUMNS} -> {_COLUMNS}"),
-    **_lines("cdist", "[*b, p, m!], [*b, q, m!] -> [*b, p, q]"),
-    **_lines("bilinear", "[*b, i], [*b, j], [o, i, j], +[o]? -> [*b, o]"),
-}
-
-
 def _solve(call: OpCall, axis_size: int, made_of: str = _MATRIX, or_vectors: bool = False) -> str:
     """Right-hand sides after what the matrix is made of; they may be vectors, as told by the ranks (linalg_solve).
     solve_ex also says how it went."""
@@ -69,18 +53,6 @@ _POOLS = (
     "adaptive_max_pool{n}d max_unpool{n}d max_pool{n}d_with_indices_backward upsample_nearest{n}d "
     "_upsample_nearest_exact{n}d reflection_pad{n}d replication_pad{n}d"
 )
-
-IMAGES: dict[str, str | Callable[[OpCall, int], str]] = {
-    **{name: line for n in (1, 2, 3) for name, line in _in_front(_POOLS.format(n=n), n).items()},
-    **_in_front("upsample_linear1d", 1),
-    **_in_front("upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa col2im", 2),
-    **_in_front("upsample_trilinear3d im2col pixel_shuffle pixel_unshuffle channel_shuffle", 3),
-    **{
-        f"aten.fractional_max_pool{n}d": f"[n, c, *s!], [n, c, r!] -> [n, c, {places}], [n, c, {places}]"
-        for n, places in ((2, "h!, w!"), (3, "d!, h!, w!"))
-    },
-    **_lines("grid_sampler grid_sampler_2d grid_sampler_3d", "[n, c, *s!], [n, *p, t!] -> [n, c, *p]"),
-}
 
 
 def _over_rows(*operands: str) -> Callable[[OpCall, int], str]:
@@ -132,8 +104,33 @@ def embedding_bag(call: OpCall, axis_size: int) -> str:
 _CELL_WEIGHTS = "[g!, i!], [g!, h!], [g!]?, [g!]?"
 
 BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
-    **MATRICES,
-    **IMAGES,
+    # Matrices.
+    **_in_front("linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_inv linalg_inv_ex matrix_exp", 2),
+    **_in_front("linalg_matrix_power linalg_det logdet linalg_slogdet linalg_cond linalg_svd svd linalg_qr qr", 2),
+    **_in_front("linalg_eigvals linalg_eigvalsh linalg_svdvals linalg_eig linalg_eigh linalg_lu lu_unpack", 2),
+    **_in_front("linalg_lu_factor linalg_ldl_factor geqrf linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info", 2),
+    **_in_front("linalg_householder_product ormqr triangular_solve pinverse", 2),
+    **_lines("linalg_pinv", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> [*b, j!, i!]"),
+    **_lines("linalg_matrix_rank", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> {_NUMBER}"),
+    **_lines("cholesky_solve", f"{_COLUMNS}, {_MATRIX} -> {_COLUMNS}"),
+    **_lines("lu_solve", f"{_COLUMNS}, {_MATRIX}, [*b, r!] -> {_COLUMNS}"),
+    **_lines("linalg_ldl_solve", f"{_MATRIX}, [*b, r!], {_COLUMNS} -> {_COLUMNS}"),
+    **_lines("cdist", "[*b, p, m!], [*b, q, m!] -> [*b, p, q]"),
+    **_lines("bilinear", "[*b, i], [*b, j], [o, i, j], +[o]? -> [*b, o]"),
+    **dict.fromkeys(("aten.linalg_solve", "aten.linalg_solve_ex"), partial(_solve, or_vectors=True)),
+    "aten.linalg_solve_triangular": _solve,
+    "aten.linalg_lu_solve": partial(_solve, made_of=f"{_MATRIX}, [*b, r!]"),
+    # Images.
+    **{name: line for n in (1, 2, 3) for name, line in _in_front(_POOLS.format(n=n), n).items()},
+    **_in_front("upsample_linear1d", 1),
+    **_in_front("upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa col2im", 2),
+    **_in_front("upsample_trilinear3d im2col pixel_shuffle pixel_unshuffle channel_shuffle", 3),
+    **{
+        f"aten.fractional_max_pool{n}d": f"[n, c, *s!], [n, c, r!] -> [n, c, {places}], [n, c, {places}]"
+        for n, places in ((2, "h!, w!"), (3, "d!, h!, w!"))
+    },
+    **_lines("grid_sampler grid_sampler_2d grid_sampler_3d", "[n, c, *s!], [n, *p, t!] -> [n, c, *p]"),
+    # Losses over rows, recurrent networks, and others.
     "aten.cosine_embedding_loss": _over_rows("[n, c!]", "[n, c!]", "[n]"),
     "aten.triplet_margin_loss": _over_rows("[n, c!]", "[n, c!]", "[n, c!]"),
     "aten.multi_margin_loss": _over_rows("[n, c!]", "[n]", "[c!]?"),
@@ -147,9 +144,6 @@ BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
     "aten.isin.Tensor_Tensor": "[*b], [*s!] -> [*b]",
     "aten.take": "[*s!], [*i] -> [*i]",
     **_in_front("multinomial", 1),
-    **dict.fromkeys(("aten.linalg_solve", "aten.linalg_solve_ex"), partial(_solve, or_vectors=True)),
-    "aten.linalg_solve_triangular": _solve,
-    "aten.linalg_lu_solve": partial(_solve, made_of=f"{_MATRIX}, [*b, r!]"),
 }
 
 
