@@ -20,8 +20,7 @@ from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import DualLayout, value_layout
 from alpa_strategy.ir.stage_plan import ParameterMode, ParameterPlan, Storage
 from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo
-from alpa_strategy.sharding import localize, op_strategies
-from alpa_strategy.sharding.strategies import priced_call, ring_bytes
+from alpa_strategy.sharding.strategies import localize, op_strategies, priced_call, ring_bytes
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")  # collectives of gradients
 BESIDE_BACKWARD = 0.99  # of a message's own price: how much is hidden is not known, so this only decides ties

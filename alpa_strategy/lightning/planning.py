@@ -40,7 +40,7 @@ from alpa_strategy.planner.replan import pinned_task, replan, replan_fingerprint
 from alpa_strategy.planner.search import microbatch_counts
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
 from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LARGE_BYTES, PAGE_FAULTS
-from alpa_strategy.sharding import localize, op_strategies
+from alpa_strategy.sharding.strategies import localize, op_strategies
 
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
 FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
