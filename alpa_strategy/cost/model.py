@@ -37,8 +37,7 @@ class Saved:
     """What autograd keeps of one op until its backward.
 
     Attributes:
-        operands: per operand, whether it is saved.
-        results: per result, whether it is saved.
+        operands, results: of each, whether it is saved.
         extra_bytes: bytes of saved tensors that are neither (dropout masks, log-sum-exp, ...).
         temporary_bytes: bytes alive only while the op (or its backward) runs, over and above operands, results, grads.
         fuses: a compiler makes its results again in the backward, where its operands are there: none of them is kept.

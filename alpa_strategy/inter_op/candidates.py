@@ -429,10 +429,9 @@ def _lengths(
 def _wires(
     space: StageSpace, fits: np.ndarray, joints: Sequence[tuple[int, int] | None], pairs: Sequence[tuple[int, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`boundary` and `link_at` of `StageTables`.
+    """`boundary` and `link_at` of `StageTables`, which has `fits` as well.
 
     Args:
-        fits: as there.
         joints: of each number of devices, or stages, that may be left: the place after the sender's last device, that
             of the receiver's first; None: one mesh is both.
         pairs: of submeshes that are asked for.

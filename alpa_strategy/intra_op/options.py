@@ -59,7 +59,6 @@ class OpOptions:
     Attributes:
         strategies: one AxisStrategy per mesh axis, per option.
         inputs, outputs: dual layout per operand or result, per option.
-        saved: which operands autograd keeps.
         compute_seconds, comm_seconds: compute (forward and backward), and the collectives inside implementations.
         num_bytes: what autograd keeps besides operands: masks, statistics, saved results.
         temporary_bytes: largest short-lived memory of an option: gradients of operands and results, and those of them

@@ -38,10 +38,8 @@ class Transfer:
     """One value from its producer to its consumers.
 
     Attributes:
-        name: the value's name.
         producer: index of the producing choice.
         source: `source[k]` is the source layout index that the producer's strategy k gives.
-        uses: the consumers.
         cost: seconds, [num_source_layouts, num_target_layouts]; `inf` where there is no way.
         memory: bytes kept because of the target copy, same shape.
     """

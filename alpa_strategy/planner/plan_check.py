@@ -34,7 +34,6 @@ def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[i
 
     Args:
         graph: what they run: the step, or its micro-batch where there are several (`MicroStep.graph`).
-        num_devices: of the job.
         given: received values that no stage makes (`MicroStep.given`).
     """
     stages = plan.stages

@@ -52,7 +52,6 @@ def make_plan(
         batch: one rank's batch (`options.batch_scope == "rank"`), or the whole one (`"global"`).
         optimizer: taken from `module.configure_optimizers()` when None, for a Trainer without clipping, callbacks and
             gradient scaler (`optimizer_info_of` takes those into account).
-        progress: shows phases.
         context: what surrounds the step, such as autocast (see `capture_step`).
         costs: a cost model of your own, as `options.costs`.
         choose: finds the plan; None: `choose_plan`.
@@ -267,12 +266,9 @@ def _may_be_pipelined(task: PlanTask) -> bool:
 
 
 def tune_batch(plan_at: Callable[[int], Plan], given: int) -> dict[int, Plan | PlanError]:
-    """What was planned by batch size, or why there is no plan; the best is `best_batch` of it.
+    """What `plan_at` gives by batch size, or why there is no plan; the best is `best_batch` of it.
 
     Doubled while that gains samples/s and fits; halved while it does not fit, or while that is the faster way.
-
-    Args:
-        plan_at: the best plan for a batch size.
     """
     found: dict[int, Plan | PlanError] = {}
 

@@ -28,12 +28,7 @@ def unseen(name: str) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class PlanTask:
-    """See the module's docstring.
-
-    Attributes:
-        costs: op costs where the options name no model; None: the roofline of `cluster.device`.
-        progress: shows phases.
-    """
+    """See the module. `costs`: of ops where the options name no model; None: the roofline of `cluster.device`."""
 
     step: StepGraph
     cluster: ClusterSpec

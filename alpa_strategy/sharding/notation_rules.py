@@ -149,7 +149,7 @@ BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
 
 @dataclass(frozen=True)
 class Notation:
-    """A rule in index notation. `select` picks the line from the call and axis size where one line is not enough.
+    """A rule in index notation. A function picks the line from the call and axis size where one is not enough.
 
     linear: sets of tensor argument positions in which the op is jointly linear (they may be `P`).
     carries: offer `R*` -> `R*` (see `Found`).

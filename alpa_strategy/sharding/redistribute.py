@@ -31,7 +31,6 @@ class AxisStep:
     """One axis of a tensor changes its dual placement.
 
     Attributes:
-        axis: the mesh axis.
         src, dst: its dual placement before and after.
         share: of the whole tensor, what the devices of that axis hold together at that moment.
     """

@@ -60,7 +60,6 @@ def solve(
     """The cheapest assignment whose bytes are within `problem.memory_limit`.
 
     Args:
-        problem: choices and transfers, seconds and bytes.
         time_limit: seconds of this process's work (how busy the machine is changes no plan) after which the best
             assignment found is returned, with the bound proved so far.
         cutoff: seconds of something else that will be taken unless this is cheaper.
