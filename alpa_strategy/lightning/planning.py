@@ -252,25 +252,20 @@ def _plan_on_rank_zero(
             with job.progress("time ops of stages"):
                 return measured_stage_costs(task, job, STAGES_BUDGET)
 
-        return _chosen(replace(task, costs=costs), job, pinned, stage_costs)
+        return _chosen(replace(task, costs=costs, stage_costs=stage_costs), job, pinned)
 
     return _stored(wanted, task.step, job, make)
 
 
-def _chosen(
-    task: PlanTask,
-    job: Job,
-    pinned: Mapping[str, ParameterPlan] | None,
-    stage_costs: Callable[[], OpCosts] | None = None,
-) -> Plan:
+def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
     """See `choose_plan`. In host memory what is planned has room for freed blocks, too, if the plan is not slower by
     more than page faults take where all of these are given back in the midst of a step."""
-    plan, limit = choose_plan(task, pinned, stage_costs), task.memory_limit / KEPT_BLOCKS
+    plan, limit = choose_plan(task, pinned), task.memory_limit / KEPT_BLOCKS
     if job.device.type != "cpu" or plan.predicted.peak_bytes <= max(limit, LARGE_BYTES):
         return plan
     with suppress(PlanError):
         roomy = replace(task, options=replace(task.options, memory_limit=limit))
-        other = choose_plan(roomy, pinned, stage_costs)
+        other = choose_plan(roomy, pinned)
         if other.predicted.step_seconds <= plan.predicted.step_seconds * (1 + PAGE_FAULTS):
             return replace(other, fingerprint=plan.fingerprint)
     return plan

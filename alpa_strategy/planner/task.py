@@ -28,7 +28,12 @@ def unseen(name: str) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class PlanTask:
-    """See the module. `costs`: of ops where the options name no model; None: the roofline of `cluster.device`."""
+    """See the module's docstring.
+
+    Attributes:
+        costs: op costs where the options name no model; None: the roofline of `cluster.device`.
+        stage_costs: makes those of pipelines, when they are looked at; None: the same.
+    """
 
     step: StepGraph
     cluster: ClusterSpec
@@ -36,6 +41,7 @@ class PlanTask:
     optimizer: OptimizerInfo
     costs: OpCosts | None = None
     progress: Progress = unseen
+    stage_costs: Callable[[], OpCosts] | None = None
 
     def __post_init__(self) -> None:
         if self.options.fp32_reduction:
@@ -46,6 +52,10 @@ class PlanTask:
         """Seconds and bytes of one local op."""
         own = self.options.costs or self.costs
         return own or RooflineCosts(self.cluster.device, compiled=self.options.compile)
+
+    def for_stages(self) -> PlanTask:
+        """The task with the costs of pipelines."""
+        return self if self.stage_costs is None else replace(self, costs=self.stage_costs(), stage_costs=None)
 
     @property
     def memory_limit(self) -> float:
