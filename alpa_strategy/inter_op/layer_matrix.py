@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.stage_problem import PER_STEP, Parts, StageProblem, weigh
+from alpa_strategy.inter_op.stage_problem import PER_STEP, Parts, StageProblem, no_parts, weigh
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.options import gathers, local_bytes
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate, with_only
@@ -174,8 +174,8 @@ def follow_leaders(stage: StageProblem, ends: Ends) -> Joined:
     for mapping, kept in ((into, kept_in), (out, kept_out)):
         for choice, (_, chosen) in mapping.items():
             kept += stage.choices[choice].saved[chosen]
-            choices[choice] = _nothing(1)
-    choices += [_nothing(len(kept_in)), _nothing(len(kept_out))]
+            choices[choice] = no_parts(1)
+    choices += [no_parts(len(kept_in)), no_parts(len(kept_out))]
     parts, again = list(stage.transfers), intra.gathered_again
     gathered: list[np.ndarray | None] = [None] * len(parts)
     for index, layouts in enumerate(intra.transfers):
@@ -206,11 +206,6 @@ def _followed(
         whole = (INVARIANT,) * len(layout)
         found.append(own.index(followed if followed in own else whole))
     return np.array(found)
-
-
-def _nothing(size: int) -> Parts:
-    zero = np.zeros(size)
-    return Parts(zero, zero, zero, zero, zero, zero, zero)
 
 
 def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list[np.ndarray]:

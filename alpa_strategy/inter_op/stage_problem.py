@@ -51,6 +51,12 @@ class Parts:
         return frozenset(f.name for f in fields(self) if getattr(self, f.name).any())
 
 
+def no_parts(size: int) -> Parts:
+    """Of a choice of so many strategies that takes nothing."""
+    zero = np.zeros(size)
+    return Parts(zero, zero, zero, zero, zero, zero, zero)
+
+
 EVERY_SPAN = -1  # there while any span is recomputed
 
 
@@ -118,8 +124,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
     batch = range(num_parameters + num_ops, num_parameters + num_ops + len(step.batch))
     choices, choice_spans = [], []
     for index, choice in enumerate(problem.choices):
-        zero = np.zeros(len(choice.cost))
-        parts, span = Parts(zero, zero, zero, zero, zero, zero, zero), spans.of_choice(index)
+        parts, span = no_parts(len(choice.cost)), spans.of_choice(index)
         # Choices come as `IntraOp` orders them: parameters, ops, then batch leaves and what is received, sent or fixed.
         if index < num_parameters:
             own = intra.parameters[index]
@@ -137,7 +142,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
                 forward=forward,
                 backward=choice.cost - forward,
                 saved=choice.memory,
-                kept=spans.crossing_bytes(intra, index) if spans.count > 1 else zero,
+                kept=spans.crossing_bytes(intra, index) if spans.count > 1 else parts.kept,
                 again=choice.memory,
             )
         elif index in received:  # until its gradient has gone back, recomputed or not

@@ -118,12 +118,11 @@ def reshard_table(
     """
     terms, counts = _counted_table(sources, targets, mesh.shape)
     seconds = np.array([mesh.axes[axis].seconds(kind, num_bytes * share) for kind, axis, share in terms])
-    forward, backward = counts @ seconds  # each [sources, targets]
+    tables = counts @ seconds  # [forward or backward, sources, targets]
     if not differentiable:
-        backward[:] = 0.0
-    for table in (forward, backward):
-        table.flags.writeable = False  # shared by everybody who asks
-    return forward, backward
+        tables[1] = 0.0
+    tables.flags.writeable = False  # shared by everybody who asks
+    return tables[0], tables[1]
 
 
 @lru_cache(maxsize=1024)

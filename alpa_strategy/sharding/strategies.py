@@ -217,8 +217,6 @@ def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
 @lru_cache(maxsize=65536)
 def op_strategies(call: OpCall, mesh_shape: tuple[int, ...]) -> tuple[tuple[AxisStrategy, ...], ...]:
     """Every combination over the mesh axes. Later axes cut what earlier ones left, at the device with the least."""
-    if not mesh_shape:
-        return ((),)
     combinations: list[tuple[AxisStrategy, ...]] = [()]
     for axis, axis_size in enumerate(mesh_shape):
         longer = []

@@ -47,9 +47,9 @@ def network_of(problem: Problem) -> Network | None:
         cost = np.asarray(transfer.cost, dtype=float)  # [source layout, target layout]
         if not cost.any():
             continue
-        scope = tuple(dict.fromkeys([transfer.producer, *(use.choice for use in transfer.uses)]))
+        ends = [transfer.producer, *(use.choice for use in transfer.uses)]
+        scope = tuple(dict.fromkeys(ends))
         if np.prod([float(sizes[v]) for v in scope]) <= MAX_DIRECT_ENTRIES or len(transfer.uses) == 1:
-            ends = [transfer.producer, *(use.choice for use in transfer.uses)]
             key = (
                 id(transfer.cost), id(transfer.memory), id(transfer.source), *(id(use.layout) for use in transfer.uses),
                 *(scope.index(v) for v in ends), *(sizes[v] for v in scope),
