@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from alpa_strategy.cost.model import differentiated, tensors_in
 from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.placement import chunk_range
-from alpa_strategy.sharding.splits import Found, Split
+from alpa_strategy.sharding.notation import Found, Split
 
 aten = torch.ops.aten
 

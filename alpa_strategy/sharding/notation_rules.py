@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from alpa_strategy.ir.op import InnerCollective, OpCall, Slot, bind, dims_of, slots
-from alpa_strategy.sharding.notation import line_of, read
+from alpa_strategy.sharding.notation import Found, Split, line_of, read, split_from_dims
 from alpa_strategy.sharding.rule_families import EACH, FIRST, linear_sets
-from alpa_strategy.sharding.splits import Found, Split, split_from_dims
 
 _MATRIX, _VECTOR, _NUMBER = "[*b, i!, j!]", "[*b, i!]", "[*b]"
 _COLUMNS = "[*b, j!, c]"  # right-hand sides: every column is solved by itself

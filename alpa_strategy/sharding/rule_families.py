@@ -29,8 +29,7 @@ from alpa_strategy.ir.op import (
     slots,
 )
 from alpa_strategy.ir.placement import INVARIANT, shard
-from alpa_strategy.sharding.notation import line_of, read
-from alpa_strategy.sharding.splits import SUM, WHOLE, Found, Split, split_from_dims
+from alpa_strategy.sharding.notation import SUM, WHOLE, Found, Split, line_of, read, split_from_dims
 
 FIRST, EACH = ((0,),), ((0,), (1,))
 

@@ -15,10 +15,9 @@ import torch
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, Slot, flat_tensor_arguments, target_name
 from alpa_strategy.sharding import rule_families as families
-from alpa_strategy.sharding.notation import parse, read
+from alpa_strategy.sharding.notation import Found, parse, read
 from alpa_strategy.sharding.notation_rules import NOTATION, Notation
 from alpa_strategy.sharding.rule_families import EACH, FIRST
-from alpa_strategy.sharding.splits import Found
 
 Family = Callable[[OpCall, int], "Found | None"]
 Cached = TypeVar("Cached")
