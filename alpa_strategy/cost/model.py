@@ -31,6 +31,8 @@ from alpa_strategy.cost.measured import OpTable, call_family
 from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, TensorMeta, with_slots
 from alpa_strategy.options import OptimizerInfo
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -80,9 +82,6 @@ class OpCosts(Protocol):
 # Two conventions differ from what such a run shows, because the devices that matter run other kernels: attention
 # keeps what flash and memory-efficient kernels keep (query, key, value, result, and the log-sum-exp per row), and
 # dropout on an accelerator keeps a mask of one byte per element.
-
-
-logger = logging.getLogger(__name__)
 
 
 # Kernels that PyTorch's partitioner makes again besides those tagged pointwise, with a number per row kept of them.

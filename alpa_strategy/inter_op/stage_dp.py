@@ -3,9 +3,9 @@
     minimise  fill * sum_i t_i + max_i (run * t_i + steps * g_i)
 
 over stages i with t_i the seconds of a micro-batch (the transfer to the next stage included), g_i the seconds once per
-step, and the schedule's `fill` and `run` (see schedules.Terms; 1F1B: fill = 1, run = B - 1). Alpa enumerates
-t_max; here the
-bound is on the whole second term, and only thresholds that can still win are tried. Exact, on plain numpy tables.
+step, and the schedule's `fill` and `run` (see schedules.Terms; 1F1B: fill = 1, run = B - 1). Alpa enumerates t_max;
+here the bound is on the whole second term, and only thresholds that can still win are tried. Exact, on plain numpy
+tables.
 
 That takes messages for work of their sender. They run beside it, but a stage can do without them only as far as it has
 other micro-batches: under 1F1B any n stages in a row and the n - 1 boundaries between them take n micro-batches' time

@@ -278,10 +278,6 @@ def _affine_grid(call: OpCall, axis_size: int) -> str:
     return f"[n, i!, j!] -> [n, {places}k!]"
 
 
-def _one_hot(call: OpCall, axis_size: int) -> str:
-    return "[*b] -> [*b, c!]" if bind(call)["num_classes"] > 0 else "[*b!] -> [*b!, c!]"
-
-
 def _row_loss(call: OpCall, axis_size: int) -> str:
     """Losses per row (capture turns the summed ones into `cross_entropy_sum`)."""
     if bind(call)["reduction"] != 0:
@@ -469,7 +465,7 @@ NOTATION: dict[str, Notation] = {
     **{f"aten.conv_transpose{n}d": Notation(partial(_convolution, transposed=True)) for n in (1, 2, 3)},
     "aten.convolution": Notation(_convolution),
     "aten.einsum": Notation(_einsum),
-    "aten.one_hot": Notation(_one_hot),
+    "aten.one_hot": Notation(lambda call, _: f"{'[*b]' if bind(call)['num_classes'] > 0 else '[*b!]'} -> [*b, c!]"),
     "aten.tril": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=FIRST, carries=True),
     "aten.triu": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=FIRST, carries=True),
     "aten.affine_grid_generator": Notation(_affine_grid),

@@ -348,11 +348,6 @@ def fourier(call: OpCall) -> Found:
     return replace(along(call, dims, FIRST), origin="notation")
 
 
-def constant(call: OpCall) -> Found:
-    """arange and the like: made whole on every device (a shard of it is a slice, which costs nothing)."""
-    return Found()
-
-
 def factory(call: OpCall) -> Found:
     """full, zeros: any dim of the result may be made in shards. new_zeros and the like read only their operand's dtype:
     every layout of it will do."""

@@ -158,7 +158,10 @@ FAMILIES: dict[str, Family] = {
     **_of("fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn", families.fourier),
     # Histograms, and tensors made from nothing.
     **_of("histogram.bins_tensor", families.histogram),
-    **_of("arange randint randperm eye linspace logspace scalar_tensor tril_indices triu_indices", families.constant),
+    # Made whole on every device: a shard of it is a slice, which costs nothing.
+    **_of(
+        "arange randint randperm eye linspace logspace scalar_tensor tril_indices triu_indices", lambda call: Found()
+    ),
     **_of("full zeros ones empty.memory_format rand randn normal.float_float", families.factory),
     **_of("new_zeros new_ones new_empty new_full", families.factory),
     "ops.cross_entropy_sum": lambda call, axis_size: families.cross_entropy(call),
@@ -172,12 +175,9 @@ def _pointwise(call: OpCall, axis_size: int) -> Found:
     if name == "aten.masked_fill.Scalar" and call.args[2:3] == (0,):
         linear = ((0,),)
     found = families.aligned(call, linear=linear)
-    if name in _SCALING:
+    if name in ("aten.mul.Tensor", "aten.div.Tensor"):
         found = replace(found, linear=tuple(chosen for chosen in found.linear if _is_scaling(call, chosen)))
     return found
-
-
-_SCALING = frozenset({"aten.mul.Tensor", "aten.div.Tensor"})
 
 
 def _is_scaling(call: OpCall, chosen: frozenset[int]) -> bool:

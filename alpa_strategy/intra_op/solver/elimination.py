@@ -229,8 +229,7 @@ def _through_layouts(
     return True
 
 
-# --- In which order variables are eliminated: the one thing that decides how large the tables of an elimination
-# become.
+# --- In which order variables are eliminated: the one thing that decides how large the tables become.
 #
 # Minimum fill, weighted: next is the variable whose elimination ties the fewest and smallest pairs of others together
 # that were not tied before (Kjaerulff, 1990). On layers with many small ops around a few values (a mixture of
