@@ -182,12 +182,10 @@ def _storable(intra: IntraOp, index: int) -> np.ndarray:
 def _plain(intra: IntraOp, index: int) -> np.ndarray:
     """The strategies of an op that is called as it is and can run again; none where no other op keeps its result, or it
     does so itself."""
-    op, none = intra.step.ops[index], np.zeros(0, dtype=int)
-    if index in intra.per_step.ops or not can_run_again(op.call) or intra.ops[index].saved.results[0]:
-        return none
-    if not intra.savers(op.results[0]):
-        return none
-    strategies = intra.ops[index].strategies
+    op, options = intra.step.ops[index], intra.ops[index]
+    is_able = can_run_again(op.call) and index not in intra.per_step.ops
+    is_kept = is_able and not options.saved.results[0] and bool(intra.savers(op.results[0]))
+    strategies = options.strategies if is_kept else ()
     return np.array([k for k, each in enumerate(strategies) if all(s.implementation is None for s in each)], dtype=int)
 
 

@@ -238,11 +238,9 @@ def _by_program(
     near = Neighbourhood(problem)
     incumbent = _best(problem, incumbent, _round(problem, relaxed.mass, near))
     found = _Found(incumbent, relaxed.bound, "lp")
-    if incumbent is not None and _solution(problem, found).gap <= tolerance:
-        return found
     left = deadline - time.process_time()
-    if left <= 0.2 and incumbent is not None:
-        return _Found(incumbent, relaxed.bound, "lp")
+    if incumbent is not None and (left <= 0.2 or _solution(problem, found).gap <= tolerance):
+        return found
     exact = solve_program(program, integer=True, time_limit=left, hint=incumbent, tolerance=tolerance)
     if not exact.feasible:
         return _Found(None, np.inf, "mip")
