@@ -20,7 +20,6 @@ from alpa_strategy.options import PlanOptions
 from alpa_strategy.schedules import SCHEDULES, why_not
 
 Place = tuple[int, int]  # of a mesh: its first device's place, and how many there are
-_Possible = dict[str, list[tuple[int, int]]]  # schedule -> (number of stages, number of meshes), ascending
 
 
 def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> None:
@@ -205,8 +204,8 @@ def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int
     return fitting
 
 
-def _possible(cluster: ClusterSpec, options: PlanOptions) -> _Possible:
-    """What every schedule that is allowed can have on the cluster's devices."""
+def _possible(cluster: ClusterSpec, options: PlanOptions) -> dict[str, list[tuple[int, int]]]:
+    """(number of stages, number of meshes), ascending, that every allowed schedule can have on the devices."""
     sizes = sorted({math.prod(mesh) for mesh in submeshes(cluster) if allowed_shapes(cluster, options, mesh)})
     schedules = [options.schedule] if options.schedule else SCHEDULES
     found = {name: _stages_and_meshes(name, cluster.num_devices, sizes) for name in schedules}
