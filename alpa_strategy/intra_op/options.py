@@ -37,7 +37,6 @@ class ParameterOptions:
         num_bytes: parameter, gradient, optimizer state and gathered copies.
         fetch_seconds, return_seconds: from host memory for a use, and of a gradient back; each micro-batch.
         backward_seconds: of both, the backward's part.
-        host_bytes: of host memory.
         update_seconds: the optimizer's part of `seconds`.
     """
 

@@ -258,8 +258,7 @@ def elimination_order(
     """(variable, entries of the table that its elimination joins), in order; all but `kept`.
 
     Args:
-        sizes: values of each variable.
-        scopes: the variables of every factor.
+        sizes: values of each variable. scopes: the variables of every factor.
         smallest_table: next is the variable with the smallest table, fill decides among equals; else the reverse.
     """
     around: list[set[int]] = [set() for _ in sizes]
