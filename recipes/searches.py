@@ -223,7 +223,7 @@ def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
     if not space.may_be[0, -1, whole]:
         return watch.trace
     ways = [again for again in (False, True) if job.remat in (None, again)]
-    starts = list(product(ways, allowed_shapes(job, space.meshes[whole])))
+    starts = list(product(ways, allowed_shapes(job.cluster, job.options, space.meshes[whole])))
     for left, (again, shape) in zip(range(len(starts), 0, -1), starts, strict=True):
         began = time.perf_counter()
         wish = StageWish(0, len(job.graph.ops), space.meshes[whole], shape, again, alive=1, cuts=tuple(job.cuts[1:-1]))

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from alpa_strategy.cluster.spec import DeviceSpec
 from alpa_strategy.cost.flops import (
     ATTENTION,
     DROPOUTS,
+    PRODUCTS,
     Work,
     is_view,
     op_base_name,
@@ -26,9 +28,10 @@ from alpa_strategy.cost.flops import (
     product_shape,
 )
 from alpa_strategy.cost.measured import OpTable, call_family
-from alpa_strategy.cost.opaque import Kernels, kernels_of
-from alpa_strategy.ir.op import CUSTOM_OPS, OpCall
+from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, TensorMeta, with_slots
 from alpa_strategy.options import OptimizerInfo
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,7 @@ class Saved:
     """What autograd keeps of one op until its backward.
 
     Attributes:
-        operands: per operand, whether it is saved.
-        results: per result, whether it is saved.
+        operands, results: of each, whether it is saved.
         extra_bytes: bytes of saved tensors that are neither (dropout masks, log-sum-exp, ...).
         temporary_bytes: bytes alive only while the op (or its backward) runs, over and above operands, results, grads.
         fuses: a compiler makes its results again in the backward, where its operands are there: none of them is kept.
@@ -82,9 +84,6 @@ class OpCosts(Protocol):
 # dropout on an accelerator keeps a mask of one byte per element.
 
 
-logger = logging.getLogger(__name__)
-
-
 # Kernels that PyTorch's partitioner makes again besides those tagged pointwise, with a number per row kept of them.
 FUSED_KERNELS = frozenset(
     f"aten::{name}"
@@ -122,17 +121,17 @@ def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = Fals
 
 
 def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
-    kept: list[torch.Tensor] = []
+    kept: list[Tensor] = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         kept.append(tensor)
         return tensor
 
     watch = _LiveStorages()
     with mode, torch.enable_grad():
-        operands = [torch.empty(m.shape, dtype=m.dtype, requires_grad=m.requires_grad) for m in call.operands]
+        operands = _without_data(call)
         with watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            results = [leaf for leaf in tree_leaves(call.call(*operands)) if isinstance(leaf, torch.Tensor)]
+            results = tensors_in(call.call(*operands))
         fuses = compiled and all(
             torch.Tag.pointwise in kernel.tags or kernel.is_view or kernel._schema.name in FUSED_KERNELS
             for kernel in watch.kernels
@@ -142,15 +141,11 @@ def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
             own = {_storage(tensor) for tensor in (*operands, *results)}
             kept = [tensor for tensor in kept if tensor.numel() < whole or _storage(tensor) in own]
         storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
-        outputs = [result for result in results if result.requires_grad]
-        inputs = [operand for operand in operands if operand.requires_grad]
-        cotangents = [torch.empty_like(output) for output in outputs]
-        with watch:
-            grads = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+        cotangents, grads = differentiated(operands, results, watch)
     operand_storages = [_storage(tensor) for tensor in operands]
     result_storages = [_storage(tensor) for tensor in results]
     known = {*operand_storages, *result_storages}
-    around = {*known, *storages, *(_storage(t) for t in (*cotangents, *grads) if t is not None)}
+    around = {*known, *storages, *(_storage(t) for t in (*cotangents, *grads))}
     return Saved(
         operands=tuple(storage in storages for storage in operand_storages),
         # a result that is a view of an operand is not kept a second time
@@ -174,10 +169,10 @@ class _LiveStorages(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "aten":
             self.kernels.append(func)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and _storage(leaf) not in self._made:
-                storage = leaf.untyped_storage()
-                self._made[_storage(leaf)] = (StorageWeakRef(storage), storage.nbytes())
+        for tensor in tensors_in(out):
+            if _storage(tensor) not in self._made:
+                storage = tensor.untyped_storage()
+                self._made[_storage(tensor)] = (StorageWeakRef(storage), storage.nbytes())
         self._live.append({key for key, (reference, _) in self._made.items() if not reference.expired()})
         return out
 
@@ -186,8 +181,123 @@ class _LiveStorages(TorchDispatchMode):
         return max((sum(self._made[key][1] for key in live - around) for live in self._live), default=0)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors of a nested structure."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _without_data(call: OpCall) -> list[Tensor]:
+    return [torch.empty(m.shape, dtype=m.dtype, requires_grad=m.requires_grad) for m in call.operands]
+
+
+def differentiated(
+    operands: list[Tensor], results: list[Tensor], watch: TorchDispatchMode
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the results, and those that operands get of them while `watch` looks on."""
+    outputs = [result for result in results if result.requires_grad]
+    inputs = [operand for operand in operands if operand.requires_grad]
+    cotangents = [torch.empty_like(output) for output in outputs]
+    if not outputs or not inputs:
+        return cotangents, []
+    with watch:
+        found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+    return cotangents, [gradient for gradient in found if gradient is not None]
+
+
+# --- What a user's autograd.Function costs: by the kernels that it runs on tensors without data, forward and backward.
+#
+# Products are priced as the ops that they are, at the dtype of their data: float8 under a wrapper such as torchao's.
+# All else moves bytes: kernel by kernel, or fused, where a tensor is read once, and once more if its sum or maximum is
+# needed first.
+
+
+@dataclass
+class Kernels:
+    """Products, and what the other kernels move: bytes of each, or fused, and then write for products to read."""
+
+    products: list[OpCall] = field(default_factory=list)
+    single: list[int] = field(default_factory=list)
+    fused: Work = field(default_factory=Work)
+    fused_bytes: int = 0
+
+
+def kernels_of(call: OpCall, mode: FakeTensorMode) -> tuple[Kernels, Kernels] | None:
+    """What `call` runs, forward and backward; None where fake tensors are not enough for the user's code."""
+    forward, backward = _KernelRecorder(), _KernelRecorder()
+    with mode, torch.enable_grad():
+        operands = _without_data(call)
+        try:
+            with forward:
+                results = tensors_in(call.call(*operands))
+            _, gradients = differentiated(operands, results, backward)
+        except Exception:  # the user's code, of any type: it wants data
+            return None
+        return forward.kernels(results), backward.kernels(gradients)
+
+
+class _KernelRecorder(TorchDispatchMode):
+    """Notes products, and of which whole tensors the results of the other kernels are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found = Kernels()
+        self._alive: list[Tensor] = []  # a storage's number is not used again while it is there
+        self._made_of: dict[int, set[int]] = {}  # storage that a kernel wrote -> those in memory that it was made of
+        self._summed: set[int] = set()  # that a reduction reads
+        self._read_whole: set[int] = set()  # by products, so that it must be in memory
+        self._bytes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace != "aten" or func.is_view:
+            return out
+        operands: list[Tensor] = []
+        frozen = with_slots(tuple(args), Tensor, operands)
+        results = tensors_in(out)
+        self._alive += [*operands, *results]
+        read, written = ([self._note(tensor) for tensor in tensors] for tensors in (operands, results))
+        if func._schema.name.partition("::")[2] in PRODUCTS:
+            metas = tuple(map(_meta, operands)), tuple(map(_meta, results))
+            self._found.products.append(OpCall(func, frozen, (), *metas))
+            self._read_whole.update(read)
+            return out
+        self._found.single.append(sum(_meta(tensor).num_bytes for tensor in (*operands, *results)))
+        roots = set().union(*(self._made_of.get(key, {key}) for key in read))
+        if operands and max(t.numel() for t in operands) > max((t.numel() for t in results), default=0):
+            self._summed |= roots
+        self._made_of.update(dict.fromkeys(written, roots))
+        return out
+
+    def _note(self, tensor: Tensor) -> int:
+        key = _data(tensor).untyped_storage()._cdata
+        self._bytes.setdefault(key, _meta(tensor).num_bytes)
+        return key
+
+    def kernels(self, results: list[Tensor]) -> Kernels:
+        """What was found; `results` leave the op, so they are written."""
+        leaving = {self._note(tensor) for tensor in results}
+        written = [key for key in self._made_of if key in self._read_whole | leaving]
+        read = set().union(*self._made_of.values()) if self._made_of else set()
+        moved = sum(self._bytes[key] for key in written)
+        moved += sum(self._bytes[key] * (1 + (key in self._summed)) for key in read)
+        self._found.fused = Work(0.0, moved, len(written) + len(self._summed))
+        self._found.fused_bytes = sum(self._bytes[key] for key in written if key not in leaving)
+        return self._found
+
+
+def _data(tensor: Tensor) -> Tensor:
+    """The first tensor inside of a wrapper, which holds its elements."""
+    while is_traceable_wrapper_subclass(tensor):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    return tensor
+
+
+def _meta(tensor: Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), _data(tensor).dtype)
 
 
 # --- RooflineCosts: seconds of an op, measured where that was done, else FLOPs/rate + bytes/bandwidth + launch.

@@ -57,10 +57,6 @@ class Candidate:
     wires: tuple[float, ...]
     solved: tuple[SolvedStage, ...] = ()
 
-    @property
-    def num_meshes(self) -> int:
-        return len(self.choice.stages) // self.stages_per_mesh
-
 
 @dataclass(frozen=True, eq=False)
 class StageSpace:
@@ -222,8 +218,7 @@ def solve_schedules(space: StageSpace, known: float, schedules: Sequence[str] | 
         every = best if is_large else lambda: known
         if not (is_large or SCHEDULES[schedule].has_one_stage_per_mesh):
             every = nearly
-        for candidate in _regular(space, schedule, every):
-            found.append(candidate)
+        found.extend(_regular(space, schedule, every))
     if is_large:
         irregular(min(found, key=lambda c: c.seconds).submesh_of[0] if found else None)
     return sorted(found, key=lambda c: c.seconds)
@@ -434,10 +429,9 @@ def _lengths(
 def _wires(
     space: StageSpace, fits: np.ndarray, joints: Sequence[tuple[int, int] | None], pairs: Sequence[tuple[int, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`boundary` and `link_at` of `StageTables`.
+    """`boundary` and `link_at` of `StageTables`, which has `fits` as well.
 
     Args:
-        fits: as there.
         joints: of each number of devices, or stages, that may be left: the place after the sender's last device, that
             of the receiver's first; None: one mesh is both.
         pairs: of submeshes that are asked for.

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.stage_problem import PER_STEP, Parts, StageProblem, weigh
+from alpa_strategy.inter_op.stage_problem import PER_STEP, Parts, StageProblem, no_parts, weigh
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.options import gathers, local_bytes
-from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate
+from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate, with_only
 from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
-from alpa_strategy.intra_op.solver.presolve import restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
@@ -96,7 +95,7 @@ def layer_matrix(
         return LayerMatrix(objective, parts)
     problems = [_problem_at(joined, price, num_microbatches) for price in prices]
     if any(len(strategies) < len(p.forward) for strategies, p in zip(live, joined.choices, strict=True)):
-        problems = [restrict(problem, live) for problem in problems]  # what pins forbid is not even looked at
+        problems = [with_only(problem, live) for problem in problems]  # what pins forbid is not even looked at
     kept = (joined.entering, joined.leaving)
     for k, (found, values) in enumerate(_by_elimination(problems, kept) or dense_layer_costs(problems, kept)):
         objective[k] = found
@@ -175,8 +174,8 @@ def follow_leaders(stage: StageProblem, ends: Ends) -> Joined:
     for mapping, kept in ((into, kept_in), (out, kept_out)):
         for choice, (_, chosen) in mapping.items():
             kept += stage.choices[choice].saved[chosen]
-            choices[choice] = _nothing(1)
-    choices += [_nothing(len(kept_in)), _nothing(len(kept_out))]
+            choices[choice] = no_parts(1)
+    choices += [no_parts(len(kept_in)), no_parts(len(kept_out))]
     parts, again = list(stage.transfers), intra.gathered_again
     gathered: list[np.ndarray | None] = [None] * len(parts)
     for index, layouts in enumerate(intra.transfers):
@@ -207,11 +206,6 @@ def _followed(
         whole = (INVARIANT,) * len(layout)
         found.append(own.index(followed if followed in own else whole))
     return np.array(found)
-
-
-def _nothing(size: int) -> Parts:
-    zero = np.zeros(size)
-    return Parts(zero, zero, zero, zero, zero, zero, zero)
 
 
 def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import OptionError, PlanError
-from alpa_strategy.inter_op.stage_costs import axis_counts, is_allowed
+from alpa_strategy.inter_op.stage_costs import allowed_shapes, axis_counts
 from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, default_num_layers
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import StepGraph
@@ -20,7 +20,6 @@ from alpa_strategy.options import PlanOptions
 from alpa_strategy.schedules import SCHEDULES, why_not
 
 Place = tuple[int, int]  # of a mesh: its first device's place, and how many there are
-_Possible = dict[str, list[tuple[int, int]]]  # schedule -> (number of stages, number of meshes), ascending
 
 
 def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> None:
@@ -194,27 +193,20 @@ def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int
                 "choose a shape whose product is the number of devices",
             )
         return [tuple(options.logical_mesh)]
-    shapes = cluster.logical_shapes()
-    fitting = [shape for shape in shapes if is_allowed(shape, options)]
+    fitting = list(allowed_shapes(cluster, options))
     if not fitting:
         counts = sorted(axis_counts(options))
         raise PlanError(
             f"placements and parallel name {counts} mesh axes; {cluster.num_devices} devices allow the logical "
-            f"meshes {shapes}",
+            f"meshes {cluster.logical_shapes()}",
             "give every pin one mode per axis of one of these, or set logical_mesh",
         )
     return fitting
 
 
-def _possible(cluster: ClusterSpec, options: PlanOptions) -> _Possible:
-    """What every schedule that is allowed can have on the cluster's devices."""
-    sizes = sorted(
-        {
-            math.prod(mesh)
-            for mesh in submeshes(cluster)
-            if any(is_allowed(shape, options) for shape in cluster.logical_shapes(mesh))
-        }
-    )
+def _possible(cluster: ClusterSpec, options: PlanOptions) -> dict[str, list[tuple[int, int]]]:
+    """(number of stages, number of meshes), ascending, that every allowed schedule can have on the devices."""
+    sizes = sorted({math.prod(mesh) for mesh in submeshes(cluster) if allowed_shapes(cluster, options, mesh)})
     schedules = [options.schedule] if options.schedule else SCHEDULES
     found = {name: _stages_and_meshes(name, cluster.num_devices, sizes) for name in schedules}
     if options.schedule:  # one stage has none
@@ -297,13 +289,9 @@ def stage_fits(cluster: ClusterSpec, candidates: tuple[tuple[int, int], ...]) ->
     A part of a node lies in one node, whole nodes begin at a node: device ranges are contiguous, and links are
     as priced.
     """
-    total, per_node = cluster.num_devices, cluster.devices_per_node
-    fits = np.zeros((total + 1, len(candidates)), dtype=bool)
-    for left in range(1, total + 1):
-        offset = (total - left) % per_node
-        for index, (nodes, devices) in enumerate(candidates):
-            fits[left, index] = offset == 0 if nodes > 1 else offset + devices <= per_node
-    return fits
+    left, (nodes, devices) = np.arange(cluster.num_devices + 1)[:, None], np.array(candidates).T
+    offset = (cluster.num_devices - left) % cluster.devices_per_node  # in the stage's first node
+    return (left > 0) & np.where(nodes > 1, offset == 0, offset + devices <= cluster.devices_per_node)
 
 
 def _sizes(limit: int, every: bool) -> list[int]:

@@ -41,7 +41,7 @@ from alpa_strategy.inter_op.layer_matrix import (
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
 from alpa_strategy.inter_op.subgraph import crossing_values, span_name, stage_on
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
-from alpa_strategy.intra_op.offload import pinned_offload, with_offload
+from alpa_strategy.intra_op.memory_choices import pinned_offload, with_offload
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT
@@ -147,7 +147,7 @@ def run_costs(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[flo
 
     prices: of memory, under which layouts are found beside those that are the fastest without one.
     """
-    shapes = allowed_shapes(job, submesh)
+    shapes = allowed_shapes(job.cluster, job.options, submesh)
     columns: list[tuple[np.ndarray, ...]] = []
     L = job.num_layers
     least, each, layers = np.full(L, np.inf), np.full(L, np.inf), np.arange(L)
@@ -167,14 +167,19 @@ def run_costs(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[flo
 
 def free_runs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
     """All runs that the options allow on a submesh, as if they took no time and no memory."""
-    shapes, zero = allowed_shapes(job, submesh), np.zeros((job.num_layers, job.num_layers + 1, 1))
+    shapes = allowed_shapes(job.cluster, job.options, submesh)
+    zero = np.zeros((job.num_layers, job.num_layers + 1, 1))
     seconds = np.where(np.triu(zero[..., 0] == 0, 1)[..., None] & bool(shapes), 0.0, np.inf)
     return RunCosts(shapes, seconds, zero, zero, zero, zero.astype(int), zero > 0, zero[:, 0, 0], zero[:, 0, 0])
 
 
-def allowed_shapes(job: CostJob, submesh: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
-    """Logical shapes of a submesh that the options allow."""
-    return tuple(s for s in job.cluster.logical_shapes(submesh) if is_allowed(s, job.options))
+def allowed_shapes(
+    cluster: ClusterSpec, options: PlanOptions, submesh: tuple[int, int] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Logical shapes of a submesh (None: of all devices) that pins allow, by what they are and by how many axes."""
+    counts, pinned = axis_counts(options), options.logical_mesh
+    shapes = [s for s in cluster.logical_shapes(submesh) if pinned is None or s == tuple(pinned)]
+    return tuple(s for s in shapes if not counts or counts == {len(s)})
 
 
 def run_parts(
@@ -320,7 +325,7 @@ def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None
     """
     layers, least = np.arange(job.num_layers), np.full(job.num_layers, np.inf)
     for submesh in meshes:
-        for shape in allowed_shapes(job, submesh):
+        for shape in allowed_shapes(job.cluster, job.options, submesh):
             alone = run_parts(job, submesh, shape)[:, layers, layers + 1]  # [price, layer, part]
             need = alone[..., [ALWAYS, SAVED, LEAVING, WORKING]].sum(axis=2)
             least = np.minimum(least, np.where(np.isfinite(alone[..., FORWARD]), need, np.inf).min(axis=0))
@@ -381,14 +386,6 @@ def own_pins(options: PlanOptions, layer: StepGraph) -> PlanOptions:
     names = [name for p in layer.parameters for name in p.names]
     own = tuple((pattern, text) for pattern, text in options.placements if any(fnmatchcase(n, pattern) for n in names))
     return replace(options, placements=own)
-
-
-def is_allowed(shape: tuple[int, ...], options: PlanOptions) -> bool:
-    """Whether pins allow this number of axes and this shape."""
-    if options.logical_mesh is not None and shape != tuple(options.logical_mesh):
-        return False
-    counts = axis_counts(options)
-    return not counts or counts == {len(shape)}
 
 
 def axis_counts(options: PlanOptions) -> set[int]:

@@ -3,9 +3,9 @@
     minimise  fill * sum_i t_i + max_i (run * t_i + steps * g_i)
 
 over stages i with t_i the seconds of a micro-batch (the transfer to the next stage included), g_i the seconds once per
-step, and the schedule's `fill` and `run` (see schedules.Terms; 1F1B: fill = 1, run = B - 1). Alpa enumerates
-t_max; here the
-bound is on the whole second term, and only thresholds that can still win are tried. Exact, on plain numpy tables.
+step, and the schedule's `fill` and `run` (see schedules.Terms; 1F1B: fill = 1, run = B - 1). Alpa enumerates t_max;
+here the bound is on the whole second term, and only thresholds that can still win are tried. Exact, on plain numpy
+tables.
 
 That takes messages for work of their sender. They run beside it, but a stage can do without them only as far as it has
 other micro-batches: under 1F1B any n stages in a row and the n - 1 boundaries between them take n micro-batches' time
@@ -154,37 +154,35 @@ class _Way:
     second_term: np.ndarray
 
 
+@dataclass(eq=False)
 class _Search:
-    """The tables brought into the DP's order, and the DP for one threshold."""
+    """The tables brought into the DP's order, and the DP for one threshold; arguments as of `solve_stages`."""
 
-    def __init__(
-        self,
-        tables: StageTables,
-        num_devices: int,
-        terms: Terms,
-        in_flight: Sequence[int],
-        memory_limit: float,
-        num_stages: Sequence[int] | None,
-        steps: float,
-        sender_share: float,
-    ) -> None:
-        self.tables, self.num_devices, self.terms = tables, num_devices, terms
+    tables: StageTables
+    num_devices: int
+    terms: Terms
+    in_flight: Sequence[int]
+    memory_limit: float
+    num_stages: Sequence[int] | None
+    steps: float
+    sender_share: float
+
+    def __post_init__(self) -> None:
+        tables, terms = self.tables, self.terms
         self.num_layers, _, self.num_submeshes, _ = tables.seconds.shape
-        self.max_stages = min(len(in_flight), self.num_layers)
-        allowed = range(1, self.max_stages + 1) if num_stages is None else num_stages
-        self.allowed = sorted({s for s in allowed if 1 <= s <= self.max_stages})
+        most = min(len(self.in_flight), self.num_layers)
+        allowed = range(1, most + 1) if self.num_stages is None else self.num_stages
+        self.allowed = sorted({s for s in allowed if 1 <= s <= most})
         self.max_stages = max(self.allowed, default=0)
         self._wires = [(table, tables.link_at == link) for link, table in enumerate(tables.boundary)]
-        everywhere = np.ones(num_devices + 1, dtype=bool)
-        self.in_flight = list(in_flight)
-        self.memory_limit, self.steps, self.sender_share = memory_limit, steps, sender_share
+        everywhere = np.ones(self.num_devices + 1, dtype=bool)
         self._fitting: dict[tuple[int, int], np.ndarray] = {}
         self.last = [self._way(a, None, np.zeros(0, dtype=int), everywhere) for a in range(self.num_submeshes)]
         self.ways = [list(self._ways(a)) for a in range(self.num_submeshes)]
         every = [way for a, ways in enumerate(self.ways) for way in (self.last[a], *ways)]
         values = [way.second_term[np.isfinite(way.first_term)] for way in every]
         self.levels = np.unique(np.concatenate(values))
-        if sender_share < 1 and self.levels.size:  # a round trip may take any time between these, or longer
+        if self.sender_share < 1 and self.levels.size:  # a round trip may take any time between these, or longer
             low = max(float(self.levels[0]), 1e-9)
             high = float(self.levels[-1]) + terms.run * float(tables.boundary.max(initial=0.0))
             steps_up = np.arange(np.log(max(high / low, 1.0)) / np.log1p(GRID) + 2)

@@ -17,10 +17,10 @@ import numpy as np
 from alpa_strategy.cost.flops import is_view
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, build
 from alpa_strategy.intra_op.decode import messages
+from alpa_strategy.intra_op.memory_choices import result_bytes
 from alpa_strategy.intra_op.options import REDUCTIONS, gathers, local_bytes
 from alpa_strategy.intra_op.per_step import per_step
 from alpa_strategy.intra_op.problem import Problem, Transfer, Use
-from alpa_strategy.intra_op.recompute import result_bytes
 from alpa_strategy.ir.graph import StepGraph
 
 
@@ -49,6 +49,12 @@ class Parts:
     def nonzero(self) -> frozenset[str]:
         """Names of the arrays that are not all zero."""
         return frozenset(f.name for f in fields(self) if getattr(self, f.name).any())
+
+
+def no_parts(size: int) -> Parts:
+    """Of a choice of so many strategies that takes nothing."""
+    zero = np.zeros(size)
+    return Parts(zero, zero, zero, zero, zero, zero, zero)
 
 
 EVERY_SPAN = -1  # there while any span is recomputed
@@ -118,8 +124,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
     batch = range(num_parameters + num_ops, num_parameters + num_ops + len(step.batch))
     choices, choice_spans = [], []
     for index, choice in enumerate(problem.choices):
-        zero = np.zeros(len(choice.cost))
-        parts, span = Parts(zero, zero, zero, zero, zero, zero, zero), spans.of_choice(index)
+        parts, span = no_parts(len(choice.cost)), spans.of_choice(index)
         # Choices come as `IntraOp` orders them: parameters, ops, then batch leaves and what is received, sent or fixed.
         if index < num_parameters:
             own = intra.parameters[index]
@@ -137,7 +142,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
                 forward=forward,
                 backward=choice.cost - forward,
                 saved=choice.memory,
-                kept=spans.crossing_bytes(intra, index) if spans.count > 1 else zero,
+                kept=spans.crossing_bytes(intra, index) if spans.count > 1 else parts.kept,
                 again=choice.memory,
             )
         elif index in received:  # until its gradient has gone back, recomputed or not

@@ -4,7 +4,7 @@ flight, and where it recomputes, the spans that need least memory."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,15 +25,21 @@ from alpa_strategy.inter_op.stage_problem import (
 )
 from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
-from alpa_strategy.intra_op.decode import busy_seconds, decode, working_bytes
-from alpa_strategy.intra_op.offload import host_bytes, pinned_offload, with_host_price, with_offload
-from alpa_strategy.intra_op.prefetch import bytes_ahead
+from alpa_strategy.intra_op.decode import busy_seconds, bytes_ahead, decode, working_bytes
+from alpa_strategy.intra_op.memory_choices import (
+    host_bytes,
+    pinned_again,
+    pinned_offload,
+    with_host_price,
+    with_offload,
+    with_recompute,
+    with_stored_results,
+)
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
-from alpa_strategy.intra_op.recompute import pinned_again, with_recompute, with_stored_results
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, propagate, solve
 from alpa_strategy.ir.plan import Collective, ParameterPlan, Predicted, StagePlan
-from alpa_strategy.options import PROPAGATION, OptimizerInfo, PlanOptions
+from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.units import format_bytes
 
 # Equal layers make many equal choices of what to keep: proving the last of the gap takes minutes.
@@ -101,6 +107,7 @@ class PricedStage:
     `known`: its parts, where they are there already.
     """
 
+    job: CostJob
     wish: StageWish
     whole: IntraOp
     intra: IntraOp
@@ -113,13 +120,12 @@ class PricedStage:
         """`intra` with its parts."""
         return self.known or take_apart(self.intra, self.wish.starts)
 
-    def problem(self, starts: tuple[int, ...], options: PlanOptions, optimizer: OptimizerInfo) -> StageProblem:
+    def problem(self, starts: tuple[int, ...]) -> StageProblem:
         """Cut into spans at `starts`, restricted as the user wants it."""
         if starts == self.wish.starts:
             return self.finest
-        intra = RematSpans(self.whole, starts).split(self.whole)
-        intra = restrict(intra, own_pins(options, self.whole.step), optimizer, self.wish.pinned)
-        return take_apart(intra, starts)
+        intra, pins = RematSpans(self.whole, starts).split(self.whole), own_pins(self.job.options, self.whole.step)
+        return take_apart(restrict(intra, pins, self.job.optimizer, self.wish.pinned), starts)
 
     def recomputing(self) -> PricedStage:
         """The same with a choice for each activation: keep it, or make it again in the backward."""
@@ -162,22 +168,21 @@ class StageSolver:
         Raises:
             PlanError: none do.
         """
-        found, failure = [], None
+        found: list[SolvedStage] = []
+        failures: list[PlanError] = []
         for derives_again in (False, True) if wish.remat else (False,):
             priced = self.price(wish, derives_again)
             try:
-                solved = self.solve_priced(priced)
+                found.append(self.solve_priced(priced))
             except PlanError as error:
-                failure = error
+                failures.append(error)
                 continue
-            found.append(solved)
-            if solved.is_free:
+            if found[-1].is_free:
                 break
         if not found:
-            assert failure is not None
             if self.job.options.solver == PROPAGATION and self.job.remat is None and not wish.remat:
                 return self.solve(replace(wish, remat=True))  # priced with layouts that were solved
-            raise failure
+            raise failures[-1]
         return min(found, key=lambda solved: solved.plan.predicted.step_seconds)
 
     def price(self, wish: StageWish, derives_again: bool = False) -> PricedStage:
@@ -189,18 +194,18 @@ class StageSolver:
             OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches),
         )
         if job.is_whole_batch:  # nothing is done "per micro-batch": the step's own problem
+            graph = job.graph
             if wish.shape not in self._whole:
-                self._whole[wish.shape] = build(job.graph, tables)
+                self._whole[wish.shape] = build(graph, tables)
             whole = self._whole[wish.shape]
-            intra = restrict(whole, own_pins(job.options, job.graph), job.optimizer, wish.pinned)
-            whole, intra = self._pinned(whole), self._pinned(intra)
-            free = self._free_layouts(intra.problem)
-            return PricedStage(wish, whole, intra, free, derives_again)  # most are not looked at again
-        graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
-        whole = stage_build(graph, tables, derives_again)
+        else:
+            graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
+            whole = stage_build(graph, tables, derives_again)
         intra = RematSpans(whole, wish.starts).split(whole)
         intra = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
         whole, intra = self._pinned(whole), self._pinned(intra)
+        if job.is_whole_batch:  # most are not looked at again
+            return PricedStage(job, wish, whole, intra, self._free_layouts(intra.problem), derives_again)
         pins = (
             *((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned),
             *intra.recomputes,
@@ -211,7 +216,7 @@ class StageSolver:
         if key not in self._free:
             problem = weighted(finest, job.num_microbatches, 1, wish.remat)
             self._free[key] = self._free_layouts(problem)
-        return PricedStage(wish, whole, intra, self._free[key], derives_again, finest)
+        return PricedStage(job, wish, whole, intra, self._free[key], derives_again, finest)
 
     def _free_layouts(self, problem: Problem) -> Solution:
         """Without a memory limit."""
@@ -290,14 +295,9 @@ class StageSolver:
         job, wish, solution = self.job, priced.wish, priced.free
         limit, alive = job.memory_limit / wish.stages_per_mesh, wish.alive / wish.stages_per_mesh
 
-        def cut_at(starts: tuple[int, ...]) -> StageProblem:
-            return priced.problem(starts, job.options, job.optimizer)
-
-        stage, starts = cut_at(wish.starts), wish.starts
-        working = working_bytes(stage.intra, solution.assignment)
-        if len(starts) > 1:
-            starts = _least_memory(cut_at, stage, cost_of(stage, solution.assignment).again, solution, alive, starts)
-            stage = stage if starts == wish.starts else cut_at(starts)
+        starts = _least_memory(priced, alive) if len(wish.starts) > 1 else wish.starts
+        stage = priced.problem(starts)
+        working = working_bytes(priced.finest.intra, solution.assignment)
         cost = cost_of(stage, solution.assignment, working)
         if cost.num_bytes(alive, wish.remat) <= limit:
             return _Solved(starts, solution, working)
@@ -366,26 +366,18 @@ class StageSolver:
         )
 
 
-def _least_memory(
-    problem: Callable[[tuple[int, ...]], StageProblem],
-    finest: StageProblem,
-    again: Sequence[float],
-    solution: Solution,
-    alive: float,
-    starts: tuple[int, ...],
-) -> tuple[int, ...]:
-    """Of ever fewer spans with about equal graphs, those that need least memory under a solution.
+def _least_memory(priced: PricedStage, alive: float) -> tuple[int, ...]:
+    """Of ever fewer spans with about equal graphs, those that need least memory under the optimum if memory were free.
 
     Many spans keep more for every micro-batch in flight, few have larger graphs.
-
-    Args:
-        finest, again: the stage cut at all of `starts`, and the bytes of these spans' graphs.
     """
-    best, least = starts, cost_of(finest, solution.assignment).num_bytes(alive, True)
+    starts, assignment = priced.wish.starts, priced.free.assignment
+    cost = cost_of(priced.finest, assignment)
+    best, least = starts, cost.num_bytes(alive, True)
     count = len(starts) // 2
     while count:
-        fewer = tuple(starts[position] for position in balanced_groups(again, count))
-        need = cost_of(problem(fewer), solution.assignment).num_bytes(alive, True)
+        fewer = tuple(starts[position] for position in balanced_groups(cost.again, count))
+        need = cost_of(priced.problem(fewer), assignment).num_bytes(alive, True)
         if need < least:
             best, least = fewer, need
         count //= 2

@@ -89,8 +89,7 @@ def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:
     return node
 
 
-# --- Layers: the step's ops cut into runs of about equal work with little between them (Alpa, section 5.2, equation
-# 5).
+# --- Layers: the step's ops cut into runs of about equal work with little between them (Alpa, equation 5).
 #
 # The bytes at a cut are those of every value made before and read after it, so a skip over several layers counts at
 # each boundary that it crosses. Stages are made of whole layers.

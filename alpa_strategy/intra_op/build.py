@@ -67,7 +67,7 @@ class IntraOp:
     `received` and `sent` hold the choices of a stage's boundary values. `unrestricted` is the problem without pins and
     penalties, where `problem` has them. `per_step`: of a stage that runs micro-batches, what it does once for all of
     them. `recomputes`: op -> the first of its strategies that run it again in the backward, `stores`: that keep its
-    result in host memory, behind them (`recompute.py`).
+    result in host memory, behind them (`memory_choices.py`).
     """
 
     step: StepGraph
@@ -87,10 +87,6 @@ class IntraOp:
     def mesh(self) -> LogicalMesh:
         """The devices."""
         return self.tables.mesh
-
-    def is_per_step(self, choice: int) -> bool:
-        """Whether a choice of the problem is an op that runs once per step."""
-        return choice - len(self.parameters) in self.per_step.ops
 
     def savers(self, value: int) -> list[int]:
         """Ops whose backward keeps what they read of a value."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from alpa_strategy.intra_op.build import BoundaryChoice, IntraOp
-from alpa_strategy.intra_op.offload import fetched_bytes
+from alpa_strategy.intra_op.memory_choices import fetched_bytes, recomputed, stored
 from alpa_strategy.intra_op.options import REDUCTIONS, bucketed_seconds, is_gather, local_bytes, step_collectives_of
-from alpa_strategy.intra_op.recompute import recomputed, stored
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.plan import Collective, Predicted, StagePlan
@@ -46,14 +48,18 @@ def _boundary(choices: Mapping[int, BoundaryChoice], assignment: Sequence[int]) 
     return {value: b.layouts[assignment[b.choice]] for value, b in choices.items()}
 
 
-def used_transfers(intra: IntraOp, assignment: Sequence[int]) -> list[tuple[int, DualLayout, tuple[DualLayout, ...]]]:
-    """Per transfer: (value, source layout, the distinct target layouts that are asked for)."""
-    found = []
+def used_transfers(
+    intra: IntraOp, assignment: Sequence[int]
+) -> Iterator[tuple[int, int, DualLayout, tuple[DualLayout, ...]]]:
+    """Per transfer: (first op that asks, value, source layout, the distinct target layouts that are asked for).
+
+    No op asks first for what only leaves the stage: the number is then larger than any op's.
+    """
     for transfer, layouts in zip(intra.problem.transfers, intra.transfers, strict=True):
         source = layouts.sources[transfer.source[assignment[transfer.producer]]]
         targets = dict.fromkeys(int(use.layout[assignment[use.choice]]) for use in transfer.uses)
-        found.append((layouts.value, source, tuple(layouts.targets[q] for q in targets)))
-    return found
+        first = transfer.uses[0].choice - len(intra.parameters)  # uses are in the order of the ops
+        yield first, layouts.value, source, tuple(layouts.targets[q] for q in targets)
 
 
 @dataclass(frozen=True)
@@ -101,9 +107,8 @@ def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
     # ZeRO-3 keeps no gathered copy: what a backward needs is gathered once more there.
     reads = (zip(op.operands, run.saved.operands, strict=True) for op, run in zip(step.ops, intra.ops, strict=True))
     regathered = intra.gathered_again & {value for pairs in reads for value, keep in pairs if keep}
-    uses = [intra.is_per_step(transfer.uses[0].choice) for transfer in intra.problem.transfers]
-    for once, (value, source, targets) in zip(uses, used_transfers(intra, assignment), strict=True):
-        meta, own = step.values[value], value in intra.gathered_again
+    for op, value, source, targets in used_transfers(intra, assignment):
+        meta, own, once = step.values[value], value in intra.gathered_again, op in intra.per_step.ops
         for target in targets:
             regather = not once and value in regathered and is_gather(source, target)
             for reshard in reshard_steps(source, target, mesh.shape):
@@ -148,7 +153,7 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
     largest_gather = max(
         (
             local_bytes(intra.step.values[value], target, intra.mesh.shape)
-            for value, source, targets in used_transfers(intra, assignment)
+            for _, value, source, targets in used_transfers(intra, assignment)
             if value in gathered_again
             for target in targets
             if is_gather(source, target)
@@ -156,3 +161,74 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
         default=0,
     )
     return largest_op + 2 * largest_gather + fetched_bytes(intra, assignment)
+
+
+# --- How far ahead of its use a parameter is gathered (ZeRO-3).
+#
+# A gathering that begins when its op is reached holds up the op. One that begins earlier goes on beside other ops, and
+# its parameter is whole for longer. As many bytes are under way as hide what can be hidden, and as there is room for.
+
+
+def begun(sizes: Sequence[int], ahead_bytes: int) -> Iterator[int]:
+    """For every gathering, in the order of the program: how many have begun when it is waited for.
+
+    Args:
+        sizes: bytes of each. ahead_bytes: of those at most that have begun beyond the one that is waited for.
+    """
+    count = under_way = 0
+    for number, size in enumerate(sizes):
+        if count <= number:
+            count, under_way = number + 1, size
+        under_way -= size
+        while count < len(sizes) and under_way + sizes[count] <= ahead_bytes:
+            under_way += sizes[count]
+            count += 1
+        yield count
+
+
+class _Gathering(NamedTuple):
+    """Of a parameter for op number `op` of the stage, its first use in this layout."""
+
+    op: int
+    num_bytes: int
+    seconds: float
+
+
+def bytes_ahead(intra: IntraOp, assignment: Sequence[int], room: float) -> int:
+    """`StagePlan.ahead_bytes` of an assignment, at most `room`."""
+    gatherings = sorted(_gatherings(intra, assignment), key=lambda each: each.op)
+    of_ops = zip(intra.ops, assignment[len(intra.parameters) :], strict=False)
+    before = np.cumsum([0.0, *(float(options.forward_seconds[k]) for options, k in of_ops)])
+    sizes = [each.num_bytes for each in gatherings]
+    largest = max(sizes, default=1)
+    doubled = (largest << k for k in range((sum(sizes) // largest).bit_length()))
+    tried = [0, *(size for size in doubled if size <= room)]
+    seconds = [_forward_seconds(gatherings, before, each) for each in tried]
+    # What gains less than 0.5 % is not worth twice the memory.
+    return next(each for each, taken in zip(tried, seconds, strict=True) if taken <= 1.005 * min(seconds))
+
+
+def _forward_seconds(gatherings: Sequence[_Gathering], before: np.ndarray, ahead_bytes: int) -> float:
+    """Of a forward whose links do one gathering after the other. before: [ops + 1] seconds of the ops up to each."""
+    waited = link = 0.0
+    ends: list[float] = []
+    for number, count in enumerate(begun([each.num_bytes for each in gatherings], ahead_bytes)):
+        now = before[gatherings[number].op] + waited
+        while len(ends) < count:
+            link = max(link, now) + gatherings[len(ends)].seconds
+            ends.append(link)
+        waited += max(0.0, ends[number] - now)
+    return float(before[-1] + waited)
+
+
+def _gatherings(intra: IntraOp, assignment: Sequence[int]) -> Iterator[_Gathering]:
+    mesh = intra.mesh
+    for op, value, source, targets in used_transfers(intra, assignment):
+        meta = intra.step.values[value]
+        if value not in intra.gathered_again or op in intra.per_step.ops:
+            continue
+        for target in (target for target in targets if is_gather(source, target)):
+            steps = reshard_steps(source, target, mesh.shape)
+            moved = ((step, kind) for step in steps for kind, _ in step.collectives(differentiable=False))
+            seconds = sum(mesh.axes[step.axis].seconds(kind, step.share * meta.num_bytes) for step, kind in moved)
+            yield _Gathering(min(op, len(intra.ops)), local_bytes(meta, target, mesh.shape), seconds)

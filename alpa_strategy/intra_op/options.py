@@ -20,8 +20,7 @@ from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import DualLayout, value_layout
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage
 from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo
-from alpa_strategy.sharding import localize, op_strategies
-from alpa_strategy.sharding.strategies import priced_call, ring_bytes
+from alpa_strategy.sharding.strategies import localize, op_strategies, priced_call, ring_bytes
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")  # collectives of gradients
 BESIDE_BACKWARD = 0.99  # of a message's own price: how much is hidden is not known, so this only decides ties
@@ -38,7 +37,6 @@ class ParameterOptions:
         num_bytes: parameter, gradient, optimizer state and gathered copies.
         fetch_seconds, return_seconds: from host memory for a use, and of a gradient back; each micro-batch.
         backward_seconds: of both, the backward's part.
-        host_bytes: of host memory.
         update_seconds: the optimizer's part of `seconds`.
     """
 
@@ -62,7 +60,6 @@ class OpOptions:
         inputs, outputs: dual layout per operand or result, per option.
         compute_seconds, comm_seconds: compute (forward and backward), and the collectives inside implementations.
         num_bytes: what autograd keeps besides operands: masks, statistics, saved results.
-        saved: which operands autograd keeps.
         temporary_bytes: largest short-lived memory of an option: gradients of operands and results, and those of them
             that are not kept for the backward anyway.
         forward_seconds: the forward's part of compute and collectives (what recomputation repeats).
@@ -71,10 +68,10 @@ class OpOptions:
     strategies: tuple[tuple[AxisStrategy, ...], ...]
     inputs: tuple[tuple[DualLayout, ...], ...]
     outputs: tuple[tuple[DualLayout, ...], ...]
+    saved: Saved
     compute_seconds: np.ndarray
     comm_seconds: np.ndarray
     num_bytes: np.ndarray
-    saved: Saved
     temporary_bytes: np.ndarray
     forward_seconds: np.ndarray
 
@@ -188,41 +185,31 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
     strategies = op_strategies(call, mesh.shape)
     origin = (0,) * len(mesh.shape)
     saved = costs.saved(call)
-    compute, comm, kept, temporary, forward = [], [], [], [], []
+    rows = []
     for strategy in strategies:
         local = localize(call, strategy, mesh.shape, origin).call
         seconds = costs.op_seconds(priced_call(call, strategy, mesh.shape, origin))
-        compute.append(sum(seconds))
         inner = [
             (c.phase, mesh.axes[axis].seconds(c.kind, c.num_bytes))
             for axis, s in enumerate(strategy)
             for c in s.collectives
         ]
-        comm.append(sum(each for _, each in inner))
-        forward.append(seconds[0] + sum(each for phase, each in inner if phase == "forward"))
+        forward = seconds[0] + sum(each for phase, each in inner if phase == "forward")
         share = local.results[0].num_elements / max(1, call.results[0].num_elements) if call.results else 1.0
         divided = _work_share(call, local, share)
-        extra = saved.extra_bytes * divided
+        kept = saved.extra_bytes * divided
         if not saved.fuses:  # else they are values like others, see `build.kept_values`
-            extra += sum(meta.num_bytes for meta, keep in zip(local.results, saved.results, strict=True) if keep)
-        kept.append(extra)
+            kept += sum(meta.num_bytes for meta, keep in zip(local.results, saved.results, strict=True) if keep)
         keeps = (*saved.operands, *saved.results)  # counted with what is kept for the backward
         tensors = (*local.operands, *local.results)
         around = 0 if is_view(call) else sum(m.num_bytes for m, keep in zip(tensors, keeps, strict=True) if not keep)
         grads = 0 if is_plain_view(call) else sum(m.num_bytes for m in tensors if m.requires_grad)
         around += ring_bytes(call, strategy, local)
-        temporary.append(around + grads + saved.temporary_bytes * divided)
-    return OpOptions(
-        strategies=strategies,
-        inputs=tuple(tuple(zip(*(s.inputs for s in strategy), strict=True)) for strategy in strategies),
-        outputs=tuple(tuple(zip(*(s.outputs for s in strategy), strict=True)) for strategy in strategies),
-        compute_seconds=np.array(compute, dtype=float),
-        comm_seconds=np.array(comm, dtype=float),
-        num_bytes=np.array(kept, dtype=float),
-        saved=saved,
-        temporary_bytes=np.array(temporary, dtype=float),
-        forward_seconds=np.array(forward, dtype=float),
-    )
+        temporary = around + grads + saved.temporary_bytes * divided
+        rows.append((sum(seconds), sum(each for _, each in inner), kept, temporary, forward))
+    inputs = tuple(tuple(zip(*(s.inputs for s in strategy), strict=True)) for strategy in strategies)
+    outputs = tuple(tuple(zip(*(s.outputs for s in strategy), strict=True)) for strategy in strategies)
+    return OpOptions(strategies, inputs, outputs, saved, *np.array(rows, dtype=float).T.copy())
 
 
 Options = TypeVar("Options", OpOptions, ParameterOptions)

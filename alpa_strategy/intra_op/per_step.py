@@ -72,9 +72,8 @@ def per_step(graph: StepGraph) -> PerStep:
     constant: set[int] = set()  # ops
     groups: dict[int, frozenset[int]] = {}  # value -> the ops that it is made with, which share values
     for index, op in enumerate(graph.ops):
-        if not all(value in known or value in parameters or value in groups for value in op.operands):
-            continue
-        if is_random(op.call):
+        is_made_here = all(value in known or value in parameters or value in groups for value in op.operands)
+        if not is_made_here or is_random(op.call):
             continue
         if known.issuperset(op.operands):
             constant.add(index)

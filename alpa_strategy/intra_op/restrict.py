@@ -130,9 +130,8 @@ def pinned_modes(
     segmented = {p.name for p in intra.step.parameters if p.num_segments > 1}
     names = {alias: p.name for p in intra.step.parameters for alias in p.names}
     for pattern, text in options.placements:
-        matched = matching(pattern, names)
-        wanted = parse_modes(text)  # as many as the mesh has axes (`is_allowed`)
-        for name in matched:
+        wanted = parse_modes(text)  # as many as the mesh has axes (`allowed_shapes`)
+        for name in matching(pattern, names):
             in_step = tuple(mode.shifted(1) for mode in wanted) if name in segmented else wanted
             found[name] = in_step, f"placements[{pattern!r}]"
     found.update({names[alias]: (plan.modes, RUNNING) for alias, plan in pinned.items() if alias in names})

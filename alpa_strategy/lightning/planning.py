@@ -19,7 +19,7 @@ from alpa_strategy.comm.collectives import RankZero, of_all_ranks, on_all_ranks,
 from alpa_strategy.comm.measure import measure_cluster
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.cost.measured import OpTable, measure_ops
-from alpa_strategy.cost.model import OpCosts, RooflineCosts
+from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError, UnlikeStepsError
 from alpa_strategy.inter_op.pins import logical_shapes
 from alpa_strategy.ir.graph import Place, StepGraph, stable_text
@@ -39,7 +39,7 @@ from alpa_strategy.planner.replan import pinned_task, replan, replan_fingerprint
 from alpa_strategy.planner.search import microbatch_counts
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
 from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LARGE_BYTES, PAGE_FAULTS
-from alpa_strategy.sharding import localize, op_strategies
+from alpa_strategy.sharding.strategies import localize, op_strategies
 
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
 FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
@@ -246,25 +246,21 @@ def _plan_on_rank_zero(
             calls = set().union(*(local_calls(task.step, shape) for shape in shapes))
             costs = _timed(calls, task.cluster, job, budget)
 
-        return _chosen(replace(task, costs=costs), job, pinned, partial(_measured_stage_costs, task, job))
+        costed = replace(task, costs=costs, stage_costs=partial(_measured_stage_costs, task, job))
+        return _chosen(costed, job, pinned)
 
     return _stored(wanted, task.step, job, make)
 
 
-def _chosen(
-    task: PlanTask,
-    job: Job,
-    pinned: Mapping[str, ParameterPlan] | None,
-    stage_costs: Callable[[], OpCosts] | None = None,
-) -> Plan:
+def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
     """See `choose_plan`. In host memory what is planned has room for freed blocks, too, if the plan is not slower by
     more than page faults take where all of these are given back in the midst of a step."""
-    plan, limit = choose_plan(task, pinned, stage_costs), task.memory_limit / KEPT_BLOCKS
+    plan, limit = choose_plan(task, pinned), task.memory_limit / KEPT_BLOCKS
     if job.device.type != "cpu" or plan.predicted.peak_bytes <= max(limit, LARGE_BYTES):
         return plan
     with suppress(PlanError):
         roomy = replace(task, options=replace(task.options, memory_limit=limit))
-        other = choose_plan(roomy, pinned, stage_costs)
+        other = choose_plan(roomy, pinned)
         if other.predicted.step_seconds <= plan.predicted.step_seconds * (1 + PAGE_FAULTS):
             return replace(other, fingerprint=plan.fingerprint)
     return plan

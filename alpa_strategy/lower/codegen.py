@@ -32,8 +32,7 @@ from alpa_strategy.ir.plan import StagePlan
 from alpa_strategy.lower.lines import Line, before_first_use, begun_ahead, drop_dead, unpacked
 from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
 from alpa_strategy.lower.segments import Compiler, is_compilable
-from alpa_strategy.sharding import localize
-from alpa_strategy.sharding.strategies import is_random
+from alpa_strategy.sharding.strategies import is_random, localize
 
 LITERALS = (bool, int, float, str, type(None))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from alpa_strategy.intra_op.prefetch import begun
+from alpa_strategy.intra_op.decode import begun
 from alpa_strategy.ir.op import OpCall
 
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor.placement_types import Replicate
 from alpa_strategy.capture import ops
 from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, aten_name, bind, slots
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualPlacement, shard
-from alpa_strategy.sharding import axis_strategies, has_rule, localize
 from alpa_strategy.sharding.rule_families import RESHAPES, broadcast_dim
-from alpa_strategy.sharding.rule_table import added_operand, depends_on_rules
+from alpa_strategy.sharding.rule_table import added_operand, depends_on_rules, has_rule
+from alpa_strategy.sharding.strategies import axis_strategies, localize
 
 aten = torch.ops.aten
 

@@ -150,7 +150,6 @@ def _rebuilder(optimizer: Optimizer) -> Callable[[list[torch.nn.Parameter]], Opt
         for key, value in {**optimizer.defaults, **optimizer.param_groups[0]}.items()
         if key != "params" and key in optimizer.defaults and (key in accepted or takes_any)
     }
-    if settings.get("fused") or settings.get("capturable"):
-        # Kernels for devices; what they compute is the same, and the probe runs on the CPU.
-        settings.update({key: False for key in ("fused", "capturable") if key in settings})
+    # Kernels for devices; what they compute is the same, and the probe runs on the CPU.
+    settings |= {key: False for key in ("fused", "capturable") if settings.get(key)}
     return lambda parameters: type(optimizer)(parameters, **settings)

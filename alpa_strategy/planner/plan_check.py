@@ -4,6 +4,7 @@ Independent of the planner on purpose: it asks the op rules (`sharding`) what ea
 stage reads, makes and hands on; nothing of costs, solvers or searches. A plan file may be edited by hand, so what it
 says is a proposal. Ops whose operands and results are placed as their rules offer, resharded between dual layouts, give
 the whole step's values and gradients (docs/formulas.md#sharding-rules): that is all that has to hold.
+(`Plan.load` has seen to it that all of a stage speaks of as many mesh axes.)
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from itertools import pairwise
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import boundary_layouts
-from alpa_strategy.intra_op.offload import can_be_offloaded
-from alpa_strategy.intra_op.recompute import can_run_again
+from alpa_strategy.intra_op.memory_choices import can_be_offloaded, can_run_again
 from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
@@ -33,7 +33,6 @@ def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[i
 
     Args:
         graph: what they run: the step, or its micro-batch where there are several (`MicroStep.graph`).
-        num_devices: of the job.
         given: received values that no stage makes (`MicroStep.given`).
     """
     stages = plan.stages
@@ -133,8 +132,6 @@ def _check_recomputed(stage: StagePlan, part: StepGraph, where: str) -> None:
 
 def _check_strategy(op: Op, strategies: tuple[AxisStrategy, ...], mesh: tuple[int, ...], where: str) -> None:
     """Later axes cut what earlier ones left, at the device with the least: so were the strategies made."""
-    if len(strategies) != len(mesh):
-        raise PlanError(f"{where} has {len(strategies)} strategies for {len(mesh)} mesh axes", _FIX)
     local = op.call
     for axis, strategy in enumerate(strategies):
         offered = axis_strategies(local, mesh[axis])
@@ -162,8 +159,6 @@ def _check_parameter(stage: StagePlan, given: ParameterInput, where: str) -> Par
 def _why_not_stored(plan: ParameterPlan, given: ParameterInput, mesh: tuple[int, ...]) -> str | None:
     """What stands against storing a parameter so, None where nothing does."""
     shape = given.meta.shape
-    if len(plan.modes) != len(mesh):
-        return f"the mesh has {len(mesh)} axes"
     if plan.num_segments != given.num_segments:
         return f"the step sees it in {given.num_segments} segments"
     if any(mode.dim is not None and mode.dim >= len(shape) for mode in plan.modes):

@@ -51,7 +51,6 @@ def make_plan(
         batch: one rank's batch (`options.batch_scope == "rank"`), or the whole one (`"global"`).
         optimizer: taken from `module.configure_optimizers()` when None, for a Trainer without clipping, callbacks and
             gradient scaler (`optimizer_info_of` takes those into account).
-        progress: shows phases.
         context: what surrounds the step, such as autocast (see `capture_step`).
         costs: a cost model of your own, as `options.costs`.
         choose: finds the plan; None: `choose_plan`.
@@ -73,11 +72,7 @@ def make_plan(
     return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
 
 
-def choose_plan(
-    task: PlanTask,
-    pinned: Mapping[str, ParameterPlan] | None = None,
-    stage_costs: Callable[[], OpCosts] | None = None,
-) -> Plan:
+def choose_plan(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None) -> Plan:
     """A plan of one stage, or a pipeline; where links differ, in each order of the devices that may be the best.
 
     A pipeline is made when the options ask for one (on one device: micro-batches, recomputation). Else it is where
@@ -87,24 +82,22 @@ def choose_plan(
 
     Args:
         pinned: as for `plan_one_stage`; then there is one stage.
-        stage_costs: makes the op costs of pipelines, when they are looked at; None: `task.costs`.
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
     """
     plans: list[Plan] = []
-    failure: PlanError | None = None
+    failures: list[PlanError] = []
     given = task.cluster
     if task.options.device_map and given.order == "searched":  # devices that a user names stay in their order
         given = replace(given, order="numbered")
     for cluster in given.orders():
         try:
-            plans.append(_choose(replace(task, cluster=cluster), pinned, stage_costs))
+            plans.append(_choose(replace(task, cluster=cluster), pinned))
         except PlanError as error:
-            failure = failure or error
+            failures.append(error)
     if not plans:
-        assert failure is not None
-        raise failure
+        raise failures[0]
     plan = min(plans, key=lambda plan: plan.predicted.step_seconds)
     return replace(plan, fingerprint=replace(plan.fingerprint, cluster=task.cluster.digest()))
 
@@ -125,14 +118,8 @@ def plan_around(task: PlanTask, running: Plan) -> Plan:
     return replan(task, running) if running.is_pipelined else choose_plan(*pinned_task(task, running))
 
 
-def _choose(
-    task: PlanTask, pinned: Mapping[str, ParameterPlan] | None, stage_costs: Callable[[], OpCosts] | None
-) -> Plan:
+def _choose(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
     """See `choose_plan`; on the cluster as it is."""
-
-    def of_stages() -> PlanTask:
-        return task if stage_costs is None else replace(task, costs=stage_costs())
-
     if pinned is not None:
         return plan_one_stage(task, pinned)
     asked = task.options
@@ -143,39 +130,39 @@ def _choose(
                 "num_stages and schedule need at least 2 devices",
                 "leave them out; num_microbatches and remat are for one device, too",
             )
-        return plan_pipeline(of_stages())
+        return plan_pipeline(task.for_stages())
     try:
         # What to make again takes minutes to solve on meshes of many devices; pipelines decide it stage by stage.
         is_small = task.cluster.num_devices <= EVERY_SIZE
         if asked.remat is True:  # as the named plan lies on all devices
-            return _one_stage(of_stages(), asked.num_microbatches)
+            return _one_stage(task.for_stages(), asked.num_microbatches)
         one = plan_one_stage(task, by_tensor=is_small or not _may_be_pipelined(task))
     except PlanError as error:
         clear_frames(error.__traceback__)  # its tables are as large as all those to come
-        return _where_one_stage_fails(task, of_stages, error)
-    one = _or_on_devices(one, task, of_stages)
+        return _where_one_stage_fails(task, error)
+    one = _or_on_devices(one, task)
     if task.cluster.num_devices == 1 or not _may_be_pipelined(task):
         return one
     ideal = divided_seconds(task.step, task.cluster, task.op_costs)
     waiting = max(0.0, 1 - ideal / hidden_seconds(one, task.cluster.overlap))
     if waiting < SCREEN:
         return _with_note(one, f"no pipeline: one stage loses only {waiting:.0%} of its step by not being ideal")
-    return _faster(one, of_stages())
+    return _faster(one, task.for_stages())
 
 
-def _where_one_stage_fails(task: PlanTask, of_stages: Callable[[], PlanTask], error: PlanError) -> Plan:
+def _where_one_stage_fails(task: PlanTask, error: PlanError) -> Plan:
     """A pipeline, or one stage whose spans are made again, or either with all state in host memory; `error` where none
     fits."""
     if shared_bytes(task.step, task.cluster, task.optimizer) <= task.memory_limit and _may_be_pipelined(task):
         with suppress(PlanError):  # the first error speaks of the ordinary case
-            return plan_pipeline(of_stages())
+            return plan_pipeline(task.for_stages())
     if not isinstance(error, DoesNotFitError):
         raise error
     if task.options.remat is None:  # whole spans made again need less than single results
         with suppress(PlanError):
-            return _one_stage(of_stages(), 1)
+            return _one_stage(task.for_stages(), 1)
     if task.options.offload is None and task.cluster.host is not None and _may_be_pipelined(task):
-        on_host = replace(of_stages(), options=replace(task.options, offload=True))
+        on_host = replace(task.for_stages(), options=replace(task.options, offload=True))
         with suppress(PlanError):
             return replace(plan_pipeline(on_host), fingerprint=task.fingerprint)
     raise error
@@ -187,7 +174,7 @@ def _one_stage(task: PlanTask, num_microbatches: int | None) -> Plan:
     return replace(plan_pipeline(replace(task, options=alone)), fingerprint=task.fingerprint)
 
 
-def _or_on_devices(one: Plan, task: PlanTask, of_stages: Callable[[], PlanTask]) -> Plan:
+def _or_on_devices(one: Plan, task: PlanTask) -> Plan:
     """The solved stage, or what keeps all on the devices, where that is faster: a pipeline, spans that are made again.
 
     What is offloaded is solved with the layouts of one stage that makes single results again.
@@ -195,11 +182,9 @@ def _or_on_devices(one: Plan, task: PlanTask, of_stages: Callable[[], PlanTask])
     offloads = any(how.on_host for stage in one.stages for how in stage.parameter_plans.values())
     if not offloads or task.options.offload is not None:
         return one
-    without = replace(task.options, offload=False)
+    without = replace(task, options=replace(task.options, offload=False))
     try:
-        other = _where_one_stage_fails(
-            replace(task, options=without), lambda: replace(of_stages(), options=without), DoesNotFitError("")
-        )
+        other = _where_one_stage_fails(without, DoesNotFitError(""))
     except PlanError:
         return one
     return other if other.predicted.step_seconds < one.predicted.step_seconds else one
@@ -267,12 +252,9 @@ def _may_be_pipelined(task: PlanTask) -> bool:
 
 
 def tune_batch(plan_at: Callable[[int], Plan], given: int) -> dict[int, Plan | PlanError]:
-    """What was planned by batch size, or why there is no plan; the best is `best_batch` of it.
+    """What `plan_at` gives by batch size, or why there is no plan; the best is `best_batch` of it.
 
     Doubled while that gains samples/s and fits; halved while it does not fit, or while that is the faster way.
-
-    Args:
-        plan_at: the best plan for a batch size.
     """
     found: dict[int, Plan | PlanError] = {}
 

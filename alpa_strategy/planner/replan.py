@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_costs import CostJob
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, stage_on
-from alpa_strategy.intra_op.offload import offload_of
+from alpa_strategy.intra_op.memory_choices import offload_of
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan, job_ranks, modes_text, stage_ranks
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
@@ -77,46 +78,42 @@ def replan(task: PlanTask, running: Plan) -> Plan:
     free = replace(task.options, placements=(), parallel="auto", logical_mesh=None, offload=offload)
     job = CostJob(graph, cuts, count, cluster, task.op_costs, free, task.optimizer, task.memory_limit, remat=False)
     solver = StageSolver(job)
-    meshes = len({stage.first_device for stage in stages})
-    alive = in_flight_by_stage(running.schedule, meshes, count, len(stages) // meshes) if len(stages) > 1 else (1,)
+    firsts = [stage.first_device for stage in stages]
+    per_mesh = Counter(firsts)
+    shared = len(stages) // len(per_mesh)  # stages on a mesh
+    alive = in_flight_by_stage(running.schedule, len(per_mesh), count, shared) if len(stages) > 1 else (1,)
     solved: list[SolvedStage] = []
-    per_mesh = Counter(stage.first_device for stage in stages)
-    for index, stage in enumerate(stages):
-        own = stage_on(graph, cuts[index], cuts[index + 1], math.prod(stage.logical_mesh))
+    for stage, (first, last), pairs in zip(stages, pairwise(cuts), alive, strict=True):
+        own = stage_on(graph, first, last, math.prod(stage.logical_mesh))
         layers = cluster_layers(own, min(len(stage.spans), len(own.ops))) if stage.remat else ()
         wish = StageWish(
-            cuts[index],
-            cuts[index + 1],
+            first,
+            last,
             stage.submesh,
             stage.logical_mesh,
             stage.remat,
-            alive[index],
+            pairs,
             per_mesh[stage.first_device],
             stage.parameter_plans,
-            tuple(cuts[index] + cut for cut in layers[1:-1]),
+            tuple(first + cut for cut in layers[1:-1]),
         )
         solved.append(solver.solve(wish))
-    firsts = [stage.first_device for stage in stages]
-    wires = [0.0] * len(stages)
-    plan = plan_of(job, replan_fingerprint(task, running), solved, firsts, running.schedule, wires)
+    plan = plan_of(job, replan_fingerprint(task, running), solved, firsts, running.schedule, [0.0] * len(stages))
     return replace(plan, notes=graph.notes)
 
 
 def _microbatches(step: StepGraph, running: Plan, num_devices: int) -> MicroStep:
     """The step in as many micro-batches as the running plan has, or the most below that its rows and ops allow."""
     num_meshes = len({stage.first_device for stage in running.stages})
-    first: PlanError | None = None
+    failures: list[PlanError] = []
     for count in range(running.num_microbatches, 0, -1):
-        why = why_not(running.schedule, num_meshes, count) if len(running.stages) > 1 else None
-        if why is not None:
-            first = first or PlanError(why, "load batches of one size")
-            continue
         try:
+            if len(running.stages) > 1 and (why := why_not(running.schedule, num_meshes, count)):
+                raise PlanError(why, "load batches of one size")
             return microbatch(step, count, num_devices)
         except PlanError as error:
-            first = first or error
-    assert first is not None
-    raise first
+            failures.append(error)
+    raise failures[0]
 
 
 def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]:
@@ -126,17 +123,13 @@ def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]
         PlanError: there is no such cut.
     """
     num_ops = len(graph.ops)
-    refused = PlanError(
-        "the step uses parameters in another order than the running pipeline's stages have them",
-        "use the same layers in the same order in every step",
-    )
     names = {p.value: p.names for p in graph.parameters}
     staged = {name for stage in stages for name in stage.parameter_plans}
     passing = boundary_bytes(graph, with_gradients=True)
     best = np.full(num_ops + 1, np.inf)
     best[0] = 0.0
     origins: list[np.ndarray] = []
-    for index, stage in enumerate(stages):
+    for stage in stages:
         start = 0  # the first op from which on the stage has all that is read
         found, origin = np.full(num_ops + 1, np.inf), np.zeros(num_ops + 1, dtype=int)
         for position in range(1, num_ops + 1):
@@ -148,8 +141,11 @@ def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]
                 found[position], origin[position] = best[k] + passing[position], k
         best = found
         origins.append(origin)
-        if index + 1 == len(stages) and not np.isfinite(best[num_ops]):
-            raise refused
+    if not np.isfinite(best[num_ops]):
+        raise PlanError(
+            "the step uses parameters in another order than the running pipeline's stages have them",
+            "use the same layers in the same order in every step",
+        )
     cuts = [num_ops]
     for origin in reversed(origins):
         cuts.append(int(origin[cuts[-1]]))

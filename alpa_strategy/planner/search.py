@@ -35,6 +35,7 @@ from alpa_strategy.inter_op.pins import check_pins, check_placements, layers_of,
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, out_of_memory, stage_costs
 from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import MAX_LAYERS, span_name
+from alpa_strategy.intra_op.options import REDUCTIONS
 from alpa_strategy.intra_op.solver.solve import NotCheaper
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, Predicted, job_ranks
@@ -139,9 +140,7 @@ def hidden_seconds(one: Plan, overlap: float = 0.0) -> float:
     """
     if overlap:
         return one.predicted.step_seconds
-    reduction = sum(
-        c.seconds for c in one.collectives() if c.phase == "step" and c.kind in ("all_reduce", "reduce_scatter")
-    )
+    reduction = sum(c.seconds for c in one.collectives() if c.phase == "step" and c.kind in REDUCTIONS)
     return one.predicted.step_seconds - min(reduction, BACKWARD_SHARE * one.predicted.compute_seconds)
 
 
@@ -429,7 +428,8 @@ def solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerp
     for i, stage in enumerate(candidate.choice.stages):
         mesh = meshes[stage.submesh]
         if candidate.stages_per_mesh > 1:
-            first = mesh_of(candidate.schedule, candidate.num_meshes, i) * math.prod(mesh)
+            ranks = len(candidate.choice.stages) // candidate.stages_per_mesh
+            first = mesh_of(candidate.schedule, ranks, i) * math.prod(mesh)
         else:
             first, offset = offset, offset + math.prod(mesh)
         wish = StageWish(

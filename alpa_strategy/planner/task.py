@@ -31,7 +31,7 @@ class PlanTask:
 
     Attributes:
         costs: op costs where the options name no model; None: the roofline of `cluster.device`.
-        progress: shows phases.
+        stage_costs: makes those of pipelines, when they are looked at; None: the same.
     """
 
     step: StepGraph
@@ -40,6 +40,7 @@ class PlanTask:
     optimizer: OptimizerInfo
     costs: OpCosts | None = None
     progress: Progress = unseen
+    stage_costs: Callable[[], OpCosts] | None = None
 
     def __post_init__(self) -> None:
         if self.options.fp32_reduction:
@@ -50,6 +51,10 @@ class PlanTask:
         """Seconds and bytes of one local op."""
         own = self.options.costs or self.costs
         return own or RooflineCosts(self.cluster.device, compiled=self.options.compile)
+
+    def for_stages(self) -> PlanTask:
+        """The task with the costs of pipelines."""
+        return self if self.stage_costs is None else replace(self, costs=self.stage_costs(), stage_costs=None)
 
     @property
     def memory_limit(self) -> float:

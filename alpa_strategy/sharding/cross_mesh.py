@@ -237,7 +237,6 @@ class StageSpec:
 
     Attributes:
         ranks: global ranks, ascending; two stages have the same ranks or no rank in common.
-        mesh_shape: logical mesh.
         received: value -> layout in which the stage wants it (`R`, `S<d>`): from an earlier stage, or given. The stage
             may have to pass it on to a later one on its mesh.
         sent: value -> layout in which the stage makes it.

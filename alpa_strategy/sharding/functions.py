@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from alpa_strategy.cost.model import differentiated, tensors_in
 from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.placement import chunk_range
-from alpa_strategy.sharding.splits import Found, Split
+from alpa_strategy.sharding.notation import Found, Split
 
 aten = torch.ops.aten
 
@@ -71,13 +72,8 @@ def _recorded(call: OpCall) -> _Recorder | None:
         recorder = _Recorder(shapes.pop() if len(shapes) == 1 else None)
         try:
             with recorder:
-                results = call.call(*operands)
-            results = [r for r in ((results,) if isinstance(results, Tensor) else results) if r.requires_grad]
-            wanted = [operand for operand in operands if operand.requires_grad]
-            gradients = [torch.empty_like(result) for result in results]
-            if results and wanted:
-                with recorder:
-                    torch.autograd.grad(results, wanted, gradients, allow_unused=True)
+                results = tensors_in(call.call(*operands))
+            differentiated(operands, results, recorder)
         except Exception:  # the user's code, of any type: it wants data
             return None
     return recorder
@@ -98,9 +94,9 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
-        given = pytree.tree_leaves((args, kwargs))
-        shapes = [tuple(x.shape) for x in given if isinstance(x, Tensor)]
-        made = [tuple(x.shape) for x in pytree.tree_leaves(results) if isinstance(x, Tensor)]
+        given = tree_leaves((args, kwargs))
+        shapes = [tuple(x.shape) for x in tensors_in(given)]
+        made = [tuple(x.shape) for x in tensors_in(results)]
         if func.overloadpacket in _SAME_IF_SHAPE_IS and shapes == made:
             return results
         # A number (shape []) beside the tensors is an operand or a constant: no op that makes one passes.

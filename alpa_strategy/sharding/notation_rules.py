@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from alpa_strategy.ir.op import InnerCollective, OpCall, Slot, bind, dims_of, slots
-from alpa_strategy.sharding.notation import line_of, read
+from alpa_strategy.sharding.notation import Found, Split, line_of, read, split_from_dims
 from alpa_strategy.sharding.rule_families import EACH, FIRST, linear_sets
-from alpa_strategy.sharding.splits import Found, Split, split_from_dims
 
 _MATRIX, _VECTOR, _NUMBER = "[*b, i!, j!]", "[*b, i!]", "[*b]"
 _COLUMNS = "[*b, j!, c]"  # right-hand sides: every column is solved by itself
@@ -38,40 +37,14 @@ def _in_front(names: str, inner: int) -> dict[str, Callable[[OpCall, int], str]]
     return {f"aten.{name}": line for name in names.split()}
 
 
-MATRICES: dict[str, str | Callable[[OpCall, int], str]] = {
-    **_in_front("linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_inv linalg_inv_ex matrix_exp", 2),
-    **_in_front("linalg_matrix_power linalg_det logdet linalg_slogdet linalg_cond linalg_svd svd linalg_qr qr", 2),
-    **_in_front("linalg_eigvals linalg_eigvalsh linalg_svdvals linalg_eig linalg_eigh linalg_lu lu_unpack", 2),
-    **_in_front("linalg_lu_factor linalg_ldl_factor geqrf linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info", 2),
-    **_in_front("linalg_householder_product ormqr triangular_solve pinverse", 2),
-    **_lines("linalg_pinv", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> [*b, j!, i!]"),
-    **_lines("linalg_matrix_rank", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> {_NUMBER}"),
-    **_lines("cholesky_solve", f"{_COLUMNS}, {_MATRIX} -> {_COLUMNS}"),
-    **_lines("lu_solve", f"{_COLUMNS}, {_MATRIX}, [*b, r!] -> {_COLUMNS}"),
-    **_lines("linalg_ldl_solve", f"{_MATRIX}, [*b, r!], {_COLUMNS} -> {_COLUMNS}"),
-    **_lines("cdist", "[*b, p, m!], [*b, q, m!] -> [*b, p, q]"),
-    **_lines("bilinear", "[*b, i], [*b, j], [o, i, j], +[o]? -> [*b, o]"),
-}
-
-
-def solve(call: OpCall, axis_size: int) -> str:
-    """linalg_solve: right-hand sides may be vectors, as told by the ranks; solve_ex also says how it went."""
-    matrix, right = (call.operands[bind(call)[name].index].shape for name in ("A", "B"))
-    told = f", {_NUMBER}" if len(call.results) > 1 else ""
-    if len(right) == 1 or right == matrix[:-1]:
-        return f"{_MATRIX}, {_VECTOR} -> {_VECTOR}{told}"
-    columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
-    return f"{_MATRIX}, {columns} -> {columns}{told}"
-
-
-def _solved_with(*factors: str) -> Callable[[OpCall, int], str]:
-    """linalg_solve_triangular, linalg_lu_solve: right-hand sides after what the matrix is made of."""
-
-    def line(call: OpCall, axis_size: int) -> str:
-        columns = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
-        return f"{', '.join(factors)}, {columns} -> {columns}"
-
-    return line
+def _solve(call: OpCall, axis_size: int, made_of: str = _MATRIX, or_vectors: bool = False) -> str:
+    """Right-hand sides after what the matrix is made of; they may be vectors, as told by the ranks (linalg_solve).
+    solve_ex also says how it went."""
+    sides = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
+    if or_vectors:
+        matrix, right = (call.operands[bind(call)[name].index].shape for name in ("A", "B"))
+        sides = _VECTOR if len(right) == 1 or right == matrix[:-1] else sides
+    return f"{made_of}, {sides} -> {sides}" + f", {_NUMBER}" * (len(call.results) - 1)
 
 
 _POOLS = (
@@ -79,18 +52,6 @@ _POOLS = (
     "adaptive_max_pool{n}d max_unpool{n}d max_pool{n}d_with_indices_backward upsample_nearest{n}d "
     "_upsample_nearest_exact{n}d reflection_pad{n}d replication_pad{n}d"
 )
-
-IMAGES: dict[str, str | Callable[[OpCall, int], str]] = {
-    **{name: line for n in (1, 2, 3) for name, line in _in_front(_POOLS.format(n=n), n).items()},
-    **_in_front("upsample_linear1d", 1),
-    **_in_front("upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa col2im", 2),
-    **_in_front("upsample_trilinear3d im2col pixel_shuffle pixel_unshuffle channel_shuffle", 3),
-    **{
-        f"aten.fractional_max_pool{n}d": f"[n, c, *s!], [n, c, r!] -> [n, c, {places}], [n, c, {places}]"
-        for n, places in ((2, "h!, w!"), (3, "d!, h!, w!"))
-    },
-    **_lines("grid_sampler grid_sampler_2d grid_sampler_3d", "[n, c, *s!], [n, *p, t!] -> [n, c, *p]"),
-}
 
 
 def _over_rows(*operands: str) -> Callable[[OpCall, int], str]:
@@ -142,8 +103,33 @@ def embedding_bag(call: OpCall, axis_size: int) -> str:
 _CELL_WEIGHTS = "[g!, i!], [g!, h!], [g!]?, [g!]?"
 
 BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
-    **MATRICES,
-    **IMAGES,
+    # Matrices.
+    **_in_front("linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_inv linalg_inv_ex matrix_exp", 2),
+    **_in_front("linalg_matrix_power linalg_det logdet linalg_slogdet linalg_cond linalg_svd svd linalg_qr qr", 2),
+    **_in_front("linalg_eigvals linalg_eigvalsh linalg_svdvals linalg_eig linalg_eigh linalg_lu lu_unpack", 2),
+    **_in_front("linalg_lu_factor linalg_ldl_factor geqrf linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info", 2),
+    **_in_front("linalg_householder_product ormqr triangular_solve pinverse", 2),
+    **_lines("linalg_pinv", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> [*b, j!, i!]"),
+    **_lines("linalg_matrix_rank", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> {_NUMBER}"),
+    **_lines("cholesky_solve", f"{_COLUMNS}, {_MATRIX} -> {_COLUMNS}"),
+    **_lines("lu_solve", f"{_COLUMNS}, {_MATRIX}, [*b, r!] -> {_COLUMNS}"),
+    **_lines("linalg_ldl_solve", f"{_MATRIX}, [*b, r!], {_COLUMNS} -> {_COLUMNS}"),
+    **_lines("cdist", "[*b, p, m!], [*b, q, m!] -> [*b, p, q]"),
+    **_lines("bilinear", "[*b, i], [*b, j], [o, i, j], +[o]? -> [*b, o]"),
+    **dict.fromkeys(("aten.linalg_solve", "aten.linalg_solve_ex"), partial(_solve, or_vectors=True)),
+    "aten.linalg_solve_triangular": _solve,
+    "aten.linalg_lu_solve": partial(_solve, made_of=f"{_MATRIX}, [*b, r!]"),
+    # Images.
+    **{name: line for n in (1, 2, 3) for name, line in _in_front(_POOLS.format(n=n), n).items()},
+    **_in_front("upsample_linear1d", 1),
+    **_in_front("upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa col2im", 2),
+    **_in_front("upsample_trilinear3d im2col pixel_shuffle pixel_unshuffle channel_shuffle", 3),
+    **{
+        f"aten.fractional_max_pool{n}d": f"[n, c, *s!], [n, c, r!] -> [n, c, {places}], [n, c, {places}]"
+        for n, places in ((2, "h!, w!"), (3, "d!, h!, w!"))
+    },
+    **_lines("grid_sampler grid_sampler_2d grid_sampler_3d", "[n, c, *s!], [n, *p, t!] -> [n, c, *p]"),
+    # Losses over rows, recurrent networks, and others.
     "aten.cosine_embedding_loss": _over_rows("[n, c!]", "[n, c!]", "[n]"),
     "aten.triplet_margin_loss": _over_rows("[n, c!]", "[n, c!]", "[n, c!]"),
     "aten.multi_margin_loss": _over_rows("[n, c!]", "[n]", "[c!]?"),
@@ -157,16 +143,12 @@ BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
     "aten.isin.Tensor_Tensor": "[*b], [*s!] -> [*b]",
     "aten.take": "[*s!], [*i] -> [*i]",
     **_in_front("multinomial", 1),
-    "aten.linalg_solve": solve,
-    "aten.linalg_solve_ex": solve,
-    "aten.linalg_solve_triangular": _solved_with(_MATRIX),
-    "aten.linalg_lu_solve": _solved_with(_MATRIX, "[*b, r!]"),
 }
 
 
 @dataclass(frozen=True)
 class Notation:
-    """A rule in index notation. `select` picks the line from the call and axis size where one line is not enough.
+    """A rule in index notation. A function picks the line from the call and axis size where one is not enough.
 
     linear: sets of tensor argument positions in which the op is jointly linear (they may be `P`).
     carries: offer `R*` -> `R*` (see `Found`).
@@ -294,10 +276,6 @@ def _ctc_rows(call: OpCall, axis_size: int) -> str:
 def _affine_grid(call: OpCall, axis_size: int) -> str:
     places = "".join(f"s{d}!, " for d in range(len(call.results[0].shape) - 2))
     return f"[n, i!, j!] -> [n, {places}k!]"
-
-
-def _one_hot(call: OpCall, axis_size: int) -> str:
-    return "[*b] -> [*b, c!]" if bind(call)["num_classes"] > 0 else "[*b!] -> [*b!, c!]"
 
 
 def _row_loss(call: OpCall, axis_size: int) -> str:
@@ -487,7 +465,7 @@ NOTATION: dict[str, Notation] = {
     **{f"aten.conv_transpose{n}d": Notation(partial(_convolution, transposed=True)) for n in (1, 2, 3)},
     "aten.convolution": Notation(_convolution),
     "aten.einsum": Notation(_einsum),
-    "aten.one_hot": Notation(_one_hot),
+    "aten.one_hot": Notation(lambda call, _: f"{'[*b]' if bind(call)['num_classes'] > 0 else '[*b!]'} -> [*b, c!]"),
     "aten.tril": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=FIRST, carries=True),
     "aten.triu": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=FIRST, carries=True),
     "aten.affine_grid_generator": Notation(_affine_grid),

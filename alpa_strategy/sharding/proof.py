@@ -20,14 +20,9 @@ _TOLERANCES = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 2e-
 
 @dataclass(frozen=True)
 class WholeRun:
-    """One run of the whole op, forward and backward.
+    """One run of the whole op, forward and backward; `results` are detached.
 
-    Attributes:
-        call: the call, at the data's dtypes.
-        operands: its data.
-        results: what the op gave, detached.
-        result_grads: gradient that each result received, None where it is not differentiable.
-        operand_grads: what the operands got; None where there is no gradient.
+    `result_grads` are those that the results received, `operand_grads` what the operands got: None where there is none.
     """
 
     call: OpCall

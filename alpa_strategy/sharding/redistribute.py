@@ -31,7 +31,6 @@ class AxisStep:
     """One axis of a tensor changes its dual placement.
 
     Attributes:
-        axis: the mesh axis.
         src, dst: its dual placement before and after.
         share: of the whole tensor, what the devices of that axis hold together at that moment.
     """
@@ -40,9 +39,6 @@ class AxisStep:
     src: DualPlacement
     dst: DualPlacement
     share: float
-
-    def __str__(self) -> str:
-        return f"axis {self.axis}: {self.src} -> {self.dst} of {self.share:g}"
 
     def collectives(self, differentiable: bool = True) -> tuple[tuple[str, str], ...]:
         """(kind, phase) of each; `backward` ones only when differentiable."""
@@ -122,12 +118,11 @@ def reshard_table(
     """
     terms, counts = _counted_table(sources, targets, mesh.shape)
     seconds = np.array([mesh.axes[axis].seconds(kind, num_bytes * share) for kind, axis, share in terms])
-    forward, backward = counts @ seconds  # each [sources, targets]
+    tables = counts @ seconds  # [forward or backward, sources, targets]
     if not differentiable:
-        backward[:] = 0.0
-    for table in (forward, backward):
-        table.flags.writeable = False  # shared by everybody who asks
-    return forward, backward
+        tables[1] = 0.0
+    tables.flags.writeable = False  # shared by everybody who asks
+    return tables[0], tables[1]
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,5 @@
-"""Families of rules, read off an op's schema and arguments: pointwise ops, ops along some dims, reductions, and views.
+"""Families of rules, read off an op's schema and arguments: pointwise ops, ops along some dims, reductions, and views;
+at the end, rules of single ops that depend on more than index letters (losses, BatchNorm, factories).
 
 The first three read as index notation with broadcasting: every dim of the (broadcast) operands that the op does not
 work along is parallel; a dim that is summed is contracted. A view only rearranges elements: it pairs groups of operand
@@ -17,10 +18,18 @@ from typing import Any
 
 import torch
 
-from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, bind, dims_of, flat_tensor_arguments, slots
-from alpa_strategy.ir.placement import shard
-from alpa_strategy.sharding.notation import line_of, read
-from alpa_strategy.sharding.splits import Found, split_from_dims
+from alpa_strategy.ir.op import (
+    AxisStrategy,
+    InnerCollective,
+    OpCall,
+    Slot,
+    bind,
+    dims_of,
+    flat_tensor_arguments,
+    slots,
+)
+from alpa_strategy.ir.placement import INVARIANT, shard
+from alpa_strategy.sharding.notation import SUM, WHOLE, Found, Split, line_of, read, split_from_dims
 
 FIRST, EACH = ((0,),), ((0,), (1,))
 
@@ -289,3 +298,82 @@ def trapezoid(call: OpCall) -> Found:
         return reduction(call, "other", linear=EACH)
     found = keep_other_dims(call, removed=len(call.results[0].shape) < ranks[0])
     return replace(found, linear=linear_sets(call, EACH), origin="reduction")
+
+
+# --- Rules of single ops.
+
+
+def cross_entropy(call: OpCall) -> Found:
+    """Rows are summed; the class dim is cut with three all-reduces of a float per row (max, sum of exp, target)."""
+    bound = bind(call)
+    logits, target = bound["logits"].index, bound["target"].index
+    shape = call.operands[logits].shape
+    probabilities = call.operands[target].dtype.is_floating_point
+    splits: tuple[Split | None, ...] = ()
+    if len(shape) > 1:
+        splits = read(f"[n, c!, *d], {'[n, c!, *d]' if probabilities else '[n, *d]'}, [c!]? -> []", call) or ()
+    weight = bound["weight"]
+    if not probabilities and not (weight is not None and call.operands[weight.index].requires_grad):
+        class_dim = 0 if len(shape) == 1 else 1
+        num_rows = call.operands[logits].num_elements // shape[class_dim]
+        collective = InnerCollective("all_reduce", 4 * num_rows, "forward")  # [rows] in fp32
+        how = {"implementation": "vocab_cross_entropy", "collectives": (collective,) * 3}
+        splits += (split_from_dims(call, [(logits, class_dim)], [WHOLE], **how),)
+    return Found(splits)
+
+
+def batch_norm_train(call: OpCall) -> Found:
+    """Channels are independent; rows share their statistics: sums and counts are reduced, forward and backward."""
+    names = ("x", "weight", "bias", "running_mean", "running_var")
+    present = {name: bind(call)[name].index for name in names if isinstance(bind(call)[name], Slot)}
+    if len(call.operands[present["x"]].shape) < 2:
+        return Found()
+    num_channels = call.operands[present["x"]].shape[1]
+    statistics = [0] * (len(call.results) - 1)  # x [rows, channels, *s], statistics [channels]
+    channels = split_from_dims(call, [(i, 1 if name == "x" else 0) for name, i in present.items()], [1, *statistics])
+    collectives = (
+        InnerCollective("all_reduce", 4 * (2 * num_channels + 1), "forward"),
+        InnerCollective("all_reduce", 4 * 2 * num_channels, "backward"),
+    )
+    how = {"implementation": "batch_norm_sync", "collectives": collectives}
+    rows = split_from_dims(call, [(present["x"], 0)], [0, *[WHOLE for _ in statistics]], **how)
+    return Found((channels, rows))
+
+
+def fourier(call: OpCall) -> Found:
+    """fft and its relatives: linear, and the dims that are not transformed are independent."""
+    dims, sizes = bind(call)["dim"], bind(call).get("s")
+    if dims is None and sizes is not None:
+        dims = tuple(range(-len(sizes), 0))
+    return replace(along(call, dims, FIRST), origin="notation")
+
+
+def factory(call: OpCall) -> Found:
+    """full, zeros: any dim of the result may be made in shards. new_zeros and the like read only their operand's dtype:
+    every layout of it will do."""
+    made = [shard(d) for d in range(len(call.results[0].shape))]
+    found = [AxisStrategy((INVARIANT,) * len(call.operands), (m,)) for m in made]
+    for p in (shard(d) for d in range(len(call.operands[0].shape) if call.operands else 0)):
+        found += [AxisStrategy((p,), (m,)) for m in (INVARIANT, *made) if m is INVARIANT or m is p]
+    return Found(extra=tuple(found))
+
+
+def renorm(call: OpCall) -> Found:
+    """renorm: each slice along `dim` is scaled by itself."""
+    rank = len(call.results[0].shape)
+    return aligned(call, whole=tuple(d for d in range(rank) if d != bind(call)["dim"] % rank))
+
+
+def histogram(call: OpCall) -> Found:
+    """histogram with given bins: counts add up unless they are divided by their sum."""
+    bound = bind(call)
+    values = bound["self"].index
+    weight = [bound["weight"].index] if isinstance(bound["weight"], Slot) else []
+    dims = range(0 if bound["density"] else len(call.operands[values].shape))
+    return Found([split_from_dims(call, [(i, d) for i in (values, *weight)], [SUM, WHOLE]) for d in dims])
+
+
+def cross(call: OpCall) -> Found:
+    """cross: along `dim`, or along the first dim of size 3."""
+    dim = bind(call)["dim"]
+    return along(call, call.results[0].shape.index(3) if dim is None else dim, linear=EACH)

@@ -15,11 +15,9 @@ import torch
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, Slot, flat_tensor_arguments, target_name
 from alpa_strategy.sharding import rule_families as families
-from alpa_strategy.sharding import special_rules as special
-from alpa_strategy.sharding.notation import parse, read
+from alpa_strategy.sharding.notation import Found, parse, read
 from alpa_strategy.sharding.notation_rules import NOTATION, Notation
 from alpa_strategy.sharding.rule_families import EACH, FIRST
-from alpa_strategy.sharding.splits import Found
 
 Family = Callable[[OpCall, int], "Found | None"]
 Cached = TypeVar("Cached")
@@ -153,18 +151,21 @@ FAMILIES: dict[str, Family] = {
     **_of("cumsum cumprod logcumsumexp cummax cummin topk sort argsort", families.along),
     **_of("msort", families.along, 0),
     **_of("linalg_cross", families.along, linear=EACH),
-    **_of("cross", special.cross),
-    **_of("renorm", special.renorm),
-    **_of("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", special.fourier),
-    **_of("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2", special.fourier),
-    **_of("fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn", special.fourier),
+    **_of("cross", families.cross),
+    **_of("renorm", families.renorm),
+    **_of("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", families.fourier),
+    **_of("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2", families.fourier),
+    **_of("fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn", families.fourier),
     # Histograms, and tensors made from nothing.
-    **_of("histogram.bins_tensor", special.histogram),
-    **_of("arange randint randperm eye linspace logspace scalar_tensor tril_indices triu_indices", special.constant),
-    **_of("full zeros ones empty.memory_format rand randn normal.float_float", special.factory),
-    **_of("new_zeros new_ones new_empty new_full", special.new_factory),
-    "ops.cross_entropy_sum": lambda call, axis_size: special.cross_entropy(call),
-    "ops.batch_norm_train": lambda call, axis_size: special.batch_norm_train(call),
+    **_of("histogram.bins_tensor", families.histogram),
+    # Made whole on every device: a shard of it is a slice, which costs nothing.
+    **_of(
+        "arange randint randperm eye linspace logspace scalar_tensor tril_indices triu_indices", lambda call: Found()
+    ),
+    **_of("full zeros ones empty.memory_format rand randn normal.float_float", families.factory),
+    **_of("new_zeros new_ones new_empty new_full", families.factory),
+    "ops.cross_entropy_sum": lambda call, axis_size: families.cross_entropy(call),
+    "ops.batch_norm_train": lambda call, axis_size: families.batch_norm_train(call),
 }
 
 
@@ -174,12 +175,9 @@ def _pointwise(call: OpCall, axis_size: int) -> Found:
     if name == "aten.masked_fill.Scalar" and call.args[2:3] == (0,):
         linear = ((0,),)
     found = families.aligned(call, linear=linear)
-    if name in _SCALING:
+    if name in ("aten.mul.Tensor", "aten.div.Tensor"):
         found = replace(found, linear=tuple(chosen for chosen in found.linear if _is_scaling(call, chosen)))
     return found
-
-
-_SCALING = frozenset({"aten.mul.Tensor", "aten.div.Tensor"})
 
 
 def _is_scaling(call: OpCall, chosen: frozenset[int]) -> bool:

@@ -18,9 +18,9 @@ from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import CUSTOM_OPS, AxisStrategy, LocalCall, OpCall, Slot, TensorMeta, aten_name, bind, rebuild
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, value_layout
 from alpa_strategy.sharding.functions import elementwise_dims, may_draw
+from alpa_strategy.sharding.notation import Found, repeated, to_strategies
 from alpa_strategy.sharding.rule_families import RESHAPES
 from alpa_strategy.sharding.rule_table import depends_on_rules, has_rule, rule_of
-from alpa_strategy.sharding.splits import Found, repeated, to_strategies
 from alpa_strategy.units import format_bytes, format_seconds
 
 aten = torch.ops.aten
@@ -217,8 +217,6 @@ def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
 @lru_cache(maxsize=65536)
 def op_strategies(call: OpCall, mesh_shape: tuple[int, ...]) -> tuple[tuple[AxisStrategy, ...], ...]:
     """Every combination over the mesh axes. Later axes cut what earlier ones left, at the device with the least."""
-    if not mesh_shape:
-        return ((),)
     combinations: list[tuple[AxisStrategy, ...]] = [()]
     for axis, axis_size in enumerate(mesh_shape):
         longer = []

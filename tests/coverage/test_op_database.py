@@ -11,7 +11,7 @@ from rich.console import Console
 
 from alpa_strategy.errors import OptionError
 from alpa_strategy.ir.op import AxisStrategy
-from alpa_strategy.sharding import axis_strategies
+from alpa_strategy.sharding.strategies import axis_strategies
 
 pytest.importorskip("expecttest")
 

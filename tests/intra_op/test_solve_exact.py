@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate
-from alpa_strategy.intra_op.solver.presolve import presolve
+from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate, presolve
 from alpa_strategy.intra_op.solver.solve import solve
 
 

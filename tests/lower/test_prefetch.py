@@ -18,7 +18,7 @@ from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.comm.regather import Regather
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
-from alpa_strategy.intra_op.prefetch import _forward_seconds, _gatherings, begun, bytes_ahead
+from alpa_strategy.intra_op.decode import _forward_seconds, _gatherings, begun, bytes_ahead
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph

@@ -24,8 +24,8 @@ from torch.distributed.tensor.placement_types import Replicate
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement
-from alpa_strategy.sharding import axis_strategies, has_rule, rule_origin
-from alpa_strategy.sharding.strategies import is_random, localize
+from alpa_strategy.sharding.rule_table import has_rule
+from alpa_strategy.sharding.strategies import axis_strategies, is_random, localize, rule_origin
 
 AXIS_SIZES = (2, 3)
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlacehold
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from alpa_strategy.ir.op import OpCall, Slot
-from alpa_strategy.sharding import axis_strategies
+from alpa_strategy.sharding.strategies import axis_strategies
 
 FUNCTIONS = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
 

@@ -6,8 +6,7 @@ from sharding.calls import make_call
 
 from alpa_strategy import register_sharding
 from alpa_strategy.capture.ops import _FunctionCall, _Given
-from alpa_strategy.sharding import axis_strategies, rule_origin
-from alpa_strategy.sharding.strategies import _advice, is_random
+from alpa_strategy.sharding.strategies import _advice, axis_strategies, is_random, rule_origin
 
 CALLS = []
 

@@ -10,7 +10,7 @@ from rule_cases import CASES, Case, aten, call_of, f
 
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.placement import value_layout
-from alpa_strategy.sharding import axis_strategies, localize, op_strategies
+from alpa_strategy.sharding.strategies import axis_strategies, localize, op_strategies
 
 
 def _strategies(*texts: str) -> tuple[AxisStrategy, ...]:

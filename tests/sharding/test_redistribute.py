@@ -35,7 +35,8 @@ def mesh(*shape: int) -> LogicalMesh:
 
 
 def steps(src: str, dst: str, mesh_shape=(2, 2)) -> list[str]:
-    return [str(step) for step in reshard_steps(dual_layout(src), dual_layout(dst), mesh_shape)]
+    found = reshard_steps(dual_layout(src), dual_layout(dst), mesh_shape)
+    return [f"axis {step.axis}: {step.src} -> {step.dst} of {step.share:g}" for step in found]
 
 
 @pytest.mark.parametrize(

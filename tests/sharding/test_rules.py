@@ -16,8 +16,9 @@ from rule_cases import CASES, aten, c, call_of, f, i, m
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, TensorMeta
-from alpa_strategy.sharding import axis_strategies, has_rule, op_strategies, rule_origin
 from alpa_strategy.sharding.notation import parse
+from alpa_strategy.sharding.rule_table import has_rule
+from alpa_strategy.sharding.strategies import axis_strategies, op_strategies, rule_origin
 
 sizes = st.integers(1, 7)
 axis_sizes = st.integers(2, 4)

@@ -6,7 +6,8 @@ import pytest
 from proofs.prove import prove
 from rule_cases import CASES, Case
 
-from alpa_strategy.sharding import axis_strategies, has_rule, op_strategies, rule_origin
+from alpa_strategy.sharding.rule_table import has_rule
+from alpa_strategy.sharding.strategies import axis_strategies, op_strategies, rule_origin
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

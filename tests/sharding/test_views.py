@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from proofs.prove import prove
 from rule_cases import aten, call_of, f
 
-from alpa_strategy.sharding import axis_strategies, op_strategies
 from alpa_strategy.sharding.rule_families import dim_groups
+from alpa_strategy.sharding.strategies import axis_strategies, op_strategies
 
 
 @st.composite

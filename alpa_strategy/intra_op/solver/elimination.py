@@ -47,9 +47,9 @@ def network_of(problem: Problem) -> Network | None:
         cost = np.asarray(transfer.cost, dtype=float)  # [source layout, target layout]
         if not cost.any():
             continue
-        scope = tuple(dict.fromkeys([transfer.producer, *(use.choice for use in transfer.uses)]))
+        ends = [transfer.producer, *(use.choice for use in transfer.uses)]
+        scope = tuple(dict.fromkeys(ends))
         if np.prod([float(sizes[v]) for v in scope]) <= MAX_DIRECT_ENTRIES or len(transfer.uses) == 1:
-            ends = [transfer.producer, *(use.choice for use in transfer.uses)]
             key = (
                 id(transfer.cost), id(transfer.memory), id(transfer.source), *(id(use.layout) for use in transfer.uses),
                 *(scope.index(v) for v in ends), *(sizes[v] for v in scope),
@@ -229,8 +229,7 @@ def _through_layouts(
     return True
 
 
-# --- In which order variables are eliminated: the one thing that decides how large the tables of an elimination
-# become.
+# --- In which order variables are eliminated: the one thing that decides how large the tables become.
 #
 # Minimum fill, weighted: next is the variable whose elimination ties the fewest and smallest pairs of others together
 # that were not tied before (Kjaerulff, 1990). On layers with many small ops around a few values (a mixture of
@@ -259,8 +258,7 @@ def elimination_order(
     """(variable, entries of the table that its elimination joins), in order; all but `kept`.
 
     Args:
-        sizes: values of each variable.
-        scopes: the variables of every factor.
+        sizes: values of each variable. scopes: the variables of every factor.
         smallest_table: next is the variable with the smallest table, fill decides among equals; else the reverse.
     """
     around: list[set[int]] = [set() for _ in sizes]

@@ -156,12 +156,10 @@ class Neighbourhood:
         seconds, num_bytes = np.array(choice.cost, float), np.array(choice.memory, float)
         strategies = np.arange(len(seconds))
         for transfer in self.incident[c]:
-            at_producer = transfer.producer == c
-            source = (
-                transfer.source
-                if at_producer
-                else np.full(len(strategies), transfer.source[assignment[transfer.producer]])
+            of_producer = (
+                strategies if transfer.producer == c else np.full(len(strategies), assignment[transfer.producer])
             )
+            source = transfer.source[of_producer]
             used = np.zeros((len(strategies), transfer.cost.shape[1]), dtype=bool)
             for use in transfer.uses:
                 used[strategies, use.layout if use.choice == c else use.layout[assignment[use.choice]]] = True
@@ -177,36 +175,26 @@ def repair(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> 
     Returns None when single moves do not get there.
     """
     current = list(assignment)
-    limit = problem.memory_limit
-    seconds, num_bytes = evaluate(problem, current)
-    if not np.isfinite(seconds):
+    if not np.isfinite(evaluate(problem, current)[0]):
         current = improve(replace(problem, memory_limit=np.inf), current, near)
-        seconds, num_bytes = evaluate(problem, current)
-        if not np.isfinite(seconds):
+        if not np.isfinite(evaluate(problem, current)[0]):
             return None
-    for _ in range(4 * len(current)):
-        if num_bytes <= limit:
-            break
-        best: tuple[float, int, int] | None = None
-        for c in range(len(current)):
+    for _ in range(4 * len(current) + 1):
+        excess = evaluate(problem, current)[1] - problem.memory_limit
+        if excess <= 0:
+            return improve(problem, current, near)
+        moves = []
+        for c, taken in enumerate(current):
             s, b = near.totals(current, c)
-            less = b[current[c]] - b
-            useful = (less > 0) & np.isfinite(s)
-            if not useful.any():
-                continue
-            rate = np.where(
-                useful, (s - s[current[c]]) / np.where(useful, np.minimum(less, num_bytes - limit), 1.0), np.inf
-            )
-            k = int(rate.argmin())
-            if best is None or rate[k] < best[0]:
-                best = (float(rate[k]), c, k)
-        if best is None:
+            useful = (b < b[taken]) & np.isfinite(s)
+            rate = np.full(len(s), np.inf)  # seconds for each byte of the excess that a move takes away
+            rate[useful] = (s[useful] - s[taken]) / np.minimum(b[taken] - b[useful], excess)
+            moves.append((float(rate.min()), c, int(rate.argmin())))
+        least, c, k = min(moves)
+        if least == np.inf:
             return None
-        current[best[1]] = best[2]
-        seconds, num_bytes = evaluate(problem, current)
-    if num_bytes > limit:
-        return None
-    return improve(problem, current, near)
+        current[c] = k
+    return None
 
 
 def improve(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> list[int]:

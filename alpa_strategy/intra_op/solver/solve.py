@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.intra_op.problem import Problem, Solution, evaluate, with_shared_arrays
+from alpa_strategy.intra_op.problem import Problem, Solution, evaluate, presolve, with_shared_arrays
 from alpa_strategy.intra_op.solver.elimination import Network, eliminate, min_marginals, network_of, plan_order
 from alpa_strategy.intra_op.solver.lagrangian import (
     Dual,
@@ -25,7 +25,6 @@ from alpa_strategy.intra_op.solver.lagrangian import (
     splice,
 )
 from alpa_strategy.intra_op.solver.milp import formulate, num_columns, solve_program
-from alpa_strategy.intra_op.solver.presolve import presolve
 from alpa_strategy.options import PROPAGATION
 from alpa_strategy.units import format_bytes
 
@@ -61,7 +60,6 @@ def solve(
     """The cheapest assignment whose bytes are within `problem.memory_limit`.
 
     Args:
-        problem: choices and transfers, seconds and bytes.
         time_limit: seconds of this process's work (how busy the machine is changes no plan) after which the best
             assignment found is returned, with the bound proved so far.
         cutoff: seconds of something else that will be taken unless this is cheaper.
@@ -79,8 +77,8 @@ def solve(
         return Solution((), 0.0, 0.0, 0.0, "elimination")
     known = unlimited and _Found(list(unlimited.assignment), unlimited.bound, unlimited.method)
     free = known or _minimise(problem, deadline)
-    if free is None or free.assignment is None:
-        raise _forbidden(problem) if free is None or np.isposinf(free.bound) else _out_of_time(time_limit)
+    if free.assignment is None:
+        raise _forbidden(problem) if np.isposinf(free.bound) else _out_of_time(time_limit)
     if free.bound >= cutoff:
         raise NotCheaper
     if evaluate(problem, free.assignment)[1] <= problem.memory_limit:
@@ -136,17 +134,15 @@ def propagate(problem: Problem) -> Solution:
     return Solution(assignment, *evaluate(problem, assignment), 0.0, PROPAGATION)
 
 
-def _minimise(problem: Problem, deadline: float, only_elimination: bool = False) -> _Found | None:
-    """The optimum without the memory limit; None where `only_elimination` and that would take too large tables."""
+def _minimise(problem: Problem, deadline: float, only_elimination: bool = False) -> _Found:
+    """The optimum without the memory limit; none where `only_elimination` and that would take too large tables."""
     reduced = presolve(replace(problem, memory_limit=float("inf")))
     if any(len(choice.cost) == 0 for choice in reduced.problem.choices):
         return _Found(None, np.inf, "presolve")
     found = _by_elimination(reduced.problem)
-    if found is None and not only_elimination:
-        found = _by_program(reduced.problem, deadline)
-    if found is None or found.assignment is None:
-        return found
-    return replace(found, assignment=reduced.expand(found.assignment))
+    if found is None:
+        found = _Found(None, -np.inf, "none") if only_elimination else _by_program(reduced.problem, deadline)
+    return found if found.assignment is None else replace(found, assignment=reduced.expand(found.assignment))
 
 
 def _by_elimination(problem: Problem) -> _Found | None:
@@ -163,9 +159,7 @@ def _least(problem: Problem, deadline: float) -> _Found:
     scale = sum(float(np.max(x.memory)) for x in problem.choices) or 1.0
     total = sum(float(np.max(x.cost, where=np.isfinite(x.cost), initial=0.0)) for x in problem.choices) or 1.0
     bytes_first = price_memory(problem, 1.0, seconds_weight=1e-9 * scale / total)
-    found = _minimise(bytes_first, deadline)
-    assert found is not None
-    return found
+    return _minimise(bytes_first, deadline)
 
 
 def _solve_limited(
@@ -181,7 +175,7 @@ def _solve_limited(
 
     def minimise(price: float) -> tuple[list[int], float] | None:
         found = _minimise(price_memory(problem, price), deadline, only_elimination=True)
-        return None if found is None or found.assignment is None else (found.assignment, found.bound)
+        return None if found.assignment is None else (found.assignment, found.bound)
 
     dual = best_price(problem, minimise, point(problem, free.assignment), least, deadline)
     if dual.bound >= cutoff:
@@ -244,11 +238,9 @@ def _by_program(
     near = Neighbourhood(problem)
     incumbent = _best(problem, incumbent, _round(problem, relaxed.mass, near))
     found = _Found(incumbent, relaxed.bound, "lp")
-    if incumbent is not None and _solution(problem, found).gap <= tolerance:
-        return found
     left = deadline - time.process_time()
-    if left <= 0.2 and incumbent is not None:
-        return _Found(incumbent, relaxed.bound, "lp")
+    if incumbent is not None and (left <= 0.2 or _solution(problem, found).gap <= tolerance):
+        return found
     exact = solve_program(program, integer=True, time_limit=left, hint=incumbent, tolerance=tolerance)
     if not exact.feasible:
         return _Found(None, np.inf, "mip")

@@ -1,0 +1,290 @@
+"""What a device need not keep: results that are made again, results and parameters that lie in host memory.
+
+`with_recompute` gives ops whose result others keep for their backward every strategy a second time: its forward runs
+once more in the backward, and what consumers keep of the result in the layout in which it was made costs no memory. It
+needs the op's operands, which the op's own backward keeps anyway, or which are recomputed as well. So chains of norms
+and pointwise ops keep one tensor. `with_stored_results` gives them once more, with the result in host memory from the
+forward to the backward. That needs no operands, so products may go there, which take long to be made again.
+
+`with_offload` gives parameters every way to be stored a second time, with their gradients and the optimizer's state in
+host memory. What is used of one comes over the link to the host for each use (`ParameterPlan.is_fetched`), or once per
+step where its gradient is reduced once per step, and leaves no byte on the device but while it is in use. The optimizer
+steps on the host.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from alpa_strategy.cluster.host import Host
+from alpa_strategy.cost.flops import PRODUCTS, is_plain_view, is_view, op_base_name
+from alpa_strategy.errors import OptionError, PlanError
+from alpa_strategy.intra_op.build import IntraOp
+from alpa_strategy.intra_op.options import joined, local_bytes, picked
+from alpa_strategy.intra_op.problem import Problem, repeated
+from alpa_strategy.intra_op.restrict import matching
+from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
+from alpa_strategy.ir.guards import is_symbolic
+from alpa_strategy.ir.op import OpCall
+from alpa_strategy.ir.plan import ParameterPlan
+from alpa_strategy.options import SELECTIVE, PlanOptions
+from alpa_strategy.sharding.strategies import is_random
+
+
+def can_run_again(call: OpCall) -> bool:
+    """Whether a second run gives the same tensor, memory of its own, whatever the step's counters are."""
+    one = len(call.results) == 1 and not call.returns_tuple and bool(call.operands)
+    return one and not is_view(call) and not is_random(call) and not is_symbolic(call)
+
+
+def pinned_again(step: StepGraph, options: PlanOptions) -> frozenset[str] | None:
+    """Names of the ops that `PlanOptions.remat` wants to be made again, None where it names none.
+
+    Raises:
+        OptionError: a name of it is that of no op that could be.
+    """
+    if not isinstance(options.remat, tuple):
+        return None
+    found: set[str] = set()
+    able = [op for op in step.ops if can_run_again(op.call)]
+    for name in options.remat:
+        own = {op.name for op in able if _is_named(op, name)}
+        if not own:
+            has = any(_is_named(op, name) for op in step.ops)
+            what = "only views, random ops and ops of several results, which are kept" if has else "no op of the step"
+            raise OptionError(
+                f"remat={name!r} names {what}", 'name ops or modules as `alpa plan` shows them, or write "selective"'
+            )
+        found |= own
+    return frozenset(found)
+
+
+def _is_named(op: Op, name: str) -> bool:
+    """Whether a pattern names the op or a module around it; "selective" all but products, convolutions, attention."""
+    if name == SELECTIVE:
+        return op_base_name(op.call) not in PRODUCTS
+    parts = op.module.split(".")
+    return any(fnmatchcase(own, name) for own in (op.name, *(".".join(parts[: i + 1]) for i in range(len(parts)))))
+
+
+def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> IntraOp:
+    """The same choices and transfers with strategies that recompute behind those that keep (`IntraOp.recomputes`).
+
+    Args:
+        pinned: names of ops that are made again wherever they can be, and no others are; None: solved.
+    """
+    wanted = (i for i, op in enumerate(intra.step.ops) if pinned is None or op.name in pinned)
+    again = {i: which for i in wanted if len(which := _again(intra, i))}
+    seconds = {i: intra.ops[i].forward_seconds[which] for i, which in again.items()}
+    return replace(_extended(intra, again, seconds, pinned is not None), recomputes=_firsts(intra, again))
+
+
+def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
+    """The same with strategies whose result waits in host memory behind the others (`IntraOp.stores`).
+
+    On its way there and back it costs its bytes / link_bandwidth; nothing of that is taken to be hidden.
+    """
+    stored = {i: which for i in range(len(intra.ops)) if len(which := _storable(intra, i))}
+    seconds = {i: 2 / host.link_bandwidth * result_bytes(intra, i)[which] for i, which in stored.items()}
+    return replace(_extended(intra, stored, seconds), stores=_firsts(intra, stored))
+
+
+def result_bytes(intra: IntraOp, index: int, position: int = 0) -> np.ndarray:
+    """Bytes of one of an op's results on a device, by strategy."""
+    meta, outputs = intra.step.values[intra.step.ops[index].results[position]], intra.ops[index].outputs
+    return np.array([local_bytes(meta, made[position], intra.mesh.shape) for made in outputs], dtype=float)
+
+
+def _firsts(intra: IntraOp, more: Mapping[int, np.ndarray]) -> dict[int, int]:
+    """Op -> the index that the first of its added strategies gets."""
+    return {i: len(intra.ops[i].strategies) for i in more}
+
+
+def _extended(
+    intra: IntraOp, more: Mapping[int, np.ndarray], seconds: Mapping[int, np.ndarray], only: bool = False
+) -> IntraOp:
+    """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with nothing kept of the result.
+
+    only: an op that has them has no others.
+    """
+    ops, offset = list(intra.ops), len(intra.parameters)
+    for i, which in more.items():
+        added = picked(ops[i], which)
+        ops[i] = joined(ops[i], replace(added, compute_seconds=added.compute_seconds + seconds[i]))
+    again, extra = ({offset + i: each for i, each in given.items()} for given in (more, seconds))
+
+    def longer(problem: Problem, only: bool) -> Problem:
+        """Results get rows of their own in transfers: they are not there in the backward as they were made."""
+        found = repeated(problem, again, extra, only=only)
+        transfers = list(found.transfers)
+        for index, (given, named) in enumerate(zip(problem.transfers, intra.transfers, strict=True)):
+            if given.producer in again:
+                added = transfers[index].source[len(given.source) :] + len(named.sources)
+                transfers[index] = replace(
+                    transfers[index],
+                    source=np.concatenate([given.source, added]),
+                    cost=np.vstack([given.cost, given.cost]),
+                    memory=np.vstack([given.memory, np.where(named.equal, 0.0, given.memory)]),
+                )
+        return replace(found, transfers=tuple(transfers))
+
+    return replace(
+        intra,
+        ops=tuple(ops),
+        transfers=tuple(
+            replace(named, sources=named.sources * 2) if transfer.producer in again else named
+            for named, transfer in zip(intra.transfers, intra.problem.transfers, strict=True)
+        ),
+        problem=longer(intra.problem, only),
+        unrestricted=intra.unrestricted and longer(intra.unrestricted, False),
+    )
+
+
+def recomputed(intra: IntraOp, assignment: Sequence[int]) -> tuple[str, ...]:
+    """Names of the ops whose strategy is one that recomputes."""
+    sent = stored(intra, assignment)
+    return tuple(intra.step.ops[i].name for i in _taken(intra, intra.recomputes, assignment) if i not in sent)
+
+
+def stored(intra: IntraOp, assignment: Sequence[int]) -> tuple[int, ...]:
+    """The ops whose result waits in host memory."""
+    return _taken(intra, intra.stores, assignment)
+
+
+def _taken(intra: IntraOp, firsts: Mapping[int, int], assignment: Sequence[int]) -> tuple[int, ...]:
+    return tuple(i for i, first in firsts.items() if assignment[len(intra.parameters) + i] >= first)
+
+
+def _again(intra: IntraOp, index: int) -> np.ndarray:
+    """The strategies of an op that may be had with a second run."""
+    op, plain = intra.step.ops[index], _plain(intra, index)
+    if not len(plain):
+        return plain
+    alone = all(size == 1 for size in intra.mesh.shape)  # elsewhere matrices may be gathered at use, and so once more
+    matrices = {p.value for p in intra.step.parameters if len(p.meta.shape) > 1 and not alone}
+    here = {p.value for p in intra.step.parameters} | {given.value for given in intra.step.constant_inputs}
+    operands = zip(op.operands, intra.ops[index].saved.operands, strict=True)
+    are_there = all((keeps or value in here) and value not in matrices for value, keeps in operands)
+    return plain if are_there else plain[:0]
+
+
+def _storable(intra: IntraOp, index: int) -> np.ndarray:
+    """The strategies of an op whose result may wait in host memory: those that keep it."""
+    is_float = all(meta.dtype.is_floating_point for meta in intra.step.ops[index].call.results)
+    return _plain(intra, index)[: intra.recomputes.get(index) if is_float else 0]
+
+
+def _plain(intra: IntraOp, index: int) -> np.ndarray:
+    """The strategies of an op that is called as it is and can run again; none where no other op keeps its result, or it
+    does so itself."""
+    op, options = intra.step.ops[index], intra.ops[index]
+    is_able = can_run_again(op.call) and index not in intra.per_step.ops
+    is_kept = is_able and not options.saved.results[0] and bool(intra.savers(op.results[0]))
+    strategies = options.strategies if is_kept else ()
+    return np.array([k for k, each in enumerate(strategies) if all(s.implementation is None for s in each)], dtype=int)
+
+
+# --- Parameters in host memory.
+
+
+def can_be_offloaded(given: ParameterInput) -> bool:
+    """Whether there is anything of it to be fetched that a device computes with."""
+    return given.meta.dtype.is_floating_point and given.meta.num_elements > 0
+
+
+def pinned_offload(step: StepGraph, options: PlanOptions, host: Host | None) -> frozenset[str] | None:
+    """Names of the parameters that `PlanOptions.offload` wants in host memory, None where that is solved.
+
+    Raises:
+        OptionError: a name of it is that of no parameter. PlanError: there is no `host`.
+    """
+    if options.offload and host is None:
+        raise PlanError(
+            f"offload={options.offload!r}, and the cluster has no way to host memory",
+            "write `host:` with link_bandwidth, memory_bytes and memory_bandwidth into its file",
+        )
+    if options.offload is None:
+        return None
+    if isinstance(options.offload, bool):
+        return frozenset(p.name for p in step.parameters if options.offload and can_be_offloaded(p))
+    names = {alias: p.name for p in step.parameters for alias in p.names}
+    return frozenset(name for pattern in options.offload for name in matching(pattern, names, "offload"))
+
+
+def offload_of(plans: Mapping[str, ParameterPlan]) -> bool | tuple[str, ...]:
+    """`PlanOptions.offload` for a step that is planned around parameters that lie so already."""
+    return tuple(glob.escape(name) for name, plan in plans.items() if plan.on_host) or False
+
+
+def with_offload(intra: IntraOp, pinned: Collection[str] | None = None) -> IntraOp:
+    """The same problem with the ways that store parameters in host memory behind the others.
+
+    Args:
+        pinned: names of those that lie there, and no others do; None: solved.
+    """
+    parameters = list(intra.parameters)
+    twins, seconds, num_bytes = (dict[int, np.ndarray]() for _ in range(3))
+    for index, (given, own) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
+        if can_be_offloaded(given) and (pinned is None or given.name in pinned):
+            host = intra.tables.parameter(given, on_host=True)
+            again = 1.0 if _is_saved(intra, given) else 0.0
+            backward = again * host.fetch_seconds + host.return_seconds
+            host = replace(host, seconds=host.seconds + host.fetch_seconds + backward, backward_seconds=backward)
+            parameters[index] = joined(own, host)
+            twins[index] = np.array([own.plans.index(replace(plan, on_host=False)) for plan in host.plans])
+            seconds[index], num_bytes[index] = host.seconds - own.seconds[twins[index]], host.num_bytes
+    return replace(
+        intra,
+        parameters=tuple(parameters),
+        problem=repeated(intra.problem, twins, seconds, num_bytes, only=pinned is not None),
+        unrestricted=intra.unrestricted and repeated(intra.unrestricted, twins, seconds, num_bytes),
+    )
+
+
+def with_host_price(intra: IntraOp, price: float) -> IntraOp:
+    """The same with so many seconds a byte of host memory added to what is minimised."""
+    choices = list(intra.problem.choices)
+    for index, own in enumerate(intra.parameters):
+        choices[index] = replace(choices[index], cost=choices[index].cost + price * own.host_bytes)
+    for op, first in intra.stores.items():
+        choice, num_bytes = len(intra.parameters) + op, result_bytes(intra, op)
+        num_bytes[:first] = 0
+        choices[choice] = replace(choices[choice], cost=choices[choice].cost + price * num_bytes)
+    problem = replace(intra.problem, choices=tuple(choices))
+    return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
+
+
+def host_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
+    """Bytes of host memory that a device's parameters and results take."""
+    parameters = sum(float(o.host_bytes[k]) for o, k in zip(intra.parameters, assignment, strict=False))
+    return parameters + sum(_stored_bytes(intra, assignment))
+
+
+def _stored_bytes(intra: IntraOp, assignment: Sequence[int]) -> list[float]:
+    """Of each result that waits in host memory."""
+    return [float(result_bytes(intra, i)[assignment[len(intra.parameters) + i]]) for i in stored(intra, assignment)]
+
+
+def fetched_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
+    """Most bytes at once of copies from the host, or of their gradients: those between their first and last use, the
+    next, which is on its way, and one that is on its way back."""
+    alive = np.zeros(len(intra.step.ops) + 1)
+    largest = 0
+    for given, options, k in zip(intra.step.parameters, intra.parameters, assignment, strict=False):
+        uses = [op for op, _ in intra.step.consumers.get(given.value, ())]
+        if options.plans[k].is_fetched and uses:
+            num_bytes = local_bytes(given.meta, options.sources[k], intra.mesh.shape)
+            alive[min(uses) : max(uses) + 1] += num_bytes
+            largest = max(largest, num_bytes)
+    return float(alive.max()) + 2 * max(largest, *_stored_bytes(intra, assignment), 0)
+
+
+def _is_saved(intra: IntraOp, given: ParameterInput) -> bool:
+    """Whether some op's backward needs the parameter: it is fetched once more then."""
+    views = (is_plain_view(intra.step.ops[op].call) for op, _ in intra.step.consumers.get(given.value, ()))
+    return bool(intra.savers(given.value)) or any(views)
