@@ -29,7 +29,7 @@ from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.pipeline.executor import Pipeline, PipelineSpec, SharedParameter
 from alpa_strategy.pipeline.per_step_values import PerStepValues
-from alpa_strategy.pipeline.recompute import Recompute, Span, SpanProgram, StageInputs, StageProgram, Values
+from alpa_strategy.pipeline.stage_program import Span, SpanProgram, StageInputs, StageProgram, Values
 from alpa_strategy.pipeline.stage_worker import OwnStage
 from alpa_strategy.runtime.parameters import MeshParameters
 from alpa_strategy.schedules import actions
@@ -108,7 +108,7 @@ def _can_compile(schedule: str, stages: Sequence[StagePlan], num_microbatches: i
 
 def _program(
     index: int, graph: StepGraph, stage: StagePlan, places: StagePlaces, store: MeshParameters
-) -> tuple[StageProgram | Recompute, PerStepValues]:
+) -> tuple[StageProgram, PerStepValues]:
     """What runs stage `index` of `graph` for a micro-batch, and what it makes of the parameters once per step."""
     random = places.randoms[index]
     mesh = places.meshes[index]
@@ -128,10 +128,7 @@ def _program(
             )
         )
         used |= trained
-    if stage.remat:
-        return Recompute(spans, random.bookmark, graph.loss if graph.loss >= 0 else None), per_step
-    (span,) = spans  # without recomputation nothing is cut
-    return lambda inputs: span.program(inputs)[:2], per_step
+    return StageProgram(spans, graph.loss, random.bookmark if stage.remat else None), per_step
 
 
 def _span_program(

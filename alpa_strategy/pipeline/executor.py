@@ -23,7 +23,7 @@ from alpa_strategy.comm.messages import Outbox, Transfer, exchange, first_senten
 from alpa_strategy.errors import LostRankError
 from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.microstep import Cut, MicroStep, cut, joined
-from alpa_strategy.pipeline.recompute import Values
+from alpa_strategy.pipeline.stage_program import Values
 from alpa_strategy.pipeline.stage_worker import OwnStage, Sends, StageWorker
 from alpa_strategy.runtime.parameters import MeshParameters
 from alpa_strategy.schedules import Action, Orders, actions
@@ -117,12 +117,7 @@ class Pipeline:
         self._num_parts = 1 if micro.graph.batch_scope == "global" else self._world
         self.channels = plan_channels(spec.stages, micro.graph.values, micro.given, spec.cluster)
         self._outbox, self._abandoned = Outbox(), list[Outbox]()
-        self._workers: dict[int, StageWorker] = {}
-        for index in sorted(own):
-            stage = spec.stages[index]
-            loss = micro.graph.loss
-            has_loss = loss in stage.escaping and loss not in stage.received
-            self._workers[index] = StageWorker(index, stage, own[index], loss if has_loss else None)
+        self._workers = {index: StageWorker(index, spec.stages[index], own[index]) for index in sorted(own)}
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
         count, mesh = micro.num_microbatches, meshes.index(spec.stages[min(own)].ranks)
         orders = actions(spec.schedule, len(meshes), count, len(spec.stages) // len(meshes))

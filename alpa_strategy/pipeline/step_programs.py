@@ -40,7 +40,7 @@ from alpa_strategy.microbatch.microstep import MicroStep
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms
 from alpa_strategy.pipeline.executor import Pipeline
-from alpa_strategy.pipeline.recompute import Values
+from alpa_strategy.pipeline.stage_program import Values
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.sharding.strategies import is_random
 
