@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from alpa_strategy.cluster.host import Host
+from alpa_strategy.cluster.spec import Host
 from alpa_strategy.cost.flops import is_plain_view
 from alpa_strategy.errors import PlanError
 from alpa_strategy.intra_op.build import IntraOp
