@@ -5,7 +5,6 @@ Every rank of the job makes the same `Pipeline` from the same `PipelineSpec` and
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -24,9 +23,8 @@ from alpa_strategy.errors import LostRankError
 from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.microstep import Cut, MicroStep, cut, joined
 from alpa_strategy.pipeline.stage_program import Values
-from alpa_strategy.pipeline.stage_worker import OwnStage, Sends, StageWorker
-from alpa_strategy.runtime.parameters import MeshParameters
-from alpa_strategy.schedules import Action, Orders, actions
+from alpa_strategy.pipeline.stage_worker import OwnStage, StageWorker, sends_of
+from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import MeshSide, StageSpec, TransferPlan, plan_channels, plan_transfer
 
 LOOK_AHEAD = 2  # actions for which receives are posted before they are needed
@@ -65,33 +63,6 @@ class StepResult:
     gradients: tuple[tuple[nn.Parameter, Tensor], ...]
 
 
-@dataclass(frozen=True)
-class _Order:
-    """What this mesh does in a step."""
-
-    actions: tuple[Action, ...]
-    posted: tuple[tuple[Action, ...], ...]  # by place in `actions`: those whose receives are posted before it
-    sends: Sends  # of all stages
-    last_backward: Mapping[int, MeshParameters]  # place of the last backward of the stages that share a store -> store
-
-    @classmethod
-    def of(cls, orders: Orders, mesh: int, stores: Mapping[int, MeshParameters]) -> _Order:
-        own = orders[mesh]
-        posted: list[list[Action]] = [[] for _ in own]
-        for place, action in enumerate(own):
-            if action.kind != "W":
-                posted[max(0, place - LOOK_AHEAD)].append(action)
-        sends: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for action in (action for order in orders for action in order if action.kind != "W"):
-            sends[action.stage, "F" if action.kind == "F" else "B"].append(action.microbatch)
-        last: dict[int, tuple[int, MeshParameters]] = {}  # by the store's identity: stages may share one
-        for place, action in enumerate(own):
-            if action.kind in "BW":
-                store = stores[action.stage]
-                last[id(store)] = place, store
-        return cls(tuple(own), tuple(map(tuple, posted)), sends, dict(last.values()))
-
-
 class Pipeline:
     """See the module's docstring. Collective over the whole job.
 
@@ -121,13 +92,14 @@ class Pipeline:
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
         count, mesh = micro.num_microbatches, meshes.index(spec.stages[min(own)].ranks)
         orders = actions(spec.schedule, len(meshes), count, len(spec.stages) // len(meshes))
-        self._order = _Order.of(orders, mesh, {index: own[index].store for index in self._workers})
+        self._actions, self._sends = orders[mesh], sends_of(orders)
+        last = {own[action.stage].store: place for place, action in enumerate(self._actions) if action.kind in "BW"}
+        self._last_backward = {place: store for store, place in last.items()}  # of the stages that share a store
         self._num_steps = 0
         self._connect()
         self._deliveries = [Delivery(spec, ranks, self._world, self._transfer) for ranks in meshes]
         self._parameters = tuple({id(p): p for o in own.values() for p in o.parameters.values()}.values())
-        parameters = {index: o.parameters for index, o in own.items()}
-        self._sums = [SharedSum(shared, spec, parameters, self._rank, self._transfer) for shared in spec.shared]
+        self._sums = [SharedSum(shared, spec, own, self._rank, self._transfer) for shared in spec.shared]
 
     def _connect(self) -> None:
         ranks = [stage.ranks for stage in self.spec.stages]
@@ -203,18 +175,18 @@ class Pipeline:
                 if self.spec.stages[index].ranks == delivery.ranks:
                     batches = delivery.batches(index, tensors, batch)
                     given_values = self._given_values(index, given)
-                    worker.start_step(batches, given_values, scale, self._outbox, self._order.sends, first_tag)
+                    worker.start_step(batches, given_values, scale, self._outbox, self._sends, first_tag)
 
     def _run_actions(self) -> None:
         """The schedule: this mesh's actions one after the other, whatever they are."""
-        order = self._order
-        for reduced in order.last_backward.values():
+        for reduced in self._last_backward.values():
             reduced.reducer.enabled = False
-        for place, action in enumerate(order.actions):
+        for place, action in enumerate(self._actions):
             # gloo holds a message back until its receive is posted: two actions ahead, it travels while we compute.
-            for ahead in order.posted[place]:
+            first = place + LOOK_AHEAD if place else 0
+            for ahead in self._actions[first : place + LOOK_AHEAD + 1]:
                 self._workers[ahead.stage].post(ahead)
-            store = order.last_backward.get(place)
+            store = self._last_backward.get(place)
             if store is not None:  # its gradients are complete with this action: reduced while they are made
                 store.reducer.enabled = True
             worker = self._workers[action.stage]
@@ -354,7 +326,7 @@ class SharedSum:
         self,
         shared: SharedParameter,
         spec: PipelineSpec,
-        own: Mapping[int, Mapping[str, nn.Parameter]],
+        own: Mapping[int, OwnStage],
         rank: int,
         transfer: Callable[..., Transfer],
     ) -> None:
@@ -370,7 +342,7 @@ class SharedSum:
         for i, (stage, name, _) in enumerate(uses):
             if stage in own:
                 box = sides[i].boxes(shared.shape)[rank]
-                self._mine = (i, own[stage][name], tuple(stop - start for start, stop in box))
+                self._mine = (i, own[stage].parameters[name], tuple(stop - start for start, stop in box))
 
     def own_gradients(self) -> list[list[Tensor | None]]:
         """What this rank puts into each transfer."""

@@ -6,6 +6,7 @@ schedule's order. Between the two the worker keeps what the backward needs, and 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +19,19 @@ from alpa_strategy.comm.messages import Outbox, Receipt, Transfer
 from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.stage_program import StageInputs, StageProgram, StageRun, Values
 from alpa_strategy.runtime.parameters import MeshParameters
-from alpa_strategy.schedules import Action
+from alpa_strategy.schedules import Action, Orders
 from alpa_strategy.sharding.cross_mesh import Channel, StageSpec
 
 # (stage, `F` or `B`) -> micro-batches in the order in which the stage sends what it makes forward, or back.
 Sends = Mapping[tuple[int, str], Sequence[int]]
+
+
+def sends_of(orders: Orders) -> Sends:
+    """What all stages send where the meshes work in these orders."""
+    sends: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for action in (action for order in orders for action in order if action.kind != "W"):
+        sends[action.stage, "F" if action.kind == "F" else "B"].append(action.microbatch)
+    return sends
 
 
 @dataclass
@@ -131,9 +140,10 @@ class StageWorker:
         self._own.per_step.forget()
 
     def post(self, action: Action) -> None:
-        """Post the receives that a forward or backward waits for."""
-        for end in self._incoming if action.kind == "F" else self._outgoing:
-            end.post(action.microbatch)
+        """Post the receives that an action waits for."""
+        if action.kind != "W":
+            for end in self._incoming if action.kind == "F" else self._outgoing:
+                end.post(action.microbatch)
 
     def forward(self, microbatch: int) -> None:
         """Receive, run, send on."""
