@@ -510,9 +510,7 @@ def _as_good(offers: _Offers, other: _Offers) -> bool:
     )
 
 
-# --- Arithmetic of mesh axes: which links a group crosses, what a collective moves, how a measured table is read.
-#
-# Plain numbers in and out; `spec.py` gives them their names.
+# --- Arithmetic of mesh axes: what a collective moves, how a measured table is read. Plain numbers in and out.
 
 
 def volume_factor(kind: str, size: int) -> float:

@@ -137,21 +137,12 @@ class Pipeline:
         for parameter in self._parameters:
             parameter.grad = None
         try:
-            values = self._run(batch, given or {}, loss_scale)
-            self._sum_shared()
-            gradients = tuple((p, p.grad) for p in self._parameters if p.grad is not None)
-        finally:
-            for parameter, grad in zip(self._parameters, before, strict=True):
-                parameter.grad = grad
-        return StepResult(values, gradients)
-
-    def _run(self, batch: Sequence[Tensor], given: Values, loss_scale: float) -> Values:
-        """All micro-batches."""
-        try:
-            self._start_step(batch, given, loss_scale)
+            self._start_step(batch, given or {}, loss_scale)
             self._run_actions()
             self._outbox.drain()
-            return self._collect()
+            values = self._collect()
+            self._sum_shared()
+            gradients = tuple((p, p.grad) for p in self._parameters if p.grad is not None)
         except BaseException:
             # The next step must not wait for messages that nobody fetches any more; their memory stays theirs.
             self._abandoned.append(self._outbox)
@@ -160,6 +151,9 @@ class Pipeline:
         finally:
             for worker in self._workers.values():
                 worker.finish_step()
+            for parameter, grad in zip(self._parameters, before, strict=True):
+                parameter.grad = grad
+        return StepResult(values, gradients)
 
     def _start_step(self, batch: Sequence[Tensor], given: Values, loss_scale: float) -> None:
         """Bring the batch's rows to the stages."""
