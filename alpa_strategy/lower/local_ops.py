@@ -123,6 +123,13 @@ def _ring_attention(call: OpCall, strategies: tuple[AxisStrategy, ...], local: L
     return run
 
 
+def _over_all(tensor: Tensor, comms: Sequence[AxisComm], op: str = "sum") -> Tensor:
+    """Sum or maximum over the devices of these axes."""
+    for comm in comms:
+        tensor = comm.all_reduce(tensor, op)
+    return tensor
+
+
 # --- BatchNorm over the rows of all devices.
 
 
@@ -178,8 +185,7 @@ class _SharedStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         part, shared = ctx.saved_tensors
-        for comm in ctx.comms:
-            grad = comm.all_reduce(grad)
+        grad = _over_all(grad, ctx.comms)
         channels = len(part) // 2
         count, total = part[-1], shared[-1]
         grad_mean, grad_square, none = grad.split([channels, channels, 1])
@@ -234,9 +240,7 @@ class _BatchNormSync(torch.autograd.Function):
         )
         grad_x = None
         if ctx.needs_input_grad[0]:
-            sums = torch.stack([grad_bias, grad_weight])  # [2, C]
-            for comm in ctx.comms:
-                sums = comm.all_reduce(sums)
+            sums = _over_all(torch.stack([grad_bias, grad_weight]), ctx.comms)  # [2, C]
             scale = inverse_std if weight is None else inverse_std * weight
             less, slope = (-scale * sums / total).unbind()
             # scale (dy - mean(dy) - normal mean(dy normal)), with normal = (x - mean) inverse_std
@@ -408,13 +412,6 @@ class VocabCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return None, None, None, (gradient * grad.to(gradient.dtype)).to(ctx.dtype), *(None,) * 4
-
-
-def _over_all(tensor: Tensor, comms: tuple[AxisComm, ...], op: str = "sum") -> Tensor:
-    """Sum or maximum over the devices of these axes."""
-    for comm in comms:
-        tensor = comm.all_reduce(tensor, op)
-    return tensor
 
 
 _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, MeshComm], LocalOp]] = {
