@@ -141,16 +141,18 @@ class Pipeline:
             self._run_actions()
             self._outbox.drain()
             values = self._collect()
+            for worker in self._workers.values():
+                worker.finish_step()  # before more is received
             self._sum_shared()
             gradients = tuple((p, p.grad) for p in self._parameters if p.grad is not None)
         except BaseException:
             # The next step must not wait for messages that nobody fetches any more; their memory stays theirs.
             self._abandoned.append(self._outbox)
             self._outbox = Outbox()
-            raise
-        finally:
             for worker in self._workers.values():
                 worker.finish_step()
+            raise
+        finally:
             for parameter, grad in zip(self._parameters, before, strict=True):
                 parameter.grad = grad
         return StepResult(values, gradients)
