@@ -306,17 +306,15 @@ def precision_plugin(recipe: Recipe) -> Precision:
     """What the Trainer would make of the recipe's precision, for a step that is captured as CPU, whatever the cluster's
     devices are."""
     given = str(recipe.trainer.get("precision") or "32-true")
-    precision: Any = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(given, given)
-    plugin = Precision()
-    if precision in ("16-mixed", "bf16-mixed"):
-        plugin = MixedPrecision(precision, "cpu")
-    elif precision in ("16-true", "bf16-true"):
-        plugin = HalfPrecision(precision)
-    elif precision == "64-true":
-        plugin = DoublePrecision()
-    elif precision != "32-true":
-        raise OptionError(
-            f"{recipe.path}: trainer.precision {given!r} cannot be planned",
-            "use 32-true, 64-true, 16-mixed, bf16-mixed, 16-true or bf16-true",
-        )
+    precision = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(given, given)
+    plugins: dict[str, Callable[[], Precision]] = {
+        "32-true": Precision,
+        "64-true": DoublePrecision,
+        "16-mixed": lambda: MixedPrecision("16-mixed", "cpu"),
+        "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
+        "16-true": lambda: HalfPrecision("16-true"),
+        "bf16-true": lambda: HalfPrecision("bf16-true"),
+    }
+    check_names([precision], plugins, f"{recipe.path}: trainer.precision cannot be planned:")
+    plugin = plugins[precision]()
     return with_masters(plugin) if recipe.strategy.get("master_weights") else plugin

@@ -76,7 +76,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     sections = {section: dict(merged.get(section) or {}) for section in SECTIONS}
     recipe = Recipe(path, **sections, seed=seed)
     for section in ("model", "data"):
-        _check_arguments(recipe, getattr(recipe, section), section)
+        _checked_target(recipe, getattr(recipe, section), section)
     rows = recipe.data.get("batch_size")
     if type(rows) is int and rows < 1:
         raise OptionError(f"{path}: data.batch_size is {rows}", "give a whole number of at least 1")
@@ -215,10 +215,12 @@ def _merge(path: Path, content: dict[str, Any], overrides: Sequence[str], known:
     return typing.cast("dict[str, Any]", merged)
 
 
-def _check_arguments(recipe: Recipe, section: Mapping[str, Any], where: str) -> None:
-    factory = resolve_target(section[TARGET], recipe.path.parent)
-    arguments = {key: value for key, value in section.items() if key != TARGET}
+def _checked_target(recipe: Recipe, node: Mapping[str, Any], where: str) -> Any:
+    """What a mapping's `_target_` means, which takes the other keys as arguments."""
+    factory = resolve_target(node[TARGET], recipe.path.parent)
+    arguments = {key: value for key, value in node.items() if key != TARGET}
     _check_call(factory, arguments, f"{recipe.path}: {where}", required=True)
+    return factory
 
 
 def _check_call(factory: Callable[..., Any], arguments: Mapping[str, Any], where: str, *, required: bool) -> None:
@@ -257,12 +259,9 @@ def _fits(value: Any, hint: Any) -> bool:
 def _instantiate(recipe: Recipe, node: Any, where: str) -> Any:
     """Build `node` and every mapping with a `_target_` inside it (callbacks, loggers, parts of a model)."""
     if isinstance(node, dict):
-        if TARGET in node:
-            _check_arguments(recipe, node, where)
+        factory = _checked_target(recipe, node, where) if TARGET in node else None
         built = {key: _instantiate(recipe, value, f"{where}.{key}") for key, value in node.items() if key != TARGET}
-        if TARGET not in node:
-            return built
-        return _call(resolve_target(node[TARGET], recipe.path.parent), built, f"{recipe.path}: {where}")
+        return built if factory is None else _call(factory, built, f"{recipe.path}: {where}")
     if isinstance(node, list):
         return [_instantiate(recipe, value, where) for value in node]
     return node

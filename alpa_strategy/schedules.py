@@ -230,8 +230,8 @@ def timeline(
     meshes = num_meshes or num_stages
     order = _in_order(schedule, meshes, num_microbatches, num_stages // meshes)
     timed = _timed(order, forward, backward, boundary, max)
-    return sorted((TimedAction(m, start, end, a.kind, a.microbatch, a.stage) for m, a, start, end in timed),
-                  key=lambda done: (done.mesh, done.start))  # fmt: skip
+    found = [TimedAction(m, start, end, a.kind, a.microbatch, a.stage) for m, a, start, end in timed]
+    return sorted(found, key=lambda done: (done.mesh, done.start))
 
 
 def seconds_of_many(

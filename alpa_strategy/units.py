@@ -20,15 +20,15 @@ def format_seconds(seconds: float) -> str:
     """`0 s`, `1.20 µs`, `3.45 ms`, `12.3 s`, `4 min 05 s`."""
     if seconds == 0:
         return "0 s"
-    if math.isinf(seconds) or math.isnan(seconds):
+    if not math.isfinite(seconds):
         return str(seconds)
     if seconds >= 119.5:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest:02d} s"
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        if abs(seconds) * factor >= 0.9995 or unit == "µs":
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if abs(seconds) * factor >= 0.9995:
             return f"{_three_digits(seconds * factor)} {unit}"
-    raise AssertionError("unreachable")
+    return f"{_three_digits(seconds * 1e6)} µs"
 
 
 def format_count(count: float) -> str:

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from alpa_strategy.cluster.host import Host, read_host
 from alpa_strategy.cluster.load import MAX_DEVICES, Fields, read_cluster_yaml
 from alpa_strategy.cluster.topology import Level, Order, Topology, read_levels, read_links
 from alpa_strategy.errors import ClusterError
@@ -69,6 +68,25 @@ class DeviceSpec:
         if kind == "attention_backward" and kind not in own:
             kind = "attention"
         return dict(own.get(kind, ())).get(dtype, self.efficiency)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A node's host memory, where parameters with their optimizer's state, and activations, may lie.
+
+    link_bandwidth: bytes/s per direction of each device's way to it (PCIe, NVLink-C2C).
+    memory_bytes, memory_bandwidth: what may be used of the node's memory, and bytes/s that its cores reach on it; the
+    node's devices share both.
+    """
+
+    link_bandwidth: float
+    memory_bytes: float
+    memory_bandwidth: float
+
+    def share(self, num_devices: int) -> Host:
+        """What one of so many devices has of it."""
+        memory, bandwidth = self.memory_bytes / num_devices, self.memory_bandwidth / num_devices
+        return replace(self, memory_bytes=memory, memory_bandwidth=bandwidth)
 
 
 @dataclass(frozen=True)
@@ -195,7 +213,7 @@ class ClusterSpec:
             links=read_links(fields.section("intra_node", LINK_FIELDS, _LINK)) if "intra_node" in fields else (),
             levels=read_levels(fields),
             order=_read_order(fields),
-            host=read_host(fields),
+            host=_read_host(fields),
         )
         if not spec.is_uniform:
             _ = spec.topology  # ClusterError where links or levels do not cover its devices
@@ -370,6 +388,7 @@ class ClusterSpec:
 
 CLUSTER_FIELDS = tuple(name for name in ClusterSpec.__dataclass_fields__ if name != "links")  # of `intra_node`
 DEVICE_FIELDS = tuple(DeviceSpec.__dataclass_fields__)
+HOST_FIELDS = tuple(Host.__dataclass_fields__)
 LINK_FIELDS = ("latency", "bandwidth", "hop", "links")
 _LINK = "a section with latency (s) and bandwidth (bytes/s)"
 PRODUCT_KINDS = ("matmul", "convolution", "attention", "attention_backward")
@@ -431,6 +450,17 @@ def _read_link(fields: Fields, key: str, nominal: dict[str, Any] | None) -> Link
     )
 
 
+def _read_host(fields: Fields) -> Host | None:
+    if "host" not in fields:
+        return None
+    host = fields.section("host", HOST_FIELDS, f"a section with {', '.join(HOST_FIELDS)}")
+    return Host(
+        link_bandwidth=host.number("link_bandwidth", "bytes/s between a device and host memory, for example 25e9"),
+        memory_bytes=host.number("memory_bytes", "bytes of a node's host memory that may be used, for example 1e12"),
+        memory_bandwidth=host.number("memory_bandwidth", "bytes/s of a node's host memory, for example 200e9"),
+    )
+
+
 def _data(record: Any, *always: str) -> dict[str, Any]:
     """Fields by name, without those that have their default: a new field leaves the digests of other clusters alone."""
     given = {field.name: (getattr(record, field.name), field.default) for field in fields(record)}
@@ -480,9 +510,7 @@ def _as_good(offers: _Offers, other: _Offers) -> bool:
     )
 
 
-# --- Arithmetic of mesh axes: which links a group crosses, what a collective moves, how a measured table is read.
-#
-# Plain numbers in and out; `spec.py` gives them their names.
+# --- Arithmetic of mesh axes: what a collective moves, how a measured table is read. Plain numbers in and out.
 
 
 def volume_factor(kind: str, size: int) -> float:

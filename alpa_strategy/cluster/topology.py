@@ -139,18 +139,17 @@ class Topology:
                 f"intra_node.links joins {len(links)} devices, a node has {per_node}", "give a row for every device"
             )
         self._links = np.array(links, dtype=float)[:per_node, :per_node] if links else None
-        self._blocks = {
-            unit: [level.block_of(count) for level in levels if level.unit == unit]
-            for unit, count in (("nodes", num_nodes), ("devices", per_node))
-        }
+        self._blocks: dict[str, list[list[int]]] = {"nodes": [], "devices": []}  # by unit: of its levels, as `block_of`
         ranks = np.arange(num_nodes * per_node)
         # Block of each device, latency and bandwidth out of it.
         self._ways = [(ranks // per_node, *node)]
         for level in levels:
+            of_unit = level.block_of(num_nodes if level.unit == "nodes" else per_node)
+            self._blocks[level.unit].append(of_unit)
             if level.unit == "nodes":
-                blocks = np.repeat(level.block_of(num_nodes), per_node)
+                blocks = np.repeat(of_unit, per_node)
             else:
-                blocks = np.array(level.block_of(per_node) * num_nodes) + len(ranks) * (ranks // per_node)
+                blocks = np.array(of_unit * num_nodes) + len(ranks) * (ranks // per_node)
             self._ways.append((np.unique(blocks, return_inverse=True)[1], level.latency, level.bandwidth))
         self._reached: dict[Order, float] = {}
         self._cut: dict[Order, tuple[tuple[float, ...], Order]] = {}

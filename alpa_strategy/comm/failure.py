@@ -85,14 +85,11 @@ class FailureWatch:
         the consequence (a closed connection). An error that every rank raises by agreement ends each rank by itself.
         """
         self._stopped.set()
-        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        said = f"{type(error).__name__}: {error}"
+        message = said.splitlines()[0]
         if isinstance(error, LostRankError):  # at once: whoever launched the job may end it any moment
             print(f"\nalpa: {error.problem}", file=sys.stderr, flush=True)
-        trace = (
-            f"{type(error).__name__}: {error}"
-            if isinstance(error, AlpaError)
-            else "".join(traceback.format_exception(error))
-        )
+        trace = said if isinstance(error, AlpaError) else "".join(traceback.format_exception(error))
         text = f"{self._rank}\n{message}\n{trace}"
         try:
             first = self._main_store.compare_set(_CAUSE, "", text).decode()

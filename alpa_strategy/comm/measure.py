@@ -19,12 +19,12 @@ import numpy as np
 import psutil
 import torch
 
-from alpa_strategy.cluster.host import Host
 from alpa_strategy.cluster.spec import (
     NOMINAL,
     ClusterSpec,
     CommTable,
     DeviceSpec,
+    Host,
     Link,
     factorisations,
     strides,

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alpa_strategy.comm.collectives import rank_in, world_size
-from alpa_strategy.errors import OptionError, RuntimeMismatchError
+from alpa_strategy.errors import OptionError, RuntimeMismatchError, check_names
 from alpa_strategy.ir.placement import chunk_sizes
 
 POLL_SECONDS = 5e-5  # a core does nothing else in 1 of 20 of them
@@ -196,8 +196,7 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
     """With zeros after its rows of `dim`, up to `size` of them: collectives want equal chunks."""
     if tensor.shape[dim] == size:
         return tensor
-    padding = tensor.new_zeros((*tensor.shape[:dim], size - tensor.shape[dim], *tensor.shape[dim + 1 :]))
-    return torch.cat([tensor, padding], dim)
+    return torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, size - tensor.shape[dim]])
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -362,10 +361,7 @@ def select_backend(name: str = "auto", device_type: str = "cpu") -> Any:
         name: `torch`, `deepspeed` (which attaches to the process group there is), or `auto`: DeepSpeed on CUDA where
             it is installed, else torch.
     """
-    if name not in BACKEND_NAMES:
-        raise OptionError(
-            f"{name!r} is not a communication backend", f"use one of {', '.join(map(repr, BACKEND_NAMES))}"
-        )
+    check_names([name], BACKEND_NAMES, "there is no communication backend")
     installed = importlib.util.find_spec("deepspeed") is not None
     if name == "deepspeed" and not installed:
         raise OptionError(

@@ -98,8 +98,7 @@ class Transfer:
         group: Any = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        self._numbers = ranks
-        self._plans = tuple(plans)
+        self._plans, self._numbers = tuple(plans), ranks
         self._rank, self._device, self._group = rank, device, group
         self._outgoing = self._slots(lambda piece: piece.target if piece.source == rank else None)
         self._incoming = self._slots(lambda piece: piece.source if piece.target == rank else None)
@@ -119,7 +118,7 @@ class Transfer:
         ]
 
     def _slots(self, peer_of: Callable[[Piece], int | None]) -> dict[int, list[_Slot]]:
-        """Peer -> the slots of its message; both ends make the same list from the same plans."""
+        """The job's number of a peer -> the slots of its message; both ends make the same list from the same plans."""
         messages: dict[int, list[_Slot]] = {}
         ends: dict[int, int] = {}
         for value, plan in enumerate(self._plans):
@@ -130,7 +129,8 @@ class Transfer:
                 offset, size = ends.get(peer, 0), piece.num_elements * plan.dtype.itemsize  # bytes
                 messages.setdefault(peer, []).append(_Slot(value, piece, offset, size))
                 ends[peer] = offset + -(-size // ALIGNMENT) * ALIGNMENT
-        return dict(sorted(messages.items()))
+        ranks = self._numbers or range(max(messages, default=0) + 1)
+        return {ranks[peer]: slots for peer, slots in sorted(messages.items())}
 
     def send_ops(self, tensors: Sequence[Tensor | None], tag: int) -> list[dist.P2POp]:
         """Messages with this rank's parts of `tensors` (local tensors; None stands for zeros).
@@ -146,18 +146,15 @@ class Transfer:
         ops = []
         for peer, slots in self._outgoing.items():
             parts = [self._part(local[slot.value], slot.value, slot.piece) for slot in slots]
-            ops.append(dist.P2POp(dist.isend, _pack(slots, parts), self._number(peer), self._group, tag))
+            ops.append(dist.P2POp(dist.isend, _pack(slots, parts), peer, self._group, tag))
         return ops
-
-    def _number(self, rank: int) -> int:
-        return rank if self._numbers is None else self._numbers[rank]
 
     def receive(self, tag: int, start: bool = True) -> Receipt:
         """Post the receives of this rank's parts of one bundle; with `start=False` the caller starts `receipt.ops`."""
         ops = []
         for peer, slots in self._incoming.items():
             buffer = torch.empty(slots[-1].offset + slots[-1].num_bytes, dtype=torch.uint8, device=self._device)
-            ops.append(dist.P2POp(dist.irecv, buffer, self._number(peer), self._group, tag))
+            ops.append(dist.P2POp(dist.irecv, buffer, peer, self._group, tag))
         receipt = Receipt(self, ops, tag)
         if start:
             receipt.works = [_begin(op) for op in ops]

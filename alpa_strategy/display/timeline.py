@@ -35,14 +35,36 @@ class ScheduleTimeline:
         busy = sum(done.end - done.start for done in self.timed if done.mesh == mesh)
         return max(0.0, 1 - busy / self.seconds) if self.seconds > 0 else 0.0
 
-    def title(self) -> str:
-        """What is drawn: all of the step or its shape with fewer micro-batches."""
-        if self.num_drawn == self.num_microbatches:
-            return f"{self.num_microbatches} micro-batches, {format_seconds(self.seconds)} without the optimizer"
-        return f"drawn with {self.num_drawn} of {self.num_microbatches} micro-batches"
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield timeline_text(self, options.max_width)
+        """One line a mesh: a cell is a moment, its sign the micro-batch and what is done with it; `·` is waiting.
+
+        With several stages on a mesh, later ones are printed in reverse.
+        """
+        label = max(len(mesh) for mesh in self.meshes) + len("devices ")
+        room = max(20, min(options.max_width, MAX_WIDTH) - label - len("  100% idle"))
+        is_whole = self.num_drawn == self.num_microbatches
+        if is_whole:
+            title = f"{self.num_microbatches} micro-batches, {format_seconds(self.seconds)} without the optimizer"
+        else:
+            title = f"drawn with {self.num_drawn} of {self.num_microbatches} micro-batches"
+        text = Text(f"schedule  {title}\n", style="dim")
+        for mesh, name in enumerate(self.meshes):
+            text.append(f"devices {name}".ljust(label + 1), style="default")
+            for done in _cells(self, mesh, room):
+                if done is None:
+                    text.append("·", style="dim")
+                    continue
+                late = " reverse" if self.stages[mesh].index(done.stage) % 2 else ""
+                text.append(SIGNS[done.kind][done.microbatch % 10], style=STYLES[done.kind] + late)
+            # With fewer micro-batches than there are the ends weigh more: the stages' table says how idle the step is.
+            text.append(f" {self.idle_share(mesh):>4.0%} idle\n" if is_whole else "\n", style="dim")
+        shown = {done.kind for done in self.timed}
+        for kind in (kind for kind in MEANINGS if kind in shown):
+            text.append(SIGNS[kind][:3], style=STYLES[kind]).append(f" {MEANINGS[kind]}  ", style="dim")
+        text.append("· waiting", style="dim")
+        if max(map(len, self.stages)) > 1:
+            text.append("  (reversed: the mesh's other stages)", style="dim")
+        yield text
 
 
 def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTimeline | None:
@@ -85,34 +107,6 @@ def _num_drawn(schedule: str, num_meshes: int, count: int, most: int | None) -> 
     # Downwards first: fewer are drawn larger.
     tried = [*range(max(most, least), least - 1, -1), *range(max(most, least) + 1, count)]
     return next((n for n in tried if n < count and why_not(schedule, num_meshes, n) is None), count)
-
-
-def timeline_text(drawn: ScheduleTimeline, width: int = 100) -> Text:
-    """One line a mesh: a cell is a moment, its sign the micro-batch and what is done with it; `·` is waiting.
-
-    With several stages on a mesh, later ones are printed in reverse.
-    """
-    label = max(len(mesh) for mesh in drawn.meshes) + len("devices ")
-    room = max(20, min(width, MAX_WIDTH) - label - len("  100% idle"))
-    text = Text(f"schedule  {drawn.title()}\n", style="dim")
-    for mesh, name in enumerate(drawn.meshes):
-        text.append(f"devices {name}".ljust(label + 1), style="default")
-        for done in _cells(drawn, mesh, room):
-            if done is None:
-                text.append("·", style="dim")
-                continue
-            late = " reverse" if drawn.stages[mesh].index(done.stage) % 2 else ""
-            text.append(SIGNS[done.kind][done.microbatch % 10], style=STYLES[done.kind] + late)
-        # With fewer micro-batches than there are the ends weigh more: the stages' table says how idle the step is.
-        whole = drawn.num_drawn == drawn.num_microbatches
-        text.append(f" {drawn.idle_share(mesh):>4.0%} idle\n" if whole else "\n", style="dim")
-    drawn_kinds = {done.kind for done in drawn.timed}
-    for kind in (kind for kind in MEANINGS if kind in drawn_kinds):
-        text.append(SIGNS[kind][:3], style=STYLES[kind]).append(f" {MEANINGS[kind]}  ", style="dim")
-    text.append("· waiting", style="dim")
-    if max(map(len, drawn.stages)) > 1:
-        text.append("  (reversed: the mesh's other stages)", style="dim")
-    return text
 
 
 def _cells(drawn: ScheduleTimeline, mesh: int, room: int) -> list[TimedAction | None]:

@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from alpa_strategy.cluster.host import Host
+from alpa_strategy.cluster.spec import Host
 from alpa_strategy.cost.flops import PRODUCTS, is_plain_view, is_view, op_base_name
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp

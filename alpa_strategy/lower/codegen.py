@@ -7,7 +7,6 @@ code, readable in a traceback (`LoweredStep.source`), and traceable by `torch.co
 from __future__ import annotations
 
 import functools
-import linecache
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +28,7 @@ from alpa_strategy.ir.guards import COUNTERS, SymbolicScalar, at_counters, is_sy
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots, with_slots
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.plan import StagePlan
-from alpa_strategy.lower.lines import Line, before_first_use, begun_ahead, drop_dead, unpacked
+from alpa_strategy.lower.lines import Line, before_first_use, begun_ahead, drop_dead, function_of, unpacked
 from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
 from alpa_strategy.lower.segments import Compiler, is_compilable
 from alpa_strategy.sharding.strategies import is_random, localize
@@ -47,9 +46,6 @@ class LoweredStep:
     buffers: name -> whole tensor (buffers are replicated); the counters under `COUNTERS`.
     batch: the batch's tensor leaves in `step.batch` order, this rank's rows.
     received: local tensors of `step.received`, in that order and in the layouts of `StagePlan.received`.
-    Calling it gives value index -> tensor for `step.escaping`, whole on every device (the loss included); the same for
-    `step.sent`, in the layouts of `StagePlan.sent`, and for the values `made` for later spans of the stage, in the
-    layouts in which they are made.
     """
 
     source: str
@@ -66,7 +62,8 @@ class LoweredStep:
         batch: Sequence[Tensor],
         received: Sequence[Tensor] = (),
     ) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]:
-        """(what leaves the step, what later stages get, what later spans of the stage get), by value index."""
+        """By value index what leaves the step, whole on every device (the loss included); what later stages get, in the
+        layouts of `StagePlan.sent`; what later spans of the stage get, in the layouts in which it is made."""
         results = self.function(parameters, buffers, batch, received, buffers.get(COUNTERS))
         left = iter(results)
         escaping, sent, made = (
@@ -333,17 +330,8 @@ class _Writer:
         body = drop_dead(body)
         head = "def step(parameters, buffers, batch, received, counters):"
         source = "\n    ".join([head, *map(str, body)]) + "\n"
-        filename = f"<alpa step {id(self):x}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        exec(compile(source, filename, "exec"), self.namespace)
-        return LoweredStep(
-            source,
-            self.namespace["step"],
-            tuple(given.values()),
-            self.step.escaping,
-            self.step.sent,
-            made,
-        )
+        function = function_of(source, "step", self.namespace)
+        return LoweredStep(source, function, tuple(given.values()), self.step.escaping, self.step.sent, made)
 
 
 def _not_kept(target: Callable[..., Tensor], is_stored: bool) -> Callable[..., Tensor]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import linecache
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
 
 from alpa_strategy.intra_op.decode import begun
 from alpa_strategy.ir.op import OpCall
@@ -35,6 +39,14 @@ class Line:
 
     def __str__(self) -> str:
         return f"{self.code}  # {self.note}" if self.note else self.code
+
+
+def function_of(source: str, what: str, namespace: dict[str, Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """The function that `source` defines; tracebacks show its lines. It stands in `namespace`, which it refers to."""
+    filename = f"<alpa {what} {id(namespace):x}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace[what]
 
 
 def unpacked(source: str, values: Mapping[int, int | str]) -> list[Line]:

@@ -8,7 +8,7 @@ Then every step is as much work on every device: two of four quarters, whole, or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +37,7 @@ class RingAttention(torch.autograd.Function):
             query, key, value = _zigzag(comm, (query, key, value))
         out, lse = torch.zeros_like(query, dtype=_wide(query)), query.new_full((), -torch.inf, dtype=_wide(query))
         lse = lse.repeat(query.shape[:-1])  # [batch, heads, rows]; out is [batch, heads, rows, width]
-        pair = _flat((key, value))
-        for source in _sources(comm):
-            coming = _pass_on(comm, pair) if source != _next(comm) else None  # the last ones have been everywhere
+        for source, pair in _around(comm, _flat((key, value))):
             rows, columns, diagonal = _visible(comm.index, source, causal, query, key)
             part, part_lse = _attend(_cut(query, rows), _seen(pair, (key, value), columns), diagonal, scale)
             seen_out, seen_lse = _cut(out, rows), lse[..., rows]
@@ -47,7 +45,6 @@ class RingAttention(torch.autograd.Function):
             seen_out.mul_((seen_lse - merged).exp().unsqueeze(-1))
             seen_out.addcmul_(part.to(out.dtype), (part_lse - merged).exp().unsqueeze(-1))
             seen_lse.copy_(merged)
-            pair = pair if coming is None else coming.wait()
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.comm, ctx.causal, ctx.scale = comm, causal, scale
@@ -61,11 +58,10 @@ class RingAttention(torch.autograd.Function):
             (grad,) = _zigzag(comm, (grad,))
         grad_query = torch.zeros_like(query, dtype=_wide(query))
         # What is due to a key travels one step behind it, and one step further: home.
-        pair, own = _flat((key, value)), (key, value)
-        due = torch.zeros_like(pair, dtype=_wide(pair))
+        own, flat = (key, value), _flat((key, value))
+        due = torch.zeros_like(flat, dtype=_wide(flat))
         coming_due: Pending | None = None
-        for source in _sources(comm):
-            coming = _pass_on(comm, pair) if source != _next(comm) else None
+        for source, pair in _around(comm, flat):
             rows, columns, diagonal = _visible(comm.index, source, ctx.causal, query, key)
             merged = _cut(out, rows), lse[..., rows].contiguous()  # kernels ask for it
             seen = _seen(pair, own, columns)
@@ -75,7 +71,6 @@ class RingAttention(torch.autograd.Function):
             for total, part in zip(_seen(due, own, columns), parts[1:], strict=True):
                 total.add_(part)
             coming_due = _pass_on(comm, due)
-            pair = pair if coming is None else coming.wait()
         assert coming_due is not None
         due = coming_due.wait()
         grads = tuple(g.to(query.dtype) for g in (grad_query, *_seen(due, own, slice(None))))
@@ -95,13 +90,12 @@ def _cut(tensor: Tensor, rows: slice) -> Tensor:
 # --- What lies where
 
 
-def _sources(comm: AxisComm) -> list[int]:
-    """Whose keys and values are here, step by step."""
-    return [(comm.index - step) % comm.size for step in range(comm.size)]
-
-
-def _next(comm: AxisComm) -> int:
-    return (comm.index + 1) % comm.size
+def _around(comm: AxisComm, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Whose keys and values are here, and they themselves, step by step; the next ones come in meanwhile."""
+    for step in range(comm.size):
+        coming = _pass_on(comm, flat) if step < comm.size - 1 else None  # the last ones have been everywhere
+        yield (comm.index - step) % comm.size, flat
+        flat = flat if coming is None else coming.wait()
 
 
 def _visible(own: int, source: int, causal: bool, query: Tensor, key: Tensor) -> tuple[slice, slice, bool]:
@@ -121,7 +115,7 @@ def _visible(own: int, source: int, causal: bool, query: Tensor, key: Tensor) ->
 def _pass_on(comm: AxisComm, flat: Tensor) -> Pending:
     """Start sending to the next device; what comes is as long."""
     sent, received = [0] * comm.size, [0] * comm.size
-    sent[_next(comm)] = received[(comm.index - 1) % comm.size] = flat.numel()
+    sent[(comm.index + 1) % comm.size] = received[(comm.index - 1) % comm.size] = flat.numel()
     return comm.start_exchange(flat, sent, received)
 
 

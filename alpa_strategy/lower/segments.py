@@ -9,10 +9,9 @@ blocks of a model, are one function and compiled once; Inductor's cache on disk 
 from __future__ import annotations
 
 import ast
-import linecache
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from alpa_strategy.ir.op import OpCall
-from alpa_strategy.lower.lines import Line, drop_dead
+from alpa_strategy.lower.lines import Line, drop_dead, function_of
 from alpa_strategy.sharding.rule_table import library_rule
 
 LEAST_OPS = 6  # a layer of fewer is compiled together with its neighbours
@@ -137,11 +136,8 @@ class Segment:
     """
 
     def __init__(self, source: str, namespace: dict[str, Any], options: Mapping[str, Any], place: str) -> None:
-        filename = f"<alpa segment {id(self):x}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        exec(compile(source, filename, "exec"), namespace)
         self.source, self._place = source, place
-        self._eager: Callable[..., tuple[Tensor, ...]] = namespace["segment"]
+        self._eager = function_of(source, "segment", namespace)
         self._compiled = torch.compile(self._eager, fullgraph=True, dynamic=False, **options)
         self._has_compiled: set[bool] = set()  # with gradients, without
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.executor import Pipeline, PipelineSpec, SharedParameter
 from alpa_strategy.pipeline.per_step_values import PerStepValues
-from alpa_strategy.pipeline.recompute import Recompute, Span, SpanProgram, StageInputs, StageProgram, Values
+from alpa_strategy.pipeline.stage_program import Span, StageInputs, StageProgram, Values
 from alpa_strategy.pipeline.stage_worker import OwnStage
 from alpa_strategy.runtime.parameters import MeshParameters
 from alpa_strategy.schedules import actions
@@ -73,7 +74,11 @@ def build_pipeline(
     specs = tuple(_stage_spec(micro, g, s) for g, s in zip(graphs, stages, strict=True))
     shared = _shared(graphs, stages, [stage.parameter_plans for stage in stages] if held is None else held)
     spec = PipelineSpec(micro, specs, schedule, shared, places.cluster)
-    if places.compiler is not None and not _can_compile(schedule, stages, micro.num_microbatches):
+    num_meshes = len({stage_ranks(stage) for stage in stages})
+    orders = actions(schedule, num_meshes, micro.num_microbatches, len(stages) // num_meshes)
+    if places.compiler is not None and any(action.kind == "W" for order in orders for action in order):
+        text = f"alpa: compile: {schedule} splits the backward, which compiled programs cannot: stages run uncompiled"
+        warnings.warn(text, stacklevel=2)
         places = replace(places, compiler=None)
     own: dict[int, OwnStage] = {}
     for index, (stage_graph, stage, mesh) in enumerate(zip(graphs, stages, places.meshes, strict=True)):
@@ -93,68 +98,37 @@ def build_pipeline(
     return Pipeline(spec, own, places.device, places.group)
 
 
-def _can_compile(schedule: str, stages: Sequence[StagePlan], num_microbatches: int) -> bool:
-    """Whether compiled segments serve a pipeline: of one, the gradients of inputs and of weights come together."""
-    num_meshes = len({stage_ranks(stage) for stage in stages})
-    orders = actions(schedule, num_meshes, num_microbatches, len(stages) // num_meshes)
-    splits = any(action.kind == "W" for order in orders for action in order)
-    if splits:
-        warnings.warn(
-            f"alpa: compile: {schedule} splits the backward, which compiled programs cannot: stages run uncompiled",
-            stacklevel=2,
-        )
-    return not splits
-
-
 def _program(
     index: int, graph: StepGraph, stage: StagePlan, places: StagePlaces, store: MeshParameters
-) -> tuple[StageProgram | Recompute, PerStepValues]:
+) -> tuple[StageProgram, PerStepValues]:
     """What runs stage `index` of `graph` for a micro-batch, and what it makes of the parameters once per step."""
-    random = places.randoms[index]
-    mesh = places.meshes[index]
+    random, mesh = places.randoms[index], places.meshes[index]
     assert mesh is not None
     lowered = lower_stage(graph, stage, mesh, places.device, random, places.compiler)
     per_step = PerStepValues(lowered.per_step_programs)
-    spans: list[Span] = []
-    used: set[str] = set()
-    for span_graph, program in lowered.spans:
-        trained = lowered.per_step.parameters_of(span_graph)
-        spans.append(
-            Span(
-                _span_program(program, span_graph, graph, stage, store, per_step),
-                span_graph.received,
-                tuple(value for value in program.made if graph.values[value].requires_grad),
-                frozenset(trained & used),
-            )
-        )
-        used |= trained
-    if stage.remat:
-        return Recompute(spans, random.bookmark, graph.loss if graph.loss >= 0 else None), per_step
-    (span,) = spans  # without recomputation nothing is cut
-    return lambda inputs: span.program(inputs)[:2], per_step
-
-
-def _span_program(
-    lowered: LoweredStep,
-    span: StepGraph,
-    graph: StepGraph,
-    stage: StagePlan,
-    store: MeshParameters,
-    per_step: PerStepValues,
-) -> SpanProgram:
-    """A `LoweredStep` with inputs by value, what is made once per step, and ZeRO-3's regathering."""
     place = {leaf.value: i for i, leaf in enumerate(graph.batch)}
-    plans = [stage.parameter_plans[p.name] for p in span.parameters]
-    regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or stage.not_kept
 
-    def run(inputs: StageInputs) -> tuple[Values, Values, Values]:
+    def run(
+        span: StepGraph, program: LoweredStep, regathers: bool, inputs: StageInputs
+    ) -> tuple[Values, Values, Values]:
+        """A `SpanProgram`: with inputs by value, what is made once per step, and ZeRO-3's regathering."""
         rows = [inputs.batch[place[leaf.value]] for leaf in span.batch]
         received = [inputs.received[value] for value in span.received]
         parameters = per_step.beside(inputs.parameters, inputs.buffers)
         with store.regather_hooks(stage.ahead_bytes) if regathers else nullcontext():
-            return lowered(parameters, inputs.buffers, rows, received)
+            return program(parameters, inputs.buffers, rows, received)
 
-    return run
+    spans: list[Span] = []
+    used: set[str] = set()
+    for span, program in lowered.spans:
+        plans = [stage.parameter_plans[p.name] for p in span.parameters]
+        regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(stage.not_kept)
+        differentiable = tuple(value for value in program.made if graph.values[value].requires_grad)
+        trained = lowered.per_step.parameters_of(span)
+        of_span = partial(run, span, program, regathers)
+        spans.append(Span(of_span, span.received, differentiable, frozenset(trained & used)))
+        used |= trained
+    return StageProgram(spans, graph.loss, random.bookmark if stage.remat else None), per_step
 
 
 def stage_randoms(

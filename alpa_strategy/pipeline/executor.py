@@ -5,7 +5,6 @@ Every rank of the job makes the same `Pipeline` from the same `PipelineSpec` and
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -24,10 +23,9 @@ from alpa_strategy.errors import LostRankError
 from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.rules import WHOLE, cut, joined, rows
 from alpa_strategy.microbatch.transform import MicroStep
-from alpa_strategy.pipeline.recompute import Values
-from alpa_strategy.pipeline.stage_worker import OwnStage, Sends, StageWorker
-from alpa_strategy.runtime.parameters import MeshParameters
-from alpa_strategy.schedules import Action, Orders, actions
+from alpa_strategy.pipeline.stage_program import Values
+from alpa_strategy.pipeline.stage_worker import OwnStage, StageWorker, sends_of
+from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import MeshSide, StageSpec, TransferPlan, plan_channels, plan_transfer
 
 LOOK_AHEAD = 2  # actions for which receives are posted before they are needed
@@ -66,33 +64,6 @@ class StepResult:
     gradients: tuple[tuple[nn.Parameter, Tensor], ...]
 
 
-@dataclass(frozen=True)
-class _Order:
-    """What this mesh does in a step."""
-
-    actions: tuple[Action, ...]
-    posted: tuple[tuple[Action, ...], ...]  # by place in `actions`: those whose receives are posted before it
-    sends: Sends  # of all stages
-    last_backward: Mapping[int, MeshParameters]  # place of the last backward of the stages that share a store -> store
-
-    @classmethod
-    def of(cls, orders: Orders, mesh: int, stores: Mapping[int, MeshParameters]) -> _Order:
-        own = orders[mesh]
-        posted: list[list[Action]] = [[] for _ in own]
-        for place, action in enumerate(own):
-            if action.kind != "W":
-                posted[max(0, place - LOOK_AHEAD)].append(action)
-        sends: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for action in (action for order in orders for action in order if action.kind != "W"):
-            sends[action.stage, "F" if action.kind == "F" else "B"].append(action.microbatch)
-        last: dict[int, tuple[int, MeshParameters]] = {}  # by the store's identity: stages may share one
-        for place, action in enumerate(own):
-            if action.kind in "BW":
-                store = stores[action.stage]
-                last[id(store)] = place, store
-        return cls(tuple(own), tuple(map(tuple, posted)), sends, dict(last.values()))
-
-
 class Pipeline:
     """See the module's docstring. Collective over the whole job.
 
@@ -118,22 +89,18 @@ class Pipeline:
         self._num_parts = 1 if micro.graph.batch_scope == "global" else self._world
         self.channels = plan_channels(spec.stages, micro.graph.values, micro.given, spec.cluster)
         self._outbox, self._abandoned = Outbox(), list[Outbox]()
-        self._workers: dict[int, StageWorker] = {}
-        for index in sorted(own):
-            stage = spec.stages[index]
-            loss = micro.graph.loss
-            has_loss = loss in stage.escaping and loss not in stage.received
-            self._workers[index] = StageWorker(index, stage, own[index], loss if has_loss else None)
+        self._workers = {index: StageWorker(index, spec.stages[index], own[index]) for index in sorted(own)}
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
         count, mesh = micro.num_microbatches, meshes.index(spec.stages[min(own)].ranks)
         orders = actions(spec.schedule, len(meshes), count, len(spec.stages) // len(meshes))
-        self._order = _Order.of(orders, mesh, {index: own[index].store for index in self._workers})
+        self._actions, self._sends = orders[mesh], sends_of(orders)
+        last = {own[action.stage].store: place for place, action in enumerate(self._actions) if action.kind in "BW"}
+        self._last_backward = {place: store for store, place in last.items()}  # of the stages that share a store
         self._num_steps = 0
         self._connect()
         self._deliveries = [Delivery(spec, ranks, self._world, self._transfer) for ranks in meshes]
         self._parameters = tuple({id(p): p for o in own.values() for p in o.parameters.values()}.values())
-        parameters = {index: o.parameters for index, o in own.items()}
-        self._sums = [SharedSum(shared, spec, parameters, self._rank, self._transfer) for shared in spec.shared]
+        self._sums = [SharedSum(shared, spec, own, self._rank, self._transfer) for shared in spec.shared]
 
     def _connect(self) -> None:
         ranks = [stage.ranks for stage in self.spec.stages]
@@ -171,29 +138,25 @@ class Pipeline:
         for parameter in self._parameters:
             parameter.grad = None
         try:
-            values = self._run(batch, given or {}, loss_scale)
-            self._sum_shared()
-            gradients = tuple((p, p.grad) for p in self._parameters if p.grad is not None)
-        finally:
-            for parameter, grad in zip(self._parameters, before, strict=True):
-                parameter.grad = grad
-        return StepResult(values, gradients)
-
-    def _run(self, batch: Sequence[Tensor], given: Values, loss_scale: float) -> Values:
-        """All micro-batches."""
-        try:
-            self._start_step(batch, given, loss_scale)
+            self._start_step(batch, given or {}, loss_scale)
             self._run_actions()
             self._outbox.drain()
-            return self._collect()
+            values = self._collect()
+            for worker in self._workers.values():
+                worker.finish_step()  # before more is received
+            self._sum_shared()
+            gradients = tuple((p, p.grad) for p in self._parameters if p.grad is not None)
         except BaseException:
             # The next step must not wait for messages that nobody fetches any more; their memory stays theirs.
             self._abandoned.append(self._outbox)
             self._outbox = Outbox()
-            raise
-        finally:
             for worker in self._workers.values():
                 worker.finish_step()
+            raise
+        finally:
+            for parameter, grad in zip(self._parameters, before, strict=True):
+                parameter.grad = grad
+        return StepResult(values, gradients)
 
     def _start_step(self, batch: Sequence[Tensor], given: Values, loss_scale: float) -> None:
         """Bring the batch's rows to the stages."""
@@ -209,18 +172,18 @@ class Pipeline:
                 if self.spec.stages[index].ranks == delivery.ranks:
                     batches = delivery.batches(index, tensors, batch)
                     given_values = self._given_values(index, given)
-                    worker.start_step(batches, given_values, scale, self._outbox, self._order.sends, first_tag)
+                    worker.start_step(batches, given_values, scale, self._outbox, self._sends, first_tag)
 
     def _run_actions(self) -> None:
         """The schedule: this mesh's actions one after the other, whatever they are."""
-        order = self._order
-        for reduced in order.last_backward.values():
+        for reduced in self._last_backward.values():
             reduced.reducer.enabled = False
-        for place, action in enumerate(order.actions):
+        for place, action in enumerate(self._actions):
             # gloo holds a message back until its receive is posted: two actions ahead, it travels while we compute.
-            for ahead in order.posted[place]:
+            first = place + LOOK_AHEAD if place else 0
+            for ahead in self._actions[first : place + LOOK_AHEAD + 1]:
                 self._workers[ahead.stage].post(ahead)
-            store = order.last_backward.get(place)
+            store = self._last_backward.get(place)
             if store is not None:  # its gradients are complete with this action: reduced while they are made
                 store.reducer.enabled = True
             worker = self._workers[action.stage]
@@ -361,7 +324,7 @@ class SharedSum:
         self,
         shared: SharedParameter,
         spec: PipelineSpec,
-        own: Mapping[int, Mapping[str, nn.Parameter]],
+        own: Mapping[int, OwnStage],
         rank: int,
         transfer: Callable[..., Transfer],
     ) -> None:
@@ -377,7 +340,7 @@ class SharedSum:
         for i, (stage, name, _) in enumerate(uses):
             if stage in own:
                 box = sides[i].boxes(shared.shape)[rank]
-                self._mine = (i, own[stage][name], tuple(stop - start for start, stop in box))
+                self._mine = (i, own[stage].parameters[name], tuple(stop - start for start, stop in box))
 
     def own_gradients(self) -> list[list[Tensor | None]]:
         """What this rank puts into each transfer."""

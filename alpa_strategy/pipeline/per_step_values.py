@@ -51,24 +51,20 @@ class PerStepValues:
     def hand_out(self, name: str, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> dict[str, Tensor]:
         """All values of the derivation that makes `name`, as a graph sees them that starts at `parameters`."""
         program = self._programs[name]
-        if id(program) not in self._made:
-            self._made[id(program)] = self._run(program, parameters, buffers)
-        made = self._made[id(program)]
+        made = self._made.get(id(program))
+        if made is None:
+            given = {name: parameters[name] for name in program.parameter_names}
+            leaves = {name: each.detach().requires_grad_(each.requires_grad) for name, each in given.items()}
+            # What its backward needs is kept as it is, not gathered again for each micro-batch.
+            as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+            with torch.enable_grad(), as_it_is:
+                results = program(leaves, buffers, ())[2]
+            made = _Made(leaves, {per_step_name(value): tensor for value, tensor in results.items()})
+            self._made[id(program)] = made
         trained = [parameters[name] for name, leaf in made.leaves.items() if leaf.requires_grad]
         if not trained or not torch.is_grad_enabled():
             return {name: value.detach() for name, value in made.results.items()}
         return dict(zip(made.results, _Derived.apply(made, *trained), strict=True))
-
-    def _run(self, program: LoweredStep, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> _Made:
-        leaves = {}
-        for name in program.parameter_names:
-            leaf = parameters[name].detach()
-            leaves[name] = leaf.requires_grad_(parameters[name].requires_grad)
-        # What its backward needs is kept as it is, not gathered again for each micro-batch.
-        as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-        with torch.enable_grad(), as_it_is:
-            made = program(leaves, buffers, ())[2]
-        return _Made(leaves, {per_step_name(value): tensor for value, tensor in made.items()})
 
 
 class _Derived(torch.autograd.Function):

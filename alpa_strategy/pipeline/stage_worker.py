@@ -6,33 +6,39 @@ schedule's order. Between the two the worker keeps what the backward needs, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.messages import Outbox, Receipt, Transfer
 from alpa_strategy.pipeline.per_step_values import PerStepValues
-from alpa_strategy.pipeline.recompute import Kept, Recompute, RecomputedBackward, StageInputs, StageProgram, Values
-from alpa_strategy.pipeline.split_backward import SplitBackward
+from alpa_strategy.pipeline.stage_program import StageInputs, StageProgram, StageRun, Values
 from alpa_strategy.runtime.parameters import MeshParameters
-from alpa_strategy.schedules import Action
+from alpa_strategy.schedules import Action, Orders
 from alpa_strategy.sharding.cross_mesh import Channel, StageSpec
 
 # (stage, `F` or `B`) -> micro-batches in the order in which the stage sends what it makes forward, or back.
 Sends = Mapping[tuple[int, str], Sequence[int]]
 
 
+def sends_of(orders: Orders) -> Sends:
+    """What all stages send where the meshes work in these orders."""
+    sends: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for action in (action for order in orders for action in order if action.kind != "W"):
+        sends[action.stage, "F" if action.kind == "F" else "B"].append(action.microbatch)
+    return sends
+
+
 @dataclass
 class OwnStage:
     """What this rank brings for one of its stages. Stages on one mesh may pass the same `store`."""
 
-    program: StageProgram | Recompute  # `Recompute` where the stage recomputes its activations
+    program: StageProgram
     store: MeshParameters
     mesh: MeshComm
     parameters: Mapping[str, nn.Parameter]  # by name; a step makes their `.grad`s (local storage shards)
@@ -82,32 +88,18 @@ class ChannelEnd:
         outbox.send(self._outbound.send_ops(tensors, self._tag_out + 2 * microbatch))
 
 
-@dataclass
-class _InFlight:
-    """What is kept of a micro-batch between its forward and its last backward."""
-
-    inputs: Values  # received values that want a gradient
-    kept: Kept | None = None  # where the stage recomputes; nothing below is there then
-    roots: dict[int, GradientEdge] = field(default_factory=dict)  # results that get one: no tensors, so these can go
-    loss: tuple[GradientEdge, Tensor] | None = None
-    weights: Callable[[], None] | None = None  # the second half of the backward
-
-
 class StageWorker:
     """One stage on this device.
 
     Args:
         index: the stage's place in the pipeline.
         own: what it runs and on what; its buffers are updated in place.
-        loss: value index of the loss where this stage makes it, else None.
     """
 
-    def __init__(self, index: int, spec: StageSpec, own: OwnStage, loss: int | None) -> None:
-        self.index, self.spec = index, spec
-        self._own, self._loss = own, loss
+    def __init__(self, index: int, spec: StageSpec, own: OwnStage) -> None:
+        self.index, self.spec, self._own = index, spec, own
         self._incoming: list[ChannelEnd] = []  # of channels from earlier stages
         self._outgoing: list[ChannelEnd] = []  # of channels to later ones
-        self._in_flight: dict[int, _InFlight] = {}
         self.finish_step()
 
     def connect(self, channel: Channel, forward: Transfer, backward: Transfer, offset: int) -> None:
@@ -144,95 +136,48 @@ class StageWorker:
         """Let go of all tensors, of a step that was broken off too."""
         self._batches, self._given = [], []
         self.escaped: dict[int, Values] = {}  # by micro-batch, in the order of the forwards
-        self._in_flight.clear()
+        self._in_flight: dict[int, StageRun] = {}  # micro-batches between their forward and their last backward
         self._own.per_step.forget()
 
     def post(self, action: Action) -> None:
-        """Post the receives that a forward or backward waits for."""
-        for end in self._incoming if action.kind == "F" else self._outgoing:
-            end.post(action.microbatch)
-
-    # Forward
+        """Post the receives that an action waits for."""
+        if action.kind != "W":
+            for end in self._incoming if action.kind == "F" else self._outgoing:
+                end.post(action.microbatch)
 
     def forward(self, microbatch: int) -> None:
         """Receive, run, send on."""
-        received, inputs = dict(self._given[microbatch]), {}
+        received = dict(self._given[microbatch])
         for end in self._incoming:
-            for value, tensor in zip(end.values, end.take(microbatch), strict=True):
-                if value in end.differentiable:
-                    inputs[value] = tensor.requires_grad_()
-                received[value] = tensor
-        escaping, sent, kept = self._run(self._batches[microbatch], received, inputs)
-        del received
+            received |= zip(end.values, end.take(microbatch), strict=True)
+        run = StageRun(self._own.program, {value for end in self._incoming for value in end.differentiable})
+        inputs = StageInputs(self._own.store.step_inputs(), self._own.buffers, self._batches[microbatch], received)
+        escaping, sent = run.forward(inputs)
+        sent = received | sent  # some are only passed on
         for end in self._outgoing:
-            end.send(self._outbox, [sent[v] for v in end.values], microbatch)
-        flight = self._in_flight[microbatch] = _InFlight(inputs, kept)
-        if kept is None:
-            self._find_roots(flight, escaping, sent)
+            end.send(self._outbox, [sent[value] for value in end.values], microbatch)
+        self._in_flight[microbatch] = run
         for name, value in self.spec.buffer_updates.items():
             self._own.buffers[name] = escaping[value].detach()
         self.escaped[microbatch] = {value: escaping[value].detach() for value in self.spec.escaping}
 
-    def _run(self, batch: Mapping[int, Tensor], received: Values, inputs: Values) -> tuple[Values, Values, Kept | None]:
-        """(escaping, sent or passed on, what recomputation keeps)."""
-        own, kept = self._own, None
-        given = StageInputs(own.store.step_inputs(), own.buffers, batch, received)
-        if isinstance(own.program, Recompute):
-            escaping, sent, kept = own.program.forward(given, inputs)
-        else:
-            with torch.enable_grad():
-                escaping, sent = own.program(given)
-        passed_on = {v: received[v] for end in self._outgoing for v in end.values if v in received}
-        return escaping, {**passed_on, **sent}, kept
-
-    def _find_roots(self, flight: _InFlight, escaping: Values, sent: Values) -> None:
-        wanted = sorted({v for end in self._outgoing for v in end.differentiable})
-        flight.roots = {v: get_gradient_edge(sent[v]) for v in wanted if sent[v].requires_grad}
-        loss = None if self._loss is None else escaping[self._loss]
-        if loss is not None and loss.requires_grad:
-            flight.loss = get_gradient_edge(loss), self._loss_scale.to(loss).expand_as(loss)
-
-    # Backward
-
     def backward(self, microbatch: int) -> None:
         """The whole backward of a micro-batch: receive, differentiate, send back."""
-        flight = self._in_flight.pop(microbatch)
-        if flight.kept is not None:
-            self._recomputed_backward(microbatch, flight)
-            return
-        roots, grads = self._roots(microbatch, flight)
-        if roots:
-            torch.autograd.backward(roots, grads)
-        self._send_grads(microbatch, {v: leaf.grad for v, leaf in flight.inputs.items()})
+        self._differentiate(microbatch, self._in_flight.pop(microbatch), in_halves=False)
 
     def backward_inputs(self, microbatch: int) -> None:
         """The first half of the backward, which other stages wait for."""
-        flight = self._in_flight[microbatch]
-        if flight.kept is not None:  # what is recomputed is not kept for a later half
-            self._recomputed_backward(microbatch, flight)
-            return
-        roots, grads = self._roots(microbatch, flight)
-        found: list[Tensor | None] = [None] * len(flight.inputs)
-        if roots and flight.inputs:
-            split = SplitBackward(roots, grads, list(flight.inputs.values()))
-            found, flight.weights = split.run_inputs(), split.run_weights
-        elif roots:
-            flight.weights = partial(torch.autograd.backward, roots, grads)
-        self._send_grads(microbatch, dict(zip(flight.inputs, found, strict=True)))
+        self._differentiate(microbatch, self._in_flight[microbatch], in_halves=True)
 
     def backward_weights(self, microbatch: int) -> None:
         """The second half: the weights' gradients."""
-        weights = self._in_flight.pop(microbatch).weights
-        if weights is not None:
-            weights()
+        self._in_flight.pop(microbatch).weights()
 
-    def _roots(self, microbatch: int, flight: _InFlight) -> tuple[list[GradientEdge], list[Tensor]]:
-        """What the backward starts from: edges of the graph, and their gradients."""
-        arrived = self._arrived_grads(microbatch)
-        pairs = [(edge, arrived[value]) for value, edge in flight.roots.items()]
-        if flight.loss is not None:
-            pairs.append(flight.loss)
-        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+    def _differentiate(self, microbatch: int, run: StageRun, in_halves: bool) -> None:
+        receive = partial(self._arrived_grads, microbatch)
+        grads = run.backward(receive, self._loss_scale, self._own.store.hold, in_halves)
+        for end in self._incoming:
+            end.send(self._outbox, [grads[value] for value in end.differentiable], microbatch)
 
     def _arrived_grads(self, microbatch: int) -> Values:
         """Receive the gradients of the sent values; what several stages hand back is summed in the stages' order."""
@@ -241,16 +186,3 @@ class StageWorker:
             for value, tensor in zip(end.differentiable, end.take(microbatch), strict=True):
                 grads[value] = grads[value] + tensor if value in grads else tensor
         return grads
-
-    def _recomputed_backward(self, microbatch: int, flight: _InFlight) -> None:
-        kept, flight.kept, flight.inputs = flight.kept, None, {}
-        assert kept is not None
-        assert isinstance(self._own.program, Recompute)
-        # The last span is recomputed while gradients are on their way.
-        recomputed = RecomputedBackward(self._own.program, kept, self._own.store.step_inputs())
-        grads = recomputed.backward(self._arrived_grads(microbatch), self._loss_scale, self._own.store.hold)
-        self._send_grads(microbatch, grads)
-
-    def _send_grads(self, microbatch: int, grads: Mapping[int, Tensor | None]) -> None:
-        for end in self._incoming:
-            end.send(self._outbox, [grads[v] for v in end.differentiable], microbatch)

@@ -37,9 +37,8 @@ from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms
 from alpa_strategy.pipeline.executor import Pipeline
-from alpa_strategy.pipeline.recompute import Values
+from alpa_strategy.pipeline.stage_program import Values
 from alpa_strategy.runtime.parameters import ParameterStore
-from alpa_strategy.sharding.strategies import is_random
 
 Gradients = tuple[tuple[nn.Parameter, Tensor], ...]
 ONE_STAGE_SCHEDULE = "1F1B"  # micro-batches without a pipeline: each one's backward follows its forward
@@ -140,43 +139,47 @@ class PlacedPlan:
         buffers = step_buffers(self.module, step, counters)
         # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into the module's.
         pipeline.set_buffers({name: b.clone() if isinstance(b, Tensor) else b for name, b in buffers.items()})
-        values = self._part(micro.prologue, buffers, batch, {})
+        values: Values = {}
+        if micro.prologue is not None:
+            values |= self._compute_whole(micro.prologue, buffers, batch, values)[0]
         given = {value: values[source] for value, source in micro.given.items()}
         scale = self.loss_scale()
         result = pipeline.step(batch_rows(micro.graph, batch), given, scale)
         values |= result.values
-        values |= self._part(micro.epilogue, buffers, batch, values)
+        if micro.epilogue is not None:
+            values |= self._compute_whole(micro.epilogue, buffers, batch, values)[0]
         return values | {step.loss: hand_over(values[step.loss], result.gradients, scale)}
-
-    @torch.no_grad()
-    def _part(
-        self, part: StepGraph | None, buffers: Mapping[str, Any], batch: Any, values: Mapping[int, Tensor]
-    ) -> Values:
-        """What a prologue or an epilogue makes of the global batch: small work, repeated by every rank."""
-        if part is None:
-            return {}
-        parameters = {p.name: self.whole_leaf(p.name) for p in part.parameters}
-        rows = _global_rows(part, batch)
-        with self.same_random() if any(is_random(op.call) for op in part.ops) else nullcontext():
-            found = run_step(part, parameters, buffers, rows, values)
-        return {value: found[value] for value in part.escaping}
 
     def compute_whole(self, step: StepGraph, batch: Any, counters: Mapping[str, int]) -> Values:
         """All of a step on every rank, which keeps its parts of the gradients."""
         scale, buffers = self.loss_scale(), step_buffers(self.module, step, counters)
-        whole = {p.name: self.whole_leaf(p.name, p.meta.requires_grad) for p in step.parameters}
-        rows = _global_rows(step, batch)
-        with self.same_random(), torch.enable_grad():
-            found = run_step(step, whole, buffers, rows)
-            trained = {name: leaf for name, leaf in whole.items() if leaf.requires_grad}
-            grads = torch.autograd.grad(found[step.loss] * scale, list(trained.values()), allow_unused=True)
+        values, leaves = self._compute_whole(step, buffers, batch, {}, trains=True)
+        loss = values[step.loss]
+        trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        grads = torch.autograd.grad(loss, list(trained.values()), torch.full_like(loss, scale), allow_unused=True)
         gradients = []
         for name, gradient in zip(trained, grads, strict=True):
             parameter = self.module.get_parameter(name)
             if gradient is not None and self.store.holds(parameter):
                 gradients.append((parameter, self.store.shard_like(parameter, gradient)))
-        values = {value: found[value].detach() for value in step.escaping}
+        values = {value: tensor.detach() for value, tensor in values.items()}
         return values | {step.loss: hand_over(values[step.loss], tuple(gradients), scale)}
+
+    def _compute_whole(
+        self, part: StepGraph, buffers: Mapping[str, Any], batch: Any, values: Values, trains: bool = False
+    ) -> tuple[Values, dict[str, Tensor]]:
+        """What `part` makes of the global batch and of whole parameters, and these, to differentiate by. Collective.
+
+        Every rank does all of it. values: what `part` receives.
+        """
+        leaves = {}
+        for given in part.parameters:
+            leaf = self.store.gather(self.module.get_parameter(given.name)).detach()
+            leaves[given.name] = leaf.requires_grad_(trains and given.meta.requires_grad)
+        rows = _global_rows(part, batch)
+        with self.same_random(), torch.set_grad_enabled(trains):
+            found = run_step(part, leaves, buffers, rows, values)
+        return {value: found[value] for value in part.escaping}, leaves
 
     @contextmanager
     def same_random(self) -> Iterator[None]:
@@ -186,11 +189,6 @@ class PlacedPlan:
         with torch.random.fork_rng(devices=here):
             torch.manual_seed(self._seed * 1_000_003 + self.num_steps)
             yield
-
-    def whole_leaf(self, name: str, requires_grad: bool = False) -> Tensor:
-        """All of a parameter, to differentiate by. Collective."""
-        parameter = self.module.get_parameter(name)
-        return self.store.gather(parameter).detach().requires_grad_(requires_grad)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's random streams, for a checkpoint: plain data."""

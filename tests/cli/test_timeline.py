@@ -9,7 +9,7 @@ import pytest
 from cli.test_display import as_text, gpt_plan
 
 from alpa_strategy.display.table import plan_html, plan_svg, plan_table
-from alpa_strategy.display.timeline import SIGNS, plan_timeline, timeline_text
+from alpa_strategy.display.timeline import SIGNS, plan_timeline
 from alpa_strategy.schedules import SCHEDULES, actions, mesh_of
 
 
@@ -52,7 +52,7 @@ def test_gpipes_bubble_is_the_known_one():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_lines_show_every_mesh_and_micro_batch(schedule):
     plan = staged(schedule)
-    lines = as_text(timeline_text(plan_timeline(plan, 8), 110), 110).splitlines()
+    lines = as_text(plan_timeline(plan, 8), 110).splitlines()
     rows = [line for line in lines if line.startswith("devices ")]
     assert [row.split()[1] for row in rows] == ["0-7", "8-15"]
     assert max(map(len, lines)) <= 110
@@ -65,7 +65,7 @@ def test_lines_show_every_mesh_and_micro_batch(schedule):
 def test_many_micro_batches_are_drawn_with_fewer(schedule):
     drawn = plan_timeline(staged(schedule, 512), 8)
     assert 2 <= drawn.num_drawn <= 8
-    assert "of 512 micro-batches" in drawn.title()
+    assert "of 512 micro-batches" in as_text(drawn, 110)
     assert plan_timeline(staged(schedule, 512)).num_drawn == 512
 
 

@@ -6,7 +6,7 @@ share their weight when `tied`. The integer tensor `ids` goes from the first sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.executor import Pipeline, PipelineSpec, SharedParameter
 from alpa_strategy.pipeline.per_step_values import PerStepValues
+from alpa_strategy.pipeline.stage_program import Span, StageProgram
 from alpa_strategy.pipeline.stage_worker import OwnStage
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
@@ -102,7 +103,7 @@ class StageCase:
 
 
 def program_of(case: StageCase, mesh, net, sent, is_last, rows):
-    """The stage's program: see `StageProgram`."""
+    """The program of the stage's only span: see `SpanProgram`."""
     num_layers = len(net.layers)
     kept = dual_layout(str(case.rows))
     # Column-parallel axes: the input's gradient is a sum over them, the output is gathered.
@@ -131,7 +132,7 @@ def program_of(case: StageCase, mesh, net, sent, is_last, rows):
             result = h[num_layers]
             loss = ((result - batch[1]).square().sum(1) * (1 + h[IDS] % 3)).sum() / ROWS
             escaping = {LOSS: total(loss), ROW_MEANS: means(result.mean(1)), COUNT: inputs.buffers["count"] + 1}
-        return escaping, {value: h[value] for value in sent}
+        return escaping, {value: h[value] for value in sent}, {}
 
     return program
 
@@ -184,9 +185,11 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
         if store is None:
             store = stores[case.ranks] = store_on(mesh, net, inputs, dict.fromkeys(mine, case.plan))
             store.shard()
-        program = program_of(case, mesh, net, sent[i], i == last, rows)
+        span = Span(program_of(case, mesh, net, sent[i], i == last, rows), tuple(received[i]))
         parameters = {n: net.get_parameter(n) for n in mine}
-        own[i] = OwnStage(program, store.of_stage[0], mesh, parameters, {"count": net.count}, PerStepValues(()))
+        own[i] = OwnStage(
+            StageProgram([span], LOSS), store.of_stage[0], mesh, parameters, {"count": net.count}, PerStepValues(())
+        )
     shared = []
     for name, stages in users.items():
         if len({cases[i].ranks for i in stages}) > 1:
@@ -202,6 +205,11 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
     micro = MicroStep(num_microbatches, graph, combine={LOSS: "sum", ROW_MEANS: "cat", COUNT: "same"})
     spec = PipelineSpec(micro, tuple(specs), schedule, tuple(shared), cluster)
     return net, Pipeline(spec, own, torch.device("cpu")), own
+
+
+def with_program(stage, program):
+    """A `StageProgram` of one span, with another program in it."""
+    return replace(stage, spans=[replace(stage.spans[0], program=program)])
 
 
 def rank_rows(batch):

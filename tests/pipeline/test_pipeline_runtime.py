@@ -6,16 +6,16 @@ import gc
 import time
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_net import LOSS, StageCase, build, check_steps, global_batch, rank_rows
+from pipeline_net import LOSS, StageCase, build, check_steps, global_batch, rank_rows, with_program
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import LostRankError
-from alpa_strategy.pipeline.recompute import Recompute, Span
 from alpa_strategy.schedules import actions, in_flight
 
 TWO = (StageCase((0,), (0, 1)), StageCase((1,), (2, 3)))
@@ -101,16 +101,13 @@ def run_watched(schedule, recomputes=False):
 
     for stage in own.values():
 
-        def program(inputs, inner=stage.program):
-            escaping, sent = inner(inputs)
+        def program(inputs, inner=stage.program.spans[0].program):
+            escaping, sent, made = inner(inputs)
             sent = {v: Watched.apply(t) if t.requires_grad else t for v, t in sent.items()}
-            return escaping, sent
+            return escaping, sent, made
 
-        stage.program = program
-        if recomputes:
-            worker = pipeline._workers[next(i for i, o in own.items() if o is stage)]
-            span = Span(lambda inputs, own=program: (*own(inputs), {}), tuple(worker.spec.received))
-            stage.program = Recompute([span], lambda: nullcontext, worker._loss)  # nothing random to draw again
+        bookmark = (lambda: nullcontext) if recomputes else None  # nothing random to draw again
+        stage.program = replace(with_program(stage.program, program), bookmark=bookmark)
     gc.collect()
     gc.disable()
     try:
@@ -176,7 +173,7 @@ def lose_rank():
     _, pipeline, own = build(stages, "1F1B", 6, 3)
     pipeline.step(rank_rows(global_batch()))
     if dist.get_rank() == 1:
-        inner, calls = own[1].program, []
+        inner, calls = own[1].program.spans[0].program, []
 
         def program(*args):
             calls.append(None)
@@ -185,7 +182,7 @@ def lose_rank():
                 raise KeyboardInterrupt
             return inner(*args)
 
-        own[1].program = program
+        own[1].program = with_program(own[1].program, program)
     start = time.monotonic()
     try:
         pipeline.step(rank_rows(global_batch()))
@@ -234,19 +231,19 @@ def break_off_and_go_on(schedule):
     first = pipeline.step(rank_rows(global_batch()))
     buffers = {index: dict(stage.buffers) for index, stage in own.items()}
     stage, calls = own[min(own)], []
-    program = stage.program
+    whole = stage.program
 
     def failing(inputs):
         calls.append(None)
         if len(calls) == 4 - min(own):  # nobody waits for what another has not sent
             raise ValueError("of the user's own")
-        return program(inputs)
+        return whole.spans[0].program(inputs)
 
-    stage.program = failing
+    stage.program = with_program(whole, failing)
     with pytest.raises(ValueError, match="of the user's own"):
         pipeline.step(rank_rows(global_batch()))
     assert not any(worker._in_flight or worker.escaped for worker in pipeline._workers.values())
-    stage.program = program
+    stage.program = whole
     for index, restored in own.items():
         restored.buffers.update(buffers[index])
         restored.store.after_optimizer_step()
