@@ -289,7 +289,7 @@ def _name_in(known: Sequence[str]) -> tuple[Callable[[Any], Any], str, str]:
     return lambda value: _if(value in known, value), "is not known", f"use one of {', '.join(known)}"
 
 
-# One mode of a parameter on a mesh axis, as in plan files; ir/stage_plan.py says what they mean.
+# One mode of a parameter on a mesh axis, as in plan files; ir/plan.py says what they mean.
 _MODE = re.compile(r"R\*?|[SG]\d+")
 MAX_RANK = 1 << 20
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?i?b)", re.IGNORECASE)

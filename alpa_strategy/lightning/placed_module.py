@@ -20,6 +20,7 @@ from alpa_strategy.checkpoint.sharded_state_dict import shard_state, unshard_sta
 from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.lightning.checks import own_hooks
 from alpa_strategy.lightning.digests import GRADIENT, CopyCheck, GradientCheck
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
 from alpa_strategy.lightning.full_parameters import FullParameters, unshard_for_hooks, use_whole_norms
@@ -29,9 +30,12 @@ from alpa_strategy.lightning.step_effects import MetricStates
 from alpa_strategy.options import Limits, OptimizerInfo
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.step_by_bucket import StepByBucket, can_step_in_parts
 from alpa_strategy.units import format_bytes
 
 Sharding = Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
+# Between a backward and the optimizer's step.
+_BEFORE_A_STEP = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 
 
 class PlacedModule(ABC):
@@ -79,6 +83,7 @@ class PlacedModule(ABC):
         if check is not None:
             check.copies = CopyCheck(store, module, (), 1, job.device, GRADIENT)
         self._adapted = ExitStack()  # see `adapt_trainer`
+        self._by_bucket = [StepByBucket(each) for each in optimizers if can_step_in_parts(each)]
 
     @abstractmethod
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
@@ -99,6 +104,18 @@ class PlacedModule(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, if that was on the same meshes."""
         return
+
+    def steps_by_bucket(self) -> StepByBucket | None:
+        """What steps the optimizer's parameters as soon as their gradients are complete, None where somebody may look
+        at the gradients, or change them, before the step."""
+        trainer, plugin = self.module.trainer, self.module.trainer.precision_plugin
+        is_one = self.module.automatic_optimization and len(self.optimizers) == len(self._by_bucket) == 1
+        if not is_one or not self._optimizer_info.element_wise or self._gradient_check is not None:
+            return None
+        if trainer.gradient_clip_val is not None or getattr(plugin, "scaler", None) is not None:
+            return None
+        is_known = type(plugin).__module__.startswith(("lightning.", "alpa_strategy."))
+        return self._by_bucket[0] if is_known and not own_hooks(self.module, _BEFORE_A_STEP) else None
 
     def sync(self, enabled: bool) -> None:
         """Whether the next backward completes gradients; else they stay local, as more are added to them."""
@@ -147,6 +164,8 @@ class PlacedModule(ABC):
 
     def stepped(self) -> None:
         """An optimizer has stepped. Collective at the steps at which copies are compared."""
+        for each in self._by_bucket:
+            each.end()
         self.store.after_optimizer_step()
         if self.on_use is not None:
             self.on_use.drop()

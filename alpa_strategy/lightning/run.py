@@ -151,7 +151,7 @@ class Run(PlacedModule):
     def finish_backward(self) -> None:
         """After the Trainer's backward: complete gradients. Collective."""
         if not self.plan.is_pipelined:  # gradients of a pipeline were complete before it
-            self.store.finish_backward()
+            self.store.finish_backward(None if self._job.replica is not None else self.steps_by_bucket())
         if self._job.replica is not None and self.syncs:
             average(self.store.parameters, self._job.replica.across, self.store.device, self._job.limits.bucket_bytes)
 

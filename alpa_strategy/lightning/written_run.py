@@ -212,10 +212,10 @@ class WrittenRun(PlacedModule):
     @override
     def finish_backward(self) -> None:
         if self.on_use is None:
-            self.store.finish_backward()
+            self.store.finish_backward(self.steps_by_bucket())
             return
         with self.on_use.suspended():
-            self.store.finish_backward()
+            self.store.finish_backward(self.steps_by_bucket())
         if not self.on_use.is_active:
             self.on_use.drop()
 

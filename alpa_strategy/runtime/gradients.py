@@ -2,7 +2,8 @@
 
 A gradient that is Partial on some axes is all-reduced there (data parallel) or reduce-scattered to its owner (ZeRO).
 Gradients of one kind share buckets, in the order in which the backward makes them; a bucket starts when its last
-gradient is there, and buckets start in one fixed order, the same on all devices. The first backward only observes:
+gradient is there, and buckets start in one fixed order, the same on all devices. What is complete may be stepped while
+other buckets are under way. The first backward only observes:
 which parameters get gradients, and when, is then agreed upon between the devices. Another step may use others: what
 has no gradient in it keeps none, as on one device (optimizers pass it over), and what is new gets buckets of its own.
 """
@@ -27,6 +28,8 @@ from alpa_strategy.options import bucket_limit
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter
 
 WHOLE_MESH = -1  # stands for all axes at once
+
+Completed = Callable[[Sequence[nn.Parameter]], None]  # gradients of these are complete, others not yet
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,12 @@ class GradientReducer:
             bucket.start()
             self._num_started += 1
 
-    def finish(self) -> None:
-        """Reduce what is left, wait, and hand every gradient to its owner."""
+    def finish(self, completed: Completed | None = None) -> None:
+        """Reduce what is left, wait, and hand every gradient to its owner.
+
+        Args:
+            completed: called for each bucket.
+        """
         if not self.enabled:
             return
         if self._buckets is None:
@@ -103,7 +110,7 @@ class GradientReducer:
             self._build(new)
         for bucket in self._buckets[self._num_started :]:  # gradients that no hook announced
             bucket.start()
-        _run(self._buckets)
+        _run(self._buckets, completed)
         for each in self._rest:
             if each.plan.is_fetched and each.has_gradient:  # complete, and where it belongs
                 continue
@@ -199,7 +206,7 @@ class ReplicaReducer(GradientReducer):
         if name not in self._seen:
             super().mark_ready(name)
 
-    def finish(self) -> None:
+    def finish(self, completed: Completed | None = None) -> None:
         """See GradientReducer; what no rank has a gradient for keeps the one that it has."""
         if not self.enabled or not self._parameters:
             return
@@ -220,7 +227,8 @@ class ReplicaReducer(GradientReducer):
             known = len(self._buckets)
             self._build(self._in_order(new))
             running += self._start(self._buckets[known:], needed)
-        _run(running)
+        # Late gradients are added to what the buckets bring, and sparse ones get another form: not complete yet.
+        _run(running, None if late_ones or 1 in largest[: len(kinds)] else completed)
         for each in self._rest:  # one rank
             if each.has_local_gradient:
                 each.put_gradient(each.take_gradient())
@@ -284,10 +292,16 @@ def average(parameters: Iterable[nn.Parameter], axis: AxisComm, device: torch.de
             p.grad = part.view(p.shape).to(p.device)
 
 
-def _run(buckets: list[_Bucket]) -> None:
+def _run(buckets: list[_Bucket], completed: Completed | None = None) -> None:
     """Wait for buckets that have started; all devices go through them in the same order."""
     while buckets:
-        buckets = [bucket for bucket in buckets if bucket.advance()]
+        running = []
+        for bucket in buckets:
+            if bucket.advance():
+                running.append(bucket)
+            elif completed is not None and (running or bucket is not buckets[-1]):  # others are under way
+                completed([each.parameter for each in bucket.parameters])
+        buckets = running
 
 
 def collectives_of(reshard: Reshard, mesh: MeshComm) -> tuple[_Collective, ...]:

@@ -33,7 +33,7 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
-from alpa_strategy.runtime.gradients import GradientReducer, ReplicaReducer, Replicas, chunk_shape
+from alpa_strategy.runtime.gradients import Completed, GradientReducer, ReplicaReducer, Replicas, chunk_shape
 from alpa_strategy.runtime.host_parameters import HostParameters, StoredTensors
 from alpa_strategy.runtime.sharded_parameter import Chunk, ShardedParameter, replace_data
 
@@ -159,11 +159,12 @@ class MeshParameters:
         """Gradients of these parameters (names of the step's) are not complete when they are made next."""
         self.reducer.held = frozenset(names)
 
-    def finish_backward(self) -> None:
+    def finish_backward(self, completed: Completed | None = None) -> None:
         """After every backward: complete `parameter.grad` (where `reducer.enabled`). Collective over the mesh."""
         if self._host is not None:
             self._host.finish()
-        self.reducer.finish()
+            completed = None  # gradients have yet to arrive
+        self.reducer.finish(completed)
         if self._host is not None:
             self._host.link.settle()
 
@@ -392,10 +393,10 @@ class ParameterStore:
         reducers = [mesh.reducer for mesh in self._meshes.values()]
         return any(isinstance(each, ReplicaReducer) and each.has_begun for each in reducers)
 
-    def finish_backward(self) -> None:
+    def finish_backward(self, completed: Completed | None = None) -> None:
         """See `MeshParameters.finish_backward`."""
         for mesh in self._meshes.values():
-            mesh.finish_backward()
+            mesh.finish_backward(completed)
 
     def give_gradient(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """Keep this rank's part of a gradient that is complete already."""

@@ -1,0 +1,50 @@
+"""An optimizer's step in parts: what has its gradient is stepped while gradients of other buckets are still summed.
+
+What is seen is one step: the gradients that it used are back when it ends, its hooks and schedulers are called once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post
+from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre
+
+
+class StepByBucket:
+    """Steps some of an optimizer's parameters ahead of the others, between a backward and the optimizer's own step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._stepped: list[tuple[nn.Parameter, Tensor]] = []
+
+    def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """New values for `parameters` from their gradients, which the optimizer's own step does not see again."""
+        wanted = set(parameters)
+        every = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        ready, others = [p for p in every if p in wanted], [(p, p.grad) for p in every if p not in wanted]
+        for p, _ in others:
+            p.grad = None
+        type(self._optimizer).step(self._optimizer)  # not the object's own: schedulers have wrapped that to count calls
+        for p in ready:
+            self._stepped.append((p, p.grad))
+            p.grad = None
+        for p, grad in others:
+            p.grad = grad
+
+    def end(self) -> None:
+        """The optimizer's own step is done: all gradients are seen again."""
+        for p, grad in self._stepped:
+            p.grad = grad
+        self._stepped.clear()
+
+
+def can_step_in_parts(optimizer: Optimizer) -> bool:
+    """Whether steps of some parameters each are the same as one of all: state and counters of torch's own optimizers
+    are each parameter's, and nobody listens to the step."""
+    wrapped = vars(optimizer).get("step")
+    listens = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _global_pre or _global_post
+    is_own = type(optimizer).__module__.startswith("torch.optim.") and not listens
+    return is_own and (wrapped is None or hasattr(wrapped, "_wrapped_by_lr_sched"))
