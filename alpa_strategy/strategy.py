@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.comm.collectives import broadcast_tensors
-from alpa_strategy.comm.mesh import Replica, divide
+from alpa_strategy.comm.mesh import Replica, divide, select_backend
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import AlpaError, check_names
 from alpa_strategy.lightning import checks
@@ -148,6 +148,7 @@ class AlpaStrategy(ParallelJob):
         self._plan_file = None if plan is None else Path(plan)
         self._plan_dir = None if plan_dir is None else Path(plan_dir)
         self._cluster = cluster
+        select_backend(backend)  # there is one of this name
         self._backend = backend
         self._verbose = verbose
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)

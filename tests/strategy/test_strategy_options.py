@@ -23,6 +23,7 @@ def test_the_registered_name_gives_the_strategy() -> None:
         ({"plan_directory": "x"}, "did you mean 'plan_dir'"),
         ({"parallel": "magic"}, "magic"),
         ({"bucket_bytes": 0}, "bucket_bytes"),
+        ({"backend": "ncll"}, "no communication backend 'ncll'"),
     ],
 )
 def test_wrong_options_are_named(wrong: dict, message: str) -> None:
