@@ -22,7 +22,7 @@ PARALLEL_NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor")
 SELECTIVE = "selective"  # a value of `remat`
 ILP, PROPAGATION = SOLVERS = ("ilp", "propagation")
 BATCH_SCOPES = ("auto", "rank", "global", "replica")
-CAPTURES = ("auto", "require", "never")
+CAPTURES = ("auto", "require", "never", "submodules")
 COMPILE_NAMES = ("backend", "mode", "options")  # of torch.compile's arguments; the others follow from what is compiled
 BUCKET_BYTES = 25 * 2**20  # gradients reduced at once; costs are worked out for this size
 CHECK_REPLICAS_EVERY = 50  # steps: a digest of a training's parameters costs a thousandth of them or less
@@ -72,6 +72,8 @@ class PlanOptions:
             measured, else the roofline of its device.
         fp32_reduction: whether gradients are summed over devices in fp32 at least, where steps compute in bf16 or fp16:
             twice the bytes. Else they are summed in the precision in which their parameters are gathered.
+        completes: gradients are to be complete when the backward has made them: parameters are whole, with the same
+            work on all devices, or in shards (`R`, `S<dim>`; filled in for calls of submodules).
     """
 
     parallel: str | tuple[str, ...] = "auto"
@@ -94,6 +96,7 @@ class PlanOptions:
     costs: OpCosts | None = None
     compile: bool = False
     fp32_reduction: bool = False
+    completes: bool = False
 
     @classmethod
     def from_user(cls, **given: object) -> PlanOptions:
@@ -126,6 +129,8 @@ class PlanOptions:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         given["batch_scope"] = self.rows  # a plan is for rows, whatever else may come
         given["costs"] = None if self.costs is None else self.costs.name
+        if not given["completes"]:  # as before there was such an option
+            del given["completes"]
         return hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
 
 

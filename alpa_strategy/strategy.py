@@ -7,6 +7,7 @@ brings the plan and the shards (`lightning/session.py`). Everything heavy is in 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
@@ -26,7 +28,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.comm.collectives import broadcast_tensors
-from alpa_strategy.comm.mesh import Replica, divide, select_backend
+from alpa_strategy.comm.mesh import AxisComm, Replica, divide, select_backend
+from alpa_strategy.comm.reshard import stacked
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import AlpaError, check_names
 from alpa_strategy.lightning import checks
@@ -40,7 +43,7 @@ from alpa_strategy.lightning.parallel_job import ParallelJob
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL, REPLICAS
 from alpa_strategy.options import BUCKET_BYTES, CHECK_REPLICAS_EVERY, Limits, PlanOptions, compile_options
-from alpa_strategy.planner.written_plan import asks_for_written
+from alpa_strategy.planner.written_plan import asks_for_written, submodule_options
 from alpa_strategy.schedules import Orders, Schedule
 
 if TYPE_CHECKING:
@@ -63,7 +66,8 @@ class AlpaStrategy(ParallelJob):
             solver_seconds, baselines, num_microbatches, schedule, num_stages, stages, remat, offload, costs,
             fp32_reduction: see `PlanOptions`.
         capture: `auto`: a step that cannot be captured runs as it is written, each rank on its own batch, gradients
-            averaged (DDP's contract); `require`: that is an error; `never`: every step runs so.
+            averaged (DDP's contract); `require`: that is an error; `never`: every step runs so; `submodules`: too, but
+            forwards of submodules that can be captured are planned (so does `auto`, where a plan is asked for).
         compile: whether stages run through `torch.compile`; a dict: with these of its arguments (`backend`, `mode`,
             `options`); None: where the module, or a part of it, was given to `torch.compile`.
         master_weights: with `precision="bf16-true"`: parameters, gradients and the state of the optimizer stay fp32,
@@ -135,6 +139,7 @@ class AlpaStrategy(ParallelJob):
         self.options = PlanOptions.from_user(**{f.name: given[f.name] for f in fields(PlanOptions) if f.name in given})
         self.limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits)})
         asks_for_written(self.options, self.limits)  # told now where that cannot be
+        submodule_options(self.options, self.limits, math.prod(logical_mesh or (1,)) * (replicas or 1))
         self._compiled_in: Any = None  # Dynamo's context, where the Trainer is given what `torch.compile` made
         super().__init__(
             collective_timeout_seconds,
@@ -209,6 +214,16 @@ class AlpaStrategy(ParallelJob):
         is_ours = self.limits.replicas is not None and module is not None and module.trainer.training
         return divide(self.limits.replicas or 1) if is_ours else None
 
+    @property
+    def _submodules(self) -> tuple[int, PlanOptions] | None:
+        """See `submodule_options`."""
+        return submodule_options(self.options, self.limits, self.num_nodes * self.num_processes)
+
+    @property
+    def _across(self) -> AxisComm:
+        """This rank and those at its place in other replicas."""
+        return divide(self.limits.replicas or (self._submodules or (1,))[0]).across
+
     def _job(self) -> Job:
         trainer = self._module.trainer
         folder = Path(trainer.default_root_dir) / ".alpa"
@@ -226,6 +241,7 @@ class AlpaStrategy(ParallelJob):
             num_nodes=self.num_nodes,
             devices_per_node=self.num_processes,
             replica=replica,
+            submodules=self._submodules,
             device=self.root_device,
             options=options,
             compile=compiled,
@@ -309,7 +325,8 @@ class AlpaStrategy(ParallelJob):
     @override
     def on_train_start(self) -> None:
         is_joint = self.options.rows == "rank" and self.limits.replicas is None
-        if is_joint and self._module.automatic_optimization and self.limits.capture != "never":
+        may_join = self._module.automatic_optimization or self._submodules is not None
+        if is_joint and may_join and self.limits.capture != "never":
             self._hooks.watch(self._module)
 
     @override
@@ -438,8 +455,10 @@ class AlpaStrategy(ParallelJob):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Over the ranks' distinct data: with `batch_scope="global"` every rank holds the same value already."""
+        if group is None and self.run is not None:
+            group = self.run.peers
         if group == REPLICAS:
-            across = divide(self.limits.replicas or 1).across
+            across = self._across
             return tensor if across.size == 1 else super().reduce(tensor, across.group, reduce_op)
         is_global = group == GLOBAL or (self.options.batch_scope == "global" and group is None)
         if is_global or not isinstance(tensor, Tensor):
@@ -452,6 +471,8 @@ class AlpaStrategy(ParallelJob):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if group is None:
             self._session.meet()
+        if self.run is not None and self.run.peers and group in (None, dist.group.WORLD):  # as the module's own gives
+            return stacked(tensor if sync_grads else tensor.detach(), self._across)
         return super().all_gather(tensor, group, sync_grads)
 
     @override

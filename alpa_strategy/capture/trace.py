@@ -74,6 +74,7 @@ class StepCall:
         appended: lists of which it is known that the step appends to them.
         numbers: those that change between steps.
         namespaces: globals of code that computes with counters, see `functions_of_counters`.
+        step: what is called instead.
     """
 
     module: LightningModule
@@ -85,6 +86,7 @@ class StepCall:
     appended: tuple[Place, ...] = ()
     namespaces: tuple[dict[str, Any], ...] = ()
     numbers: tuple[Place, ...] = ()
+    step: Callable[[Any], Any] | None = None
 
 
 def trace_step(call: StepCall) -> Trace:
@@ -143,7 +145,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
             arguments = (rows, record.counter(call.batch_idx, "batch_idx")) if takes_index else (rows,)
             with attribute_reads(module) as reads:
-                output = module.training_step(*arguments)
+                output = module.training_step(*arguments) if call.step is None else call.step(rows)
             _check_added(module, call.batch, rows)
             made["reads"] = reads
             buffers = _reassigned_buffers(module, inputs, tensors)
@@ -230,8 +232,9 @@ def _fake_inputs(
         if isinstance(leaf, Tensor):
             batched = next(flags)  # [rows, ...]: one row per sample
             shape = (leaf.size(0) * call.rows_factor, *leaf.shape[1:]) if batched else tuple(leaf.shape)
-            fakes.append(torch.empty(shape, dtype=leaf.dtype, device=device))
-            inputs.append(BatchInput(len(inputs), index, TensorMeta(shape, leaf.dtype), 0 if batched else None))
+            fakes.append(torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad))
+            meta = TensorMeta(shape, leaf.dtype, leaf.requires_grad)
+            inputs.append(BatchInput(len(inputs), index, meta, 0 if batched else None))
     return inputs, fakes
 
 

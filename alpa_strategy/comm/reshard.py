@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from alpa_strategy.comm.mesh import AxisComm, MeshComm, Pending
 from alpa_strategy.comm.regather import active_regather
-from alpa_strategy.ir.placement import DualLayout, Layout, chunk_range, dual_layout_to_str
+from alpa_strategy.ir.placement import REPLICATE, DualLayout, Layout, chunk_range, dual_layout_to_str, shard
 from alpa_strategy.sharding.redistribute import reshard_steps
 
 
@@ -115,6 +115,12 @@ class Reshard:
 
     def __repr__(self) -> str:
         return f"Reshard({dual_layout_to_str(self.src)} -> {dual_layout_to_str(self.dst)}, {list(self.shape)})"
+
+
+def stacked(tensor: Tensor, axis: AxisComm) -> Tensor:
+    """`tensor` of every device on `axis`, [devices, ...]; gradients of all of them are summed."""
+    mesh = MeshComm((axis.size,), (axis.index,), (axis,), axis, tuple(range(axis.size)))
+    return Reshard((shard(0),), (REPLICATE,), (axis.size, *tensor.shape), mesh)(tensor[None])
 
 
 class _ReshardNode(torch.autograd.Function):

@@ -354,7 +354,8 @@ def recomputes(stage: StagePlan) -> str:
 def proof_of(plan: Plan) -> str:
     """How good the plan is known to be, and among which plans."""
     if plan.is_as_written:
-        return "steps as written, a replica on each device"
+        is_planned = any(stage.strategies for stage in plan.stages)
+        return "steps as written, " + ("submodules planned" if is_planned else "a replica on each device")
     count, of_many = plan.num_microbatches, sum(math.prod(stage.submesh) for stage in plan.stages) > 1
     among = f" for {count} micro-batch{'es' * (count != 1)}" if plan.is_pipelined else " of one stage" * of_many
     if plan.gap <= 1e-6:

@@ -43,7 +43,7 @@ def restrict(
     parallel = options.parallel
     names = (parallel,) * len(intra.mesh.shape) if isinstance(parallel, str) else parallel  # of every mesh axis
     modes = pinned_modes(intra, options, pinned or {})
-    if not modes and set(names) == {"auto"} and optimizer.element_wise:
+    if not (modes or options.completes) and set(names) == {"auto"} and optimizer.element_wise:
         return intra
     # For each thing that a named plan does not want: several times a step in which every device does everything, so
     # that it is avoided where possible, and yet of the size of real costs, as solvers like it.
@@ -69,6 +69,9 @@ def restrict(
             allowed = np.isfinite(cost)
             if not optimizer.element_wise:
                 allowed &= np.array([plan.is_whole for plan in own.plans])
+        if options.completes:
+            once = Storage.REPLICATE, Storage.GATHER_ONCE  # their gradients are summed once a step
+            allowed &= np.array([not any(mode.storage in once for mode in plan.modes) for plan in own.plans])
         if not allowed.any():
             raise _nothing_left(parameter.name, options, optimizer)
         cost[~allowed] = np.inf

@@ -30,11 +30,13 @@ from alpa_strategy.capture.non_tensor_inputs import register_batch_types, value_
 from alpa_strategy.capture.python_state import fields_kept, patched, places_of
 from alpa_strategy.capture.trace import likely_rows
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
-from alpa_strategy.errors import AlpaError, NotRowsError
+from alpa_strategy.comm.mesh import AxisComm
+from alpa_strategy.errors import AlpaError, NotRowsError, UnlikeStepsError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names, reads_parameters, stored_names
 from alpa_strategy.lightning.checks import is_overridden, names_in, own_hooks
 from alpa_strategy.lightning.digests import REPLICA, digest
+from alpa_strategy.lightning.same_steps import SAME_SHAPES
 
 Kind = Literal["rows", "same", "own"]
 """Of a leaf, a tensor or a number that is no item of a list: one row a sample; the same whatever the samples; made of
@@ -397,6 +399,41 @@ def naming(own: Mapping[int, str], batch: Any) -> Iterator[None]:
         if not tensors:
             raise
         raise NotRowsError(f"{_of(tensors)}, and the step fails on it: {error}", REPLICA) from error
+
+
+def of_replica(trainer: Any, batch: Any, hooks: BatchHooks, axis: AxisComm, joins: bool) -> Any:
+    """The batch of all ranks on `axis`: the one that all have, or (`joins`) their rows one after the other. Collective.
+
+    Raises:
+        NotRowsError, UnlikeStepsError: they have no such batch.
+    """
+    leaves, spec = pytree.tree_flatten(batch, is_leaf=_is_list)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    kinds = agreed_kinds(trainer, batch, hooks, True, axis.group) if joins else None
+    if kinds is not None and (own := own_leaves(kinds, batch)):
+        raise NotRowsError(_of(own.values()), REPLICA)
+    rows = likely_rows(tensors) if kinds is None else are_rows(kinds, batch)
+    count = next((len(leaf) for leaf, has_rows in zip(tensors, rows, strict=True) if has_rows), None)
+    given = iter(rows)
+    flags = [next(given) if isinstance(x, Tensor) else _is_list(x) and len(x) == count for x in leaves]
+    joined = [joins and flag for flag in flags]
+    lists = [x if flag and _is_list(x) else () for x, flag in zip(leaves, joined, strict=True)]
+
+    def same(leaf: Any, is_joined: bool) -> Any:
+        """What the ranks must have in common."""
+        if isinstance(leaf, Tensor):
+            return leaf.shape, leaf.dtype, is_joined or int(digest(leaf))
+        return len(leaf) if is_joined else value_text(leaf)
+
+    everyone = of_all_ranks(([same(*each) for each in zip(leaves, joined, strict=True)], lists), axis.group)
+    if any(known != everyone[0][0] for known, _ in everyone):
+        raise UnlikeStepsError(f"batches differ between ranks: {[known for known, _ in everyone]}", SAME_SHAPES)
+    for index, leaf in enumerate(leaves):
+        if lists[index]:
+            leaves[index] = type(leaf)(item for _, others in everyone for item in others[index])
+        elif joined[index]:
+            leaves[index] = axis.all_gather(leaf, 0, len(leaf) * axis.size)
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def check_own_leaves(own: Mapping[int, str], step: StepGraph) -> None:

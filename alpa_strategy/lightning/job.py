@@ -32,6 +32,7 @@ class Job:
     num_nodes: int
     devices_per_node: int
     replica: Replica | None  # of this rank, where captured steps are run by replicas; None: by all ranks
+    submodules: tuple[int, PlanOptions] | None  # see `submodule_options`
     device: torch.device  # this rank's
     options: PlanOptions
     compile: dict[str, Any] | None  # arguments of `torch.compile` for the stages' programs; None: they are not compiled

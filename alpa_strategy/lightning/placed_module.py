@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from alpa_strategy.capture.python_state import outermost_metrics
+from alpa_strategy.capture.submodules import Call
 from alpa_strategy.checkpoint.sharded_state_dict import shard_state, unshard_state
 from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group
 from alpa_strategy.ir.graph import BufferInput
@@ -52,6 +53,8 @@ class PlacedModule(ABC):
     Attributes:
         on_use: gathers parameters in parts where a step that runs as it is written uses them.
         syncs: what `sync` was last given.
+        calls: of submodules, recorded for the run that follows.
+        peers: whose values code of the step under way exchanges with its own, as a group for the strategy's `reduce`.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class PlacedModule(ABC):
             check.copies = CopyCheck(store, module, (), 1, job.device, GRADIENT)
         self._adapted = ExitStack()  # see `adapt_trainer`
         self._by_bucket = [StepByBucket(each) for each in optimizers if can_step_in_parts(each)]
+        self.calls: Sequence[Call] | None = None
+        self.peers: Any = None
 
     @abstractmethod
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:

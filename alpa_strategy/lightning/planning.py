@@ -84,7 +84,7 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
                 return step
             return _with_numbers(step, module, batch, batch_idx, partial(captured, batch, numbers=numbers))
         except Exception as error:
-            if isinstance(error, AlpaError) or not job.may_run_as_written:
+            if isinstance(error, AlpaError) or not (job.may_run_as_written or job.submodules):
                 if is_joint and not isinstance(error, AlpaError):
                     error.add_note(f"alpa: {_JOINT_ROWS}")
                 raise

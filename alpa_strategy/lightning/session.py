@@ -29,6 +29,7 @@ from alpa_strategy.lightning.evaluation_loop import EvaluationLoop
 from alpa_strategy.lightning.job import Job, device_limit
 
 if TYPE_CHECKING:
+    from alpa_strategy.capture.submodules import Call
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.lightning.placed_module import PlacedModule
 
@@ -60,6 +61,7 @@ class Session:
         self._told: CaptureError | None = None  # of these, what the user knows
         self._is_accumulating = self._stays_local = False
         self._shards_for_evaluation = False
+        self._calls: Sequence[Call] | None = None  # of submodules, that a run has recorded
         self._loop: EvaluationLoop | None = None
 
     # Training
@@ -82,7 +84,7 @@ class Session:
                 "do it when a step begins (batch_idx % accumulate_grad_batches == 0)",
             )
         self.run.say(f"alpa: {change}: planning once more")
-        random_streams = self.run.state_dict()
+        random_streams, self._calls = self.run.state_dict(), self.run.calls
         self._make_whole()
         self._shard(module, optimizers, batch, batch_idx)
         self.run.load_state_dict(random_streams)
@@ -91,6 +93,7 @@ class Session:
         # Planning and the runtime are loaded with the first batch, not with the import of the package.
         from alpa_strategy.lightning.run import Run
         from alpa_strategy.lightning.same_steps import all_trained, toggled
+        from alpa_strategy.lightning.submodule_run import SubmoduleRun
         from alpa_strategy.lightning.written_run import WrittenRun, check_may_run_as_written, why_written
         from alpa_strategy.runtime.host_memory import process_bytes
 
@@ -107,10 +110,13 @@ class Session:
                     self._why_written = error
             if run is None:
                 assert self._why_written is not None
-                check_may_run_as_written(self._why_written, job)
                 is_news, self._told = self._why_written is not self._told, self._why_written
                 with all_trained(toggled(module, optimizers)):
-                    run = WrittenRun(module, optimizers, job, sharding, self._why_written, is_news)
+                    if job.submodules is not None:
+                        run = SubmoduleRun(module, optimizers, job, sharding, self._why_written, self._calls)
+                    else:
+                        check_may_run_as_written(self._why_written, job)
+                        run = WrittenRun(module, optimizers, job, sharding, self._why_written, is_news)
         self.run, self.plan = run, run.plan
         self._checkpoints.restore(run, optimizers)
         run.adapt_trainer(module.trainer)
@@ -288,7 +294,7 @@ class Session:
 
     def close(self, interrupted: bool) -> None:
         """The Trainer is done, or an exception has ended it. No communication."""
-        self._shards_for_evaluation, self._why_written = False, None
+        self._shards_for_evaluation, self._why_written, self._calls = False, None, None
         if self.run is not None and self.deferred_init.was_needed and not interrupted:
             return  # it stays in shards
         if self.run is not None:
@@ -302,4 +308,5 @@ def _show_plan(run: PlacedModule, job: Job, process_bytes: int = 0) -> None:
             job.progress.say(f"alpa: {replica.count} replicas, each with this plan for its own batches, as under DDP")
         elif world_size() > 1 and not run.plan.is_as_written:
             job.progress.say("alpa: losses, gradients and logs of a step are one device's on the batches of all ranks")
-        job.progress.say(plan_table(run.plan, process_bytes=process_bytes))
+        if job.submodules is None or run.plan.stages[0].strategies:  # else it shows which can be planned
+            job.progress.say(plan_table(run.plan, process_bytes=process_bytes))

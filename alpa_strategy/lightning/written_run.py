@@ -48,6 +48,8 @@ def why_written(module: Any, optimizers: Sequence[Optimizer], job: Job, resumes_
     """
     if (asks := asks_for_written(job.options, job.limits)) is not None:
         return CaptureError(asks)
+    if job.limits.capture == "submodules":
+        return CaptureError('capture="submodules"')
     if not module.automatic_optimization:
         return CaptureError(f"{type(module).__name__} uses manual optimization (automatic_optimization = False)")
     if hooked := [name for name, parameter in module.named_parameters() if parameter._backward_hooks]:
@@ -96,7 +98,7 @@ def _say_why(why: CaptureError) -> None:
     )
 
 
-def _inputs(module: nn.Module, trains: bool) -> list[ParameterInput]:
+def parameter_inputs(module: nn.Module, trains: bool) -> list[ParameterInput]:
     """Every parameter once, with all its names."""
     named = [(p, names) for p, names in names_by_tensor(module) if isinstance(p, nn.Parameter)]
     return [
@@ -140,7 +142,7 @@ class WrittenRun(PlacedModule):
         say: bool = True,
     ) -> None:
         infos = [inspect_optimizer([optimizer]) for optimizer in optimizers]
-        parameters, limit = _inputs(module, trains=bool(optimizers)), device_limit(job)
+        parameters, limit = parameter_inputs(module, trains=bool(optimizers)), device_limit(job)
         plan = plan_as_written(parameters, job.options, infos, (job.num_nodes, job.devices_per_node), limit, why)
         for info in infos:
             check_optimizer(info, plan.stages)

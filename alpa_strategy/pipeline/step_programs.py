@@ -79,7 +79,7 @@ class PlacedPlan:
         parameters: Sequence[ParameterInput],
         plan: Plan,
         device: torch.device,
-        cluster: ClusterSpec,
+        cluster: ClusterSpec | None,
         seed: int,
         loss_scale: Callable[[], float],
         backend: str,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from alpa_strategy.errors import CaptureError, OptionError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.plan import AS_WRITTEN, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
-from alpa_strategy.options import BUCKET_BYTES, Limits, OptimizerInfo, PlanOptions
+from alpa_strategy.options import BUCKET_BYTES, SELECTIVE, Limits, OptimizerInfo, PlanOptions
 
 SUPPORTED = ("auto", "data", "zero1", "zero2", "zero3")
 KEPT_WHOLE = 1000  # parameters below so small a part of all are not worth a gathering
@@ -19,19 +19,24 @@ KEPT_WHOLE = 1000  # parameters below so small a part of all are not worth a gat
 
 def against_written(options: PlanOptions) -> str | None:
     """The option that only a captured step can meet, None where there is none."""
-    if options.asks_for_pipeline:
-        return "a pipeline or micro-batches are asked for"
+    if (against := _against_replicas(options)) is not None:
+        return against
     if options.parallel not in SUPPORTED:
         return f"parallel={options.parallel!r} is asked for"
     if options.placements:
         return "placements are asked for"
-    if options.device_map:
-        return "a device_map is asked for"
-    if options.offload:
-        return f"offload={options.offload!r} is asked for"
     if options.logical_mesh is not None and len(options.logical_mesh) > 1:
         return f"logical_mesh={list(options.logical_mesh)} is asked for"
     return None
+
+
+def _against_replicas(options: PlanOptions) -> str | None:
+    """Of these, what planned submodules cannot meet either."""
+    if options.asks_for_pipeline:
+        return "a pipeline or micro-batches are asked for"
+    if options.device_map:
+        return "a device_map is asked for"
+    return f"offload={options.offload!r} is asked for" if options.offload else None
 
 
 def asks_for_written(options: PlanOptions, limits: Limits) -> str | None:
@@ -41,6 +46,44 @@ def asks_for_written(options: PlanOptions, limits: Limits) -> str | None:
     if asks and (against := against_written(options)):
         raise OptionError(f"{asks} has steps run as they are written, but {against}", "leave one of them out")
     return asks
+
+
+def submodule_options(options: PlanOptions, limits: Limits, num_devices: int) -> tuple[int, PlanOptions] | None:
+    """In how many replicas the submodules of a step are planned, and by which options in each; None: not at all.
+
+    The first of two mesh axes is that of the replicas. OptionError where `capture="submodules"` cannot be met.
+    """
+    asks, mesh, names = limits.capture == "submodules", options.logical_mesh or (), options.parallel
+    names = (names,) * max(1, len(mesh)) if isinstance(names, str) else names
+    pins = [(pattern, modes.split()) for pattern, modes in options.placements]
+    divides = "tensor" in names or bool(pins) or len(mesh) > 1
+    if not (asks or (limits.capture == "auto" and divides)):
+        return None
+    count = limits.replicas or (mesh[0] if len(mesh) > 1 else 1 if divides or mesh else num_devices)
+    size = num_devices // count
+    inner = {"auto", "tensor"} if size > 1 else {"auto", "tensor", "data"}
+    against = _against_replicas(options)
+    if not ({*names[:-1]} <= {"auto", "data"} and names[-1] in inner):
+        against = f"parallel={options.parallel!r} is asked for"
+    if (mesh and mesh not in ((size,), (count, size))) or count * size != num_devices:
+        against = f"logical_mesh={list(mesh)} does not divide {num_devices} devices into {count} replicas"
+    if any(len(m) != max(1, len(mesh)) or m[-1][0] == "G" or m[0] not in (m[-1], "R", "R*") for _, m in pins):
+        against = "placements have parameters in parts across replicas, or gathered once a step"
+    if count > 1 and size > 1 and options.batch_scope != ("replica" if limits.replicas else "auto"):
+        against = f"batch_scope={options.batch_scope!r} is asked for"
+    if against is not None and asks:
+        raise OptionError(f'capture="submodules" has replicas work alike, but {against}', "leave one of them out")
+    inside = replace(
+        options,
+        parallel=names[-1] if size > 1 else "auto",
+        logical_mesh=(size,),
+        placements=tuple((pattern, modes[-1].rstrip("*")) for pattern, modes in pins),
+        batch_scope="global",
+        num_stages=1,
+        remat=(SELECTIVE,) if options.remat is True else options.remat,
+        completes=True,
+    )
+    return (count, inside) if against is None else None
 
 
 def plan_as_written(
@@ -61,9 +104,11 @@ def plan_as_written(
     num_devices = devices[0] * devices[1]
     state_bytes = max((info.state_bytes for info in optimizers), default=0.0)
     ways = ("data", "zero2", "zero3") if all(info.element_wise for info in optimizers) else ("data",)
-    ways = ways if options.parallel == "auto" else (str(options.parallel),)
+    ways = ("data",) if options.completes else ways if options.parallel == "auto" else (str(options.parallel),)
     for way in ways:
         plans, peak = _stored(parameters, way, num_devices, state_bytes)
+        if options.completes:
+            plans = dict.fromkeys(plans, ParameterPlan.parse("R"))
         plans = {name: replace(plan, sums_in_fp32=options.fp32_reduction) for name, plan in plans.items()}
         if peak <= limit:
             break

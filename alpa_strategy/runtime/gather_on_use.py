@@ -11,6 +11,7 @@ are about to do what all did in the step before, one round agrees on all of it, 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -21,11 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.comm.regather import Regather
+from alpa_strategy.errors import SetupError
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -408,3 +412,62 @@ class _NeedOnAccess(dict[str, Any]):
         if self._on_use.is_active and parameter is not None:
             self._on_use.need(parameter)
         return parameter
+
+
+class WholeOnUse(TorchFunctionMode):
+    """Context of code that all ranks of a store run alike: parameters in parts are whole from where a function of torch
+    first takes them, and their gradients go back into parts.
+
+    Raises:
+        SetupError: the code changes what is whole here alone, or looks at gradients, of which there are parts.
+    """
+
+    def __init__(self, store: ParameterStore) -> None:
+        super().__init__()
+        self._store, self._parts = store, {id(p) for p in store.sharded_parameters}
+        self._wholes: dict[tuple[Any, ...], tuple[nn.Parameter, Tensor, int]] = {}
+        self.sees = True  # else the code knows of parts
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is whole any more: parts get new values."""
+        wholes, self._wholes = self._wholes, {}
+        for parameter, whole, version in wholes.values():
+            if whole._version != version:
+                raise self._error(parameter)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = [p for p in tree_leaves((args, kwargs)) if id(p) in self._parts] if self.sees else []
+        if func in _REFUSED and found and sys._getframe(1).f_code.co_name != "zero_grad":
+            raise self._error(found[0])
+        if func in _OF_PARTS or func in _REFUSED or not found:
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(nn.Parameter, self._whole, (args, kwargs))
+        return args[0].detach() if func == _DATA.__get__ else func(*args, **kwargs)
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        key = id(parameter), parameter.requires_grad, torch.is_grad_enabled()
+        if id(parameter) in self._parts and key not in self._wholes:
+            whole = self._store.whole_in_step(parameter)
+            self._wholes[key] = parameter, whole, whole._version
+        return self._wholes[key][1] if key in self._wholes else parameter
+
+    def _error(self, parameter: nn.Parameter) -> SetupError:
+        name = self._store.name_of(parameter)
+        return SetupError(
+            f"code of the step changes {name} or looks at its gradient, of which each rank has a part",
+            f'keep it whole (placements={{"{name}": "R"}}), or do it in a hook',
+        )
+
+
+_DATA: Any = Tensor.data
+_GRAD: Any = Tensor.grad
+_FLAG: Any = Tensor.requires_grad
+_LEAF: Any = Tensor.is_leaf
+_OF_PARTS = {_GRAD.__set__, _GRAD.__delete__, _FLAG.__get__, _FLAG.__set__, _LEAF.__get__}
+_OF_PARTS |= {Tensor.requires_grad_, Tensor.__hash__}
+_REFUSED = {_GRAD.__get__, _DATA.__set__, torch.autograd.grad, torch.autograd.backward, Tensor.backward}

@@ -438,6 +438,12 @@ class ParameterStore:
             dist.broadcast(whole, group=self.mesh.whole.group, group_src=known.source)
         return whole
 
+    def whole_in_step(self, parameter: nn.Parameter) -> Tensor:
+        """The whole parameter for code that all ranks run alike, whose gradients are complete. Collective."""
+        held = self._known[parameter].held
+        assert held is not None
+        return held.to_whole(held.in_step(parameter)).view(held.module_shape)
+
     def start_gather(self, parts: Mapping[nn.Parameter, Tensor]) -> Callable[[], list[Tensor]]:
         """The whole of parameters of one dtype, from their parts: begun now, in one collective where all are cut
         along one axis. Collective; what it gives waits, without communication of its own."""
