@@ -243,10 +243,6 @@ def _placements(value: Any) -> tuple[tuple[str, str], ...]:
     return tuple((pattern, " ".join(modes)) for pattern, modes in given.items())
 
 
-def _device_map(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return () if value is None else tuple((str(pattern), _ranks(given)) for pattern, given in value.items())
-
-
 def _ranks(value: Any) -> tuple[int, ...]:
     """Of a number, several numbers, or a text such as `0-3, 8-11`; ascending."""
     if isinstance(value, str):
@@ -311,7 +307,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "logical_mesh": (_mesh, "is not a mesh shape", "give one or two whole numbers, such as [2, 4]"),
     "placements": (_placements, "is not a mapping", """write {"pattern": "modes"}, as in {"*.bias": "R*"}"""),
     "device_map": (
-        _device_map,
+        lambda value: tuple((str(p), _ranks(given)) for p, given in ({} if value is None else value).items()),
         "is no mapping of parameters to devices",
         """write {"pattern": devices}, as in {"embed.*": "0-3", "head.*": [4, 5]}""",
     ),

@@ -85,8 +85,7 @@ def measured_line(plan: Plan, measured_seconds: float) -> Text:
     """One line: predicted against measured seconds per step."""
     predicted = plan.predicted.step_seconds
     text = Text.assemble(
-        ("alpa ", "bold"),
-        f"step measured {format_seconds(measured_seconds)}, predicted {format_seconds(predicted)}",
+        ("alpa ", "bold"), f"step measured {format_seconds(measured_seconds)}, predicted {format_seconds(predicted)}"
     )
     if predicted > 0 and measured_seconds > 0:
         ratio = measured_seconds / predicted

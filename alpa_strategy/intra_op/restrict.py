@@ -27,10 +27,7 @@ RUNNING = "the running plan"
 
 
 def restrict(
-    intra: IntraOp,
-    options: PlanOptions,
-    optimizer: OptimizerInfo,
-    pinned: Mapping[str, ParameterPlan] | None = None,
+    intra: IntraOp, options: PlanOptions, optimizer: OptimizerInfo, pinned: Mapping[str, ParameterPlan] | None = None
 ) -> IntraOp:
     """The same problem with the user's restrictions in it.
 

@@ -49,7 +49,7 @@ _KINDS: tuple[Kind, ...] = ("rows", "same", "own")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 # Between a step and the update of its weights.
-_UPDATE_HOOKS = (
+UPDATE_HOOKS = (
     "on_before_backward",
     "backward",
     "on_after_backward",
@@ -153,13 +153,10 @@ def _counts(leaf: Tensor) -> bool:
 
 def _kind(leaf: Tensor, more: Tensor, count: int) -> Kind:
     if leaf.shape[:1] == (count,) and more.shape == (len(_more_rows(count)), *leaf.shape[1:]):
-        return "own" if _reaches(leaf, more, count) or _shares(leaf, more) else "rows"
+        # As far as the number of rows, whatever that is: indices of rows, also at random.
+        reaches = _counts(leaf) and leaf.numel() > 0 and bool(leaf.max() < count <= more.max() < len(_more_rows(count)))
+        return "own" if reaches or _shares(leaf, more) else "rows"
     return "same" if leaf.shape == more.shape and bool((leaf == more).all()) else "own"
-
-
-def _reaches(leaf: Tensor, more: Tensor, count: int) -> bool:
-    """Whether the values go as far as the number of rows, whatever that is: indices of rows, also at random."""
-    return _counts(leaf) and leaf.numel() > 0 and bool(leaf.max() < count <= more.max() < len(_more_rows(count)))
 
 
 def _moved(leaf: Tensor, now: Tensor) -> bool:
@@ -403,10 +400,7 @@ def naming(own: Mapping[int, str], batch: Any) -> Iterator[None]:
 
 def of_replica(trainer: Any, batch: Any, hooks: BatchHooks, axis: AxisComm, joins: bool) -> Any:
     """The batch of all ranks on `axis`: the one that all have, or (`joins`) their rows one after the other. Collective.
-
-    Raises:
-        NotRowsError, UnlikeStepsError: they have no such batch.
-    """
+    NotRowsError or UnlikeStepsError where they have no such batch."""
     leaves, spec = pytree.tree_flatten(batch, is_leaf=_is_list)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     kinds = agreed_kinds(trainer, batch, hooks, True, axis.group) if joins else None
@@ -459,7 +453,7 @@ def check_own_numbers(
     with all ranks' in their place is another one: their number, an attribute or in the batch, a list of something
     (names) for each, and the number of ranks.
     """
-    used, later = set(step.consumers), names_in(own_hooks(module, _UPDATE_HOOKS))
+    used, later = set(step.consumers), names_in(own_hooks(module, UPDATE_HOOKS))
     parts = {path for path, _ in module.named_modules()}  # these, methods and classes are no numbers of rows
     read = [g.label for g in step.attributes if g.label not in parts and not callable(g.namespace.get(g.name))]
     read += [b.name for b in step.buffers if b.value in used]

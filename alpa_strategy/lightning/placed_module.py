@@ -21,6 +21,7 @@ from alpa_strategy.checkpoint.sharded_state_dict import shard_state, unshard_sta
 from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.lightning.batch_rows import UPDATE_HOOKS
 from alpa_strategy.lightning.checks import own_hooks
 from alpa_strategy.lightning.digests import GRADIENT, CopyCheck, GradientCheck
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
@@ -35,8 +36,6 @@ from alpa_strategy.runtime.step_by_bucket import StepByBucket, can_step_in_parts
 from alpa_strategy.units import format_bytes
 
 Sharding = Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
-# Between a backward and the optimizer's step.
-_BEFORE_A_STEP = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 
 
 class PlacedModule(ABC):
@@ -115,12 +114,11 @@ class PlacedModule(ABC):
         at the gradients, or change them, before the step."""
         trainer, plugin = self.module.trainer, self.module.trainer.precision_plugin
         is_one = self.module.automatic_optimization and len(self.optimizers) == len(self._by_bucket) == 1
-        if not is_one or not self._optimizer_info.element_wise or self._gradient_check is not None:
-            return None
-        if trainer.gradient_clip_val is not None or getattr(plugin, "scaler", None) is not None:
-            return None
+        looks = self._gradient_check, trainer.gradient_clip_val, getattr(plugin, "scaler", None)
         is_known = type(plugin).__module__.startswith(("lightning.", "alpa_strategy."))
-        return self._by_bucket[0] if is_known and not own_hooks(self.module, _BEFORE_A_STEP) else None
+        if not (is_one and is_known and self._optimizer_info.element_wise) or any(each is not None for each in looks):
+            return None
+        return None if own_hooks(self.module, UPDATE_HOOKS) else self._by_bucket[0]
 
     def sync(self, enabled: bool) -> None:
         """Whether the next backward completes gradients; else they stay local, as more are added to them."""

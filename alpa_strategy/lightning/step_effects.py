@@ -52,11 +52,7 @@ def own_rows_of(values: Mapping[int, Tensor], own_rows: Mapping[int, State]) -> 
 
 
 def append_to_lists(
-    module: nn.Module,
-    step: StepGraph,
-    values: Mapping[int, Tensor],
-    batch: Any,
-    counters: Mapping[str, int],
+    module: nn.Module, step: StepGraph, values: Mapping[int, Tensor], batch: Any, counters: Mapping[str, int]
 ) -> None:
     """Append to the module's lists what the step appended."""
     if not step.appended:

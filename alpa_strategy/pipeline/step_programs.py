@@ -193,12 +193,7 @@ class PlacedPlan:
     def state_dict(self) -> dict[str, Any]:
         """This rank's random streams, for a checkpoint: plain data."""
         randoms = {str(stage): random.state_dict() for stage, random in self._places.randoms.items()}
-        return {
-            "devices": self._devices(),
-            "seed": self._seed,
-            "num_steps": self.num_steps,
-            "randoms": randoms,
-        }
+        return {"devices": self._devices(), "seed": self._seed, "num_steps": self.num_steps, "randoms": randoms}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken; nothing is done where that was on other meshes, or of another kind."""

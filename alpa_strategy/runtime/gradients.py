@@ -2,8 +2,7 @@
 
 A gradient that is Partial on some axes is all-reduced there (data parallel) or reduce-scattered to its owner (ZeRO).
 Gradients of one kind share buckets, in the order in which the backward makes them; a bucket starts when its last
-gradient is there, and buckets start in one fixed order, the same on all devices. What is complete may be stepped while
-other buckets are under way. The first backward only observes:
+gradient is there, and buckets start in one fixed order, the same on all devices. The first backward only observes:
 which parameters get gradients, and when, is then agreed upon between the devices. Another step may use others: what
 has no gradient in it keeps none, as on one device (optimizers pass it over), and what is new gets buckets of its own.
 """
@@ -94,11 +93,7 @@ class GradientReducer:
             self._num_started += 1
 
     def finish(self, completed: Completed | None = None) -> None:
-        """Reduce what is left, wait, and hand every gradient to its owner.
-
-        Args:
-            completed: called for each bucket.
-        """
+        """Reduce what is left, wait, hand every gradient to its owner; `completed` is told of each bucket's."""
         if not self.enabled:
             return
         if self._buckets is None:

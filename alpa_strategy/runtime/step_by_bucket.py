@@ -23,16 +23,13 @@ class StepByBucket:
     def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
         """New values for `parameters` from their gradients, which the optimizer's own step does not see again."""
         wanted = set(parameters)
-        every = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        ready, others = [p for p in every if p in wanted], [(p, p.grad) for p in every if p not in wanted]
-        for p, _ in others:
+        every = {p: p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None}
+        for p in every.keys() - wanted:
             p.grad = None
         type(self._optimizer).step(self._optimizer)  # not the object's own: schedulers have wrapped that to count calls
-        for p in ready:
-            self._stepped.append((p, p.grad))
-            p.grad = None
-        for p, grad in others:
-            p.grad = grad
+        for p, grad in every.items():
+            p.grad = None if p in wanted else grad
+        self._stepped += [(p, grad) for p, grad in every.items() if p in wanted]
 
     def end(self) -> None:
         """The optimizer's own step is done: all gradients are seen again."""

@@ -210,10 +210,7 @@ def _gather_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
 
 
 def boundary_link(
-    source_submesh: tuple[int, int],
-    target_submesh: tuple[int, int],
-    cluster: ClusterSpec,
-    crosses_nodes: bool,
+    source_submesh: tuple[int, int], target_submesh: tuple[int, int], cluster: ClusterSpec, crosses_nodes: bool
 ) -> Link:
     """What a boundary between two submeshes (n_nodes, n_devices) has where all links are alike; layouts unknown.
 

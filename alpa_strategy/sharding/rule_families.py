@@ -18,16 +18,7 @@ from typing import Any
 
 import torch
 
-from alpa_strategy.ir.op import (
-    AxisStrategy,
-    InnerCollective,
-    OpCall,
-    Slot,
-    bind,
-    dims_of,
-    flat_tensor_arguments,
-    slots,
-)
+from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot, bind, dims_of, flat_tensor_arguments, slots
 from alpa_strategy.ir.placement import INVARIANT, shard
 from alpa_strategy.sharding.notation import SUM, WHOLE, Found, Split, line_of, read, split_from_dims
 

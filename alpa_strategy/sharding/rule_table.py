@@ -61,9 +61,7 @@ def forget_cached() -> None:
 
 # autograd.Functions of libraries that need not be there. A scaled float8 product is one of parts that are scaled by
 # themselves: what cuts a tensor makes its scales finer, as under DDP and FSDP, so results differ by float8's rounding.
-LIBRARY_FUNCTIONS = {
-    "torchao.float8.float8_linear.matmul_with_hp_or_float8_args": "[*b, k], [k, n] -> [*b, n]",
-}
+LIBRARY_FUNCTIONS = {"torchao.float8.float8_linear.matmul_with_hp_or_float8_args": "[*b, k], [k, n] -> [*b, n]"}
 
 
 def _aten(names: str) -> list[str]:

@@ -163,12 +163,7 @@ def _least(problem: Problem, deadline: float) -> _Found:
 
 
 def _solve_limited(
-    problem: Problem,
-    free: _Found,
-    least: Solution,
-    deadline: float,
-    cutoff: float,
-    tolerance: float,
+    problem: Problem, free: _Found, least: Solution, deadline: float, cutoff: float, tolerance: float
 ) -> Solution:
     """With the memory limit binding: price, splice, prune by reduced cost, then the MIP on what is left."""
     assert free.assignment is not None
