@@ -19,7 +19,7 @@ STEPS, ROWS = 4, 4
 ADAM = sys.modules["torch.optim.adam"]  # hidden by the package
 WRITTEN = {"capture": "never"}
 WAYS = {
-    "data": {"parallel": "data"},
+    "data": {"placements": {"*": "R*"}},  # by measured costs a gradient may be summed as soon as it is made
     "zero1": {"parallel": "zero1"},
     "zero3": {"parallel": "zero3"},
     "data, written": {**WRITTEN, "parallel": "data"},
@@ -110,8 +110,8 @@ def both(
 def test_parts_of_a_step_are_a_step(pool, way: str) -> None:
     for ours, alone in both(pool, "Net", way, {}):
         assert alone["calls"] == STEPS - 1
-        # What ZeRO-3 sums while the backward runs is all there at its end.
-        assert ours["calls"] > STEPS - 1 or way == "zero3"
+        # What ZeRO sums while the backward runs is all there at its end.
+        assert ours["calls"] > STEPS - 1 or way in ("zero1", "zero3")
         torch.testing.assert_close(ours["weights"], alone["weights"], rtol=1e-9, atol=1e-12)
         assert len(ours["grads"]) == STEPS
 
