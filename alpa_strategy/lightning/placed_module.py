@@ -85,7 +85,7 @@ class PlacedModule(ABC):
         if check is not None:
             check.copies = CopyCheck(store, module, (), 1, job.device, GRADIENT)
         self._adapted = ExitStack()  # see `adapt_trainer`
-        self._by_bucket = [StepByBucket(each) for each in optimizers if can_step_in_parts(each)]
+        self._by_bucket = [StepByBucket(each) for each in optimizers]
         self.calls: Sequence[Call] | None = None
         self.peers: Any = None
 
@@ -113,12 +113,13 @@ class PlacedModule(ABC):
         """What steps the optimizer's parameters as soon as their gradients are complete, None where somebody may look
         at the gradients, or change them, before the step."""
         trainer, plugin = self.module.trainer, self.module.trainer.precision_plugin
-        is_one = self.module.automatic_optimization and len(self.optimizers) == len(self._by_bucket) == 1
+        is_one = self.module.automatic_optimization and len(self.optimizers) == 1
         looks = self._gradient_check, trainer.gradient_clip_val, getattr(plugin, "scaler", None)
         is_known = type(plugin).__module__.startswith(("lightning.", "alpa_strategy."))
         if not (is_one and is_known and self._optimizer_info.element_wise) or any(each is not None for each in looks):
             return None
-        return None if own_hooks(self.module, UPDATE_HOOKS) else self._by_bucket[0]
+        is_unseen = can_step_in_parts(self.optimizers[0]) and not own_hooks(self.module, UPDATE_HOOKS)
+        return self._by_bucket[0] if is_unseen else None
 
     def sync(self, enabled: bool) -> None:
         """Whether the next backward completes gradients; else they stay local, as more are added to them."""
