@@ -21,6 +21,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +190,7 @@ def _merge(path: Path, content: dict[str, Any], overrides: Sequence[str], known:
         if not equals or not all(parts):
             raise OptionError(f"override {text!r} is not of the form key=value", "write for example trainer.devices=2")
         check_names([parts[0]], known, f"override {text!r}: unknown key")
-        for depth in range(1, len(parts)):
-            parent = ".".join(parts[:depth])
+        for parent in accumulate(parts[:-1], "{}.{}".format):
             node = OmegaConf.select(config, parent)
             if node is not None and not OmegaConf.is_config(node):
                 raise OptionError(

@@ -88,15 +88,12 @@ def register_schedule(schedule: Schedule | Callable[[int, int, int], Orders]) ->
 
 
 @dataclass(frozen=True)
-class TimedAction:
+class TimedAction(Action):
     """An action of a simulated step, seconds."""
 
     mesh: int
     start: float
     end: float
-    kind: str
-    microbatch: int
-    stage: int
 
 
 @dataclass(frozen=True)
@@ -230,7 +227,7 @@ def timeline(
     meshes = num_meshes or num_stages
     order = _in_order(schedule, meshes, num_microbatches, num_stages // meshes)
     timed = _timed(order, forward, backward, boundary, max)
-    found = [TimedAction(m, start, end, a.kind, a.microbatch, a.stage) for m, a, start, end in timed]
+    found = [TimedAction(a.stage, a.kind, a.microbatch, m, start, end) for m, a, start, end in timed]
     return sorted(found, key=lambda done: (done.mesh, done.start))
 
 

@@ -341,14 +341,11 @@ class ClusterSpec:
         link = Link(max(way.latency for way in ways), min(way.bandwidth for way in ways))
         is_measured = self.is_uniform and int(grids[0].flat[-1]) + 1 == grids[0].size  # side by side
         tables = tuple(t for t in self.tables if is_measured and (t.size, t.stride) == (size, stride))
-        hops = self._hops(size, min(way.together for way in ways))
-        return MeshAxis(size, stride, link, tables, *hops, float(min(way.exchange for way in ways)))
-
-    def _hops(self, size: int, together: int) -> tuple[float, float]:
-        """(ring, tree) of `MeshAxis` for groups of `size` devices, of which `together` lie in a node."""
+        together = min(way.together for way in ways)  # devices of a group that lie in a node
         nodes, inside, across = -(-size // together), self.intra_node.hop, self.inter_node.hop  # nodes: rounded up
-        levels = inside * math.log2(together) + across * math.log2(nodes)
-        return inside * (size - nodes) + across * (nodes - 1), 2 * levels  # up the tree and down again
+        ring = inside * (size - nodes) + across * (nodes - 1)
+        tree = 2 * (inside * math.log2(together) + across * math.log2(nodes))  # up and down again
+        return MeshAxis(size, stride, link, tables, ring, tree, float(min(way.exchange for way in ways)))
 
     def logical_shapes(self, submesh: tuple[int, int] | None = None) -> list[tuple[int, ...]]:
         """Every 1-D and 2-D factorisation of the submesh's device count: (n,), then (a, b) with a, b > 1."""
@@ -515,16 +512,9 @@ def _as_good(offers: _Offers, other: _Offers) -> bool:
 
 def volume_factor(kind: str, size: int) -> float:
     """Bytes that one device moves per byte of the full tensor on an axis of `size` devices (docs/formulas.md#costs)."""
-    match kind:
-        case "all_reduce":
-            return 2 * (size - 1) / size
-        case "all_gather" | "reduce_scatter":
-            return (size - 1) / size
-        case "all_to_all":
-            return (size - 1) / size**2
-        case "p2p":
-            return 1.0
-    raise ValueError(f"no such collective: {kind!r}")
+    part = (size - 1) / size
+    moved = {"all_gather": part, "reduce_scatter": part, "all_reduce": 2 * part, "all_to_all": (size - 1) / size**2}
+    return 1.0 if kind == "p2p" else moved[kind]
 
 
 def interpolate_seconds(points: Sequence[tuple[int, float]], num_bytes: float) -> float:

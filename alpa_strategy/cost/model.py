@@ -28,7 +28,7 @@ from alpa_strategy.cost.flops import (
     product_shape,
 )
 from alpa_strategy.cost.measured import OpTable, call_family
-from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, TensorMeta, with_slots
+from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, TensorMeta, aten_name, with_slots
 from alpa_strategy.options import OptimizerInfo
 
 logger = logging.getLogger(__name__)
@@ -85,13 +85,10 @@ class OpCosts(Protocol):
 
 
 # Kernels that PyTorch's partitioner makes again besides those tagged pointwise, with a number per row kept of them.
-FUSED_KERNELS = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "nll_loss_forward", "mean", "sum"),
-        *("var_mean", "cat", "_to_copy", "clone", "expand", "_unsafe_view"),
-    )
-)
+FUSED_KERNELS = {
+    *("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "nll_loss_forward", "mean", "sum"),
+    *("var_mean", "cat", "_to_copy", "clone", "expand", "_unsafe_view"),
+}
 
 
 def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = False, compiled: bool = False) -> Saved:
@@ -133,7 +130,7 @@ def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
         with watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             results = tensors_in(call.call(*operands))
         fuses = compiled and all(
-            torch.Tag.pointwise in kernel.tags or kernel.is_view or kernel._schema.name in FUSED_KERNELS
+            torch.Tag.pointwise in kernel.tags or kernel.is_view or aten_name(kernel) in FUSED_KERNELS
             for kernel in watch.kernels
         )
         if fuses:
@@ -260,7 +257,7 @@ class _KernelRecorder(TorchDispatchMode):
         results = tensors_in(out)
         self._alive += [*operands, *results]
         read, written = ([self._note(tensor) for tensor in tensors] for tensors in (operands, results))
-        if func._schema.name.partition("::")[2] in PRODUCTS:
+        if aten_name(func) in PRODUCTS:
             metas = tuple(map(_meta, operands)), tuple(map(_meta, results))
             self._found.products.append(OpCall(func, frozen, (), *metas))
             self._read_whole.update(read)

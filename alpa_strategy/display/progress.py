@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console, RenderableType
 
@@ -24,7 +24,6 @@ class Progress:
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self.enabled = enabled
         self.console = console or Console(stderr=True)
-        self.seconds: dict[str, float] = {}
         self._open = 0
 
     def say(self, what: RenderableType) -> None:
@@ -34,25 +33,20 @@ class Progress:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """One phase. Its seconds are added to `self.seconds[name]`; an exception passes through and is marked."""
+        """One phase, with what it took; an exception passes through and is marked."""
         start = time.perf_counter()
-        status = None
-        if self.enabled and self.console.is_terminal and not self._open:  # rich has one live display at a time
-            status = self.console.status(f"[bold]alpa[/] · {name}")
-            status.start()
+        spins = self.enabled and self.console.is_terminal and not self._open  # rich has one live display at a time
         self._open += 1
         mark = "[red]✗[/]"
         try:
-            yield
+            with self.console.status(f"[bold]alpa[/] · {name}") if spins else nullcontext():
+                yield
             mark = "[green]✓[/]"
         finally:
             self._open -= 1
-            elapsed = time.perf_counter() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
-            if status is not None:
-                status.stop()
             if self.enabled:
-                text = f"[bold]alpa[/] {'  ' * self._open}{mark} {name} [dim]{format_seconds(elapsed)}[/]"
+                elapsed = format_seconds(time.perf_counter() - start)
+                text = f"[bold]alpa[/] {'  ' * self._open}{mark} {name} [dim]{elapsed}[/]"
                 self.console.print(text, highlight=False)
 
 

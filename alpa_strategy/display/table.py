@@ -200,12 +200,9 @@ def _parameters(stage: StagePlan, stands_for_others: bool) -> Table:
     table.add_column("", justify="right", style="dim", no_wrap=True)
     sized = any(group.shape is not None for group in groups)
     if sized:
-        table.add_column("shape", no_wrap=True)
-        table.add_column("elements", justify="right", no_wrap=True)
-    for axis, size in enumerate(stage.logical_mesh):
-        table.add_column(f"axis {axis} ({size})", no_wrap=True)
-    if any(group.on_host for group in groups):
-        table.add_column("memory", no_wrap=True)
+        _add_columns(table, ("shape",), ("elements",))
+    memory = ["memory"] if any(group.on_host for group in groups) else []
+    _add_columns(table, [f"axis {axis} ({size})" for axis, size in enumerate(stage.logical_mesh)] + memory, ())
     for group in groups:
         pattern = collapse_indices(group.pattern) if stands_for_others else group.pattern
         row: list[RenderableType] = [pattern, f"x{len(group.names)}" if len(group.names) > 1 else ""]

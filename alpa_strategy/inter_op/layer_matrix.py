@@ -33,11 +33,8 @@ MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
 # made again for every micro-batch.
 NUM_PARTS = 12
 FORWARD, BACKWARD, ONCE, ALWAYS, SAVED, ENTERING, LEAVING, WORKING, AGAIN, PASSING, DERIVING, DERIVED = range(NUM_PARTS)
-SUMMED = (
-    *((FORWARD, "forward"), (BACKWARD, "backward"), (ONCE, "once"), (ALWAYS, "always"), (SAVED, "saved")),
-    (AGAIN, "again"),
-)
-PER_STEP_SUMMED = ((DERIVING, "once"), (DERIVED, "always"))
+SUMMED = {FORWARD: "forward", BACKWARD: "backward", ONCE: "once", ALWAYS: "always", SAVED: "saved", AGAIN: "again"}
+PER_STEP_SUMMED = {DERIVING: "once", DERIVED: "always"}
 
 
 Price = tuple[float, float]  # weights of one elimination: seconds per byte, micro-batches alive
@@ -77,10 +74,9 @@ def passing_seconds(graph: StepGraph, ends: Ends, tables: OptionTables) -> tuple
         layouts = boundary_layouts(graph.values[value], tables.mesh.shape)
         before = _followed(graph, value, layouts, ends.entering, ends.entering_layouts)
         after = _followed(graph, value, layouts, ends.leaving, ends.leaving_layouts)
-        for total, table in zip(
-            (forward, backward), tables.reshard(layouts, layouts, graph.values[value]), strict=True
-        ):
-            total += table[np.ix_(before, after)]
+        own_forward, own_backward = tables.reshard(layouts, layouts, graph.values[value])
+        forward += own_forward[np.ix_(before, after)]
+        backward += own_backward[np.ix_(before, after)]
     return forward, backward
 
 
@@ -250,8 +246,8 @@ def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, .
 def _add(
     total: np.ndarray, parts: Parts, index: Any, where: np.ndarray | float = 1.0, is_per_step: bool = False
 ) -> None:
-    summed = SUMMED + PER_STEP_SUMMED if is_per_step else SUMMED
-    for i, name in summed:
+    summed = SUMMED | PER_STEP_SUMMED if is_per_step else SUMMED
+    for i, name in summed.items():
         if name in parts.nonzero:
             total[..., i] += np.where(where, getattr(parts, name)[index], 0.0)
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -79,9 +79,8 @@ def stage_cuts(step: StepGraph, stages: Sequence[str]) -> tuple[int, ...]:
         return ()
     ops_of: dict[str, list[int]] = {}  # module -> its ops, those of its submodules included
     for index, op in enumerate(step.ops):
-        parts = op.module.split(".")
-        for depth in range(1, len(parts) + 1):
-            ops_of.setdefault(".".join(parts[:depth]), []).append(index)
+        for module in accumulate(op.module.split("."), "{}.{}".format):
+            ops_of.setdefault(module, []).append(index)
     spans = []
     for text in stages:
         ops = [i for name in _module_names(text) for i in _ops_of(name, ops_of, text)]

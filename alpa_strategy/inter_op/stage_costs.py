@@ -162,7 +162,7 @@ def run_costs(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[flo
         zero = np.zeros((L, L + 1, 1))
         columns.append((zero + np.inf, zero, zero, zero, zero.astype(int), zero.astype(bool)))
     stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
-    return _prune(shapes, stacked, job, least, each)
+    return RunCosts(shapes, *_prune(stacked, job), least, each)
 
 
 def free_runs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
@@ -288,14 +288,9 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
     ]
 
 
-def _prune(
-    shapes: tuple[tuple[int, ...], ...],
-    columns: list[np.ndarray],
-    job: CostJob,
-    least: np.ndarray,
-    least_each: np.ndarray,
-) -> RunCosts:
-    """Per run the cheapest candidate that fits, for each of growing numbers of micro-batches in flight."""
+def _prune(columns: list[np.ndarray], job: CostJob) -> list[np.ndarray]:
+    """`columns` (see `_candidates`) of, per run, the cheapest that fits for each of growing numbers of micro-batches in
+    flight."""
     seconds, once, always, each, _, _ = columns  # each [first, last + 1, candidate]
     B = job.num_microbatches
     alive = sorted({min(B, n) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {B})
@@ -314,8 +309,7 @@ def _prune(
     chosen[0] = np.where(keep, chosen[0], np.inf)
     used = keep.any(axis=(0, 1))  # candidates that some run keeps; one stays where none does
     used[0] |= not used.any()
-    seconds, once, always, each, shape, remat = (array[..., used] for array in chosen)
-    return RunCosts(shapes, seconds, once, always, each, shape, remat, least, least_each)
+    return [array[..., used] for array in chosen]
 
 
 def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None:

@@ -7,7 +7,7 @@ stage recomputes, it does so span by span (`RematSpans`).
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -107,8 +107,7 @@ def stage_build(graph: StepGraph, tables: OptionTables, derives_again: bool = Fa
     whole = build(graph, tables)
     if derives_again:
         return whole
-    whole = replace(whole, per_step=per_step(graph))
-    return RematSpans(whole).split(whole)
+    return RematSpans(replace(whole, per_step=per_step(graph))).split()
 
 
 def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
@@ -142,7 +141,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
                 forward=forward,
                 backward=choice.cost - forward,
                 saved=choice.memory,
-                kept=spans.crossing_bytes(intra, index) if spans.count > 1 else parts.kept,
+                kept=spans.crossing_bytes(index) if len(starts) > 1 else parts.kept,
                 again=choice.memory,
             )
         elif index in received:  # until its gradient has gone back, recomputed or not
@@ -157,9 +156,8 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
         choice_spans.append(EVERY_SPAN if span is None else span)
     transfer_spans = [spans.of_use(transfer, transfer.uses[0]) for transfer in problem.transfers]
     transfers = [_transfer_parts(intra, spans, index) for index in range(len(problem.transfers))]
-    return StageProblem(
-        intra, tuple(choices), tuple(transfers), spans.count, tuple(choice_spans), tuple(transfer_spans)
-    )
+    parts_of = tuple(choices), tuple(transfers)
+    return StageProblem(intra, *parts_of, len(starts), tuple(choice_spans), tuple(transfer_spans))
 
 
 def _transfer_parts(intra: IntraOp, spans: RematSpans, index: int) -> Parts:
@@ -290,35 +288,34 @@ def beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost) -
 PER_STEP = -2  # the span of ops that run once per step
 
 
+@dataclass(frozen=True)
 class RematSpans:
     """The spans of a stage; `starts`: positions among its ops at which they begin, the first is 0."""
 
-    def __init__(self, intra: IntraOp, starts: Sequence[int] = (0,)) -> None:
-        self._per_step = intra.per_step.ops
-        self._first_op, self._num_ops = len(intra.parameters), len(intra.ops)
-        self._starts = np.asarray(starts)
-        self.count = len(starts)
+    intra: IntraOp
+    starts: Sequence[int] = (0,)
 
     def of_choice(self, choice: int) -> int | None:
         """The span of a choice of the problem, None where it is no op."""
-        op = choice - self._first_op
-        if not 0 <= op < self._num_ops:
+        op = choice - len(self.intra.parameters)
+        if not 0 <= op < len(self.intra.ops):
             return None
-        return PER_STEP if op in self._per_step else self._place(op)
+        return PER_STEP if op in self.intra.per_step.ops else self._place(op)
 
     def _place(self, op: int) -> int:
-        return int(np.searchsorted(self._starts, op, side="right")) - 1
+        return bisect_right(self.starts, op) - 1
 
     def of_use(self, transfer: Transfer, use: Use) -> int:
         """Where a value is brought to a use: what leaves the stage is made ready where it is made."""
         if (span := self.of_choice(use.choice)) is not None:
             return span
         is_op = self.of_choice(transfer.producer) is not None
-        return self._place(transfer.producer - self._first_op) if is_op else self.count - 1
+        return self._place(transfer.producer - len(self.intra.parameters)) if is_op else len(self.starts) - 1
 
-    def split(self, intra: IntraOp) -> IntraOp:
+    def split(self) -> IntraOp:
         """The problem with one transfer per value and span; the choices stay as they are."""
-        if self.count == 1 and not self._per_step:
+        intra = self.intra
+        if len(self.starts) == 1 and not intra.per_step.ops:
             return intra
         transfers, layouts = [], []
         for transfer, named in zip(intra.problem.transfers, intra.transfers, strict=True):
@@ -329,12 +326,13 @@ class RematSpans:
             layouts += [named] * len(uses)
         return replace(intra, problem=replace(intra.problem, transfers=tuple(transfers)), transfers=tuple(layouts))
 
-    def crossing_bytes(self, intra: IntraOp, choice: int) -> np.ndarray:
+    def crossing_bytes(self, choice: int) -> np.ndarray:
         """[strategy] of an op: bytes of those of its results that later spans read."""
-        index, own = choice - self._first_op, self.of_choice(choice)
+        intra, first_op, own = self.intra, len(self.intra.parameters), self.of_choice(choice)
+        index = choice - first_op
         total = np.zeros(len(intra.ops[index].outputs))
         for position, value in enumerate(intra.step.ops[index].results):
-            readers = (self.of_choice(self._first_op + reader) for reader, _ in intra.step.consumers.get(value, ()))
+            readers = (self.of_choice(first_op + reader) for reader, _ in intra.step.consumers.get(value, ()))
             if any(span != own for span in readers):
                 total += result_bytes(intra, index, position)
         return total

@@ -124,7 +124,7 @@ class PricedStage:
         """Cut into spans at `starts`, restricted as the user wants it."""
         if starts == self.wish.starts:
             return self.finest
-        intra, pins = RematSpans(self.whole, starts).split(self.whole), own_pins(self.job.options, self.whole.step)
+        intra, pins = RematSpans(self.whole, starts).split(), own_pins(self.job.options, self.whole.step)
         return take_apart(restrict(intra, pins, self.job.optimizer, self.wish.pinned), starts)
 
     def recomputing(self) -> PricedStage:
@@ -142,7 +142,7 @@ class PricedStage:
         """The same without pins and penalties: what its assignments really cost."""
         if starts == self.wish.starts and self.intra.unrestricted is None:
             return self.finest
-        return take_apart(RematSpans(self.whole, starts).split(self.whole), starts)
+        return take_apart(RematSpans(self.whole, starts).split(), starts)
 
 
 class StageSolver:
@@ -201,7 +201,7 @@ class StageSolver:
         else:
             graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
             whole = stage_build(graph, tables, derives_again)
-        intra = RematSpans(whole, wish.starts).split(whole)
+        intra = RematSpans(whole, wish.starts).split()
         intra = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
         whole, intra = self._pinned(whole), self._pinned(intra)
         if job.is_whole_batch:  # most are not looked at again
@@ -401,13 +401,6 @@ def _without_the_largest(problem: Problem, intra: IntraOp, limit: float) -> Prob
     return replace(problem, choices=tuple(choices))
 
 
-def _per_step(collective: Collective, count: int, remat: bool) -> Collective:
-    if collective.phase == "step":
-        return collective
-    times = count * (2 if remat and collective.phase == "forward" else 1)
-    return replace(
-        collective,
-        count=collective.count * times,
-        num_bytes=collective.num_bytes * times,
-        seconds=collective.seconds * times,
-    )
+def _per_step(c: Collective, count: int, remat: bool) -> Collective:
+    times = 1 if c.phase == "step" else count * (2 if remat and c.phase == "forward" else 1)
+    return replace(c, count=c.count * times, num_bytes=c.num_bytes * times, seconds=c.seconds * times)

@@ -18,6 +18,7 @@ import glob
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import accumulate
 
 import numpy as np
 
@@ -68,8 +69,8 @@ def _is_named(op: Op, name: str) -> bool:
     """Whether a pattern names the op or a module around it; "selective" all but products, convolutions, attention."""
     if name == SELECTIVE:
         return op_base_name(op.call) not in PRODUCTS
-    parts = op.module.split(".")
-    return any(fnmatchcase(own, name) for own in (op.name, *(".".join(parts[: i + 1]) for i in range(len(parts)))))
+    modules = accumulate(op.module.split("."), "{}.{}".format)
+    return any(fnmatchcase(own, name) for own in (op.name, *modules))
 
 
 def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> IntraOp:
@@ -81,7 +82,8 @@ def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> Int
     wanted = (i for i, op in enumerate(intra.step.ops) if pinned is None or op.name in pinned)
     again = {i: which for i in wanted if len(which := _again(intra, i))}
     seconds = {i: intra.ops[i].forward_seconds[which] for i, which in again.items()}
-    return replace(_extended(intra, again, seconds, pinned is not None), recomputes=_firsts(intra, again))
+    firsts = {i: len(intra.ops[i].strategies) for i in again}
+    return replace(_extended(intra, again, seconds, pinned is not None), recomputes=firsts)
 
 
 def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
@@ -91,18 +93,13 @@ def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
     """
     stored = {i: which for i in range(len(intra.ops)) if len(which := _storable(intra, i))}
     seconds = {i: 2 / host.link_bandwidth * result_bytes(intra, i)[which] for i, which in stored.items()}
-    return replace(_extended(intra, stored, seconds), stores=_firsts(intra, stored))
+    return replace(_extended(intra, stored, seconds), stores={i: len(intra.ops[i].strategies) for i in stored})
 
 
 def result_bytes(intra: IntraOp, index: int, position: int = 0) -> np.ndarray:
     """Bytes of one of an op's results on a device, by strategy."""
     meta, outputs = intra.step.values[intra.step.ops[index].results[position]], intra.ops[index].outputs
     return np.array([local_bytes(meta, made[position], intra.mesh.shape) for made in outputs], dtype=float)
-
-
-def _firsts(intra: IntraOp, more: Mapping[int, np.ndarray]) -> dict[int, int]:
-    """Op -> the index that the first of its added strategies gets."""
-    return {i: len(intra.ops[i].strategies) for i in more}
 
 
 def _extended(

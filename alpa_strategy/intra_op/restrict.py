@@ -14,12 +14,11 @@ import numpy as np
 
 from alpa_strategy.cost.flops import CASTS, is_plain_view, op_base_name
 from alpa_strategy.errors import OptionError, PlanError
-from alpa_strategy.intra_op.build import IntraOp
+from alpa_strategy.intra_op.build import IntraOp, TransferLayouts
 from alpa_strategy.intra_op.options import ParameterOptions
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage, modes_text, parse_modes
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
@@ -85,7 +84,7 @@ def restrict(
         for axis, name in enumerate(names):
             # What only passes on to a cast is cast as it is stored, and what a named plan gathers is the cast.
             rule = "tensor" if passes_on and name != "auto" else name
-            extra += _use_penalty(rule, read.meta, layouts.sources, layouts.targets, axis, penalty)
+            extra += _use_penalty(rule, read.meta, layouts, axis, penalty)
         transfers[index] = replace(transfers[index], cost=transfers[index].cost + extra)
     problem = replace(intra.problem, choices=tuple(choices), transfers=tuple(transfers))
     return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
@@ -159,31 +158,18 @@ def _mode_penalty(name: str, meta: TensorMeta, own: ParameterOptions, axis: int,
     if name == "auto":
         return np.zeros(len(letters))
     can_shard = "G" in letters if meta.requires_grad else "S" in letters
-    match name:
-        case "data":
-            wanted = "R"
-        case "zero1" | "zero2":
-            wanted = "G" if can_shard and meta.requires_grad else "R"
-        case "zero3":
-            wanted = "S" if can_shard else "R"
-        case _:  # tensor
-            if len(meta.shape) < 2 or not can_shard:
-                return np.array([np.inf if letter == "G" else 0.0 for letter in letters])
-            # Not every matrix can be split by its op (a position table looked up by rows, say): dear, not forbidden.
-            return np.array([{"S": 0.0, "R": penalty, "G": np.inf}[letter] for letter in letters])
+    if name == "tensor":
+        # Not every matrix can be split by its op (a position table looked up by rows, say): dear, not forbidden.
+        whole = penalty if len(meta.shape) > 1 and can_shard else 0.0
+        return np.array([{"S": 0.0, "R": whole, "G": np.inf}[letter] for letter in letters])
+    once = "G" if meta.requires_grad else "R"
+    wanted = {"data": "R", "zero1": once, "zero2": once, "zero3": "S"}[name] if can_shard else "R"
     return np.array([0.0 if letter == wanted else np.inf for letter in letters])
 
 
-def _use_penalty(
-    name: str,
-    meta: TensorMeta,
-    sources: tuple[DualLayout, ...],
-    targets: tuple[DualLayout, ...],
-    axis: int,
-    penalty: float,
-) -> np.ndarray:
+def _use_penalty(name: str, meta: TensorMeta, layouts: TransferLayouts, axis: int, penalty: float) -> np.ndarray:
     """Seconds added to bringing a stored parameter to a use layout by the named plan of one axis."""
-    stored, used = ([layout[axis].shard_dim for layout in layouts] for layouts in (sources, targets))
+    stored, used = ([layout[axis].shard_dim for layout in each] for each in (layouts.sources, layouts.targets))
     if name == "tensor":  # uses the shard as it is stored
         dear = [[b != a and (len(meta.shape) >= 2 or a is None) for b in used] for a in stored]
     else:  # data parallel and ZeRO use parameters whole

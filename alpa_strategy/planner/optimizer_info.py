@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,19 +23,40 @@ _SHAPE = (4, 6)
 _NUM_STEPS = 3
 
 
-def inspect_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> OptimizerInfo:
-    """Find `OptimizerInfo` of the (single) optimizer that `configure_optimizers` gave.
+def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerInfo:
+    """Find `OptimizerInfo` of the (single) optimizer that `configure_optimizers` gave, of any class, by experiment.
 
     Raises AlpaError for none or several. An optimizer that cannot be rebuilt from its settings, or needs a closure,
     counts as not element-wise: parameters then stay whole, which is always right.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = [configured] if isinstance(configured, Optimizer) else list(configured)
     if len(optimizers) != 1:
         raise AlpaError(
             f"configure_optimizers returned {len(optimizers)} optimizers, one is supported",
             "return one optimizer with a parameter group for each setting",
         )
-    return experiment(optimizers[0])
+    (optimizer,) = optimizers
+    name = type(optimizer).__name__
+    try:
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64)
+        grads = [torch.randn(_SHAPE, generator=generator, dtype=torch.float64) for _ in range(_NUM_STEPS)]
+        (whole,) = _trained(optimizer, [start], [grads])
+
+        def in_shards(dim: int, size: int) -> Tensor:
+            shards = zip(start.split(size, dim), *(g.split(size, dim) for g in grads), strict=True)
+            return torch.cat([_trained(optimizer, [part], [own_grads])[0] for part, *own_grads in shards], dim)
+
+        cuts = ((0, 3), (0, 1), (1, 2), (1, 4))  # (dim, size of a shard)
+        element_wise = all(torch.allclose(in_shards(*cut), whole, rtol=1e-12, atol=1e-14) for cut in cuts)
+        others = [g * 3.0 for g in grads]
+        both = _trained(optimizer, [start, -start], [grads, others])
+        alone = (whole, *_trained(optimizer, [-start], [others]))
+        parameter_wise = all(map(torch.allclose, both, alone))
+        return OptimizerInfo(_probe_state_bytes(optimizer), element_wise, name, parameter_wise)
+    # Any class of any package is tried here, so any error may come: it means "cannot be known", never a crash.
+    except Exception:
+        return OptimizerInfo(state_bytes=8.0, element_wise=False, name=name, parameter_wise=False)
 
 
 def optimizer_info_of(module: Any) -> OptimizerInfo:
@@ -62,39 +83,13 @@ def _optimizers_in(configured: Any) -> list[Optimizer]:
     return [optimizer for each in configured for optimizer in _optimizers_in(each)]
 
 
-def experiment(optimizer: Optimizer) -> OptimizerInfo:
-    """`OptimizerInfo` by experiment alone, for any optimizer class."""
-    name = type(optimizer).__name__
-    try:
-        rebuild = _rebuilder(optimizer)
-        generator = torch.Generator().manual_seed(0)
-        start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64)
-        grads = [torch.randn(_SHAPE, generator=generator, dtype=torch.float64) for _ in range(_NUM_STEPS)]
-        (whole,) = _trained(rebuild, [start], [grads])
-
-        def in_shards(dim: int, size: int) -> Tensor:
-            shards = zip(start.split(size, dim), *(g.split(size, dim) for g in grads), strict=True)
-            return torch.cat([_trained(rebuild, [part], [own_grads])[0] for part, *own_grads in shards], dim)
-
-        cuts = ((0, 3), (0, 1), (1, 2), (1, 4))  # (dim, size of a shard)
-        element_wise = all(torch.allclose(in_shards(*cut), whole, rtol=1e-12, atol=1e-14) for cut in cuts)
-        others = [g * 3.0 for g in grads]
-        both = _trained(rebuild, [start, -start], [grads, others])
-        alone = (whole, *_trained(rebuild, [-start], [others]))
-        parameter_wise = all(map(torch.allclose, both, alone))
-        return OptimizerInfo(_probe_state_bytes(optimizer), element_wise, name, parameter_wise)
-    # Any class of any package is tried here, so any error may come: it means "cannot be known", never a crash.
-    except Exception:
-        return OptimizerInfo(state_bytes=8.0, element_wise=False, name=name, parameter_wise=False)
-
-
 def wants_sparse_gradients(optimizer: Optimizer) -> bool:
     """Whether the optimizer steps on sparse gradients alone (`SparseAdam`), which no captured step makes."""
     gradient = torch.eye(*_SHAPE)
 
     def takes(grad: Tensor) -> bool:
         try:
-            _trained(_rebuilder(optimizer), [gradient], [[grad]])
+            _trained(optimizer, [gradient], [[grad]])
         except Exception:  # any class of any package is tried here
             return False
         return True
@@ -117,29 +112,25 @@ def _probe_state_bytes(optimizer: Optimizer) -> float:
 def _probe(optimizer: Optimizer, dtype: torch.dtype) -> float:
     parameter = torch.nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
-    copied = _rebuilder(optimizer)([parameter])
+    copied = _rebuilt(optimizer, [parameter])
     copied.step()
     tensors = [value for value in copied.state[parameter].values() if isinstance(value, Tensor) and value.dim() > 0]
     return sum(t.numel() * t.element_size() for t in tensors) / parameter.numel()
 
 
-def _trained(
-    rebuild: Callable[[list[torch.nn.Parameter]], Optimizer],
-    starts: Sequence[Tensor],
-    grads: Sequence[Sequence[Tensor]],
-) -> list[Tensor]:
-    """Parameters of one optimizer after one step per gradient; `grads` by parameter, then by step."""
+def _trained(optimizer: Optimizer, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Parameters of a fresh optimizer after one step per gradient; `grads` by parameter, then by step."""
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
-    optimizer = rebuild(parameters)
+    rebuilt = _rebuilt(optimizer, parameters)
     for of_step in zip(*grads, strict=True):
         for parameter, grad in zip(parameters, of_step, strict=True):
             parameter.grad = grad.clone()
-        optimizer.step()
+        rebuilt.step()
     return [parameter.detach() for parameter in parameters]
 
 
-def _rebuilder(optimizer: Optimizer) -> Callable[[list[torch.nn.Parameter]], Optimizer]:
-    """Makes fresh optimizers of the same class with the same settings for other parameters.
+def _rebuilt(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> Optimizer:
+    """A fresh optimizer of the same class with the same settings for other parameters.
 
     The settings of the first group: that is where `defaults` went, as the user's schedulers left them.
     """
@@ -152,4 +143,4 @@ def _rebuilder(optimizer: Optimizer) -> Callable[[list[torch.nn.Parameter]], Opt
     }
     # Kernels for devices; what they compute is the same, and the probe runs on the CPU.
     settings |= {key: False for key in ("fused", "capturable") if settings.get(key)}
-    return lambda parameters: type(optimizer)(parameters, **settings)
+    return type(optimizer)(parameters, **settings)

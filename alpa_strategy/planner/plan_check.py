@@ -17,8 +17,7 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import boundary_layouts
 from alpa_strategy.intra_op.memory_choices import can_be_offloaded, can_run_again
-from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
-from alpa_strategy.ir.op import AxisStrategy
+from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan, Storage, modes_text, stage_ranks
 from alpa_strategy.schedules import SCHEDULES, mesh_of, why_not
@@ -39,7 +38,7 @@ def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[i
     _check_ops(stages, graph)
     check_devices(stages, num_devices)
     _check_schedule(plan)
-    made_by: dict[int, int] = {}  # value -> the stage that sends it
+    made = set(given)  # values that a stage may receive
     stored: dict[tuple[tuple[int, ...], str], ParameterPlan] = {}  # where, parameter -> how
     for index, stage in enumerate(stages):
         where = f"stages[{index}]"
@@ -52,10 +51,9 @@ def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[i
                 raise PlanError(f"{where} stores {parameter.name!r} otherwise than a stage on the same devices", _FIX)
         _check_boundary(stage.received, part.received, part, stage, f"{where}.received")
         _check_boundary(stage.sent, part.sent, part, stage, f"{where}.sent")
-        for value in part.received:
-            if value not in made_by and value not in given:
-                raise PlanError(f"{where} receives value {value}, which no earlier stage makes", _FIX)
-        made_by.update(dict.fromkeys(part.sent, index))
+        if missing := [value for value in part.received if value not in made]:
+            raise PlanError(f"{where} receives value {missing[0]}, which no earlier stage makes", _FIX)
+        made.update(part.sent)
 
 
 def _check_ops(stages: Sequence[StagePlan], graph: StepGraph) -> None:
@@ -111,13 +109,28 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
-    """Every op has one strategy per mesh axis, each of which its rule offers."""
+    """Every op has one strategy per mesh axis, each of which its rule offers.
+
+    Later axes cut what earlier ones left, at the device with the least: so were the strategies made.
+    """
+    mesh = stage.logical_mesh
     if extra := sorted(set(stage.strategies) - {op.name for op in part.ops}):
         raise PlanError(f"{where}.strategies has {extra[0]!r}, which is no op of that stage", _FIX)
     for op in part.ops:
         if op.name not in stage.strategies:
             raise PlanError(f"{where}.strategies says nothing of {op.name!r}", _FIX)
-        _check_strategy(op, stage.strategies[op.name], stage.logical_mesh, f"{where}.strategies[{op.name!r}]")
+        strategies, local = stage.strategies[op.name], op.call
+        for axis, strategy in enumerate(strategies):
+            offered = axis_strategies(local, mesh[axis])
+            if strategy not in offered:
+                shown = ", ".join(f"`{each}`" for each in offered[:_SHOWN]) + ", ..." * (len(offered) > _SHOWN)
+                raise PlanError(
+                    f"{where}.strategies[{op.name!r}]: `{strategy}` on mesh axis {axis} ({mesh[axis]} devices) is no "
+                    f"way to compute {op.call.target_name} in parts",
+                    f"use one of {shown}",
+                )
+            last = tuple(size - 1 for size in mesh[: axis + 1])
+            local = localize(op.call, strategies[: axis + 1], mesh[: axis + 1], last).call
 
 
 def _check_recomputed(stage: StagePlan, part: StepGraph, where: str) -> None:
@@ -128,22 +141,6 @@ def _check_recomputed(stage: StagePlan, part: StepGraph, where: str) -> None:
             raise PlanError(f"{where}.recomputed or .stored has {name!r}, which cannot be made again by itself", _FIX)
     if both := set(stage.recomputed).intersection(stage.stored):
         raise PlanError(f"{where}.recomputed and .stored both have {min(both)!r}", _FIX)
-
-
-def _check_strategy(op: Op, strategies: tuple[AxisStrategy, ...], mesh: tuple[int, ...], where: str) -> None:
-    """Later axes cut what earlier ones left, at the device with the least: so were the strategies made."""
-    local = op.call
-    for axis, strategy in enumerate(strategies):
-        offered = axis_strategies(local, mesh[axis])
-        if strategy not in offered:
-            shown = ", ".join(f"`{each}`" for each in offered[:_SHOWN]) + (", ..." if len(offered) > _SHOWN else "")
-            raise PlanError(
-                f"{where}: `{strategy}` on mesh axis {axis} ({mesh[axis]} devices) is no way to compute "
-                f"{op.call.target_name} in parts",
-                f"use one of {shown}",
-            )
-        last = tuple(size - 1 for size in mesh[: axis + 1])
-        local = localize(op.call, strategies[: axis + 1], mesh[: axis + 1], last).call
 
 
 def _check_parameter(stage: StagePlan, given: ParameterInput, where: str) -> ParameterPlan:

@@ -92,8 +92,9 @@ def choose_plan(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = Non
     if task.options.device_map and given.order == "searched":  # devices that a user names stay in their order
         given = replace(given, order="numbered")
     for cluster in given.orders():
+        ordered = replace(task, cluster=cluster)
         try:
-            plans.append(_choose(replace(task, cluster=cluster), pinned))
+            plans.append(_choose(ordered) if pinned is None else plan_one_stage(ordered, pinned))
         except PlanError as error:
             failures.append(error)
     if not plans:
@@ -118,10 +119,8 @@ def plan_around(task: PlanTask, running: Plan) -> Plan:
     return replan(task, running) if running.is_pipelined else choose_plan(*pinned_task(task, running))
 
 
-def _choose(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
+def _choose(task: PlanTask) -> Plan:
     """See `choose_plan`; on the cluster as it is."""
-    if pinned is not None:
-        return plan_one_stage(task, pinned)
     asked = task.options
     is_placed = any(len(ranks) < task.cluster.num_devices for _, ranks in asked.device_map)
     if asked.asks_for_pipeline or is_placed or (asked.remat is True and _may_be_pipelined(task)):

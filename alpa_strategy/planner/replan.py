@@ -9,7 +9,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -79,24 +78,15 @@ def replan(task: PlanTask, running: Plan) -> Plan:
     job = CostJob(graph, cuts, count, cluster, task.op_costs, free, task.optimizer, task.memory_limit, remat=False)
     solver = StageSolver(job)
     firsts = [stage.first_device for stage in stages]
-    per_mesh = Counter(firsts)
-    shared = len(stages) // len(per_mesh)  # stages on a mesh
-    alive = in_flight_by_stage(running.schedule, len(per_mesh), count, shared) if len(stages) > 1 else (1,)
+    shared = len(stages) // len(set(firsts))  # stages on a mesh
+    alive = in_flight_by_stage(running.schedule, len(set(firsts)), count, shared) if len(stages) > 1 else (1,)
     solved: list[SolvedStage] = []
     for stage, (first, last), pairs in zip(stages, pairwise(cuts), alive, strict=True):
         own = stage_on(graph, first, last, math.prod(stage.logical_mesh))
         layers = cluster_layers(own, min(len(stage.spans), len(own.ops))) if stage.remat else ()
-        wish = StageWish(
-            first,
-            last,
-            stage.submesh,
-            stage.logical_mesh,
-            stage.remat,
-            pairs,
-            per_mesh[stage.first_device],
-            stage.parameter_plans,
-            tuple(first + cut for cut in layers[1:-1]),
-        )
+        spans = tuple(first + cut for cut in layers[1:-1])
+        shape, pinned = stage.logical_mesh, stage.parameter_plans
+        wish = StageWish(first, last, stage.submesh, shape, stage.remat, pairs, shared, pinned, spans)
         solved.append(solver.solve(wish))
     plan = plan_of(job, replan_fingerprint(task, running), solved, firsts, running.schedule, [0.0] * len(stages))
     return replace(plan, notes=graph.notes)

@@ -70,7 +70,6 @@ def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = 
     fingerprint = task.fingerprint
     if task.options.remat is None and not by_tensor:
         task = replace(task, options=replace(task.options, remat=False))
-    task = replace(task, costs=task.op_costs)
     check_placements(task.step, task.cluster, task.options)
     solver = StageSolver(_whole_batch(task))
     spent: dict[str, float] = defaultdict(float)
@@ -175,7 +174,6 @@ def plan_pipeline(
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
     """
-    task = replace(task, costs=task.op_costs)
     check_pins(task.step, task.cluster, task.options)
     search = _Search(task, several, solve)
     search.run(known)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -46,7 +47,7 @@ class PlanTask:
         if self.options.fp32_reduction:
             object.__setattr__(self, "optimizer", replace(self.optimizer, gradient_itemsize=4))
 
-    @property
+    @cached_property
     def op_costs(self) -> OpCosts:
         """Seconds and bytes of one local op."""
         own = self.options.costs or self.costs

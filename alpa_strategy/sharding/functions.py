@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from alpa_strategy.cost.model import differentiated, tensors_in
 from alpa_strategy.ir.op import OpCall, TensorMeta
-from alpa_strategy.ir.placement import chunk_range
+from alpa_strategy.ir.placement import chunk_sizes
 from alpa_strategy.sharding.notation import Found, Split
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def elementwise_dims(call: OpCall, axis_size: int) -> Found | None:
         return None
     splits = []
     for dim, size in enumerate(whole.shape):
-        lengths = {stop - start for start, stop in (chunk_range(size, axis_size, i) for i in range(axis_size))}
+        lengths = set(chunk_sizes(size, axis_size))
         parts = [_recorded(_cut(call, dim, length)) for length in lengths if 0 not in lengths]
         if parts and all(part and part.shape is not None and part.steps == whole.steps for part in parts):
             dims = tuple(dim if meta.shape else None for meta in call.operands)

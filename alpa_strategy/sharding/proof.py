@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
-from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement, chunk_range
+from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement, chunk_sizes
 from alpa_strategy.sharding.rule_table import added_operand
 from alpa_strategy.sharding.strategies import localize
 
@@ -129,8 +129,7 @@ def _of_gradient(dual: DualPlacement) -> DualPlacement:
 def _parts(tensor: Tensor, dual: DualPlacement, n: int, generator: torch.Generator) -> list[Tensor]:
     """What each of `n` devices holds of a value: its chunk, a random summand, or all of it."""
     if dual.shard_dim is not None:
-        ranges = (chunk_range(tensor.shape[dual.shard_dim], n, device) for device in range(n))
-        return [tensor.narrow(dual.shard_dim, start, stop - start) for start, stop in ranges]
+        return list(tensor.split(chunk_sizes(tensor.shape[dual.shard_dim], n), dual.shard_dim))
     if dual == PARTIAL:
         parts = [_normal(generator, tensor.shape).to(tensor.dtype) for _ in range(n - 1)]
         return [*parts, tensor - sum(parts)]

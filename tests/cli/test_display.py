@@ -182,7 +182,7 @@ def test_groups_partition_the_parameters(plans):
     assert len(set(lines)) == len(lines)
 
 
-def test_progress_prints_one_line_a_phase_and_adds_up():
+def test_progress_prints_one_line_a_phase():
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     phases = Progress(enabled=True, console=console)
     with phases("plan"), phases("capture"):
@@ -192,7 +192,6 @@ def test_progress_prints_one_line_a_phase_and_adds_up():
     lines = console.export_text().splitlines()
     assert [("✓" in line, "✗" in line) for line in lines] == [(True, False), (True, False), (False, True)]
     assert "capture" in lines[0]
-    assert set(phases.seconds) == {"plan", "capture", "solve"}
 
 
 def test_progress_is_silent_where_it_is_not_enabled():

@@ -107,7 +107,7 @@ def test_the_parts_of_a_stage_add_up(starts):
     job = job_of("gpt")
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
     intra = stage_build(stage_on(job.graph, job.cuts[1], job.cuts[3], 2), tables)
-    stage = take_apart(RematSpans(intra, starts).split(intra), starts)
+    stage = take_apart(RematSpans(intra, starts).split(), starts)
     rng = np.random.default_rng(0)
     for remat in (False, True):
         problem = weighted(stage, 8, 3, remat)
@@ -152,7 +152,7 @@ def test_spans_share_a_stages_graph_and_keep_what_passes_between_them():
     intra = stage_build(stage_on(job.graph, 0, len(job.graph.ops), 2), tables)
     assignment = solve(weighted(take_apart(intra), 4, 1)).assignment
     starts = job.cuts[:-1]
-    whole, cut = (cost_of(take_apart(RematSpans(intra, s).split(intra), s), assignment) for s in ((0,), starts))
+    whole, cut = (cost_of(take_apart(RematSpans(intra, s).split(), s), assignment) for s in ((0,), starts))
     assert len(cut.again) == len(starts) > 2
     assert whole.kept < cut.kept
     assert max(cut.again) < whole.again[0] <= sum(cut.again) + cut.kept

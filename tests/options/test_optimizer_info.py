@@ -5,12 +5,7 @@ import torch
 
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.planner.optimizer_info import (
-    experiment,
-    inspect_optimizer,
-    optimizer_info_of,
-    wants_sparse_gradients,
-)
+from alpa_strategy.planner.optimizer_info import inspect_optimizer, optimizer_info_of, wants_sparse_gradients
 
 OPTIMIZERS = ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "SGD"]
 KINDS = [getattr(torch.optim, name) for name in OPTIMIZERS]
@@ -22,8 +17,7 @@ def parameter() -> list[torch.nn.Parameter]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
 def test_known_element_wise_optimizers_pass_the_experiment(kind: type) -> None:
-    info = experiment(kind(parameter(), lr=0.1))
-    assert info.element_wise
+    assert inspect_optimizer(kind(parameter(), lr=0.1)).element_wise
 
 
 @pytest.mark.parametrize("kind", [*KINDS, torch.optim.LBFGS, torch.optim.SparseAdam], ids=lambda k: k.__name__)
@@ -98,7 +92,6 @@ def test_inspection_leaves_optimizer_and_random_state_alone() -> None:
     optimizer = torch.optim.AdamW(parameter(), lr=0.1)
     before = torch.get_rng_state()
     inspect_optimizer(optimizer)
-    experiment(optimizer)
     assert not optimizer.state
     assert torch.equal(before, torch.get_rng_state())
 

@@ -127,8 +127,10 @@ def _passed_on(
     known: dict[tuple, np.ndarray] = {}
     for v in order:
         rest = tuple(sorted({u for f in holding[v] for u in f.scope} - {v}, key=position.__getitem__))
-        key = _signature(holding[v], (v, *rest))
-        if key not in known:  # layers of one kind make equal tables: worked out for the first of them
+        axis = {u: i for i, u in enumerate((v, *rest))}
+        # Equal for buckets that join the same tables in the same way, as layers of one kind do: worked out once.
+        key = tuple(sorted((id(f.table), *(axis[u] for u in f.scope)) for f in holding[v]))
+        if key not in known:
             known[key] = join(holding[v], (v, *rest), network.sizes).min(axis=0)
         messages[v] = Factor(rest, known[key])
         if rest:
@@ -150,12 +152,6 @@ def _buckets(network: Network, position: dict[int, int]) -> list[list[Factor]]:
             seen[id(factor.table)] = table
         holding[min(factor.scope, key=position.__getitem__)].append(Factor(factor.scope, table))
     return holding
-
-
-def _signature(factors: Sequence[Factor], scope: tuple[int, ...]) -> tuple:
-    """Equal for buckets that join the same tables in the same way: identical layers are then worked out once."""
-    axis = {v: i for i, v in enumerate(scope)}
-    return tuple(sorted((id(f.table), *(axis[v] for v in f.scope)) for f in factors))
 
 
 def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:
@@ -182,14 +178,11 @@ def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
 
 def _direct(transfer: Transfer, cost: np.ndarray, scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:
     """One table over the producer and the consumers themselves."""
-    axis = {v: i for i, v in enumerate(scope)}
-
-    def along(v: int, index: np.ndarray) -> np.ndarray:
-        return index.reshape([-1 if i == axis[v] else 1 for i in range(len(scope))])
-
-    source = along(transfer.producer, np.asarray(transfer.source))
-    targets = [along(use.choice, np.asarray(use.layout)) for use in transfer.uses]
-    return _paid_once(cost, source, targets, [sizes[v] for v in scope])
+    shape = [sizes[v] for v in scope]
+    strategy = dict(zip(scope, np.ix_(*map(range, shape)), strict=True))  # each along an axis of its own
+    source = np.asarray(transfer.source)[strategy[transfer.producer]]
+    targets = [np.asarray(use.layout)[strategy[use.choice]] for use in transfer.uses]
+    return _paid_once(cost, source, targets, shape)
 
 
 def _paid_once(cost: np.ndarray, source: np.ndarray, targets: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:

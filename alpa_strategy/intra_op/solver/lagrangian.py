@@ -156,10 +156,8 @@ class Neighbourhood:
         seconds, num_bytes = np.array(choice.cost, float), np.array(choice.memory, float)
         strategies = np.arange(len(seconds))
         for transfer in self.incident[c]:
-            of_producer = (
-                strategies if transfer.producer == c else np.full(len(strategies), assignment[transfer.producer])
-            )
-            source = transfer.source[of_producer]
+            of_producer = strategies if transfer.producer == c else assignment[transfer.producer]
+            source = np.broadcast_to(transfer.source[of_producer], strategies.shape)
             used = np.zeros((len(strategies), transfer.cost.shape[1]), dtype=bool)
             for use in transfer.uses:
                 used[strategies, use.layout if use.choice == c else use.layout[assignment[use.choice]]] = True

@@ -32,16 +32,7 @@ class LinearProgram:
     seconds_per_unit: float
 
 
-@dataclass(frozen=True)
-class LpResult:
-    """`feasible` False: proved that no assignment exists; otherwise a true `bound` (seconds) and the value of every s.
-
-    `mass[c][k]` is s[c, k] of the solution found (None when none was found in time).
-    """
-
-    feasible: bool
-    bound: float
-    mass: tuple[np.ndarray, ...] | None
+Mass = tuple[np.ndarray, ...]  # [c][k]: s[c, k] of a solution
 
 
 class _Rows:
@@ -146,11 +137,11 @@ def solve_program(
     time_limit: float,
     hint: Sequence[int] | None = None,
     tolerance: float = 1e-6,
-) -> LpResult:
+) -> tuple[float, Mass | None]:
     """Solve the relaxation or, with `integer`, the program itself, for at most `time_limit` seconds of CPU time.
 
-    `hint` is an assignment to start the integer search from, `tolerance` a relative gap at which it ends. Never prints;
-    a time-out is a result without `mass`.
+    `hint` is an assignment to start the integer search from, `tolerance` a relative gap at which it ends. Never prints.
+    Returns a true bound in seconds (inf: proved that no assignment exists), and the solution (None: not in time).
     """
     limit = wall = max(time_limit, 0.1)
     num_strategies = int(program.first[-1])
@@ -174,14 +165,14 @@ def solve_program(
             break
         wall = limit * limit / max(spent, 0.1 * limit)
     if status in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):
-        return LpResult(False, np.inf, None)
+        return np.inf, None
     info = highs.getInfo()
     solved = info.objective_function_value if status == HighsModelStatus.kOptimal else -np.inf
     bound = float(info.mip_dual_bound if integer else solved) * program.seconds_per_unit
     if info.primal_solution_status != SolutionStatus.kSolutionStatusFeasible:
-        return LpResult(True, bound, None)
+        return bound, None
     strategies = np.array(highs.getSolution().col_value)[:num_strategies]
-    return LpResult(True, bound, tuple(np.split(strategies, program.first[1:-1])))
+    return bound, tuple(np.split(strategies, program.first[1:-1]))
 
 
 def _unit(problem: Problem) -> float:

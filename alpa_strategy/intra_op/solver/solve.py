@@ -24,7 +24,7 @@ from alpa_strategy.intra_op.solver.lagrangian import (
     repair,
     splice,
 )
-from alpa_strategy.intra_op.solver.milp import formulate, num_columns, solve_program
+from alpa_strategy.intra_op.solver.milp import Mass, formulate, num_columns, solve_program
 from alpa_strategy.options import PROPAGATION
 from alpa_strategy.units import format_bytes
 
@@ -139,19 +139,13 @@ def _minimise(problem: Problem, deadline: float, only_elimination: bool = False)
     reduced = presolve(replace(problem, memory_limit=float("inf")))
     if any(len(choice.cost) == 0 for choice in reduced.problem.choices):
         return _Found(None, np.inf, "presolve")
-    found = _by_elimination(reduced.problem)
-    if found is None:
+    if (planned := _planned(reduced.problem)) is not None:
+        minimum, values = eliminate(*planned)
+        assignment = [int(value) for value in values[: len(problem.choices)]]
+        found = _Found(assignment if np.isfinite(minimum) else None, float(minimum), "elimination")
+    else:
         found = _Found(None, -np.inf, "none") if only_elimination else _by_program(reduced.problem, deadline)
     return found if found.assignment is None else replace(found, assignment=reduced.expand(found.assignment))
-
-
-def _by_elimination(problem: Problem) -> _Found | None:
-    if (planned := _planned(problem)) is None:
-        return None
-    network, order = planned
-    minimum, values = eliminate(network, order)
-    assignment = [int(value) for value in values[: network.num_choices]]
-    return _Found(assignment if np.isfinite(minimum) else None, float(minimum), "elimination")
 
 
 def _least(problem: Problem, deadline: float) -> _Found:
@@ -227,23 +221,22 @@ def _by_program(
 ) -> _Found:
     """LP relaxation, then the MIP if the relaxation is fractional."""
     program = formulate(problem)
-    relaxed = solve_program(program, integer=False, time_limit=deadline - time.process_time())
-    if not relaxed.feasible:
+    relaxed, mass = solve_program(program, integer=False, time_limit=deadline - time.process_time())
+    if np.isposinf(relaxed):
         return _Found(None, np.inf, "lp")
     near = Neighbourhood(problem)
-    incumbent = _best(problem, incumbent, _round(problem, relaxed.mass, near))
-    found = _Found(incumbent, relaxed.bound, "lp")
+    incumbent = _best(problem, incumbent, _round(problem, mass, near))
+    found = _Found(incumbent, relaxed, "lp")
     left = deadline - time.process_time()
     if incumbent is not None and (left <= 0.2 or _solution(problem, found).gap <= tolerance):
         return found
-    exact = solve_program(program, integer=True, time_limit=left, hint=incumbent, tolerance=tolerance)
-    if not exact.feasible:
+    exact, mass = solve_program(program, integer=True, time_limit=left, hint=incumbent, tolerance=tolerance)
+    if np.isposinf(exact):
         return _Found(None, np.inf, "mip")
-    best = _best(problem, incumbent, _round(problem, exact.mass, near))
-    return _Found(best, max(relaxed.bound, exact.bound), "mip")
+    return _Found(_best(problem, incumbent, _round(problem, mass, near)), max(relaxed, exact), "mip")
 
 
-def _round(problem: Problem, mass: tuple[np.ndarray, ...] | None, near: Neighbourhood) -> list[int] | None:
+def _round(problem: Problem, mass: Mass | None, near: Neighbourhood) -> list[int] | None:
     """The best assignment near a (fractional) solution that is finite and within the memory limit."""
     start = [int(m.argmax()) for m in mass] if mass is not None else [int(x.cost.argmin()) for x in problem.choices]
     if not np.isfinite(problem.memory_limit):
