@@ -19,12 +19,8 @@ from alpa_strategy.errors import ClusterError
 from alpa_strategy.files import CLUSTERS, find_named, read_yaml, shipped_names
 
 
-def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str]:
-    """The plain content of a cluster file and the name to call it by in messages.
-
-    Args:
-        path: a file, or the name of one in `configs/clusters` (with or without `.yaml`).
-        overrides: dotted field -> value, laid over the file's content (`{"num_nodes": 2}`).
+def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:
+    """The plain content of a cluster file and the name to call it by in messages; see `ClusterSpec.load`.
 
     Raises:
         ClusterError: no such file, or not a YAML mapping.

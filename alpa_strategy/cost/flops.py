@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -165,12 +166,10 @@ def _product_work(call: OpCall, name: str, flops: float, grads: list[TensorMeta]
     return forward, Work(len(main) * flops, num_bytes, len(grads))
 
 
-def _contract_last_of(position: int) -> Callable[[OpCall], float]:
-    def formula(call: OpCall) -> float:
-        shape = call.operands[position].shape
-        return 2.0 * call.results[0].num_elements * (shape[-1] if shape else 1)
-
-    return formula
+def _contraction(call: OpCall, factor: int = 0) -> float:
+    """Of the last dim of the operand `factor`."""
+    shape = call.operands[factor].shape
+    return 2.0 * call.results[0].num_elements * (shape[-1] if shape else 1)
 
 
 def _convolution(call: OpCall) -> float:
@@ -212,8 +211,8 @@ CONVOLUTIONS = _names(
 )
 LINEARS, MATRIX_PRODUCTS = ("linear", "segmented_linear"), ("mm", "bmm", "matmul")
 PRODUCTS: dict[str, Callable[[OpCall], float]] = {
-    **dict.fromkeys((*LINEARS, *MATRIX_PRODUCTS, "mv", "dot", "vdot", "_grouped_mm"), _contract_last_of(0)),
-    **dict.fromkeys(("addmm", "addmv", "baddbmm", "addbmm"), _contract_last_of(1)),
+    **dict.fromkeys((*LINEARS, *MATRIX_PRODUCTS, "mv", "dot", "vdot", "_grouped_mm"), _contraction),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm", "addbmm"), partial(_contraction, factor=1)),
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys(ATTENTION, _attention),
     "einsum": _einsum,

@@ -213,12 +213,8 @@ def measure_device(device: torch.device | str = "cpu", local_ranks: int = 1, bud
     Peaks are measured, so `efficiency` is 1.
     """
     device = torch.device(device)
-    share = budget_seconds / 6
-    peaks = []
-    for dtype in MEASURED_DTYPES.get(device.type, ("float32",)):
-        rate = _product_rate(getattr(torch, dtype), device, share)
-        if rate:
-            peaks.append((dtype, rate))
+    share, dtypes = budget_seconds / 6, MEASURED_DTYPES.get(device.type, ("float32",))
+    rates = [(dtype, _product_rate(getattr(torch, dtype), device, share)) for dtype in dtypes]
     elements = 2**26 if device.type == "cuda" else 2**23  # well beyond the caches
     source = torch.rand(elements, device=device)
     target = torch.empty_like(source)
@@ -229,7 +225,7 @@ def measure_device(device: torch.device | str = "cpu", local_ranks: int = 1, bud
         name=device_name(device),
         memory_bytes=device_memory_bytes(device, local_ranks),
         memory_bandwidth=2 * source.nbytes / copy_seconds,
-        peak_flops=tuple(peaks),
+        peak_flops=tuple((dtype, rate) for dtype, rate in rates if rate),
         launch_seconds=launch,
     )
 

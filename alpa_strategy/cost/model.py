@@ -126,7 +126,7 @@ def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
 
     watch = _LiveStorages()
     with mode, torch.enable_grad():
-        operands = _without_data(call)
+        operands = without_data(call)
         with watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             results = tensors_in(call.call(*operands))
         fuses = compiled and all(
@@ -187,7 +187,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _without_data(call: OpCall) -> list[Tensor]:
+def without_data(call: OpCall) -> list[Tensor]:
+    """Operands of the call, on the default device or as a mode of fake tensors makes them."""
     return [torch.empty(m.shape, dtype=m.dtype, requires_grad=m.requires_grad) for m in call.operands]
 
 
@@ -226,7 +227,7 @@ def kernels_of(call: OpCall, mode: FakeTensorMode) -> tuple[Kernels, Kernels] | 
     """What `call` runs, forward and backward; None where fake tensors are not enough for the user's code."""
     forward, backward = _KernelRecorder(), _KernelRecorder()
     with mode, torch.enable_grad():
-        operands = _without_data(call)
+        operands = without_data(call)
         try:
             with forward:
                 results = tensors_in(call.call(*operands))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -71,10 +72,9 @@ def _printed(plan: Plan) -> Console:
 
 def plan_timing(plan: Plan, peak_rss: float | None = None) -> Text:
     """Where planning spent its time (`solve 2x4` and `solve 8` together as `solve`), and the memory that it took."""
-    by_phase: dict[str, float] = {}
+    by_phase: dict[str, float] = defaultdict(float)
     for name, seconds in plan.solver_seconds.items():
-        phase = name.split(" ")[0]
-        by_phase[phase] = by_phase.get(phase, 0.0) + seconds
+        by_phase[name.split(" ")[0]] += seconds
     phases = [f"{phase} {format_seconds(seconds)}" for phase, seconds in by_phase.items()]
     total = sum(plan.solver_seconds.values())
     text = f"planned in {format_seconds(total)}" + (f": {', '.join(phases)}" if phases else "")
@@ -277,17 +277,14 @@ def parameter_groups(plans: Mapping[str, ParameterPlan], shapes: Mapping[str, Sh
     for name, plan in plans.items():
         # In the module's dims: a fused weight [3, n, k] of the step is [3 n, k] to the user.
         members.setdefault((collapse_indices(name), shapes.get(name), plan.module_modes, plan.on_host), []).append(name)
-    patterns = [pattern for pattern, *_ in members]
-    return tuple(
-        ParameterGroup(
-            pattern=names[0] if len(names) == 1 else pattern if patterns.count(pattern) == 1 else _with_ranges(names),
-            names=tuple(names),
-            modes=modes,
-            shape=shape,
-            on_host=on_host,
-        )
-        for (pattern, shape, modes, on_host), names in members.items()
-    )
+    patterns, groups = [pattern for pattern, *_ in members], []
+    for (pattern, shape, modes, on_host), names in members.items():
+        if len(names) == 1:
+            pattern = names[0]
+        elif patterns.count(pattern) > 1:
+            pattern = _with_ranges(names)
+        groups.append(ParameterGroup(pattern, tuple(names), modes, shape, on_host))
+    return tuple(groups)
 
 
 def collapse_indices(name: str) -> str:

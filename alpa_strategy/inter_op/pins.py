@@ -60,13 +60,6 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
         )
 
 
-def least_stages(cluster: ClusterSpec, options: PlanOptions) -> int:
-    """The fewest stages that the options allow; they can be met (`check_pins`)."""
-    if options.num_stages is not None or options.schedule is None:
-        return options.num_stages or 1
-    return min(n for n, _ in _possible(cluster, options)[options.schedule])
-
-
 def stage_cuts(step: StepGraph, stages: Sequence[str]) -> tuple[int, ...]:
     """Where `PlanOptions.stages` cuts the step's ops, both ends included; () where nothing is pinned.
 
@@ -105,7 +98,10 @@ def layers_of(
 
     What several modules share is pinned where it is used under the name that a pin has.
     """
-    count = max(least_stages(cluster, options), min(default_num_layers(step), len(step.ops)))
+    least = options.num_stages or 1
+    if options.num_stages is None and options.schedule is not None:
+        least = min(n for n, _ in _possible(cluster, options)[options.schedule])
+    count = max(least, min(default_num_layers(step), len(step.ops)))
     cuts, bytes_at = {*cluster_layers(step, count), *stage_cuts(step, options.stages)}, boundary_bytes(step)
     places, names = pinned_places(step, cluster, options), {p.value: p.names for p in step.parameters}
     readers: list[tuple[int, frozenset[Place]]] = []  # ops

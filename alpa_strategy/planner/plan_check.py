@@ -65,9 +65,8 @@ def _check_ops(stages: Sequence[StagePlan], graph: StepGraph) -> None:
 
 
 def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
-    """Every device is in one mesh; stages on the same devices see them as the same mesh."""
-    shapes: dict[tuple[int, int], tuple[int, ...]] = {}  # (first device, last + 1) -> logical mesh
-    ranks: dict[tuple[int, int], tuple[int, ...]] = {}
+    """Every device is in one mesh; stages at the same place have the same devices in the same order."""
+    ranks: dict[tuple[int, int], tuple[int, ...]] = {}  # (first device, last + 1) -> those of the mesh there
     for index, stage in enumerate(stages):
         size = math.prod(stage.submesh)
         if min((*stage.submesh, *stage.logical_mesh)) < 1 or math.prod(stage.logical_mesh) != size:
@@ -77,10 +76,9 @@ def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
                 "the product of both must be the same",
             )
         place = stage.first_device, stage.first_device + size
-        shapes.setdefault(place, stage.logical_mesh)
         if ranks.setdefault(place, stage_ranks(stage)) != stage_ranks(stage) or len(ranks[place]) != size:
             raise PlanError(f"stages[{index}].devices are not {size}, or not those of other stages at its place", _FIX)
-    ends = sorted(shapes)
+    ends = sorted(ranks)
     if ends[0][0] != 0 or any(a[1] != b[0] for a, b in pairwise(ends)) or ends[-1][1] != num_devices:
         shown = ", ".join(f"{first}-{last - 1}" for first, last in ends)
         raise PlanError(

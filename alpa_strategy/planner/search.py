@@ -254,8 +254,7 @@ class _Search:
         plan, failures = best_solved(self.best, solve)
         self.failures += failures
         if plan is None:
-            largest = out_of_memory(self.last_job, self.meshes) if self.last_job is not None else None
-            if largest is not None:
+            if self.last_job is not None and (largest := out_of_memory(self.last_job, self.meshes)) is not None:
                 self.failures.append(("", DoesNotFitError(largest)))
             raise _nothing_fits(
                 "no pipeline fits",

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from alpa_strategy.cost.model import differentiated, tensors_in
+from alpa_strategy.cost.model import differentiated, tensors_in, without_data
 from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.placement import chunk_sizes
 from alpa_strategy.sharding.notation import Found, Split
@@ -64,9 +64,8 @@ def _cut(call: OpCall, dim: int, length: int) -> OpCall:
 def _recorded(call: OpCall) -> _Recorder | None:
     """What the call runs, forward and backward; None where tensors without data are not enough for it."""
     with torch.inference_mode(False), torch.enable_grad():
-        operands = [
-            torch.empty(m.shape, dtype=m.dtype, device="meta", requires_grad=m.requires_grad) for m in call.operands
-        ]
+        with torch.device("meta"):
+            operands = without_data(call)
         # All results and operands must have one shape but numbers (operands without dims).
         shapes = {meta.shape for meta in call.operands if meta.shape} | {meta.shape for meta in call.results}
         recorder = _Recorder(shapes.pop() if len(shapes) == 1 else None)

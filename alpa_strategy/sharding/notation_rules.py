@@ -224,10 +224,8 @@ def _ring(call: OpCall, axis_size: int) -> tuple[Split | None, ...]:
     collectives += [InnerCollective(kind, pair, phase) for kind, phase in around]
     if not call.results[0].requires_grad:
         collectives = [c for c in collectives if c.phase == "forward"]
-    dims = [(i, 2) for i in (query, key, value)]
-    return (
-        split_from_dims(call, dims, [2], even=True, implementation="ring_attention", collectives=tuple(collectives)),
-    )
+    how = {"implementation": "ring_attention", "collectives": tuple(collectives)}
+    return (split_from_dims(call, [(i, 2) for i in (query, key, value)], [2], even=True, **how),)
 
 
 def _convolution(call: OpCall, axis_size: int, transposed: bool | None = None) -> str:
@@ -466,8 +464,7 @@ NOTATION: dict[str, Notation] = {
     "aten.convolution": Notation(_convolution),
     "aten.einsum": Notation(_einsum),
     "aten.one_hot": Notation(lambda call, _: f"{'[*b]' if bind(call)['num_classes'] > 0 else '[*b!]'} -> [*b, c!]"),
-    "aten.tril": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=FIRST, carries=True),
-    "aten.triu": Notation("[*b, i!, j!] -> [*b, i!, j!]", linear=FIRST, carries=True),
+    **dict.fromkeys(("aten.tril", "aten.triu"), Notation(f"{_MATRIX} -> {_MATRIX}", linear=FIRST, carries=True)),
     "aten.affine_grid_generator": Notation(_affine_grid),
     "aten.prelu": Notation("[n, c, *s], [c] -> [n, c, *s]"),
     **{f"aten.feature_{kind}": Notation(_feature_dropout) for kind in ("dropout", "alpha_dropout")},

@@ -28,8 +28,6 @@ aten = torch.ops.aten
 _DESCRIBED = ("aten", "prims", "alpa")  # namespaces whose ops carry the tags of what they do
 RING = "ring_attention"  # the implementation that computes more than its local call says, see `priced_call`
 
-# Views become reshapes to the local result's shape: right for any strides, and for dims that become 1 long.
-_VIEWS = frozenset(RESHAPES)
 _SIZE_ARGUMENT = frozenset(
     {"expand", "expand_copy", "broadcast_to", "sum_to_size", "full", "zeros", "ones", "empty", "rand", "randn"}
     | {"normal", "randint", "new_zeros", "new_ones", "new_empty", "new_full"}
@@ -111,7 +109,8 @@ def _local_call(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[T
     if operands == call.operands and results == call.results:
         return call  # the very object: costs are remembered by call
     name = aten_name(call.target)
-    if name in _VIEWS and call.target._overloadname != "dtype":  # view.dtype changes the elements
+    # Views become reshapes to the local result's shape: right for any strides, and for dims that become 1 long.
+    if name in RESHAPES and call.target._overloadname != "dtype":  # view.dtype changes the elements
         source = next(a for a in bind(call).values() if isinstance(a, Slot))
         return OpCall(aten.reshape.default, (source, results[0].shape), (), operands, results)
     changes: dict[str, Any] = {}
@@ -178,8 +177,7 @@ _CHANGES: dict[str, Changes] = {
     ),
     "linalg_vander": lambda call, operands, results: {"N": results[0].shape[-1]},  # if not said, as long as the whole
     "native_group_norm": lambda call, operands, results: {"N": operands[0].shape[0]},
-    **{f"conv{n}d": _groups("groups") for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": _groups("groups") for n in (1, 2, 3)},
+    **{f"{kind}{n}d": _groups("groups") for kind in ("conv", "conv_transpose") for n in (1, 2, 3)},
     "convolution": _groups("groups"),
     "group_norm": _groups("num_groups"),
     **dict.fromkeys(("slice", "narrow", "narrow_copy"), _slice),
