@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from itertools import product
 from typing import Any
 
@@ -31,18 +32,18 @@ MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
 # boundary in, boundary out, largest short-lived; where every layer is recomputed alone: the largest layer's graph, and
 # what passes from layer to layer inside the run; of `once` and `always`: what is made of parameters alone, which can be
 # made again for every micro-batch.
-NUM_PARTS = 12
-FORWARD, BACKWARD, ONCE, ALWAYS, SAVED, ENTERING, LEAVING, WORKING, AGAIN, PASSING, DERIVING, DERIVED = range(NUM_PARTS)
-SUMMED = {FORWARD: "forward", BACKWARD: "backward", ONCE: "once", ALWAYS: "always", SAVED: "saved", AGAIN: "again"}
-PER_STEP_SUMMED = {DERIVING: "once", DERIVED: "always"}
-
+Part = IntEnum(
+    "Part", "FORWARD BACKWARD ONCE ALWAYS SAVED ENTERING LEAVING WORKING AGAIN PASSING DERIVING DERIVED", start=0
+)
+SUMMED = {Part[name.upper()]: name for name in ("forward", "backward", "once", "always", "saved", "again")}
+PER_STEP_SUMMED = {Part.DERIVING: "once", Part.DERIVED: "always"}
 
 Price = tuple[float, float]  # weights of one elimination: seconds per byte, micro-batches alive
 
 
 @dataclass(frozen=True)
 class LayerMatrix:
-    """`parts[k, p, q]`: the NUM_PARTS of the cheapest assignment from layout p to layout q under price k.
+    """`parts[k, p, q]`: every `Part` of the cheapest assignment from layout p to layout q under price k.
 
     `objective[k, p, q]` is what was minimised (inf where impossible).
     """
@@ -85,7 +86,7 @@ def layer_matrix(
 ) -> LayerMatrix:
     """Solve the layer once per price, for all pairs of boundary layouts together; `passing`: of `passing_seconds`."""
     shape = (len(prices), len(joined.entering_bytes), len(joined.leaving_bytes))
-    objective, parts = np.full(shape, np.inf), np.zeros((*shape, NUM_PARTS))  # [price, p, q], [price, p, q, part]
+    objective, parts = np.full(shape, np.inf), np.zeros((*shape, len(Part)))  # [price, p, q], [price, p, q, part]
     live = [np.flatnonzero(np.isfinite(p.forward + p.backward + p.once)) for p in joined.choices]
     if any(len(strategies) == 0 for strategies in live):
         return LayerMatrix(objective, parts)
@@ -98,8 +99,8 @@ def layer_matrix(
         values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
         parts[k] = _sum_parts(joined, values, shape[1:])
     objective += num_microbatches * sum(passing)
-    parts[..., FORWARD] += passing[0]
-    parts[..., BACKWARD] += passing[1]
+    parts[..., Part.FORWARD] += passing[0]
+    parts[..., Part.BACKWARD] += passing[1]
     return LayerMatrix(objective, parts)
 
 
@@ -213,9 +214,9 @@ def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list
 
 
 def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """[p, q, NUM_PARTS] of the minimising assignments; `values`: per choice, [p, q] the strategy that it takes."""
+    """[p, q, part] of the minimising assignments; `values`: per choice, [p, q] the strategy that it takes."""
     intra = joined.stage.intra
-    total = np.zeros((*shape, NUM_PARTS))
+    total = np.zeros((*shape, len(Part)))
     working, gathered = np.zeros(shape), np.zeros(shape)
     offset = len(intra.parameters)
     for index, parts in enumerate(joined.choices):
@@ -237,9 +238,9 @@ def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, .
         if sizes is not None:
             for target in asked:
                 np.maximum(gathered, sizes[source, target], out=gathered)
-    total[..., ENTERING] = joined.entering_bytes[:, None]
-    total[..., LEAVING] = joined.leaving_bytes[None, :]
-    total[..., WORKING] = working + 2 * gathered
+    total[..., Part.ENTERING] = joined.entering_bytes[:, None]
+    total[..., Part.LEAVING] = joined.leaving_bytes[None, :]
+    total[..., Part.WORKING] = working + 2 * gathered
     return total
 
 

@@ -19,25 +19,7 @@ import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
-from alpa_strategy.inter_op.layer_matrix import (
-    AGAIN,
-    ALWAYS,
-    BACKWARD,
-    ENTERING,
-    FORWARD,
-    LEAVING,
-    NUM_PARTS,
-    ONCE,
-    PASSING,
-    SAVED,
-    WORKING,
-    Ends,
-    LayerMatrix,
-    Price,
-    follow_leaders,
-    layer_matrix,
-    passing_seconds,
-)
+from alpa_strategy.inter_op.layer_matrix import Ends, LayerMatrix, Part, follow_leaders, layer_matrix, passing_seconds
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
 from alpa_strategy.inter_op.subgraph import crossing_values, span_name, stage_on
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
@@ -155,8 +137,8 @@ def run_costs(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[flo
         parts = run_parts(job, submesh, shape, prices)
         columns += _candidates(parts, index, job.remat)
         alone = parts[0, layers, layers + 1]  # [layer, part]: memory has no price
-        seconds = alone[:, FORWARD] + alone[:, BACKWARD]
-        least = np.minimum(least, job.num_microbatches * seconds + alone[:, ONCE])
+        seconds = alone[:, Part.FORWARD] + alone[:, Part.BACKWARD]
+        least = np.minimum(least, job.num_microbatches * seconds + alone[:, Part.ONCE])
         each = np.minimum(each, seconds)
     if not columns:  # no shape is allowed: one candidate that is forbidden
         zero = np.zeros((L, L + 1, 1))
@@ -185,7 +167,7 @@ def allowed_shapes(
 def run_parts(
     job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...], prices: Sequence[tuple[float, int]] = PRICES
 ) -> np.ndarray:
-    """[price, first, last + 1, NUM_PARTS] of every run on one logical mesh; forward is inf where there is no way."""
+    """[price, first, last + 1, part] of every run on one logical mesh; forward is inf where there is no way."""
     mesh = job.cluster.logical_mesh(shape, submesh)
     tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
     layers = [stage_on(job.graph, a, b, mesh.num_devices) for a, b in pairwise(job.cuts)]
@@ -202,12 +184,12 @@ def run_parts(
         problems.append(follow_leaders(take_apart(intra), ends[first]))
         passing.append(passing_seconds(job.graph, ends[first], tables))
 
-    def solve(prices: Sequence[Price]) -> list[LayerMatrix]:
+    def solve(prices: Sequence[tuple[float, int]]) -> list[LayerMatrix]:
         return [layer_matrix(p, prices, job.num_microbatches, own) for p, own in zip(problems, passing, strict=True)]
 
     free = solve([(0.0, 1)])
     seconds = sum(float(free[kind].objective[0].min()) for kind in kinds)
-    num_bytes = sum(float(free[kind].parts[0, ..., ALWAYS : SAVED + 1].sum(axis=-1).min()) for kind in kinds)
+    num_bytes = sum(float(free[kind].parts[0, ..., Part.ALWAYS : Part.SAVED + 1].sum(axis=-1).min()) for kind in kinds)
     scale = seconds / max(num_bytes, 1.0) if np.isfinite(seconds) else 1.0
     every = free
     if prices:
@@ -236,11 +218,11 @@ def _new_shares(layers: Sequence[StepGraph]) -> list[np.ndarray]:
 def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) -> np.ndarray:
     """All runs by min-plus products along the chain, with the parts of what was chosen."""
     L, K = len(layers), layers[0].objective.shape[0]
-    result = np.zeros((K, L, L + 1, NUM_PARTS))
-    result[..., FORWARD] = np.inf
+    result = np.zeros((K, L, L + 1, len(Part)))
+    result[..., Part.FORWARD] = np.inf
     for k in range(K):
         objective = np.zeros((0, layers[0].objective.shape[1]))  # [first layer, layout at the end]
-        parts = np.zeros((0, objective.shape[1], NUM_PARTS))  # of the runs behind `objective`
+        parts = np.zeros((0, objective.shape[1], len(Part)))  # of the runs behind `objective`
         for last, layer in enumerate(layers):
             cost, own = layer.objective[k], layer.parts[k]  # [p, q], [p, q, part]
             start = cost.argmin(axis=0)  # a run that begins here may enter in any layout
@@ -250,17 +232,17 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
             before, after = parts[np.arange(last)[:, None], best], own[best, columns[None, :]]
             objective = np.take_along_axis(joined, best[:, None, :], axis=1)[:, 0]
             total = before + after
-            total[..., ENTERING], total[..., LEAVING] = before[..., ENTERING], after[..., LEAVING]
-            for largest in (WORKING, AGAIN):  # one layer at a time: these do not add up
+            total[..., Part.ENTERING], total[..., Part.LEAVING] = before[..., Part.ENTERING], after[..., Part.LEAVING]
+            for largest in (Part.WORKING, Part.AGAIN):  # one layer at a time: these do not add up
                 total[..., largest] = np.maximum(before[..., largest], after[..., largest])
-            total[..., PASSING] = before[..., PASSING] + new_shares[last][:, None] * after[..., ENTERING]
+            total[..., Part.PASSING] = before[..., Part.PASSING] + new_shares[last][:, None] * after[..., Part.ENTERING]
             objective = np.concatenate([objective, cost[start, columns][None]])
             parts = np.concatenate([total, own[start, columns][None]])
             end = objective.argmin(axis=1)
             firsts = np.arange(last + 1)
             result[k, : last + 1, last + 1] = parts[firsts, end]
             impossible = ~np.isfinite(objective[firsts, end])
-            result[k, : last + 1, last + 1, FORWARD][impossible] = np.inf
+            result[k, : last + 1, last + 1, Part.FORWARD][impossible] = np.inf
     return result
 
 
@@ -321,8 +303,8 @@ def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None
     for submesh in meshes:
         for shape in allowed_shapes(job.cluster, job.options, submesh):
             alone = run_parts(job, submesh, shape)[:, layers, layers + 1]  # [price, layer, part]
-            need = alone[..., [ALWAYS, SAVED, LEAVING, WORKING]].sum(axis=2)
-            least = np.minimum(least, np.where(np.isfinite(alone[..., FORWARD]), need, np.inf).min(axis=0))
+            need = alone[..., [Part.ALWAYS, Part.SAVED, Part.LEAVING, Part.WORKING]].sum(axis=2)
+            least = np.minimum(least, np.where(np.isfinite(alone[..., Part.FORWARD]), need, np.inf).min(axis=0))
     if not np.isfinite(least).all():
         return None
     worst = int(least.argmax())
