@@ -29,7 +29,7 @@ import numpy as np
 
 from alpa_strategy.inter_op.candidates import Candidate, EqualMeshes, StageSpace, simulated_seconds
 from alpa_strategy.inter_op.stage_costs import allowed_shapes
-from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange
+from alpa_strategy.inter_op.stage_dp import StageRange
 from alpa_strategy.inter_op.stage_problem import weighted
 from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
 from alpa_strategy.intra_op.problem import Solution, evaluate
@@ -297,8 +297,9 @@ class _Chain:
         overhead = self.space.overhead
         each = stage.plan.forward_seconds, stage.plan.backward_seconds, stage.cost.once, 0.0
         (step,) = simulated_seconds("1F1B", 1, job.num_microbatches, [[each]], overhead)
-        choice = StageChoice((StageRange(0, job.num_layers, submesh, 0),), step, 0.0)
-        return Candidate(step, job, "1F1B", 1, choice, (submesh,), (wish.shape,), (wish.remat,), (1,), (0.0,), (stage,))
+        all_layers = (StageRange(0, job.num_layers, submesh, 0),)
+        of_stage = (submesh,), (wish.shape,), (wish.remat,), (1,), (0.0,), (stage,)
+        return Candidate(step, job, "1F1B", 1, all_layers, *of_stage)
 
 
 def exhaustive(space: Space, seconds: float, seed: int = 0) -> Trace:

@@ -17,7 +17,7 @@ from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.pins import stage_cuts, stage_fits
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, free_runs
-from alpa_strategy.inter_op.stage_dp import StageChoice, StageRange, StageTables, solve_stages
+from alpa_strategy.inter_op.stage_dp import StageRange, StageTables, solve_stages
 from alpa_strategy.inter_op.stage_solve import SolvedStage
 from alpa_strategy.inter_op.subgraph import span_name
 from alpa_strategy.schedules import (
@@ -37,10 +37,12 @@ EVERY_SIZE = 128  # devices up to which stages of every size are set beside each
 ABOVE = 1.05  # closed forms of several stages a mesh, against what is simulated of unequal ones
 SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B (stage_dp.py); simulated schedules decide between them
 
+Stages = tuple[StageRange, ...]  # in pipeline order
+
 
 @dataclass(frozen=True)
 class Candidate:
-    """A solution of the DP with what it was solved for; `alive` per stage, in (micro-batch, stage) pairs of its mesh.
+    """Stages with what they were chosen for; `alive` per stage, in (micro-batch, stage) pairs of its mesh.
 
     `seconds`: simulated, from the costs of the tables. `solved`: its stages, where their layouts are known already.
     """
@@ -49,7 +51,7 @@ class Candidate:
     job: CostJob
     schedule: str
     stages_per_mesh: int
-    choice: StageChoice
+    stages: Stages
     submesh_of: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     remat: tuple[bool, ...]
@@ -148,7 +150,7 @@ class StageSpace:
 
     def cheapest(
         self, tables: StageTables, stages: Sequence[tuple[int, int, int]], left: Sequence[int], alive: Sequence[int]
-    ) -> tuple[StageChoice, list[float]]:
+    ) -> tuple[Stages, list[float]]:
         """The cheapest candidates that fit of stages (first layer, last + 1, submesh), and the seconds of each in a
         step: inf where none does. `left`: per stage, devices (or stages: what `tables` count) from it on."""
         chosen, seconds = [], []
@@ -158,7 +160,7 @@ class StageSpace:
             fitting = np.where((need <= self.job.memory_limit) & tables.may_begin(*at, devices), every, np.inf)
             chosen.append(StageRange(*at, int(fitting.argmin())))
             seconds.append(float(fitting.min()))
-        return StageChoice(tuple(chosen), 0.0, 0.0), seconds
+        return tuple(chosen), seconds
 
     def candidates(
         self,
@@ -166,15 +168,15 @@ class StageSpace:
         left: Sequence[int],
         schedule: str,
         stages_per_mesh: int,
-        choices: Sequence[StageChoice],
+        choices: Sequence[Stages],
         alive: tuple[int, ...],
     ) -> list[Candidate]:
         """What was chosen, simulated; all of as many stages. `left`: per stage, what `tables.link_at` counts by."""
         found, pipelines = [], []
         for choice in choices:
-            own = [(self.runs[s.submesh], (s.first, s.last, s.candidate)) for s in choice.stages]
+            own = [(self.runs[s.submesh], (s.first, s.last, s.candidate)) for s in choice]
             remat = tuple(bool(runs.remat[at]) for runs, at in own)
-            joints = enumerate(pairwise(choice.stages), start=1)
+            joints = enumerate(pairwise(choice), start=1)
             wires = (*(tables.wire(a.last, a.submesh, b.submesh, left[i]) for i, (a, b) in joints), 0.0)
             stages = []
             for (runs, at), again, wire in zip(own, remat, wires, strict=True):
@@ -183,7 +185,7 @@ class StageSpace:
                 stages.append((forward, (3 if again else 2) * forward, float(runs.once[at]), wire))
             pipelines.append(stages)
             shapes = tuple(runs.shapes[int(runs.shape[at])] for runs, at in own)
-            on = tuple(s.submesh for s in choice.stages)
+            on = tuple(s.submesh for s in choice)
             found.append(Candidate(0.0, self.job, schedule, stages_per_mesh, choice, on, shapes, remat, alive, wires))
         ranks, count = len(alive) // stages_per_mesh, self.job.num_microbatches
         seconds = simulated_seconds(schedule, ranks, count, pipelines, self.overhead)
@@ -262,7 +264,7 @@ def _regular(space: StageSpace, schedule: str, known: Callable[[], float]) -> It
             choice = solved(tolerance=TOLERANCE, known=known())
             starts = [[round(i * L / total) for i in range(total + 1)]]
             if choice is not None:
-                yield from equal.candidates([choice])
+                yield from equal.candidates([choice.stages])
             elif (
                 v > 1
                 and space.runs[index].least.sum() < ranks * known()
@@ -321,14 +323,14 @@ class EqualMeshes:
         anywhere = np.ones((len(self.holders) + 1, 1), dtype=bool)
         return replace(one, bytes_always=always, fits=anywhere, link_at=self.tables.link_at, starts=starts)
 
-    def cheapest(self, cuts: Sequence[int]) -> tuple[StageChoice, list[float]]:
+    def cheapest(self, cuts: Sequence[int]) -> tuple[Stages, list[float]]:
         """See `StageSpace.cheapest`: stages between cuts."""
         stages = [(first, last, 0) for first, last in pairwise(cuts)]
         return self.space.cheapest(self.alone, stages, range(len(stages), 0, -1), self.alive)
 
-    def candidates(self, choices: Sequence[StageChoice]) -> list[Candidate]:
+    def candidates(self, choices: Sequence[Stages]) -> list[Candidate]:
         """What was chosen in tables of this submesh alone, simulated."""
-        own = [replace(c, stages=tuple(replace(s, submesh=self.submesh) for s in c.stages)) for c in choices]
+        own = [tuple(replace(stage, submesh=self.submesh) for stage in choice) for choice in choices]
         left = list(range(len(self.alive), 0, -1))
         return self.space.candidates(self.tables, left, self.schedule, self.stages_per_mesh, own, self.alive)
 
@@ -339,7 +341,7 @@ class EqualMeshes:
         others up: what it says of unequal stages may be twice what is simulated.
         """
 
-        def chosen(cuts: Sequence[int]) -> tuple[StageChoice, np.ndarray]:
+        def chosen(cuts: Sequence[int]) -> tuple[Stages, np.ndarray]:
             """The cheapest stages, and the seconds that they keep each mesh busy in a step."""
             choice, seconds = self.cheapest(cuts)
             return choice, np.bincount(self.holders, seconds)
@@ -381,7 +383,7 @@ def _any_meshes(space: StageSpace, schedule: str, known: Callable[[], float], us
     for most, counts in _lengths(schedule, min(L, D), B, job.options.num_stages):
         alive = in_flight(schedule, most, B)[::-1]
         weights = terms(schedule, most, B)
-        seen: set[tuple[StageRange, ...]] = set()
+        seen: set[Stages] = set()
         for share in SENDER_SHARES:
             choice = solve_stages(
                 some, D // unit, weights, alive, job.memory_limit, counts, tolerance=TOLERANCE, known=known(),
@@ -394,7 +396,7 @@ def _any_meshes(space: StageSpace, schedule: str, known: Callable[[], float], us
             own = tuple(alive[len(stages) - i - 1] for i in range(len(stages)))
             devices = [int(sizes[s.submesh]) for s in stages]
             left = [sum(devices[i:]) for i in range(len(stages))]
-            yield from space.candidates(space.tables, left, schedule, 1, [replace(choice, stages=stages)], own)
+            yield from space.candidates(space.tables, left, schedule, 1, [stages], own)
 
 
 def _in_units(tables: StageTables, kept: np.ndarray, unit: int) -> StageTables:

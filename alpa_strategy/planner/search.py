@@ -422,10 +422,10 @@ def solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerp
     stored: dict[int, dict[str, ParameterPlan]] = defaultdict(dict)  # by a mesh's first device
     seen_as: dict[int, tuple[int, ...]] = {}  # by the same: stages on one mesh see it as one grid, that of the first
     offset = 0
-    for i, stage in enumerate(candidate.choice.stages):
+    for i, stage in enumerate(candidate.stages):
         mesh = meshes[stage.submesh]
         if candidate.stages_per_mesh > 1:
-            ranks = len(candidate.choice.stages) // candidate.stages_per_mesh
+            ranks = len(candidate.stages) // candidate.stages_per_mesh
             first = mesh_of(candidate.schedule, ranks, i) * math.prod(mesh)
         else:
             first, offset = offset, offset + math.prod(mesh)

@@ -68,7 +68,7 @@ def test_nothing_that_a_search_finds_is_better(space, name):
     assert trace.best is not None
     assert trace.best.seconds >= solved.seconds * (1 - TOLERANCE)
     assert [s for _, s in trace.history] == sorted((s for _, s in trace.history), reverse=True)
-    assert sum(space.sizes[s.submesh] for s in trace.best.choice.stages) % CLUSTER.num_devices == 0
+    assert sum(space.sizes[s.submesh] for s in trace.best.stages) % CLUSTER.num_devices == 0
 
 
 @pytest.mark.parametrize("schedule", [None, "Interleaved1F1B"])
@@ -88,7 +88,7 @@ def test_where_links_differ_every_state_is_priced_by_the_links_of_its_messages(s
 
 def test_the_solved_stages_have_their_price_as_a_state(space):
     for solved in solve_schedules(space, math.inf):
-        stages = tuple((s.last - s.first, s.submesh) for s in solved.choice.stages)
+        stages = tuple((s.last - s.first, s.submesh) for s in solved.stages)
         priced = space.price(State(solved.schedule, solved.stages_per_mesh, stages))
         assert priced is not None
         assert priced.seconds <= solved.seconds * (1 + TOLERANCE)
