@@ -189,10 +189,8 @@ class StageSolver:
         """The stage's problem, and its optimum without a memory limit: most stages of a good plan need no other."""
         job = self.job
         mesh = job.cluster.logical_mesh(wish.shape, wish.submesh)
-        tables = self._tables.setdefault(
-            (wish.submesh, wish.shape),
-            OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches),
-        )
+        tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
+        tables = self._tables.setdefault((wish.submesh, wish.shape), tables)
         if job.is_whole_batch:  # nothing is done "per micro-batch": the step's own problem
             graph = job.graph
             if wish.shape not in self._whole:

@@ -47,13 +47,10 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
     read.update(values_of((output, records)), [loss] if loss >= 0 else [])
     here = {value for op in ops for value in op.results}
     handed_in = set(step.received) | {value for value, op in maker.items() if op < first}
+    buffers = (b for b in step.buffers if b.value in read or b.update in updates)
     return replace(
         step.part(ops, read),
-        buffers=tuple(
-            b if b.update in updates else replace(b, update=None)
-            for b in step.buffers
-            if b.value in read or b.update in updates
-        ),
+        buffers=tuple(b if b.update in updates else replace(b, update=None) for b in buffers),
         loss=loss,
         output=output,
         **records,

@@ -229,7 +229,9 @@ def with_offload(intra: IntraOp, pinned: Collection[str] | None = None) -> Intra
     for index, (given, own) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
         if can_be_offloaded(given) and (pinned is None or given.name in pinned):
             host = intra.tables.parameter(given, on_host=True)
-            again = 1.0 if _is_saved(intra, given) else 0.0
+            # Fetched once more where some op's backward needs it.
+            views = (is_plain_view(intra.step.ops[op].call) for op, _ in intra.step.consumers.get(given.value, ()))
+            again = 1.0 if intra.savers(given.value) or any(views) else 0.0
             backward = again * host.fetch_seconds + host.return_seconds
             host = replace(host, seconds=host.seconds + host.fetch_seconds + backward, backward_seconds=backward)
             parameters[index] = joined(own, host)
@@ -279,9 +281,3 @@ def fetched_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
             alive[min(uses) : max(uses) + 1] += num_bytes
             largest = max(largest, num_bytes)
     return float(alive.max()) + 2 * max(largest, *_stored_bytes(intra, assignment), 0)
-
-
-def _is_saved(intra: IntraOp, given: ParameterInput) -> bool:
-    """Whether some op's backward needs the parameter: it is fetched once more then."""
-    views = (is_plain_view(intra.step.ops[op].call) for op, _ in intra.step.consumers.get(given.value, ()))
-    return bool(intra.savers(given.value)) or any(views)

@@ -89,14 +89,11 @@ def with_shared_arrays(problem: Problem) -> Problem:
         return known.setdefault((array.shape, array.dtype.str, array.tobytes()), array)
 
     choices = tuple(Choice(x.name, of(x.cost), of(x.memory)) for x in problem.choices)
-    transfers = tuple(
-        Transfer(
-            t.name, t.producer, of(t.source), tuple(Use(u.choice, of(u.layout)) for u in t.uses), of(t.cost),
-            of(t.memory),
-        )
-        for t in problem.transfers
-    )  # fmt: skip
-    return replace(problem, choices=choices, transfers=transfers)
+    transfers = []
+    for t in problem.transfers:
+        uses = tuple(Use(u.choice, of(u.layout)) for u in t.uses)
+        transfers.append(Transfer(t.name, t.producer, of(t.source), uses, of(t.cost), of(t.memory)))
+    return replace(problem, choices=choices, transfers=tuple(transfers))
 
 
 def repeated(
@@ -126,15 +123,11 @@ def repeated(
             cost[which] = np.inf
         memory = given.memory[which] if num_bytes is None else num_bytes[index]
         choices[index] = replace(given, cost=cost, memory=np.concatenate([given.memory, memory]))
-    transfers = tuple(
-        replace(
-            t,
-            source=longer(t.producer, t.source),
-            uses=tuple(Use(use.choice, longer(use.choice, use.layout)) for use in t.uses),
-        )
-        for t in problem.transfers
-    )
-    return replace(problem, choices=tuple(choices), transfers=transfers)
+    transfers = []
+    for t in problem.transfers:
+        uses = tuple(Use(use.choice, longer(use.choice, use.layout)) for use in t.uses)
+        transfers.append(replace(t, source=longer(t.producer, t.source), uses=uses))
+    return replace(problem, choices=tuple(choices), transfers=tuple(transfers))
 
 
 def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, float]:

@@ -224,21 +224,19 @@ class _Search:
 
     def run(self, known: float) -> None:
         """Fill `best` with candidates that are predicted to take less than `known` seconds."""
-        counts = microbatch_counts(self.task.step, self.task.cluster, self.task.options)
+        options, num_devices = self.task.options, self.task.cluster.num_devices
+        counts = microbatch_counts(self.task.step, self.task.cluster, options)
         if self.several:
             counts = [count for count in counts if count > 1]
         if len(counts) == 1:
             self._jobs[counts[0]] = self._make_job(counts[0])
-        search_microbatches(
-            counts,
-            min(self.task.cluster.num_devices, MAX_LAYERS),
-            self._bound,
-            lambda n, used: self._look(n, used if self.task.cluster.num_devices > EVERY_SIZE else None, known),
-            known,
-        )
-        options = self.task.options
+
+        def look(count: int, used: Submeshes | None) -> Look:
+            return self._look(count, used if num_devices > EVERY_SIZE else None, known)
+
+        search_microbatches(counts, min(num_devices, MAX_LAYERS), self._bound, look, known)
         is_free = not (self.several or options.schedule or options.num_stages or options.device_map)
-        if self.best and is_free and self.task.cluster.num_devices <= EVERY_SIZE:
+        if self.best and is_free and num_devices <= EVERY_SIZE:
             self._look_at_one_stage(counts, known)
         self.best = sorted((c for c in self.best if c.seconds < known), key=lambda c: c.seconds)
         if not self.best and not self.failures:
@@ -459,16 +457,10 @@ def plan_of(
         PlanError: the stages of one mesh do not fit together.
     """
     B = job.num_microbatches
-    stages = tuple(
-        replace(
-            s.plan,
-            first_device=first,
-            devices=job.cluster.ranks_of(first, math.prod(s.plan.submesh)),
-            layers=span_name(job.graph, *s.plan.ops),
-            boundary_seconds=wire,
-        )
-        for s, first, wire in zip(solved, first_devices, wires, strict=True)
-    )
+    stages = []
+    for s, first, wire in zip(solved, first_devices, wires, strict=True):
+        devices, layers = job.cluster.ranks_of(first, math.prod(s.plan.submesh)), span_name(job.graph, *s.plan.ops)
+        stages.append(replace(s.plan, first_device=first, devices=devices, layers=layers, boundary_seconds=wire))
     peaks: dict[int, int] = defaultdict(int)
     for stage in stages:
         peaks[stage.first_device] += stage.predicted.peak_bytes
@@ -493,7 +485,7 @@ def plan_of(
         layouts = "layouts propagated from op to op, not optimised"
     return Plan(
         fingerprint=fingerprint,
-        stages=stages,
+        stages=tuple(stages),
         predicted=Predicted(
             seconds,
             max(peaks.values()),

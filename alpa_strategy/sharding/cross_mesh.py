@@ -39,11 +39,8 @@ class MeshSide:
 
     def boxes(self, tensor_shape: Sequence[int]) -> dict[int, Box]:
         """Rank -> the box of a tensor of `tensor_shape` that it holds."""
-        coordinates = product(*map(range, self.shape))
-        return {
-            rank: self.layout.slices(tensor_shape, self.shape, coordinate)
-            for rank, coordinate in zip(self.ranks, coordinates, strict=True)
-        }
+        boxes = (self.layout.slices(tensor_shape, self.shape, at) for at in product(*map(range, self.shape)))
+        return dict(zip(self.ranks, boxes, strict=True))
 
 
 @dataclass(frozen=True)

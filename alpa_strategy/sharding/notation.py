@@ -276,22 +276,13 @@ def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrat
     for split in found.splits:
         if split is None or not _fits(call, split, axis_size):
             continue
-        strategies.append(
-            AxisStrategy(
-                tuple(operand(i, d) for i, d in enumerate(split.operands)),
-                tuple(result(mark) for mark in split.results),
-                split.implementation,
-                split.collectives,
-            )
-        )
+        inputs = tuple(operand(i, d) for i, d in enumerate(split.operands))
+        outputs = tuple(map(result, split.results))
+        strategies.append(AxisStrategy(inputs, outputs, split.implementation, split.collectives))
     with_grads = [[meta for meta in metas if meta.requires_grad] for metas in (call.results, call.operands)]
     if found.carries and any(operand_grads) and _keeps(*with_grads):  # partial gradients
-        strategies.append(
-            AxisStrategy(
-                tuple(REPLICATE if g else INVARIANT for g in operand_grads),
-                tuple(REPLICATE if g else INVARIANT for g in result_grads),
-            )
-        )
+        inputs, outputs = (tuple(REPLICATE if g else INVARIANT for g in each) for each in (operand_grads, result_grads))
+        strategies.append(AxisStrategy(inputs, outputs))
     if found.linear and _keeps(call.operands, call.results):
         for chosen in found.linear:
             if any(call.operands[i].dtype == torch.bool for i in chosen):

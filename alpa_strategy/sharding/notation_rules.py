@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from alpa_strategy.ir.op import InnerCollective, OpCall, Slot, bind, dims_of, slots
 from alpa_strategy.sharding.notation import Found, Split, line_of, read, split_from_dims
@@ -16,10 +17,11 @@ from alpa_strategy.sharding.rule_families import EACH, FIRST, linear_sets
 
 _MATRIX, _VECTOR, _NUMBER = "[*b, i!, j!]", "[*b, i!]", "[*b]"
 _COLUMNS = "[*b, j!, c]"  # right-hand sides: every column is solved by itself
+Rule = TypeVar("Rule")
 
 
-def _lines(names: str, line: str) -> dict[str, str]:
-    return {f"aten.{name}": line for name in names.split()}
+def _each(names: str, rule: Rule) -> dict[str, Rule]:
+    return {f"aten.{name}": rule for name in names.split()}
 
 
 def _in_front(names: str, inner: int) -> dict[str, Callable[[OpCall, int], str]]:
@@ -34,7 +36,7 @@ def _in_front(names: str, inner: int) -> dict[str, Callable[[OpCall, int], str]]
         operands = [term(f"x{i}", call.operands[slot.index].shape) for i, slot in enumerate(slots(call))]
         return f"{', '.join(operands)} -> {', '.join(term(f'y{i}', m.shape) for i, m in enumerate(call.results))}"
 
-    return {f"aten.{name}": line for name in names.split()}
+    return _each(names, line)
 
 
 def _solve(call: OpCall, axis_size: int, made_of: str = _MATRIX, or_vectors: bool = False) -> str:
@@ -109,13 +111,13 @@ BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
     **_in_front("linalg_eigvals linalg_eigvalsh linalg_svdvals linalg_eig linalg_eigh linalg_lu lu_unpack", 2),
     **_in_front("linalg_lu_factor linalg_ldl_factor geqrf linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info", 2),
     **_in_front("linalg_householder_product ormqr triangular_solve pinverse", 2),
-    **_lines("linalg_pinv", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> [*b, j!, i!]"),
-    **_lines("linalg_matrix_rank", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> {_NUMBER}"),
-    **_lines("cholesky_solve", f"{_COLUMNS}, {_MATRIX} -> {_COLUMNS}"),
-    **_lines("lu_solve", f"{_COLUMNS}, {_MATRIX}, [*b, r!] -> {_COLUMNS}"),
-    **_lines("linalg_ldl_solve", f"{_MATRIX}, [*b, r!], {_COLUMNS} -> {_COLUMNS}"),
-    **_lines("cdist", "[*b, p, m!], [*b, q, m!] -> [*b, p, q]"),
-    **_lines("bilinear", "[*b, i], [*b, j], [o, i, j], +[o]? -> [*b, o]"),
+    **_each("linalg_pinv", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> [*b, j!, i!]"),
+    **_each("linalg_matrix_rank", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> {_NUMBER}"),
+    **_each("cholesky_solve", f"{_COLUMNS}, {_MATRIX} -> {_COLUMNS}"),
+    **_each("lu_solve", f"{_COLUMNS}, {_MATRIX}, [*b, r!] -> {_COLUMNS}"),
+    **_each("linalg_ldl_solve", f"{_MATRIX}, [*b, r!], {_COLUMNS} -> {_COLUMNS}"),
+    **_each("cdist", "[*b, p, m!], [*b, q, m!] -> [*b, p, q]"),
+    **_each("bilinear", "[*b, i], [*b, j], [o, i, j], +[o]? -> [*b, o]"),
     **dict.fromkeys(("aten.linalg_solve", "aten.linalg_solve_ex"), partial(_solve, or_vectors=True)),
     "aten.linalg_solve_triangular": _solve,
     "aten.linalg_lu_solve": partial(_solve, made_of=f"{_MATRIX}, [*b, r!]"),
@@ -128,7 +130,7 @@ BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
         f"aten.fractional_max_pool{n}d": f"[n, c, *s!], [n, c, r!] -> [n, c, {places}], [n, c, {places}]"
         for n, places in ((2, "h!, w!"), (3, "d!, h!, w!"))
     },
-    **_lines("grid_sampler grid_sampler_2d grid_sampler_3d", "[n, c, *s!], [n, *p, t!] -> [n, c, *p]"),
+    **_each("grid_sampler grid_sampler_2d grid_sampler_3d", "[n, c, *s!], [n, *p, t!] -> [n, c, *p]"),
     # Losses over rows, recurrent networks, and others.
     "aten.cosine_embedding_loss": _over_rows("[n, c!]", "[n, c!]", "[n]"),
     "aten.triplet_margin_loss": _over_rows("[n, c!]", "[n, c!]", "[n, c!]"),
@@ -136,8 +138,8 @@ BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
     "aten.multilabel_margin_loss": _over_rows("[n, c!]", "[n, c!]"),
     **{f"aten.{name}.input": recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     # One step of them: samples are independent, if there are several.
-    **_lines("gru_cell rnn_tanh_cell rnn_relu_cell", f"[*b, i!], [*b, h!], {_CELL_WEIGHTS} -> [*b, h!]"),
-    **_lines("lstm_cell", f"[*b, i!], [*b, h!], [*b, c!], {_CELL_WEIGHTS} -> [*b, h!], [*b, c!]"),
+    **_each("gru_cell rnn_tanh_cell rnn_relu_cell", f"[*b, i!], [*b, h!], {_CELL_WEIGHTS} -> [*b, h!]"),
+    **_each("lstm_cell", f"[*b, i!], [*b, h!], [*b, c!], {_CELL_WEIGHTS} -> [*b, h!], [*b, c!]"),
     "aten.searchsorted.Tensor": searchsorted,
     "aten.embedding_bag": embedding_bag,
     "aten.isin.Tensor_Tensor": "[*b], [*s!] -> [*b]",
@@ -435,6 +437,7 @@ def _stft(call: OpCall, axis_size: int) -> str:
 
 
 _NORM = "[*b, *normalized_shape!], [*normalized_shape!]?"
+_TOGETHER = ((0, 1),)
 _WITH_FIRST = ((0, 1), (0, 2))  # of addmm and its relatives: what is added, and one factor
 
 NOTATION: dict[str, Notation] = {
@@ -491,20 +494,12 @@ NOTATION: dict[str, Notation] = {
     "aten.index.Tensor": Notation(_index, linear=FIRST, carries=True),
     "aten.index_put": Notation(_index_put),
     "aten.sum_to_size": Notation(_sum_to_size, linear=FIRST, carries=True),
-    **{
-        f"aten.{name}": Notation(rule, linear=((0, 1),), carries=True)
-        for name, rule in (
-            ("select_scatter", partial(_write_into, lacking=("dim",))),
-            ("diagonal_scatter", partial(_write_into, lacking=("dim1", "dim2"))),
-            ("slice_scatter", partial(_write_into, whole=("dim",))),
-        )
-    },
+    "aten.select_scatter": Notation(partial(_write_into, lacking=("dim",)), linear=_TOGETHER, carries=True),
+    "aten.diagonal_scatter": Notation(partial(_write_into, lacking=("dim1", "dim2")), linear=_TOGETHER, carries=True),
+    "aten.slice_scatter": Notation(partial(_write_into, whole=("dim",)), linear=_TOGETHER, carries=True),
     "aten.index_select": Notation(_index_select, linear=FIRST, carries=True),
     **{f"aten.{name}": Notation(_gather, carries=True) for name in ("gather", "take_along_dim")},
-    **{
-        f"aten.{name}": Notation(_written_there)
-        for name in ("scatter", "scatter_reduce", "index_copy", "index_fill", "index_reduce")
-    },
+    **_each("scatter scatter_reduce index_copy index_fill index_reduce", Notation(_written_there)),
     **{f"aten.{name}": Notation(partial(_written_there, adds=True)) for name in ("scatter_add", "index_add")},
     "aten.stft": Notation(_stft, linear=EACH),
     "alpa.ctc_rows": Notation(_ctc_rows),
