@@ -246,15 +246,16 @@ class ClusterSpec:
     def between(self, source: tuple[int, int], target: tuple[int, int]) -> Link:
         """What a tensor has on its way between meshes, given as (first place, devices): every byte goes once, each
         device sends and receives as much as the others of its mesh, in order."""
-        if (source, target) not in self._between:
+        if (source, target) not in self._known:
             parts = math.lcm(source[1], target[1])  # each goes from one device to one
             places = [(source[0] + i * source[1] // parts, target[0] + i * target[1] // parts) for i in range(parts)]
             latency, seconds = self.topology.messages(Counter((self._order[a], self._order[b]) for a, b in places))
-            self._between[source, target] = Link(latency, parts / seconds if seconds else math.inf)
-        return self._between[source, target]
+            self._known[source, target] = Link(latency, parts / seconds if seconds else math.inf)
+        return self._known[source, target]
 
     @cached_property
-    def _between(self) -> dict[tuple[tuple[int, int], tuple[int, int]], Link]:
+    def _known(self) -> dict[tuple, Any]:
+        """What `between` and `logical_mesh` gave, by their arguments."""
         return {}
 
     def in_order(self, ranks: Order) -> ClusterSpec:
@@ -316,7 +317,7 @@ class ClusterSpec:
                 f"logical mesh {shape} does not have the {num_nodes * per_node} devices of {num_nodes} x {per_node}",
                 f"use one of {', '.join(map(str, factorisations(num_nodes * per_node)))}",
             )
-        if (shape, num_nodes, per_node) not in self._meshes:
+        if (shape, num_nodes, per_node) not in self._known:
             places: list[Sequence[int]]
             if self.is_uniform:
                 places = [[node * self.devices_per_node + i for node in range(num_nodes) for i in range(per_node)]]
@@ -325,12 +326,8 @@ class ClusterSpec:
                 places = [self._order[i : i + size] for i in range(0, self.num_devices - size + 1, size)]
             axes = tuple(self._axis([np.array(ranks).reshape(shape) for ranks in places], i) for i in range(len(shape)))
             host = self.host and self.host.share(self.devices_per_node)
-            self._meshes[shape, num_nodes, per_node] = LogicalMesh(shape, axes, self.overlap, host)
-        return self._meshes[shape, num_nodes, per_node]
-
-    @cached_property
-    def _meshes(self) -> dict[tuple[tuple[int, ...], int, int], LogicalMesh]:
-        return {}
+            self._known[shape, num_nodes, per_node] = LogicalMesh(shape, axes, self.overlap, host)
+        return self._known[shape, num_nodes, per_node]
 
     def _axis(self, grids: Sequence[np.ndarray], axis: int) -> MeshAxis:
         """An axis of a mesh that lies on one of `grids` of ranks."""

@@ -156,8 +156,9 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
         choice_spans.append(EVERY_SPAN if span is None else span)
     transfer_spans = [spans.of_use(transfer, transfer.uses[0]) for transfer in problem.transfers]
     transfers = [_transfer_parts(intra, spans, index) for index in range(len(problem.transfers))]
-    parts_of = tuple(choices), tuple(transfers)
-    return StageProblem(intra, *parts_of, len(starts), tuple(choice_spans), tuple(transfer_spans))
+    return StageProblem(
+        intra, tuple(choices), tuple(transfers), len(starts), tuple(choice_spans), tuple(transfer_spans)
+    )
 
 
 def _transfer_parts(intra: IntraOp, spans: RematSpans, index: int) -> Parts:

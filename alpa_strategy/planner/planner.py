@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from traceback import clear_frames
 from typing import Any
@@ -26,7 +26,7 @@ from alpa_strategy.planner.optimizer_info import optimizer_info_of
 from alpa_strategy.planner.plan_check import check_devices
 from alpa_strategy.planner.replan import pinned_task, replan
 from alpa_strategy.planner.search import hidden_seconds, microbatch_counts, plan_one_stage, plan_pipeline
-from alpa_strategy.planner.task import PlanTask, Progress, unseen
+from alpa_strategy.planner.task import PlanTask, Progress
 
 MARGIN = 0.1  # a pipeline must be predicted faster by this share: its prediction is the less sure one
 SCREEN = 0.15  # pipelines are not looked at where one stage waits for less than this share of its step
@@ -59,7 +59,7 @@ def make_plan(
     Raises:
         CaptureError, PlanError: see there.
     """
-    options, progress = options or PlanOptions(), progress or unseen
+    options, progress = options or PlanOptions(), progress or nullcontext
     if costs is not None:
         options = replace(options, costs=costs)
     started = time.perf_counter()

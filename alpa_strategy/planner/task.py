@@ -18,12 +18,7 @@ from alpa_strategy.ir.plan import FORMAT_VERSION, Fingerprint, Plan
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.sharding.register import registered_rules
 
-Progress = Callable[[str], AbstractContextManager[None]]
-
-
-def unseen(name: str) -> AbstractContextManager[None]:
-    """A phase of planning that nobody is shown."""
-    return nullcontext()
+Progress = Callable[[str], AbstractContextManager[object]]  # around a phase of planning, which it is given by name
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class PlanTask:
     options: PlanOptions
     optimizer: OptimizerInfo
     costs: OpCosts | None = None
-    progress: Progress = unseen
+    progress: Progress = nullcontext
     stage_costs: Callable[[], OpCosts] | None = None
 
     def __post_init__(self) -> None:
