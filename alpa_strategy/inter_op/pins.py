@@ -98,7 +98,7 @@ def layers_of(
 
     What several modules share is pinned where it is used under the name that a pin has.
     """
-    least = options.num_stages or 1
+    least = options.num_stages or 1  # stages that the options allow; they can be met (`check_pins`)
     if options.num_stages is None and options.schedule is not None:
         least = min(n for n, _ in _possible(cluster, options)[options.schedule])
     count = max(least, min(default_num_layers(step), len(step.ops)))

@@ -437,7 +437,7 @@ def _stft(call: OpCall, axis_size: int) -> str:
 
 
 _NORM = "[*b, *normalized_shape!], [*normalized_shape!]?"
-_TOGETHER = ((0, 1),)
+_TOGETHER = ((0, 1),)  # a tensor and what is written into it
 _WITH_FIRST = ((0, 1), (0, 2))  # of addmm and its relatives: what is added, and one factor
 
 NOTATION: dict[str, Notation] = {
