@@ -65,19 +65,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     known = (*SECTIONS, "seed")
     check_names(content, known, f"{path}: unknown key")
     merged = _merge(path, content, overrides, known)
-    for section in ("model", "data"):
-        if TARGET not in (merged.get(section) or {}):
-            raise OptionError(
-                f"{path}: section {section!r} has no {TARGET!r}",
-                f"name the class, for example {section}: {{{TARGET}: ...}}",
-            )
     seed = merged.get("seed")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise OptionError(f"{path}: seed is {seed!r}, not a whole number", "write for example seed: 0")
     sections = {section: dict(merged.get(section) or {}) for section in SECTIONS}
     recipe = Recipe(path, **sections, seed=seed)
     for section in ("model", "data"):
-        _checked_target(recipe, getattr(recipe, section), section)
+        if TARGET not in sections[section]:
+            raise OptionError(
+                f"{path}: section {section!r} has no {TARGET!r}",
+                f"name the class, for example {section}: {{{TARGET}: ...}}",
+            )
+        _checked_target(recipe, sections[section], section)
     rows = recipe.data.get("batch_size")
     if type(rows) is int and rows < 1:
         raise OptionError(f"{path}: data.batch_size is {rows}", "give a whole number of at least 1")

@@ -69,9 +69,6 @@ class Fields:
                 hint = f"did you mean {prefix}{close[0]}?" if close else f"known fields: {', '.join(known)}"
                 raise self._error(f"{prefix}{key}", "is not a field of a cluster", hint)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.data
-
     def value(self, key: str, expected: str, default: Any = None) -> Any:
         """The raw value of a field, which must be there where it has no default."""
         if key not in self.data and default is not None:

@@ -210,7 +210,7 @@ class ClusterSpec:
             tables=tuple(_read_table(table, source, index) for index, table in enumerate(tables)),
             measured=measured,
             overlap=fields.number("overlap", "a share, 0 to 1", 0.0, zero=True, maximum=1.0),
-            links=read_links(fields.section("intra_node", LINK_FIELDS, _LINK)) if "intra_node" in fields else (),
+            links=read_links(fields.section("intra_node", LINK_FIELDS, _LINK)) if "intra_node" in fields.data else (),
             levels=read_levels(fields),
             order=_read_order(fields),
             host=_read_host(fields),
@@ -445,7 +445,7 @@ def _read_link(fields: Fields, key: str, nominal: dict[str, Any] | None) -> Link
 
 
 def _read_host(fields: Fields) -> Host | None:
-    if "host" not in fields:
+    if "host" not in fields.data:
         return None
     host = fields.section("host", HOST_FIELDS, f"a section with {', '.join(HOST_FIELDS)}")
     return Host(

@@ -67,7 +67,7 @@ def read_levels(fields: Fields) -> tuple[Level, ...]:
     for index, data in enumerate(fields.items("levels", "a list of levels", ())):
         known = ("name", "nodes", "devices", "latency", "bandwidth")
         level = Fields(data, known, fields.file, f"{fields.prefix}levels.{index}.")
-        unit = "devices" if "devices" in level else "nodes"
+        unit = "devices" if "devices" in level.data else "nodes"
         expected = "how many consecutive ones are a block, or the members of each: [[0, 2], [1, 3]]"
         blocks: int | tuple[Order, ...]
         if isinstance(level.value(unit, expected), list | tuple):
@@ -85,7 +85,7 @@ def read_levels(fields: Fields) -> tuple[Level, ...]:
 
 def read_links(fields: Fields) -> tuple[tuple[float, ...], ...]:
     """The matrix `intra_node.links` of a cluster file, the same in both directions, in bytes/s; () without one."""
-    if "links" not in fields:
+    if "links" not in fields.data:
         return ()
     expected = f"bytes/s between each two devices of a node (at most {MAX_LINKED}), 0 where no link of their own is"
     rows = fields.items("links", expected)
