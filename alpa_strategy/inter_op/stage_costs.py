@@ -39,23 +39,23 @@ class RunCosts:
     """Candidates for every run of layers on one submesh; arrays [first layer, last + 1, candidate].
 
     Attributes:
+        least: [layer] seconds a step that a layer takes in the best layouts, whatever they need of memory.
+        least_each: [layer] likewise, seconds a micro-batch.
         seconds, once: per micro-batch and once per step; inf where there is no candidate.
         always, in_flight: bytes per device, whatever is in flight and per micro-batch in flight.
         shape: index of the logical shape in `shapes`.
         remat: whether the stage recomputes its activations.
-        least: [layer] seconds a step that a layer takes in the best layouts, whatever they need of memory.
-        least_each: [layer] likewise, seconds a micro-batch.
     """
 
     shapes: tuple[tuple[int, ...], ...]
+    least: np.ndarray
+    least_each: np.ndarray
     seconds: np.ndarray
     once: np.ndarray
     always: np.ndarray
     in_flight: np.ndarray
     shape: np.ndarray
     remat: np.ndarray
-    least: np.ndarray
-    least_each: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def run_costs(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[flo
         zero = np.zeros((L, L + 1, 1))
         columns.append((zero + np.inf, zero, zero, zero, zero.astype(int), zero.astype(bool)))
     stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
-    return RunCosts(shapes, *_prune(stacked, job), least, each)
+    return RunCosts(shapes, least, each, *_prune(stacked, job))
 
 
 def free_runs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
@@ -152,7 +152,7 @@ def free_runs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     zero = np.zeros((job.num_layers, job.num_layers + 1, 1))
     seconds = np.where(np.triu(zero[..., 0] == 0, 1)[..., None] & bool(shapes), 0.0, np.inf)
-    return RunCosts(shapes, seconds, zero, zero, zero, zero.astype(int), zero > 0, zero[:, 0, 0], zero[:, 0, 0])
+    return RunCosts(shapes, zero[:, 0, 0], zero[:, 0, 0], seconds, zero, zero, zero, zero.astype(int), zero > 0)
 
 
 def allowed_shapes(
