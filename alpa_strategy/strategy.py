@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -140,6 +140,7 @@ class AlpaStrategy(ParallelJob):
         self.limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits)})
         asks_for_written(self.options, self.limits)  # told now where that cannot be
         submodule_options(self.options, self.limits, math.prod(logical_mesh or (1,)) * (replicas or 1))
+        self._submodules: tuple[int, PlanOptions] | None = None  # see `submodule_options`; known with the devices
         self._compiled_in: Any = None  # Dynamo's context, where the Trainer is given what `torch.compile` made
         super().__init__(
             collective_timeout_seconds,
@@ -215,11 +216,6 @@ class AlpaStrategy(ParallelJob):
         return divide(self.limits.replicas or 1) if is_ours else None
 
     @property
-    def _submodules(self) -> tuple[int, PlanOptions] | None:
-        """See `submodule_options`."""
-        return submodule_options(self.options, self.limits, self.num_nodes * self.num_processes)
-
-    @property
     def _across(self) -> AxisComm:
         """This rank and those at its place in other replicas."""
         return divide(self.limits.replicas or (self._submodules or (1,))[0]).across
@@ -264,6 +260,7 @@ class AlpaStrategy(ParallelJob):
         super().setup_environment()
         replicas = self.limits.replicas
         checks.check_replicas(replicas, self.options.batch_scope, self.num_nodes, self.num_processes)
+        self._submodules = submodule_options(self.options, self.limits, self.num_nodes * self.num_processes)
         self._checkpoints.begin(self._module.trainer, self.run, replicas)
 
     @contextmanager
@@ -435,12 +432,12 @@ class AlpaStrategy(ParallelJob):
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which the module's parameters are whole, for user code; changes are kept. Collective on entry."""
-        return self._session.whole_parameters()
+        return nullcontext() if self.run is None else self.run.whole.entered()
 
     @property
     def is_whole(self) -> bool:
         """Whether the module has its whole parameters now."""
-        return self._session.is_whole
+        return self.run is None or self.run.whole.is_active
 
     @property
     @override

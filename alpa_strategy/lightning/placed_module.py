@@ -27,9 +27,9 @@ from alpa_strategy.lightning.digests import GRADIENT, CopyCheck, GradientCheck
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
 from alpa_strategy.lightning.full_parameters import FullParameters, unshard_for_hooks, use_whole_norms
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.same_steps import ParametersAsTheyWere
+from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, toggled
 from alpa_strategy.lightning.step_effects import MetricStates
-from alpa_strategy.options import Limits, OptimizerInfo
+from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.step_by_bucket import StepByBucket, can_step_in_parts
@@ -45,8 +45,9 @@ class PlacedModule(ABC):
         module: the LightningModule; its Parameter objects stay.
         optimizers: made on the whole parameters.
         optimizer_info: of all of them together.
+        store: to be sharded.
         limit: bytes of a device that may be used.
-        check: has been looking at gradients since the store was sharded.
+        values: gives the whole of a parameter, or of a tensor of optimizer state.
         buffers: of which all ranks are to hold the same, as they do of parameters.
 
     Attributes:
@@ -65,11 +66,16 @@ class PlacedModule(ABC):
         store: ParameterStore,
         job: Job,
         limit: float,
-        check: GradientCheck | None = None,
+        values: Callable[[Tensor], Tensor],
         buffers: Sequence[BufferInput] = (),
     ) -> None:
         self.module, self.optimizers, self.plan, self.store = module, tuple(optimizers), plan, store
         self._job, self.say = job, job.progress.say
+        check = GradientCheck(divided=not plan.is_as_written) if job.limits.check_gradients and optimizers else None
+        self._gradient_check = check
+        store.shard(values, job.limits.bucket_bytes, None if check is None else check.look)
+        for optimizer in optimizers:
+            shard_state(optimizer, store, values)
         self.whole = FullParameters(store)
         self.on_use: GatherOnUse | None = None
         self._group: Any = None  # of all evaluations: each group of gloo's keeps connections and threads until the end
@@ -77,11 +83,10 @@ class PlacedModule(ABC):
         self._optimizer_info, self._limit = optimizer_info, limit
         self.syncs = True
         self.metrics = MetricStates(job.replica)
-        self._parameters = ParametersAsTheyWere(module)
-        self.buffers_differ = False
+        self._parameters = ParametersAsTheyWere(module, toggled(module, optimizers) if plan.is_as_written else ())
+        self.buffers_differ = plan.is_as_written  # perhaps
         self._num_updates = 0
         self.copies = CopyCheck(store, module, buffers, job.limits.check_replicas_every, job.device)
-        self._gradient_check = check
         if check is not None:
             check.copies = CopyCheck(store, module, (), 1, job.device, GRADIENT)
         self._adapted = ExitStack()  # see `adapt_trainer`
@@ -98,12 +103,12 @@ class PlacedModule(ABC):
         """After the Trainer's backward: gradients are complete, where no more are added to them."""
 
     @abstractmethod
-    def changed_parameters(self) -> str | None:
-        """What happened to the module's parameters that wants another plan, None when nothing did."""
-
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""
+
+    def changed_parameters(self) -> str | None:
+        """What happened to the module's parameters that wants another plan, None when nothing did."""
+        return self._parameters.changed()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, if that was on the same meshes."""
@@ -293,23 +298,3 @@ class PlacedModule(ABC):
         self._adapted.close()
         if self.on_use is not None:
             self.on_use.remove()
-
-
-def shard_all(
-    store: ParameterStore,
-    optimizers: Sequence[Optimizer],
-    values: Callable[[Tensor], Tensor],
-    limits: Limits,
-    divided: bool,
-) -> GradientCheck | None:
-    """Keep this rank's parts of the parameters and of the optimizers' state; what looks at gradients, where asked for.
-
-    Args:
-        values: gives the whole of each.
-        divided: see `GradientCheck`.
-    """
-    check = GradientCheck(divided) if limits.check_gradients and optimizers else None
-    store.shard(values, limits.bucket_bytes, None if check is None else check.look)
-    for optimizer in optimizers:
-        shard_state(optimizer, store, values)
-    return check

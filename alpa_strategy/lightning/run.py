@@ -30,7 +30,7 @@ from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
+from alpa_strategy.lightning.placed_module import PlacedModule, Sharding
 from alpa_strategy.lightning.planning import capture, check_optimizer, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.same_steps import SameSteps, shape_key
 from alpa_strategy.microbatch.rules import State
@@ -77,8 +77,7 @@ class Run(PlacedModule):
         self._rank_zero, replica = rank_zero, job.replica
         if replica is not None:  # others draw other numbers
             seed, self._rank_zero = seed + replica.index, RankZero(job.limits.plan_timeout_seconds, replica.group)
-        self.module, self._job = module, job
-        self._optimizer_info = info = inspect_optimizer(optimizers)
+        info = inspect_optimizer(optimizers)
         step = capture(module, batch, batch_idx, job)
         if replica is not None and len(set(of_all_ranks(step.parameter_digest))) > 1:
             raise RuntimeMismatchError(
@@ -91,14 +90,15 @@ class Run(PlacedModule):
             )
         self._cluster = job_cluster(job)
         # That of the first replica's batch is for all, which are to hold the same.
-        self.plan = find_or_make_plan(step, job, self._cluster, info, rank_zero, resumed=resumed)
-        check_optimizer(info, self.plan.stages)
+        plan = find_or_make_plan(step, job, self._cluster, info, rank_zero, resumed=resumed)
+        check_optimizer(info, plan.stages)
         limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
-        with tuned(job.device), sharding(module) as whole, job.progress("lower"):
+        buffers = step.buffers if replica is None else ()
+        with tuned(job.device), sharding(module) as values, job.progress("lower"):
             self._placed = PlacedPlan(
                 module,
                 step.parameters,
-                self.plan,
+                plan,
                 job.device,
                 self._cluster,
                 seed,
@@ -107,12 +107,10 @@ class Run(PlacedModule):
                 job.compile,
                 replica,
             )
-            check = shard_all(self._placed.store, optimizers, whole, job.limits, divided=True)
+            super().__init__(module, optimizers, info, plan, self._placed.store, job, limit, values, buffers)
             program = self._program(step)
         if job.device.type == "cpu":
-            hold_to_plan(self, self.plan, limit, module, optimizers)
-        buffers = step.buffers if replica is None else ()
-        super().__init__(module, optimizers, info, self.plan, self._placed.store, job, limit, check, buffers)
+            hold_to_plan(self, plan, limit, module, optimizers)
         self._same = SameSteps(rank_zero, MAX_SHAPES, job.group)
         # By what kind of batch they are for, those used last at the end; of a kind, those captured last.
         self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
@@ -276,7 +274,7 @@ class Run(PlacedModule):
         Raises:
             RuntimeMismatchError: when it happened on some ranks only.
         """
-        changed = self._parameters.changed()
+        changed = super().changed_parameters()
         if changed is not None:
             self._same.meet_for_change(changed)
         return changed

@@ -26,9 +26,8 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
-from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
+from alpa_strategy.lightning.placed_module import PlacedModule, Sharding
 from alpa_strategy.lightning.planning import check_optimizer
-from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, toggled
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
 from alpa_strategy.planner.written_plan import against_written, asks_for_written, plan_as_written
@@ -155,19 +154,16 @@ class WrittenRun(PlacedModule):
             )
         if optimizers and say:
             _say_why(why)
-        with tuned(job.device), sharding(module) as whole:
-            store = _store(module, parameters, plan, job)
-            check = shard_all(store, optimizers, whole, job.limits, divided=False)
         largest = max(infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0))
-        super().__init__(module, optimizers, largest, plan, store, job, limit, check)
+        with tuned(job.device), sharding(module) as values:
+            store = _store(module, parameters, plan, job)
+            super().__init__(module, optimizers, largest, plan, store, job, limit, values)
         if job.device.type == "cpu":
             hold_to_plan(self, plan, limit, module, optimizers)
         if optimizers and world_size() > 1:
             every = module.trainer.strategy._layer_sync is not None  # Trainer(sync_batchnorm=True)
             norms = synced(module, every, lambda: build_mesh((world_size(),), job.backend, own_group=True).axes[0])
             self._adapted.enter_context(patched(norms))
-        self._parameters = ParametersAsTheyWere(module, toggled(module, optimizers))
-        self.buffers_differ = True  # perhaps
         if store.sharded_parameters and optimizers:
             keeps = not any(parameter.uses_shards for parameter in parameter_plans)
             self.on_use = GatherOnUse(module, store, cpu_group(), keeps)
@@ -220,10 +216,6 @@ class WrittenRun(PlacedModule):
             self.store.finish_backward(self.steps_by_bucket())
         if not self.on_use.is_active:
             self.on_use.drop()
-
-    @override
-    def changed_parameters(self) -> str | None:
-        return self._parameters.changed()
 
     @override
     def state_dict(self) -> dict[str, Any]:
