@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import broadcast_tensors
 from alpa_strategy.comm.mesh import AxisComm, Replica, divide, select_backend
 from alpa_strategy.comm.reshard import stacked
@@ -47,7 +48,6 @@ from alpa_strategy.planner.written_plan import asks_for_written, submodule_optio
 from alpa_strategy.schedules import Orders, Schedule
 
 if TYPE_CHECKING:
-    from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.cost.model import OpCosts
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.lightning.placed_module import PlacedModule
@@ -153,7 +153,7 @@ class AlpaStrategy(ParallelJob):
         self._compile = compile
         self._plan_file = None if plan is None else Path(plan)
         self._plan_dir = None if plan_dir is None else Path(plan_dir)
-        self._cluster = cluster
+        self._cluster = ClusterSpec.load(cluster) if isinstance(cluster, str | Path) else cluster
         select_backend(backend)  # there is one of this name
         self._backend = backend
         self._verbose = verbose

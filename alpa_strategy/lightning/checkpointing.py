@@ -30,11 +30,11 @@ from torch.optim import Optimizer
 from alpa_strategy.checkpoint.opening import checked, is_checkpoint, open_checkpoint, reading
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.sharded_state_dict import (
-    Sharing,
     load_others,
     load_parameters,
     module_state,
     restore_state,
+    shards_to_write,
     state_dict_with,
 )
 from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
@@ -197,7 +197,7 @@ class Checkpoints:
             return {}
         module = strategy.lightning_module
         if self._is_sharded(strategy.checkpoint_io):
-            return module_state(module, Sharing(all_whole() if strategy.is_whole else self._store))
+            return module_state(module, all_whole() if strategy.is_whole else self._store)
         with strategy.whole_parameters():
             return module.state_dict()
 
@@ -210,7 +210,7 @@ class Checkpoints:
         if self._run is None:
             self._restore_optimizer(optimizer)  # nothing was trained since it was loaded
         if self._is_sharded(strategy.checkpoint_io):
-            return state_dict_with(optimizer, self._store, Sharing(self._store).shards)
+            return state_dict_with(optimizer, self._store, shards_to_write(self._store))
         if self._run is None:
             return optimizer.state_dict()
         return state_dict_with(optimizer, self._store, self._store.gather_like)

@@ -32,7 +32,7 @@ from alpa_strategy.lightning.full_parameters import shapes_only
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.placed_module import PlacedModule, Sharding
 from alpa_strategy.lightning.planning import capture, check_optimizer, find_or_make_plan, job_cluster
-from alpa_strategy.lightning.same_steps import SameSteps, shape_key
+from alpa_strategy.lightning.same_steps import MAX_SHAPES, SameSteps, shape_key
 from alpa_strategy.microbatch.rules import State
 from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
@@ -42,7 +42,6 @@ from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
 
 MEASURED_STEPS = range(5, 25)
 _SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")  # before the Trainer clears them
-MAX_SHAPES = 64  # of which programs are kept
 # Shapes that are captured where steps may run as they are written: two (a last batch may be shorter), and one more each
 # so many steps. Where they come faster, captures would take longer than the steps that they serve.
 MANY_SHAPES, STEPS_PER_SHAPE = 10, 200
@@ -111,7 +110,7 @@ class Run(PlacedModule):
             program = self._program(step)
         if job.device.type == "cpu":
             hold_to_plan(self, plan, limit, module, optimizers)
-        self._same = SameSteps(rank_zero, MAX_SHAPES, job.group)
+        self._same = SameSteps(rank_zero, job.group)
         # By what kind of batch they are for, those used last at the end; of a kind, those captured last.
         self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
         self._keep(shape_key(batch), step, program, batch)
@@ -138,9 +137,7 @@ class Run(PlacedModule):
         step_effects.verify(step, values)
         step_effects.write_buffers(self.module, step, values)
         with self._job.log_context():  # the default dtype and autocast under which the user's step would have logged
-            step_effects.update_metrics_and_log(
-                self.module, step, values, counters, self.metrics, self._job.replica is not None
-            )
+            step_effects.update_metrics_and_log(self.module, step, values, counters, self.metrics)
         step_effects.append_to_lists(self.module, step, own, batch, counters)
         self.buffers_differ = self._job.replica is not None and self.syncs  # as DDP has it
         return step_effects.fill(step.output, own, pytree.tree_leaves(batch), counters)
