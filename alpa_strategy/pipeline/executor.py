@@ -201,8 +201,6 @@ class Pipeline:
 
     def _sum_shared(self) -> None:
         """Complete the gradients of parameters used on several meshes, all in one exchange."""
-        if not self._sums:
-            return
         wanted = [pair for shared in self._sums for pair in zip(shared.transfers, shared.own_gradients(), strict=True)]
         arrived = iter(exchange(wanted, tag=FIRST_SHARED_TAG))
         for shared in self._sums:
@@ -229,8 +227,6 @@ class Pipeline:
         """Escaping values of the whole step, from the first rank of the stage that makes them to all ranks."""
         results: Values = {}
         for index, stage in enumerate(self.spec.stages):
-            if not stage.escaping:
-                continue
             worker = self._workers.get(index)
             own = {} if worker is None else {v: self._combined(v, worker.escaped) for v in stage.escaping}
             results.update(own if self._world == len(stage.ranks) else self._broadcast(stage, own))

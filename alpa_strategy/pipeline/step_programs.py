@@ -12,8 +12,8 @@ shards. For each captured step it makes a `StepProgram`, whatever the number of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -170,25 +170,20 @@ class PlacedPlan:
     ) -> tuple[Values, dict[str, Tensor]]:
         """What `part` makes of the global batch and of whole parameters, and these, to differentiate by. Collective.
 
-        Every rank does all of it. values: what `part` receives.
+        Every rank does all of it, with random numbers that are the same on all of them and others at every step; the
+        rank's own go on after it. values: what `part` receives.
         """
         leaves = {}
         for given in part.parameters:
             leaf = self.store.gather(self.module.get_parameter(given.name)).detach()
             leaves[given.name] = leaf.requires_grad_(trains and given.meta.requires_grad)
         rows = _global_rows(part, batch)
-        with self.same_random(), torch.set_grad_enabled(trains):
-            found = run_step(part, leaves, buffers, rows, values)
-        return {value: found[value] for value in part.escaping}, leaves
-
-    @contextmanager
-    def same_random(self) -> Iterator[None]:
-        """Random numbers inside are the same on all ranks and others at every step; the rank's own go on after it."""
         # By default fork_rng touches every GPU of the node, with a warning; the others belong to other ranks.
         here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices=here):
+        with torch.random.fork_rng(devices=here), torch.set_grad_enabled(trains):
             torch.manual_seed(self._seed * 1_000_003 + self.num_steps)
-            yield
+            found = run_step(part, leaves, buffers, rows, values)
+        return {value: found[value] for value in part.escaping}, leaves
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's random streams, for a checkpoint: plain data."""
