@@ -475,7 +475,8 @@ class AlpaStrategy(ParallelJob):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._session.meet()
-        super().barrier(*args, **kwargs)
+        if not self.interrupted:
+            super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

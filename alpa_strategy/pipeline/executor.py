@@ -91,9 +91,9 @@ class Pipeline:
         self._outbox, self._abandoned = Outbox(), list[Outbox]()
         self._workers = {index: StageWorker(index, spec.stages[index], own[index]) for index in sorted(own)}
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
-        count, mesh = micro.num_microbatches, meshes.index(spec.stages[min(own)].ranks)
-        orders = actions(spec.schedule, len(meshes), count, len(spec.stages) // len(meshes))
-        self._actions, self._sends = orders[mesh], sends_of(orders)
+        self._mesh = meshes.index(spec.stages[min(own)].ranks)  # of all of this rank's stages
+        orders = actions(spec.schedule, len(meshes), micro.num_microbatches, len(spec.stages) // len(meshes))
+        self._actions, self._sends = orders[self._mesh], sends_of(orders)
         last = {own[action.stage].store: place for place, action in enumerate(self._actions) if action.kind in "BW"}
         self._last_backward = {place: store for store, place in last.items()}  # of the stages that share a store
         self._num_steps = 0
@@ -167,12 +167,10 @@ class Pipeline:
         deliveries = exchange([(d.transfer, d.sources(batch)) for d in self._deliveries], tag=0)
         # Made where it is used: a copy would hold up the host at every micro-batch.
         scale = torch.full((), loss_scale, dtype=torch.float64, device=self._device)
-        for delivery, tensors in zip(self._deliveries, deliveries, strict=True):
-            for index, worker in self._workers.items():
-                if self.spec.stages[index].ranks == delivery.ranks:
-                    batches = delivery.batches(index, tensors, batch)
-                    given_values = self._given_values(index, given)
-                    worker.start_step(batches, given_values, scale, self._outbox, self._sends, first_tag)
+        for index, worker in self._workers.items():
+            batches = self._deliveries[self._mesh].batches(index, deliveries[self._mesh], batch)
+            given_values = self._given_values(index, given)
+            worker.start_step(batches, given_values, scale, self._outbox, self._sends, first_tag)
 
     def _run_actions(self) -> None:
         """The schedule: this mesh's actions one after the other, whatever they are."""
@@ -274,7 +272,6 @@ class Delivery:
     def __init__(
         self, spec: PipelineSpec, ranks: tuple[int, ...], world: int, transfer: Callable[..., Transfer]
     ) -> None:
-        self.ranks = ranks
         self._spec = spec
         self._items: dict[tuple[int, tuple[int, ...], Layout], int] = {}  # (tensor, mesh, layout) -> first plan
         self._tensors: list[int] = []  # plan -> tensor of the batch

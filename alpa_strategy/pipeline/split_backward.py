@@ -40,8 +40,6 @@ class SplitBackward:
         catch = self._caught.__setitem__
         handles = [node.register_prehook(partial(catch, node)) for group in self._groups for node in group.starts]
         try:
-            if not graph.reaches_inputs:
-                return [None] * len(self._inputs)
             # The graph stays: its other half is run by `run_weights`.
             return list(
                 torch.autograd.grad(self._roots, self._inputs, self._root_grads, retain_graph=True, allow_unused=True)
@@ -100,7 +98,6 @@ class _Graph:
         self._users = users
         self._is_input = set(inputs)
         self._to_inputs = self._above([node for node in inputs if node in users])
-        self.reaches_inputs = any(node in self._to_inputs for node in roots)
 
     def _above(self, nodes: list[Node]) -> set[Node]:
         """`nodes` and all nodes that lead to them."""

@@ -20,7 +20,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -177,7 +176,7 @@ class PlacedPlan:
         for given in part.parameters:
             leaf = self.store.gather(self.module.get_parameter(given.name)).detach()
             leaves[given.name] = leaf.requires_grad_(trains and given.meta.requires_grad)
-        rows = _global_rows(part, batch)
+        rows = _global_rows(part, batch, self.store.mesh)
         # By default fork_rng touches every GPU of the node, with a warning; the others belong to other ranks.
         here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=here), torch.set_grad_enabled(trains):
@@ -254,14 +253,13 @@ def _rows_at_place(step: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
     return [own if leaf.batch_dim is None else mesh.exchange_rows(own) for leaf, own in pairs]
 
 
-def _global_rows(part: StepGraph, batch: Any) -> list[Tensor]:
-    """The tensors of the global batch that `part` reads. Collective where the ranks bring rows of their own."""
-    whole: list[Tensor] = []
-    for leaf, rows in zip(part.batch, batch_rows(part, batch), strict=True):
-        if part.batch_scope == "global" or leaf.batch_dim is None or world_size() == 1:
-            whole.append(rows)
-            continue
-        parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(world_size())]
-        dist.all_gather(parts, rows.contiguous())
-        whole.append(torch.cat(parts))
-    return whole
+def _global_rows(part: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
+    """The tensors of the global batch that `part` reads. Collective where the ranks bring rows of their own.
+
+    mesh: of all ranks.
+    """
+    rows, axis = _rows_at_place(part, batch, mesh), mesh.whole
+    if part.batch_scope == "global":
+        return rows
+    pairs = zip(part.batch, rows, strict=True)
+    return [own if leaf.batch_dim is None else axis.all_gather(own, 0, len(own) * axis.size) for leaf, own in pairs]
