@@ -94,18 +94,8 @@ class Run(PlacedModule):
         limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
         buffers = step.buffers if replica is None else ()
         with tuned(job.device), sharding(module) as values, job.progress("lower"):
-            self._placed = PlacedPlan(
-                module,
-                step.parameters,
-                plan,
-                job.device,
-                self._cluster,
-                seed,
-                self._loss_scale,
-                job.backend,
-                job.compile,
-                replica,
-            )
+            place = job.device, self._cluster, seed, self._loss_scale, job.backend, job.compile, replica
+            self._placed = PlacedPlan(module, step.parameters, plan, *place)
             super().__init__(module, optimizers, info, plan, self._placed.store, job, limit, values, buffers)
             program = self._program(step)
         if job.device.type == "cpu":

@@ -7,6 +7,7 @@ backward runs, buffers are rank 0's when a step begins. Parameters lie as the pl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -209,12 +210,9 @@ class WrittenRun(PlacedModule):
 
     @override
     def finish_backward(self) -> None:
-        if self.on_use is None:
+        with nullcontext() if self.on_use is None else self.on_use.suspended():
             self.store.finish_backward(self.steps_by_bucket())
-            return
-        with self.on_use.suspended():
-            self.store.finish_backward(self.steps_by_bucket())
-        if not self.on_use.is_active:
+        if self.on_use is not None and not self.on_use.is_active:
             self.on_use.drop()
 
     @override

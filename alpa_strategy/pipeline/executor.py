@@ -188,10 +188,8 @@ class Pipeline:
             match action.kind:
                 case "F":
                     worker.forward(action.microbatch)
-                case "B":
-                    worker.backward(action.microbatch)
-                case "I":
-                    worker.backward_inputs(action.microbatch)
+                case "B" | "I":
+                    worker.backward(action.microbatch, in_halves=action.kind == "I")
                 case "W":
                     worker.backward_weights(action.microbatch)
             if store is not None:

@@ -90,14 +90,8 @@ class PlacedPlan:
         self._seed, self.num_steps = seed, 0  # both go into checkpoints
         stages = plan.stages
         meshes = build_stage_meshes([(s.logical_mesh, stage_ranks(s)) for s in stages], backend, group=group)
-        self._places = StagePlaces(
-            meshes,
-            stage_randoms(stages, meshes, seed),
-            device,
-            cluster,
-            None if compile is None else Compiler(compile),
-            group,
-        )
+        compiler = None if compile is None else Compiler(compile)
+        self._places = StagePlaces(meshes, stage_randoms(stages, meshes, seed), device, cluster, compiler, group)
         job_mesh = meshes[0] if len(stages) == 1 else build_mesh((world_size(group),), backend, group=group)
         assert job_mesh is not None
         if plan.is_pipelined:  # what only a prologue or epilogue reads lies whole on every rank
