@@ -296,7 +296,7 @@ class AlpaStrategy(ParallelJob):
             self.model = self.precision_plugin.convert_module(self._module)
         to_load = self._checkpoints.parameters_to_load
         deferred_init.settle(trainer, self._module, to_load, self._session.fits_one_device)
-        self.model_to_device()
+        move_real_tensors(self.model, self.root_device)
         if self.run is None:
             broadcast_tensors((*self._module.parameters(), *self._module.buffers()))
         elif fitting:
@@ -311,11 +311,6 @@ class AlpaStrategy(ParallelJob):
             self.setup_precision_plugin()
             if fitting:
                 _optimizers_to_device(self.optimizers, self.root_device)
-
-    @override
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        move_real_tensors(self.model, self.root_device)
 
     # Training
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from alpa_strategy.capture.python_state import outermost_metrics
 from alpa_strategy.capture.submodules import Call
 from alpa_strategy.checkpoint.sharded_state_dict import shard_state, unshard_state
-from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group
+from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group, rank_in
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.batch_rows import UPDATE_HOOKS
@@ -102,9 +102,9 @@ class PlacedModule(ABC):
     def finish_backward(self) -> None:
         """After the Trainer's backward: gradients are complete, where no more are added to them."""
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""
+        return {"plan": self.plan.to_dict() if rank_in(None) == 0 else None}
 
     def changed_parameters(self) -> str | None:
         """What happened to the module's parameters that wants another plan, None when nothing did."""

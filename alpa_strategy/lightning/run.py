@@ -270,7 +270,7 @@ class Run(PlacedModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**self._placed.state_dict(), "plan": self.plan.to_dict() if self._rank_zero.is_rank_zero else None}
+        return {**self._placed.state_dict(), **super().state_dict()}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

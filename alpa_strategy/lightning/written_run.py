@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -217,5 +216,4 @@ class WrittenRun(PlacedModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        is_first = world_size() == 1 or dist.get_rank() == 0
-        return {"as_written": True, "plan": self.plan.to_dict() if is_first else None}
+        return {"as_written": True, **super().state_dict()}

@@ -103,17 +103,15 @@ class Pipeline:
         self._sums = [SharedSum(shared, spec, own, self._rank, self._transfer) for shared in spec.shared]
 
     def _connect(self) -> None:
-        ranks = [stage.ranks for stage in self.spec.stages]
+        ranks, meshes = [stage.ranks for stage in self.spec.stages], {i: own.mesh for i, own in self._own.items()}
         channels = [tuple(sorted({*ranks[c.source], *ranks[c.target]})) for c in self.channels]
         groups = message_groups(channels, self._group)
         for number, (channel, (ahead, back)) in enumerate(zip(self.channels, groups, strict=True)):
             ends = [index for index in (channel.source, channel.target) if index in self._workers]
             if not ends:
                 continue
-            there = self._own[channel.target].mesh if channel.target in self._own else None
-            here = self._own[channel.source].mesh if channel.source in self._own else None
-            forward = self._transfer(channel.forward, mesh=there, group=ahead)
-            backward = self._transfer(channel.backward, mesh=here, group=back)
+            forward = self._transfer(channel.forward, mesh=meshes.get(channel.target), group=ahead)
+            backward = self._transfer(channel.backward, mesh=meshes.get(channel.source), group=back)
             for index in ends:
                 self._workers[index].connect(channel, forward, backward, 2 * number * self.spec.micro.num_microbatches)
 
