@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -35,16 +36,28 @@ from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.step_by_bucket import StepByBucket, can_step_in_parts
 from alpa_strategy.units import format_bytes
 
-Sharding = Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
+
+@dataclass(frozen=True)
+class Unplaced:
+    """A module whose parameters are whole, or not made yet, and what it is to be trained with.
+
+    Attributes:
+        module: the LightningModule; its Parameter objects stay.
+        optimizers: made on the whole parameters; none: for an evaluation.
+        sharding: context around what shards the module; gives what makes all of a parameter or of optimizer state.
+    """
+
+    module: Any
+    optimizers: tuple[Optimizer, ...]
+    job: Job
+    sharding: Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
 
 
 class PlacedModule(ABC):
     """See the file's docstring. What gathers or reduces is collective.
 
     Args:
-        module: the LightningModule; its Parameter objects stay.
-        optimizers: made on the whole parameters.
-        optimizer_info: of all of them together.
+        optimizer_info: of all optimizers together.
         store: to be sharded.
         limit: bytes of a device that may be used.
         values: gives the whole of a parameter, or of a tensor of optimizer state.
@@ -59,17 +72,16 @@ class PlacedModule(ABC):
 
     def __init__(
         self,
-        module: Any,
-        optimizers: Sequence[Optimizer],
+        given: Unplaced,
         optimizer_info: OptimizerInfo,
         plan: Plan,
         store: ParameterStore,
-        job: Job,
         limit: float,
         values: Callable[[Tensor], Tensor],
         buffers: Sequence[BufferInput] = (),
     ) -> None:
-        self.module, self.optimizers, self.plan, self.store = module, tuple(optimizers), plan, store
+        module, optimizers, job = given.module, given.optimizers, given.job
+        self.module, self.optimizers, self.plan, self.store = module, optimizers, plan, store
         self._job, self.say = job, job.progress.say
         check = GradientCheck(divided=not plan.is_as_written) if job.limits.check_gradients and optimizers else None
         self._gradient_check = check

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
@@ -29,8 +28,7 @@ from alpa_strategy.lightning.checks import own_hooks
 from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
-from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.placed_module import PlacedModule, Sharding
+from alpa_strategy.lightning.placed_module import PlacedModule, Unplaced
 from alpa_strategy.lightning.planning import capture, check_optimizer, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.same_steps import MAX_SHAPES, SameSteps, shape_key
 from alpa_strategy.microbatch.rules import State
@@ -51,32 +49,22 @@ MAX_PROGRAMS = 16  # of one batch shape
 
 
 class Run(PlacedModule):
-    """Plans `module`'s step on its first batch, shards it in place under that plan, then runs its steps, whatever the
+    """Plans a module's step on its first batch, shards it in place under that plan, then runs its steps, whatever the
     number of stages. Collective.
 
     Args:
-        module: the LightningModule; its parameters are swapped to local shards, the objects stay.
-        optimizers: one, made on the whole parameters; its state, if any, is sharded too.
+        given: with one optimizer, whose state, if any, is sharded too.
         batch: the first batch, on this rank's device.
-        sharding: context around what shards the module; gives what makes all of a parameter or of optimizer state.
         resumed: as for `find_or_make_plan`.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        optimizers: Sequence[Optimizer],
-        batch: Any,
-        batch_idx: int,
-        job: Job,
-        sharding: Sharding,
-        resumed: Mapping[str, Any] | None,
-    ) -> None:
+    def __init__(self, given: Unplaced, batch: Any, batch_idx: int, resumed: Mapping[str, Any] | None) -> None:
+        module, job = given.module, given.job
         seed, rank_zero = broadcast_object(torch.initial_seed()), RankZero(job.limits.plan_timeout_seconds)
         self._rank_zero, replica = rank_zero, job.replica
         if replica is not None:  # others draw other numbers
             seed, self._rank_zero = seed + replica.index, RankZero(job.limits.plan_timeout_seconds, replica.group)
-        info = inspect_optimizer(optimizers)
+        info = inspect_optimizer(given.optimizers)
         step = capture(module, batch, batch_idx, job)
         if replica is not None and len(set(of_all_ranks(step.parameter_digest))) > 1:
             raise RuntimeMismatchError(
@@ -93,13 +81,13 @@ class Run(PlacedModule):
         check_optimizer(info, plan.stages)
         limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
         buffers = step.buffers if replica is None else ()
-        with tuned(job.device), sharding(module) as values, job.progress("lower"):
+        with tuned(job.device), given.sharding(module) as values, job.progress("lower"):
             place = job.device, self._cluster, seed, self._loss_scale, job.backend, job.compile, replica
             self._placed = PlacedPlan(module, step.parameters, plan, *place)
-            super().__init__(module, optimizers, info, plan, self._placed.store, job, limit, values, buffers)
+            super().__init__(given, info, plan, self._placed.store, limit, values, buffers)
             program = self._program(step)
         if job.device.type == "cpu":
-            hold_to_plan(self, plan, limit, module, optimizers)
+            hold_to_plan(self, plan, limit, module, given.optimizers)
         self._same = SameSteps(rank_zero, job.group)
         # By what kind of batch they are for, those used last at the end; of a kind, those captured last.
         self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()

@@ -84,6 +84,7 @@ class Session:
 
     def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> PlacedModule:
         # Planning and the runtime are loaded with the first batch, not with the import of the package.
+        from alpa_strategy.lightning.placed_module import Unplaced
         from alpa_strategy.lightning.run import Run
         from alpa_strategy.lightning.same_steps import all_trained, toggled
         from alpa_strategy.lightning.submodule_run import SubmoduleRun
@@ -91,14 +92,14 @@ class Session:
         from alpa_strategy.runtime.host_memory import process_bytes
 
         job, resumed = self._make_job(), self._checkpoints.resumed
-        sharding = self.deferred_init.sharding
+        given = Unplaced(module, tuple(optimizers), job, self.deferred_init.sharding)
         resumes_written = any_rank([bool(resumed.get("as_written"))])[0]
         self._why_written = self._why_written or why_written(module, optimizers, job, resumes_written)
         with isolate_rng(include_cuda=job.device.type == "cuda"):  # measuring draws
             run: PlacedModule | None = None
             if self._why_written is None:
                 try:
-                    run = Run(module, optimizers, batch, batch_idx, job, sharding, resumed.get("plan"))
+                    run = Run(given, batch, batch_idx, resumed.get("plan"))
                 except CaptureError as error:
                     self._why_written = error
             if run is None:
@@ -106,10 +107,10 @@ class Session:
                 is_news, self._told = self._why_written is not self._told, self._why_written
                 with all_trained(toggled(module, optimizers)):
                     if job.submodules is not None:
-                        run = SubmoduleRun(module, optimizers, job, sharding, self._why_written, self._calls)
+                        run = SubmoduleRun(given, self._why_written, self._calls)
                     else:
                         check_may_run_as_written(self._why_written, job)
-                        run = WrittenRun(module, optimizers, job, sharding, self._why_written, is_news)
+                        run = WrittenRun(given, self._why_written, is_news)
         self.run, self.plan = run, run.plan
         self._checkpoints.restore(run, optimizers)
         run.adapt_trainer(module.trainer)
@@ -228,12 +229,14 @@ class Session:
         return output
 
     def _shard_for_evaluation(self, module: Any) -> None:
+        from alpa_strategy.lightning.placed_module import Unplaced
         from alpa_strategy.lightning.written_run import WrittenRun
 
         job = self._make_job()
         job = replace(job, options=replace(job.options, parallel="zero3"))
+        given = Unplaced(module, (), job, self.deferred_init.sharding)
         with torch.inference_mode(False), isolate_rng(include_cuda=job.device.type == "cuda"):
-            run = WrittenRun(module, [], job, self.deferred_init.sharding, CaptureError("an evaluation"))
+            run = WrittenRun(given, CaptureError("an evaluation"))
             self._checkpoints.restore_parameters(run.store)
         self.run, self.plan = run, run.plan
         _show_plan(run, job)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
@@ -34,7 +33,7 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning import batch_rows
 from alpa_strategy.lightning.dataloader_state import random_state, set_random_state
 from alpa_strategy.lightning.job import Job, device_limit
-from alpa_strategy.lightning.placed_module import PlacedModule, Sharding
+from alpa_strategy.lightning.placed_module import PlacedModule, Unplaced
 from alpa_strategy.lightning.planning import check_optimizer, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.same_steps import shape_key
 from alpa_strategy.lightning.step_effects import REPLICAS, fill
@@ -59,32 +58,25 @@ class SubmoduleRun(PlacedModule):
         CaptureError: `why`, where no submodule can be planned either.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        optimizers: Sequence[Optimizer],
-        job: Job,
-        sharding: Sharding,
-        why: CaptureError,
-        recorded: Sequence[Call] | None,
-    ) -> None:
+    def __init__(self, given: Unplaced, why: CaptureError, recorded: Sequence[Call] | None) -> None:
+        module, job = given.module, given.job
         assert job.submodules is not None
         count, options = job.submodules
         self._joins = job.replica is None and job.options.batch_scope != "global"  # each rank loads rows of its own
         self._replica = replica = divide(count)
         limit, seed = device_limit(job), broadcast_object(torch.initial_seed()) + replica.index
         job = replace(job, replica=replica, options=replace(options, memory_limit=limit))
-        infos = [inspect_optimizer([optimizer]) for optimizer in optimizers]
+        infos = [inspect_optimizer([optimizer]) for optimizer in given.optimizers]
         info = max(infos, key=lambda each: each.state_bytes)
         info = replace(info, element_wise=all(each.element_wise for each in infos))
-        inputs = {given.name: given for given in parameter_inputs(module, trains=True)}
+        inputs = {each.name: each for each in parameter_inputs(module, trains=True)}
         plan = plan_as_written([*inputs.values()], job.options, infos, job.step_devices, limit, why)
         parts, cluster = list[Call](), None
         if recorded is not None:
             graph, parts = _captured(module, recorded, job, why)
             cluster, whole, notes = job_cluster(job), plan.stages[0], plan.notes
-            names = {name for given in graph.parameters for name in given.names}
-            rest = [given for name, given in inputs.items() if name not in names]
+            names = {name for each in graph.parameters for name in each.names}
+            rest = [each for name, each in inputs.items() if name not in names]
             taken = plan_as_written(rest, job.options, infos, job.step_devices, limit, why).predicted.peak_bytes
             pins = tuple(pin for pin in options.placements if any(fnmatchcase(name, pin[0]) for name in names))
             if unmet := [pattern for pattern, _ in {*options.placements} - {*pins}]:
@@ -95,12 +87,12 @@ class SubmoduleRun(PlacedModule):
             # Nothing is begun ahead: the user's code is in between.
             stage = replace(found.stages[0], parameter_plans=modes, shapes=whole.shapes, ahead_bytes=0)
             plan = replace(found, stages=(stage,), schedule=plan.schedule, notes=(*notes, *found.notes))
-            inputs |= {given.name: given for given in graph.parameters}
+            inputs |= {each.name: each for each in graph.parameters}
         check_optimizer(info, plan.stages)
         place = job.device, cluster, seed, lambda: 1.0, job.backend, job.compile, replica
-        with tuned(job.device), sharding(module) as values:
+        with tuned(job.device), given.sharding(module) as values:
             self._placed = PlacedPlan(module, [*inputs.values()], plan, *place)
-            super().__init__(module, optimizers, info, plan, self._placed.store, job, limit, values)
+            super().__init__(replace(given, job=job), info, plan, self._placed.store, limit, values)
         self._metrics = [metric for _, metric in outermost_metrics(module)]
         self._glue = WholeOnUse(self.store)
         programs = [Program(part, self._placed, plan) for part in parts]

@@ -26,7 +26,7 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
-from alpa_strategy.lightning.placed_module import PlacedModule, Sharding
+from alpa_strategy.lightning.placed_module import PlacedModule, Unplaced
 from alpa_strategy.lightning.planning import check_optimizer
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
@@ -122,8 +122,6 @@ class WrittenRun(PlacedModule):
     """See the file's docstring. Collective.
 
     Args:
-        optimizers: none: for an evaluation.
-        sharding: context around what shards the module, see `DeferredInit.sharding`.
         why: why the steps are not captured.
         say: whether the user has yet to be told `why`.
 
@@ -131,15 +129,8 @@ class WrittenRun(PlacedModule):
         AlpaError: shards are asked for, or needed, and an optimizer or a callback cannot work on them.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        optimizers: Sequence[Optimizer],
-        job: Job,
-        sharding: Sharding,
-        why: CaptureError,
-        say: bool = True,
-    ) -> None:
+    def __init__(self, given: Unplaced, why: CaptureError, say: bool = True) -> None:
+        module, optimizers, job = given.module, given.optimizers, given.job
         infos = [inspect_optimizer([optimizer]) for optimizer in optimizers]
         parameters, limit = parameter_inputs(module, trains=bool(optimizers)), device_limit(job)
         plan = plan_as_written(parameters, job.options, infos, (job.num_nodes, job.devices_per_node), limit, why)
@@ -155,9 +146,9 @@ class WrittenRun(PlacedModule):
         if optimizers and say:
             _say_why(why)
         largest = max(infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0))
-        with tuned(job.device), sharding(module) as values:
+        with tuned(job.device), given.sharding(module) as values:
             store = _store(module, parameters, plan, job)
-            super().__init__(module, optimizers, largest, plan, store, job, limit, values)
+            super().__init__(given, largest, plan, store, limit, values)
         if job.device.type == "cpu":
             hold_to_plan(self, plan, limit, module, optimizers)
         if optimizers and world_size() > 1:
