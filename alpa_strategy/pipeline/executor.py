@@ -103,7 +103,8 @@ class Pipeline:
         self._sums = [SharedSum(shared, spec, own, self._rank, self._transfer) for shared in spec.shared]
 
     def _connect(self) -> None:
-        ranks, meshes = [stage.ranks for stage in self.spec.stages], {i: own.mesh for i, own in self._own.items()}
+        ranks = [stage.ranks for stage in self.spec.stages]
+        meshes = {index: own.mesh for index, own in self._own.items()}
         channels = [tuple(sorted({*ranks[c.source], *ranks[c.target]})) for c in self.channels]
         groups = message_groups(channels, self._group)
         for number, (channel, (ahead, back)) in enumerate(zip(self.channels, groups, strict=True)):
