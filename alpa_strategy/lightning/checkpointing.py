@@ -31,7 +31,7 @@ from alpa_strategy.checkpoint import sharded_state_dict
 from alpa_strategy.checkpoint.opening import checked, is_checkpoint, open_checkpoint, reading
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
-from alpa_strategy.comm.collectives import RankZero, cpu_group, of_all_ranks, on_all_ranks, world_size
+from alpa_strategy.comm.collectives import RankZero, cpu_group, of_all_ranks, on_all_ranks, rank_in, world_size
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.lightning.checks import names_in, own_hooks
 from alpa_strategy.lightning.dataloader_state import Pass, ResumableLoader, Resume, put_states, rank_state, take_up
@@ -98,9 +98,8 @@ class Checkpoints:
         else:
             checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         if self._trainer.state.fn == TrainerFn.FITTING:
-            rank = dist.get_rank() if world_size() > 1 else 0
             with reading(Path(path)):
-                self._resume = take_up(checkpoint, rank, world_size(), self._num_shares)
+                self._resume = take_up(checkpoint, rank_in(None), world_size(), self._num_shares)
         return checkpoint
 
     def load_model(self, module: Any, state_dict: Mapping[str, Tensor], strict: bool) -> None:
