@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import broadcast_tensors
 from alpa_strategy.comm.mesh import AxisComm, Replica, divide, select_backend
 from alpa_strategy.comm.reshard import stacked
@@ -47,7 +48,6 @@ from alpa_strategy.planner.written_plan import asks_for_written, submodule_optio
 from alpa_strategy.schedules import Orders, Schedule
 
 if TYPE_CHECKING:
-    from alpa_strategy.cluster.spec import ClusterSpec
     from alpa_strategy.cost.model import OpCosts
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.lightning.placed_module import PlacedModule
@@ -140,6 +140,7 @@ class AlpaStrategy(ParallelJob):
         self.limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits)})
         asks_for_written(self.options, self.limits)  # told now where that cannot be
         submodule_options(self.options, self.limits, math.prod(logical_mesh or (1,)) * (replicas or 1))
+        self._submodules: tuple[int, PlanOptions] | None = None  # see `submodule_options`; known with the devices
         self._compiled_in: Any = None  # Dynamo's context, where the Trainer is given what `torch.compile` made
         super().__init__(
             collective_timeout_seconds,
@@ -152,7 +153,7 @@ class AlpaStrategy(ParallelJob):
         self._compile = compile
         self._plan_file = None if plan is None else Path(plan)
         self._plan_dir = None if plan_dir is None else Path(plan_dir)
-        self._cluster = cluster
+        self._cluster = ClusterSpec.load(cluster) if isinstance(cluster, str | Path) else cluster
         select_backend(backend)  # there is one of this name
         self._backend = backend
         self._verbose = verbose
@@ -215,11 +216,6 @@ class AlpaStrategy(ParallelJob):
         return divide(self.limits.replicas or 1) if is_ours else None
 
     @property
-    def _submodules(self) -> tuple[int, PlanOptions] | None:
-        """See `submodule_options`."""
-        return submodule_options(self.options, self.limits, self.num_nodes * self.num_processes)
-
-    @property
     def _across(self) -> AxisComm:
         """This rank and those at its place in other replicas."""
         return divide(self.limits.replicas or (self._submodules or (1,))[0]).across
@@ -264,6 +260,7 @@ class AlpaStrategy(ParallelJob):
         super().setup_environment()
         replicas = self.limits.replicas
         checks.check_replicas(replicas, self.options.batch_scope, self.num_nodes, self.num_processes)
+        self._submodules = submodule_options(self.options, self.limits, self.num_nodes * self.num_processes)
         self._checkpoints.begin(self._module.trainer, self.run, replicas)
 
     @contextmanager
@@ -299,7 +296,7 @@ class AlpaStrategy(ParallelJob):
             self.model = self.precision_plugin.convert_module(self._module)
         to_load = self._checkpoints.parameters_to_load
         deferred_init.settle(trainer, self._module, to_load, self._session.fits_one_device)
-        self.model_to_device()
+        move_real_tensors(self.model, self.root_device)
         if self.run is None:
             broadcast_tensors((*self._module.parameters(), *self._module.buffers()))
         elif fitting:
@@ -314,11 +311,6 @@ class AlpaStrategy(ParallelJob):
             self.setup_precision_plugin()
             if fitting:
                 _optimizers_to_device(self.optimizers, self.root_device)
-
-    @override
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        move_real_tensors(self.model, self.root_device)
 
     # Training
 
@@ -435,12 +427,12 @@ class AlpaStrategy(ParallelJob):
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which the module's parameters are whole, for user code; changes are kept. Collective on entry."""
-        return self._session.whole_parameters()
+        return nullcontext() if self.run is None else self.run.whole.entered()
 
     @property
     def is_whole(self) -> bool:
         """Whether the module has its whole parameters now."""
-        return self._session.is_whole
+        return self.run is None or self.run.whole.is_active
 
     @property
     @override
@@ -478,7 +470,8 @@ class AlpaStrategy(ParallelJob):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._session.meet()
-        super().barrier(*args, **kwargs)
+        if not self.interrupted:
+            super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

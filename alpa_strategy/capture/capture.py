@@ -35,7 +35,6 @@ from alpa_strategy.capture.graph_builder import (
 )
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
 from alpa_strategy.capture.python_state import Same, changed_attributes, initialized
-from alpa_strategy.capture.rewrites import segment_fused_linears
 from alpa_strategy.capture.trace import StepCall, Trace, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
 from alpa_strategy.ir.graph import (
@@ -102,7 +101,7 @@ def capture_step(
     graph = convert(trace)
     if trace.recording.stored:
         graph = _after_first_call(call, graph, trace.recording.stored)
-    return replace(segment_fused_linears(graph), batch_scope=batch_scope, numbers=numbers)
+    return replace(rewrites.segment_fused_linears(graph), batch_scope=batch_scope, numbers=numbers)
 
 
 def _after_first_call(call: StepCall, graph: StepGraph, stored: Mapping[str, Any]) -> StepGraph:
@@ -382,8 +381,7 @@ class _Converter:
     def finish(self) -> StepGraph:
         """The graph of the ops that have an effect: dead code is left out, values are numbered anew, ops named."""
         found = map_refs(self.trace.results, lambda ref: self.outputs[ref.index])  # what the step left behind
-        loss, updates = _loss_of(found["output"]), self._buffer_updates(found.pop("buffers"))
-        _check_loss(self.builder.meta(loss))
+        loss, updates = _loss_of(found["output"], self.builder), self._buffer_updates(found.pop("buffers"))
         # Backwards from what leaves the step: an op counts if something needs one of its results.
         needed = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ValueRef)}
         needed |= {*updates.values(), loss.index}
@@ -456,8 +454,11 @@ def convert(trace: Trace) -> StepGraph:
     return converter.finish()
 
 
-def _loss_of(output: Any) -> ValueRef:
-    """The loss in what `training_step` returned: the tensor itself or `["loss"]`."""
+def _loss_of(output: Any, builder: Builder) -> ValueRef:
+    """The loss in what `training_step` returned: the tensor itself or `["loss"]`.
+
+    CaptureError unless it is one number that depends on a parameter.
+    """
     if output is None:
         raise CaptureError(
             "training_step returned None: skipping a batch is not supported", "return a loss for every batch"
@@ -468,11 +469,7 @@ def _loss_of(output: Any) -> ValueRef:
             f"training_step returned {type(output).__name__} without a loss tensor",
             'return the loss, or a dict with "loss"',
         )
-    return loss
-
-
-def _check_loss(meta: TensorMeta) -> None:
-    """CaptureError unless the loss is one number that depends on a parameter."""
+    meta = builder.meta(loss)
     if meta.num_elements != 1:
         raise CaptureError(
             f"training_step returned a loss of shape {list(meta.shape)}; a loss is one number",
@@ -483,3 +480,4 @@ def _check_loss(meta: TensorMeta) -> None:
             "training_step returned a loss that depends on no parameter that requires grad: there is nothing to train",
             "look for .detach(), no_grad or frozen parameters on the way to the loss",
         )
+    return loss

@@ -154,8 +154,12 @@ class _View:
                 f"the step reads trainer.{name} ({user_frame()}): the captured step would keep its first value",
                 _INSTEAD_OF_CHANGING,
             )
-        if path in ("logger", "loggers"):
-            _refuse_logger(viewed)
+        if path in ("logger", "loggers") and viewed.loggers:
+            raise CaptureError(
+                f"a logger is used directly in the step ({user_frame()}): a captured step repeats tensor work only, so "
+                "it would be called once and never again",
+                "use self.log, or call the logger in on_train_batch_end (the step's returned dict arrives there)",
+            )
         if path in counters:
             return counters[path]
         try:
@@ -175,15 +179,6 @@ class _View:
             f"the step sets trainer.{name} ({user_frame()}): a captured step repeats tensor work only, so this would "
             "happen once and never again",
             "set it in a hook such as on_train_batch_end",
-        )
-
-
-def _refuse_logger(trainer: Any) -> None:
-    if trainer.loggers:
-        raise CaptureError(
-            f"a logger is used directly in the step ({user_frame()}): a captured step repeats tensor work only, so it "
-            "would be called once and never again",
-            "use self.log, or call the logger in on_train_batch_end (the step's returned dict arrives there)",
         )
 
 
@@ -279,14 +274,6 @@ def _recording_class(
             _INSTEAD_OF_CHANGING,
         )
 
-    def logger_of(name: str) -> property:
-        def get(self: LightningModule) -> Any:
-            if trainer is not None:
-                _refuse_logger(trainer)
-            return getattr(original, name).fget(self)
-
-        return property(get)
-
     def note_print(self: LightningModule, *_: Any, **__: Any) -> None:
         record.note(f"self.print in the step ({user_frame()}) is left out: a captured step repeats tensor work only")
 
@@ -298,8 +285,8 @@ def _recording_class(
         "device": property(lambda self: device),
         "all_gather": lambda self, *_, **__: refuse("self.all_gather"),
         "print": note_print,
-        "logger": logger_of("logger"),
-        "loggers": logger_of("loggers"),
+        "logger": property(lambda self: getattr(view, "logger", None)),
+        "loggers": property(lambda self: getattr(view, "loggers", [])),
         "optimizers": refuse_changing,
         "lr_schedulers": refuse_changing,
         "__module__": original.__module__,
@@ -480,7 +467,7 @@ def refuse(what: str, where: str | None = None) -> NoReturn:
 def collectives_refused() -> Iterator[None]:
     """Calls of torch.distributed by this thread are refused while the block runs."""
     refusals = [
-        (module, name, _checked(value, partial(_refuse_collective, name)))
+        (module, name, _checked(value, lambda *_, what=f"torch.distributed's {name}", **__: refuse(what)))
         for module in (dist, functional)
         for name, value in vars(module).items()
         # A collective or a message: `all_reduce`, `batch_isend_irecv`, `monitored_barrier`, `reduce_scatter_tensor`.
@@ -488,10 +475,6 @@ def collectives_refused() -> Iterator[None]:
     ]
     with patched(refusals):
         yield
-
-
-def _refuse_collective(name: str, *_: Any, **__: Any) -> NoReturn:
-    refuse(f"torch.distributed's {name}")
 
 
 def check_no_collectives(graph: fx.Graph, origins: Mapping[fx.Node, tuple[str, str]]) -> None:

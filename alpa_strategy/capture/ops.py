@@ -16,7 +16,7 @@ import hashlib
 import inspect
 import re
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -239,10 +239,6 @@ class _Given:
     def __hash__(self) -> int:
         return hash(stable_text(self.texts))
 
-    def region(self) -> AbstractContextManager[Any]:
-        """The autocast region to run in."""
-        return nullcontext() if self.autocast is None else torch.autocast(self.autocast[0], dtype=self.autocast[1])
-
 
 class _FunctionCall:
     """A call of `function.apply` that is an op: `run` takes and gives tensors."""
@@ -269,7 +265,8 @@ class _FunctionCall:
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         """What the op does; the structure of what the Function returned is known afterwards."""
-        with self.given.region():
+        autocast = self.given.autocast
+        with nullcontext() if autocast is None else torch.autocast(autocast[0], dtype=autocast[1]):
             result = _APPLY(self.function, *self.given.arguments.filled(tensors))
         self.returned = _Structure.of(result)
         if not all(constant is Tensor or constant is None for constant in self.returned.constants):

@@ -536,3 +536,9 @@ def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for (owner, name, _), old in reversed(list(zip(given, before, strict=True))):
             put_back(owner, {name: old}, [name])
+
+
+def standing_in(module: nn.Module, others: Mapping[nn.Parameter, Tensor]) -> AbstractContextManager[None]:
+    """Context in which the module has other tensors in the place of parameters."""
+    places = [(m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items()]
+    return patched((parameters, name, others[p]) for parameters, name, p in places if p is not None and p in others)

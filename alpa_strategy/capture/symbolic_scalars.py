@@ -132,21 +132,17 @@ def number_of(function: Callable[..., Any], *args: Any) -> Any:
     return StepCounter(result, made, counters[0].record) if isinstance(result, int | float) else NotImplemented
 
 
-def _set_operators() -> None:
-    """Python's operators and roundings give a StepCounter, its comparisons are guards."""
-    arithmetic = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
-    for name in ["ne", "lt", "le", "gt", "ge", *arithmetic]:  # nobody asks for `__rlt__` and its like
-        # `and` and `or` are keywords: `operator` has them with an underscore.
-        function = getattr(operator, name, None) or getattr(operator, f"{name}_")
-        setattr(StepCounter, f"__{name}__", lambda self, other, function=function: number_of(function, self, other))
-        setattr(StepCounter, f"__r{name}__", lambda self, other, function=function: number_of(function, other, self))
-    one_sided = {name: getattr(operator, name) for name in ["neg", "pos", "abs", "invert"]}
-    one_sided |= {"round": round, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}
-    for name, function in one_sided.items():
-        setattr(StepCounter, f"__{name}__", lambda self, *digits, function=function: number_of(function, self, *digits))
-
-
-_set_operators()
+# Python's operators and roundings give a StepCounter, its comparisons are guards.
+_TWO_SIDED = "ne lt le gt ge add sub mul truediv floordiv mod pow and or xor lshift rshift"  # no one asks for `__rlt__`
+_ONE_SIDED = {name: getattr(operator, name) for name in ("neg", "pos", "abs", "invert")}
+_ONE_SIDED |= {"round": round, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}
+for _name in _TWO_SIDED.split():
+    # `and` and `or` are keywords: `operator` has them with an underscore.
+    _of = getattr(operator, _name, None) or getattr(operator, f"{_name}_")
+    setattr(StepCounter, f"__{_name}__", lambda self, other, function=_of: number_of(function, self, other))
+    setattr(StepCounter, f"__r{_name}__", lambda self, other, function=_of: number_of(function, other, self))
+for _name, _of in _ONE_SIDED.items():
+    setattr(StepCounter, f"__{_name}__", lambda self, *digits, function=_of: number_of(function, self, *digits))
 
 
 def alike(items: Sequence[Any]) -> list[Any]:

@@ -24,18 +24,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture import python_reads
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
 from alpa_strategy.capture.non_tensor_inputs import UnreadLeaf, index_of, may_be_unread, traced_with_leaves, value_text
-from alpa_strategy.capture.python_reads import (
-    attribute_guards,
-    attribute_reads,
-    buffer_guards,
-    counters_for,
-    freed,
-    global_guards,
-    trainer_guards,
-)
 from alpa_strategy.capture.python_state import KeptGenerator, patched, restored, state_of
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
@@ -144,7 +136,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             # By position, as the Trainer passes them: users name these arguments as they like.
             takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
             arguments = (rows, record.counter(call.batch_idx, "batch_idx")) if takes_index else (rows,)
-            with attribute_reads(module) as reads:
+            with python_reads.attribute_reads(module) as reads:
                 output = module.training_step(*arguments) if call.step is None else call.step(rows)
             _check_added(module, call.batch, rows)
             made["reads"] = reads
@@ -158,7 +150,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
 
     with (
         recording(module, device, call.appended, call.namespaces) as record,
-        counters_for(module, call.numbers, record.counter),
+        python_reads.counters_for(module, call.numbers, record.counter),
         patched([(vars(logging.getLogger("torch._subclasses.fake_tensor")), "disabled", True)]),  # tracebacks of trials
         generators_kept(),
         clear_errors(),
@@ -174,10 +166,10 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         # After the trace: while it runs, ops must see plain numbers.
         record.numbers.put()
     record.attributes = (
-        *freed(attribute_guards(module, made["reads"], record.appended), call.numbers),
-        *buffer_guards(module, known.asked_buffers),
-        *global_guards(module, made["reads"]),
-        *trainer_guards(module._trainer, record.trainer_reads),
+        *python_reads.freed(python_reads.attribute_guards(module, made["reads"], record.appended), call.numbers),
+        *python_reads.buffer_guards(module, known.asked_buffers),
+        *python_reads.global_guards(module, made["reads"]),
+        *python_reads.trainer_guards(module._trainer, record.trainer_reads),
     )
     return Trace(
         module_graph,

@@ -54,7 +54,6 @@ class TracerMode(TorchFunctionMode):
         # The first name of a shared submodule wins.
         self.paths = {id(child): name for name, child in reversed(list(module.named_modules()))}
         self.stack = [""]
-        self.last: fx.Node | None = None
 
     def _truth(self, tensor: Tensor) -> bool:
         """`bool(tensor)`, also inside functions of torch, which the mode does not see into."""
@@ -113,16 +112,14 @@ class TracerMode(TorchFunctionMode):
         result = self._run(func, args, kwargs or {})
         proxy_mode = get_proxy_mode()
         if proxy_mode is not None:
-            nodes = proxy_mode.tracer.graph._root
-            node = nodes.prev
-            if node is not self.last:  # the call traced nodes: all since the last call's are its own
+            root = proxy_mode.tracer.graph._root
+            node = root.prev
+            if node not in self.origins:  # the call traced nodes: all since the last call's are its own
                 position = user_position(sys._getframe(1))
                 origin = (self.stack[-1], f"{position[0]}:{position[1]}" if position else "")
-                newest = node
-                while node is not self.last and node is not nodes and node not in self.origins:
+                while node is not root and node not in self.origins:
                     self.origins[node] = origin
                     node = node.prev
-                self.last = newest
         return result
 
     def _with_counters(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

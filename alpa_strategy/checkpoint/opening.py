@@ -275,10 +275,6 @@ class RestrictedReader(dcp.FileSystemReader):
         with reading(path), path.open("rb") as file:
             metadata = _Unpickler(file).load()
             _check(metadata, path)  # objects made of a damaged pickle lack what theirs have
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = dcp_metadata.StorageMeta()
-        # As DCP's own reader does.
-        metadata.storage_meta.load_id = self.load_id
         return metadata
 
 

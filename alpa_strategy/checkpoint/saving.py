@@ -243,22 +243,15 @@ class _Writer(dcp.FileSystemWriter):
         with replacing(self._staging / REST) as file:  # on disk before its name is
             file.write_bytes(self._rest)
         sums = {place_of(result.storage_data): crc for rank in results for result, crc in rank}
-        self._mark_complete({place.partition("@")[0] for place in sums} | {REST}, sums)
-        _put_in_place(self._staging, self._target)
-
-    def _mark_complete(self, names: set[str], sums: dict[str, int]) -> None:
-        """Write the marker after all files, which must be there.
-
-        Raises:
-            CheckpointError: a file that a rank has written is not here.
-        """
-        check_files(self._staging, dict.fromkeys(names, -1))
+        # CheckpointError where a file that a rank has written is not here. The marker comes after all files.
+        check_files(self._staging, dict.fromkeys((REST, *(place.partition("@")[0] for place in sums)), -1))
         files = {file.name: file.stat().st_size for file in self._staging.iterdir()}
         for info in (_StorageInfo(name, 0, files[name]) for name in (REST, METADATA)):
             sums[place_of(info)] = self._sum(info)
         content = {"to_read": TO_READ, "format": FORMAT_VERSION, "files": files, "sums": sums}
         write_json(self._staging / COMPLETE, content)
         _sync_folder(self._staging)
+        _put_in_place(self._staging, self._target)
 
 
 TO_READ = "`import alpa_strategy` lets any Trainer and `load_from_checkpoint` read it; `alpa export` makes it one file"

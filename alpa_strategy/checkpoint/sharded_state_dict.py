@@ -9,14 +9,13 @@ parameters; a checkpoint holds all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from alpa_strategy.capture.python_state import patched
+from alpa_strategy.capture.python_state import standing_in
 from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, read_chunks
 from alpa_strategy.errors import CheckpointError
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -24,47 +23,34 @@ from alpa_strategy.runtime.parameters import ParameterStore
 Place = Callable[[nn.Parameter, Tensor], Any]  # (parameter, this rank's part of a tensor that lies like it)
 
 
-class Sharing:
-    """Who writes what: of the ranks that hold the same part, each writes about as many bytes as the others.
+def shards_to_write(store: ParameterStore) -> Callable[[nn.Parameter, Tensor], LocalShards]:
+    """Says what this rank writes of a tensor that lies as a parameter does (the parameter itself, a moment of it).
 
-    Every rank goes through all parameters in the same order, so that all come to the same shares.
-
-    Args:
-        store: the run's parameters.
+    Of the ranks that hold the same part, each writes about as many bytes as the others. Every rank goes through all
+    parameters in the same order, so that all come to the same shares.
     """
+    loads: dict[int, list[int]] = {}  # number of ranks that hold the same part -> what each of them has to write
+    which, of = store.copies
 
-    def __init__(self, store: ParameterStore) -> None:
-        self.store = store
-        self._loads: dict[int, list[int]] = {}
+    def shards(parameter: nn.Parameter, tensor: Tensor) -> LocalShards:
+        shape = store.whole_shape(parameter)
+        replica = store.replica(parameter)  # which of how many equal copies this rank holds; None: no part of it
+        if replica is None:
+            return LocalShards(shape, tensor.dtype, [])
+        index, count = replica[0] + which * replica[1], replica[1] * of
+        own = loads.setdefault(count, [0] * count)
+        writer = own.index(min(own))
+        own[writer] += shape.numel() * tensor.element_size()
+        return LocalShards(shape, tensor.dtype, store.chunks(parameter, tensor) if writer == index else [])
 
-    def shards(self, parameter: nn.Parameter, tensor: Tensor) -> LocalShards:
-        """What this rank writes of a tensor that lies as `parameter` does (the parameter itself, a moment of it)."""
-        shape = self.store.whole_shape(parameter)
-        replica = self.store.replica(parameter)  # which of how many equal copies this rank holds; None: no part of it
-        which, of = self.store.copies
-        is_mine = replica is not None and self._is_mine(
-            replica[0] + which * replica[1], replica[1] * of, shape.numel() * tensor.element_size()
-        )
-        return LocalShards(shape, tensor.dtype, self.store.chunks(parameter, tensor) if is_mine else [])
-
-    def _is_mine(self, index: int, count: int, num_bytes: int) -> bool:
-        loads = self._loads.setdefault(count, [0] * count)
-        writer = loads.index(min(loads))
-        loads[writer] += num_bytes
-        return writer == index
+    return shards
 
 
-def module_state(module: nn.Module, sharing: Sharing) -> dict[str, Any]:
+def module_state(module: nn.Module, store: ParameterStore) -> dict[str, Any]:
     """`module.state_dict()` with `LocalShards` in the place of parameters, whatever the module makes of its names."""
-    shards = {p: sharing.shards(p, p.detach()) for p in module.parameters()}  # tied ones are written once
-    with _standing_in(module, shards):
+    shards = shards_to_write(store)
+    with standing_in(module, {p: shards(p, p.detach()) for p in module.parameters()}):  # tied ones are written once
         return module.state_dict()
-
-
-def _standing_in(module: nn.Module, others: Mapping[nn.Parameter, Tensor]) -> AbstractContextManager[None]:
-    """Context in which the module has other tensors in the place of parameters."""
-    places = [(m._parameters, key, p) for m in module.modules() for key, p in m._parameters.items()]
-    return patched((parameters, key, others[p]) for parameters, key, p in places if p is not None and p in others)
 
 
 # Reading into a module, or into the parts of it that this rank holds
@@ -100,7 +86,7 @@ def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], store: Para
     """
     shapes = {p: torch.empty(store.whole_shape(p), device="meta") for p in module.parameters() if p in store}
     try:
-        with _standing_in(module, shapes):
+        with standing_in(module, shapes):
             module.load_state_dict(state_dict, strict)
     except RuntimeError:  # torch makes one text of all that went wrong
         for name, value in state_dict.items():
@@ -140,9 +126,7 @@ def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
 
 
 @torch.no_grad()
-def shard_state(
-    optimizer: Optimizer, store: ParameterStore, values: Callable[[Tensor], Tensor] = Tensor.detach
-) -> None:
+def shard_state(optimizer: Optimizer, store: ParameterStore, values: Callable[[Tensor], Tensor]) -> None:
     """Keep this rank's part of every state tensor (of a restored checkpoint), nothing of parameters that it does not
     hold.
 

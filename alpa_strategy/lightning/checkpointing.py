@@ -27,18 +27,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from alpa_strategy.checkpoint import sharded_state_dict
 from alpa_strategy.checkpoint.opening import checked, is_checkpoint, open_checkpoint, reading
 from alpa_strategy.checkpoint.saving import CheckpointWriter
-from alpa_strategy.checkpoint.sharded_state_dict import (
-    Sharing,
-    load_others,
-    load_parameters,
-    module_state,
-    restore_state,
-    state_dict_with,
-)
 from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
-from alpa_strategy.comm.collectives import RankZero, cpu_group, of_all_ranks, on_all_ranks, world_size
+from alpa_strategy.comm.collectives import RankZero, cpu_group, of_all_ranks, on_all_ranks, rank_in, world_size
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.lightning.checks import names_in, own_hooks
 from alpa_strategy.lightning.dataloader_state import Pass, ResumableLoader, Resume, put_states, rank_state, take_up
@@ -105,9 +98,8 @@ class Checkpoints:
         else:
             checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         if self._trainer.state.fn == TrainerFn.FITTING:
-            rank = dist.get_rank() if world_size() > 1 else 0
             with reading(Path(path)):
-                self._resume = take_up(checkpoint, rank, world_size(), self._num_shares)
+                self._resume = take_up(checkpoint, rank_in(None), world_size(), self._num_shares)
         return checkpoint
 
     def load_model(self, module: Any, state_dict: Mapping[str, Tensor], strict: bool) -> None:
@@ -118,7 +110,7 @@ class Checkpoints:
         held = {name for name, p in parameters.items() if p in store}
         with warnings.catch_warnings():  # nothing is copied to the meta device: that is what comes later
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint")
-            load_others(module, state_dict, store, strict)
+            sharded_state_dict.load_others(module, state_dict, store, strict)
         missing = {name for name, p in parameters.items() if p.is_meta}
         self.parameters_to_load = {name: state_dict[name] for name in missing | held if name in state_dict}
         if held:
@@ -161,7 +153,7 @@ class Checkpoints:
     def restore_parameters(self, store: ParameterStore) -> None:
         """Read this rank's parts of the parameters that wait for it. Collective."""
         if self.parameters_to_load:
-            on_all_ranks(lambda: load_parameters(self.parameters_to_load, store), lambda _: None)
+            on_all_ranks(lambda: sharded_state_dict.load_parameters(self.parameters_to_load, store), lambda _: None)
             store.after_optimizer_step()  # copies that were gathered before hold other values
             self.parameters_to_load = {}
 
@@ -169,7 +161,7 @@ class Checkpoints:
         store = self._store
         stored = self._optimizer_states.pop(id(optimizer), None)
         if stored is not None:
-            on_all_ranks(lambda: restore_state(optimizer, stored, store), lambda _: None)
+            on_all_ranks(lambda: sharded_state_dict.restore_state(optimizer, stored, store), lambda _: None)
             for parameter, state in optimizer.state.items():  # on the device, or in host memory
                 moved = {key: move_data_to_device(value, parameter.device) for key, value in state.items()}
                 state.update({key: value for key, value in moved.items() if key != "step"})
@@ -197,7 +189,7 @@ class Checkpoints:
             return {}
         module = strategy.lightning_module
         if self._is_sharded(strategy.checkpoint_io):
-            return module_state(module, Sharing(all_whole() if strategy.is_whole else self._store))
+            return sharded_state_dict.module_state(module, all_whole() if strategy.is_whole else self._store)
         with strategy.whole_parameters():
             return module.state_dict()
 
@@ -210,10 +202,11 @@ class Checkpoints:
         if self._run is None:
             self._restore_optimizer(optimizer)  # nothing was trained since it was loaded
         if self._is_sharded(strategy.checkpoint_io):
-            return state_dict_with(optimizer, self._store, Sharing(self._store).shards)
+            shards = sharded_state_dict.shards_to_write(self._store)
+            return sharded_state_dict.state_dict_with(optimizer, self._store, shards)
         if self._run is None:
             return optimizer.state_dict()
-        return state_dict_with(optimizer, self._store, self._store.gather_like)
+        return sharded_state_dict.state_dict_with(optimizer, self._store, self._store.gather_like)
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any) -> bool:
         """Write a checkpoint that was made of the two above; False when only some ranks are here for it. Collective."""

@@ -16,7 +16,7 @@ from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.collectives import on_all_ranks
+from alpa_strategy.comm.collectives import of_all_ranks
 from alpa_strategy.comm.mesh import Replica
 from alpa_strategy.cost.measured import device_memory_bytes
 from alpa_strategy.display.progress import Progress
@@ -41,7 +41,7 @@ class Job:
     folder: Path  # `.alpa`: measurements below `costs`
     plan_folder: Path  # the plan store
     plan_file: Path | None  # a plan to use instead
-    cluster: ClusterSpec | str | Path | None  # declared costs (spec, file or name), or None to measure
+    cluster: ClusterSpec | None  # declared costs, or None to measure
     context: Callable[[], AbstractContextManager[None]]  # around `training_step` (autocast of the precision plugin)
     log_context: Callable[[], AbstractContextManager[None]]  # around logging instead, where a captured step ran
     hooks: BatchHooks  # what they make of a loader's batch
@@ -112,11 +112,6 @@ def compiled_as_written(module: nn.Module, options: Mapping[str, Any], bucket_by
 def device_limit(job: Job) -> float:
     """Bytes of a device that may be used, the least of all ranks. Collective."""
 
-    def own() -> float:
-        """By option, by the declared cluster, or of the device as it is."""
-        if job.cluster is None:
-            return job.options.usable_bytes(device_memory_bytes(job.device, job.devices_per_node))
-        spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
-        return job.options.usable_bytes(spec.device.memory_bytes)
-
-    return min(on_all_ranks(own, lambda limit: limit)[1])
+    cluster = job.cluster
+    own = device_memory_bytes(job.device, job.devices_per_node) if cluster is None else cluster.device.memory_bytes
+    return min(of_all_ranks(job.options.usable_bytes(own)))

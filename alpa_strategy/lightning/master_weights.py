@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
 from typing_extensions import override
 
-from alpa_strategy.capture.python_state import patched
+from alpa_strategy.capture.python_state import standing_in
 from alpa_strategy.errors import SetupError
 
 
@@ -50,15 +50,8 @@ class MasterWeights(HalfPrecision):
         Gradients of the copies arrive at the parameters. A tied parameter has one copy.
         """
         assert self._module is not None
-        places = [
-            (owner._parameters, name, master)
-            for owner in self._module.modules()
-            for name, master in list(owner._parameters.items())
-            if master is not None and master.is_floating_point()
-        ]
-        copies = {master: master.bfloat16() for _, _, master in places}
-        of_copies = patched((parameters, name, copies[master]) for parameters, name, master in places)
-        with of_copies, super().forward_context():
+        copies = {master: master.bfloat16() for master in self._module.parameters() if master.is_floating_point()}
+        with standing_in(self._module, copies), super().forward_context():
             yield
 
     def dtype_context(self) -> AbstractContextManager[None]:

@@ -203,11 +203,6 @@ class ParallelJob(DDPStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return not any_rank([not decision])[0] if all else any_rank([bool(decision)])[0]
 
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not self.interrupted:
-            super().barrier(*args, **kwargs)
-
     # The end
 
     def tell_others(self, exception: BaseException) -> None:

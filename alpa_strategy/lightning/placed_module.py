@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from alpa_strategy.capture.python_state import outermost_metrics
 from alpa_strategy.capture.submodules import Call
 from alpa_strategy.checkpoint.sharded_state_dict import shard_state, unshard_state
-from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group
+from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group, rank_in
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.batch_rows import UPDATE_HOOKS
@@ -27,26 +28,39 @@ from alpa_strategy.lightning.digests import GRADIENT, CopyCheck, GradientCheck
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
 from alpa_strategy.lightning.full_parameters import FullParameters, unshard_for_hooks, use_whole_norms
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.same_steps import ParametersAsTheyWere
+from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, toggled
 from alpa_strategy.lightning.step_effects import MetricStates
-from alpa_strategy.options import Limits, OptimizerInfo
+from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.step_by_bucket import StepByBucket, can_step_in_parts
 from alpa_strategy.units import format_bytes
 
-Sharding = Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
+
+@dataclass(frozen=True)
+class Unplaced:
+    """A module whose parameters are whole, or not made yet, and what it is to be trained with.
+
+    Attributes:
+        module: the LightningModule; its Parameter objects stay.
+        optimizers: made on the whole parameters; none: for an evaluation.
+        sharding: context around what shards the module; gives what makes all of a parameter or of optimizer state.
+    """
+
+    module: Any
+    optimizers: tuple[Optimizer, ...]
+    job: Job
+    sharding: Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
 
 
 class PlacedModule(ABC):
     """See the file's docstring. What gathers or reduces is collective.
 
     Args:
-        module: the LightningModule; its Parameter objects stay.
-        optimizers: made on the whole parameters.
-        optimizer_info: of all of them together.
+        optimizer_info: of all optimizers together.
+        store: to be sharded.
         limit: bytes of a device that may be used.
-        check: has been looking at gradients since the store was sharded.
+        values: gives the whole of a parameter, or of a tensor of optimizer state.
         buffers: of which all ranks are to hold the same, as they do of parameters.
 
     Attributes:
@@ -58,18 +72,22 @@ class PlacedModule(ABC):
 
     def __init__(
         self,
-        module: Any,
-        optimizers: Sequence[Optimizer],
+        given: Unplaced,
         optimizer_info: OptimizerInfo,
         plan: Plan,
         store: ParameterStore,
-        job: Job,
         limit: float,
-        check: GradientCheck | None = None,
+        values: Callable[[Tensor], Tensor],
         buffers: Sequence[BufferInput] = (),
     ) -> None:
-        self.module, self.optimizers, self.plan, self.store = module, tuple(optimizers), plan, store
+        module, optimizers, job = given.module, given.optimizers, given.job
+        self.module, self.optimizers, self.plan, self.store = module, optimizers, plan, store
         self._job, self.say = job, job.progress.say
+        check = GradientCheck(divided=not plan.is_as_written) if job.limits.check_gradients and optimizers else None
+        self._gradient_check = check
+        store.shard(values, job.limits.bucket_bytes, None if check is None else check.look)
+        for optimizer in optimizers:
+            shard_state(optimizer, store, values)
         self.whole = FullParameters(store)
         self.on_use: GatherOnUse | None = None
         self._group: Any = None  # of all evaluations: each group of gloo's keeps connections and threads until the end
@@ -77,11 +95,10 @@ class PlacedModule(ABC):
         self._optimizer_info, self._limit = optimizer_info, limit
         self.syncs = True
         self.metrics = MetricStates(job.replica)
-        self._parameters = ParametersAsTheyWere(module)
-        self.buffers_differ = False
+        self._parameters = ParametersAsTheyWere(module, toggled(module, optimizers) if plan.is_as_written else ())
+        self.buffers_differ = plan.is_as_written  # perhaps
         self._num_updates = 0
         self.copies = CopyCheck(store, module, buffers, job.limits.check_replicas_every, job.device)
-        self._gradient_check = check
         if check is not None:
             check.copies = CopyCheck(store, module, (), 1, job.device, GRADIENT)
         self._adapted = ExitStack()  # see `adapt_trainer`
@@ -97,13 +114,13 @@ class PlacedModule(ABC):
     def finish_backward(self) -> None:
         """After the Trainer's backward: gradients are complete, where no more are added to them."""
 
-    @abstractmethod
-    def changed_parameters(self) -> str | None:
-        """What happened to the module's parameters that wants another plan, None when nothing did."""
-
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""
+        return {"plan": self.plan.to_dict() if rank_in(None) == 0 else None}
+
+    def changed_parameters(self) -> str | None:
+        """What happened to the module's parameters that wants another plan, None when nothing did."""
+        return self._parameters.changed()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, if that was on the same meshes."""
@@ -293,23 +310,3 @@ class PlacedModule(ABC):
         self._adapted.close()
         if self.on_use is not None:
             self.on_use.remove()
-
-
-def shard_all(
-    store: ParameterStore,
-    optimizers: Sequence[Optimizer],
-    values: Callable[[Tensor], Tensor],
-    limits: Limits,
-    divided: bool,
-) -> GradientCheck | None:
-    """Keep this rank's parts of the parameters and of the optimizers' state; what looks at gradients, where asked for.
-
-    Args:
-        values: gives the whole of each.
-        divided: see `GradientCheck`.
-    """
-    check = GradientCheck(divided) if limits.check_gradients and optimizers else None
-    store.shard(values, limits.bucket_bytes, None if check is None else check.look)
-    for optimizer in optimizers:
-        shard_state(optimizer, store, values)
-    return check

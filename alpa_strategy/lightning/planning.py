@@ -141,9 +141,8 @@ _PARTS = (
 
 def job_cluster(job: Job) -> ClusterSpec:
     """The cluster that the plan is made for: declared costs on the job's devices, or measured ones. Collective."""
-    if job.cluster is not None:
-        spec = job.cluster if isinstance(job.cluster, ClusterSpec) else ClusterSpec.load(job.cluster)
-    else:
+    spec = job.cluster
+    if spec is None:
         with job.progress("cluster"):
             spec = measure_cluster(
                 job.num_nodes,

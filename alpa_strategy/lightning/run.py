@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
@@ -29,10 +28,9 @@ from alpa_strategy.lightning.checks import own_hooks
 from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
-from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
+from alpa_strategy.lightning.placed_module import PlacedModule, Unplaced
 from alpa_strategy.lightning.planning import capture, check_optimizer, find_or_make_plan, job_cluster
-from alpa_strategy.lightning.same_steps import SameSteps, shape_key
+from alpa_strategy.lightning.same_steps import MAX_SHAPES, SameSteps, shape_key
 from alpa_strategy.microbatch.rules import State
 from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
@@ -42,7 +40,6 @@ from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
 
 MEASURED_STEPS = range(5, 25)
 _SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")  # before the Trainer clears them
-MAX_SHAPES = 64  # of which programs are kept
 # Shapes that are captured where steps may run as they are written: two (a last batch may be shorter), and one more each
 # so many steps. Where they come faster, captures would take longer than the steps that they serve.
 MANY_SHAPES, STEPS_PER_SHAPE = 10, 200
@@ -52,33 +49,22 @@ MAX_PROGRAMS = 16  # of one batch shape
 
 
 class Run(PlacedModule):
-    """Plans `module`'s step on its first batch, shards it in place under that plan, then runs its steps, whatever the
+    """Plans a module's step on its first batch, shards it in place under that plan, then runs its steps, whatever the
     number of stages. Collective.
 
     Args:
-        module: the LightningModule; its parameters are swapped to local shards, the objects stay.
-        optimizers: one, made on the whole parameters; its state, if any, is sharded too.
+        given: with one optimizer, whose state, if any, is sharded too.
         batch: the first batch, on this rank's device.
-        sharding: context around what shards the module; gives what makes all of a parameter or of optimizer state.
         resumed: as for `find_or_make_plan`.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        optimizers: Sequence[Optimizer],
-        batch: Any,
-        batch_idx: int,
-        job: Job,
-        sharding: Sharding,
-        resumed: Mapping[str, Any] | None,
-    ) -> None:
+    def __init__(self, given: Unplaced, batch: Any, batch_idx: int, resumed: Mapping[str, Any] | None) -> None:
+        module, job = given.module, given.job
         seed, rank_zero = broadcast_object(torch.initial_seed()), RankZero(job.limits.plan_timeout_seconds)
         self._rank_zero, replica = rank_zero, job.replica
         if replica is not None:  # others draw other numbers
             seed, self._rank_zero = seed + replica.index, RankZero(job.limits.plan_timeout_seconds, replica.group)
-        self.module, self._job = module, job
-        self._optimizer_info = info = inspect_optimizer(optimizers)
+        info = inspect_optimizer(given.optimizers)
         step = capture(module, batch, batch_idx, job)
         if replica is not None and len(set(of_all_ranks(step.parameter_digest))) > 1:
             raise RuntimeMismatchError(
@@ -91,29 +77,18 @@ class Run(PlacedModule):
             )
         self._cluster = job_cluster(job)
         # That of the first replica's batch is for all, which are to hold the same.
-        self.plan = find_or_make_plan(step, job, self._cluster, info, rank_zero, resumed=resumed)
-        check_optimizer(info, self.plan.stages)
+        plan = find_or_make_plan(step, job, self._cluster, info, rank_zero, resumed=resumed)
+        check_optimizer(info, plan.stages)
         limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
-        with tuned(job.device), sharding(module) as whole, job.progress("lower"):
-            self._placed = PlacedPlan(
-                module,
-                step.parameters,
-                self.plan,
-                job.device,
-                self._cluster,
-                seed,
-                self._loss_scale,
-                job.backend,
-                job.compile,
-                replica,
-            )
-            check = shard_all(self._placed.store, optimizers, whole, job.limits, divided=True)
+        buffers = step.buffers if replica is None else ()
+        with tuned(job.device), given.sharding(module) as values, job.progress("lower"):
+            place = job.device, self._cluster, seed, self._loss_scale, job.backend, job.compile, replica
+            self._placed = PlacedPlan(module, step.parameters, plan, *place)
+            super().__init__(given, info, plan, self._placed.store, limit, values, buffers)
             program = self._program(step)
         if job.device.type == "cpu":
-            hold_to_plan(self, self.plan, limit, module, optimizers)
-        buffers = step.buffers if replica is None else ()
-        super().__init__(module, optimizers, info, self.plan, self._placed.store, job, limit, check, buffers)
-        self._same = SameSteps(rank_zero, MAX_SHAPES, job.group)
+            hold_to_plan(self, plan, limit, module, given.optimizers)
+        self._same = SameSteps(rank_zero, job.group)
         # By what kind of batch they are for, those used last at the end; of a kind, those captured last.
         self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
         self._keep(shape_key(batch), step, program, batch)
@@ -140,9 +115,7 @@ class Run(PlacedModule):
         step_effects.verify(step, values)
         step_effects.write_buffers(self.module, step, values)
         with self._job.log_context():  # the default dtype and autocast under which the user's step would have logged
-            step_effects.update_metrics_and_log(
-                self.module, step, values, counters, self.metrics, self._job.replica is not None
-            )
+            step_effects.update_metrics_and_log(self.module, step, values, counters, self.metrics)
         step_effects.append_to_lists(self.module, step, own, batch, counters)
         self.buffers_differ = self._job.replica is not None and self.syncs  # as DDP has it
         return step_effects.fill(step.output, own, pytree.tree_leaves(batch), counters)
@@ -276,7 +249,7 @@ class Run(PlacedModule):
         Raises:
             RuntimeMismatchError: when it happened on some ranks only.
         """
-        changed = self._parameters.changed()
+        changed = super().changed_parameters()
         if changed is not None:
             self._same.meet_for_change(changed)
         return changed
@@ -285,7 +258,7 @@ class Run(PlacedModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**self._placed.state_dict(), "plan": self.plan.to_dict() if self._rank_zero.is_rank_zero else None}
+        return {**self._placed.state_dict(), **super().state_dict()}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from alpa_strategy.errors import RuntimeMismatchError, UnlikeStepsError
 from alpa_strategy.ir.user_code import mentioned_names
 
 MEET_SECONDS = 60.0
+MAX_SHAPES = 64  # of batches, of which programs are kept
 SAME_SHAPES = (
     "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to one length: the "
     "batches of all ranks are one batch of the step"
@@ -38,12 +39,11 @@ class SameSteps:
 
     Args:
         rank_zero: of all ranks of the job.
-        max_shapes: batch shapes of which programs are kept.
         group: the ranks that run a step together; None: all.
     """
 
-    def __init__(self, rank_zero: RankZero, max_shapes: int, group: Any = None) -> None:
-        self._rank_zero, self._max_shapes, self._group = rank_zero, max_shapes, group
+    def __init__(self, rank_zero: RankZero, group: Any) -> None:
+        self._rank_zero, self._group = rank_zero, group
         self._num_changes = 0
         self._digests: dict[Any, int] = {}
 
@@ -72,11 +72,9 @@ class SameSteps:
 
     def say_shape(self, batch: Any, number: int) -> None:
         """A line about the training's batch shape number so-and-so."""
-        many = number > self._max_shapes
-        rank_zero_info(
-            f"alpa: batch shape number {number}, captured and planned: {shapes_text(batch)}"
-            + many * f" (the last {self._max_shapes} are kept: pad batches to a few lengths, pad_to_multiple_of)"
-        )
+        many = f" (the last {MAX_SHAPES} are kept: pad batches to a few lengths, pad_to_multiple_of)"
+        text = f"alpa: batch shape number {number}, captured and planned: {shapes_text(batch)}"
+        rank_zero_info(text + many if number > MAX_SHAPES else text)
 
     def meet_for_change(self, name: str) -> None:
         """Wait until every rank has seen a change of the module; RuntimeMismatchError when some have not."""

@@ -71,26 +71,20 @@ class Session:
         if self.run is None:
             self._shard(module, optimizers, batch, batch_idx)
         elif (change := self.run.changed_parameters()) is not None:
-            self._shard_again(change, module, optimizers, batch, batch_idx)
+            # Parameters were frozen, unfrozen or replaced: another plan, from the whole module.
+            if self._is_accumulating:
+                raise AlpaError(
+                    f"{change} between the batches of one optimizer step",
+                    "do it when a step begins (batch_idx % accumulate_grad_batches == 0)",
+                )
+            self.run.say(f"alpa: {change}: planning once more")
+            random_streams, self._calls = self.run.state_dict(), self.run.calls
+            self._make_whole()
+            self._shard(module, optimizers, batch, batch_idx).load_state_dict(random_streams)
 
-    def _shard_again(
-        self, change: str, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int
-    ) -> None:
-        """Another plan, from the whole module: parameters were frozen, unfrozen or replaced."""
-        assert self.run is not None
-        if self._is_accumulating:
-            raise AlpaError(
-                f"{change} between the batches of one optimizer step",
-                "do it when a step begins (batch_idx % accumulate_grad_batches == 0)",
-            )
-        self.run.say(f"alpa: {change}: planning once more")
-        random_streams, self._calls = self.run.state_dict(), self.run.calls
-        self._make_whole()
-        self._shard(module, optimizers, batch, batch_idx)
-        self.run.load_state_dict(random_streams)
-
-    def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> None:
+    def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> PlacedModule:
         # Planning and the runtime are loaded with the first batch, not with the import of the package.
+        from alpa_strategy.lightning.placed_module import Unplaced
         from alpa_strategy.lightning.run import Run
         from alpa_strategy.lightning.same_steps import all_trained, toggled
         from alpa_strategy.lightning.submodule_run import SubmoduleRun
@@ -98,14 +92,14 @@ class Session:
         from alpa_strategy.runtime.host_memory import process_bytes
 
         job, resumed = self._make_job(), self._checkpoints.resumed
-        sharding = self.deferred_init.sharding
+        given = Unplaced(module, tuple(optimizers), job, self.deferred_init.sharding)
         resumes_written = any_rank([bool(resumed.get("as_written"))])[0]
         self._why_written = self._why_written or why_written(module, optimizers, job, resumes_written)
         with isolate_rng(include_cuda=job.device.type == "cuda"):  # measuring draws
             run: PlacedModule | None = None
             if self._why_written is None:
                 try:
-                    run = Run(module, optimizers, batch, batch_idx, job, sharding, resumed.get("plan"))
+                    run = Run(given, batch, batch_idx, resumed.get("plan"))
                 except CaptureError as error:
                     self._why_written = error
             if run is None:
@@ -113,15 +107,16 @@ class Session:
                 is_news, self._told = self._why_written is not self._told, self._why_written
                 with all_trained(toggled(module, optimizers)):
                     if job.submodules is not None:
-                        run = SubmoduleRun(module, optimizers, job, sharding, self._why_written, self._calls)
+                        run = SubmoduleRun(given, self._why_written, self._calls)
                     else:
                         check_may_run_as_written(self._why_written, job)
-                        run = WrittenRun(module, optimizers, job, sharding, self._why_written, is_news)
+                        run = WrittenRun(given, self._why_written, is_news)
         self.run, self.plan = run, run.plan
         self._checkpoints.restore(run, optimizers)
         run.adapt_trainer(module.trainer)
         self.process_bytes = process_bytes(module, optimizers, job.device)
         _show_plan(run, job, self.process_bytes)
+        return run
 
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
         """What the module's own step returns, its loss differentiable; `as_written` calls it."""
@@ -132,23 +127,17 @@ class Session:
         except CaptureError as error:
             if self.run.plan.is_as_written or not self._make_job().may_run_as_written:
                 raise
+            if self.deferred_init.was_needed and stays_sharded(self.run):
+                raise
             self._why_written = error
-        self._go_on_as_written(batch, batch_idx)
-        return self.run.training_step(batch, batch_idx, as_written)
+        return self._go_on_as_written(self.run, batch, batch_idx).training_step(batch, batch_idx, as_written)
 
-    def _go_on_as_written(self, batch: Any, batch_idx: int) -> None:
-        """This step and all that follow, perhaps between the batches of one optimizer step."""
-        run = self.run
-        assert run is not None
-        if self.deferred_init.was_needed and stays_sharded(run):
-            assert self._why_written is not None
-            raise self._why_written
+    def _go_on_as_written(self, run: PlacedModule, batch: Any, batch_idx: int) -> PlacedModule:
+        """What runs this step and all that follow after `run`, perhaps between batches of one optimizer step."""
         run.leave_steps()
         gradients = run.take_gradients() if self._is_accumulating else []
         self._make_whole()
-        self._shard(run.module, run.optimizers, batch, batch_idx)
-        run = self.run
-        assert run is not None
+        run = self._shard(run.module, run.optimizers, batch, batch_idx)
         if world_size() > 1:
             rank_zero_warn(
                 f"alpa: step {run.module.trainer.global_step + 1} and all that follow run as they are written, after "
@@ -159,6 +148,7 @@ class Session:
         for parameter, gradient in gradients:
             run.store.give_gradient(parameter, gradient)
         run.sync(not self._stays_local)
+        return run
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -239,12 +229,14 @@ class Session:
         return output
 
     def _shard_for_evaluation(self, module: Any) -> None:
+        from alpa_strategy.lightning.placed_module import Unplaced
         from alpa_strategy.lightning.written_run import WrittenRun
 
         job = self._make_job()
         job = replace(job, options=replace(job.options, parallel="zero3"))
+        given = Unplaced(module, (), job, self.deferred_init.sharding)
         with torch.inference_mode(False), isolate_rng(include_cuda=job.device.type == "cuda"):
-            run = WrittenRun(module, [], job, self.deferred_init.sharding, CaptureError("an evaluation"))
+            run = WrittenRun(given, CaptureError("an evaluation"))
             self._checkpoints.restore_parameters(run.store)
         self.run, self.plan = run, run.plan
         _show_plan(run, job)
@@ -269,23 +261,14 @@ class Session:
 
     # The forms, seen from outside
 
-    def whole_parameters(self) -> AbstractContextManager[Any]:
-        """Context in which the module's parameters are whole; changes are kept."""
-        return nullcontext() if self.run is None else self.run.whole.entered()
-
     def as_training_holds_it(self) -> AbstractContextManager[Any]:
         """Context: parameters in parts, also within a hook that sees them whole and saves."""
         return nullcontext() if self.run is None else self.run.whole.suspended()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the module has its whole parameters now."""
-        return self.run is None or self.run.whole.is_active
-
     def explain(self, error: BaseException) -> None:
         """A note to an error about shapes, where parameters lie in parts."""
         is_of_shapes = isinstance(error, RuntimeError | ValueError | IndexError) and _SHAPES.search(str(error))
-        if is_of_shapes and not self.is_whole and self.run is not None and self.run.store.sharded_parameters:
+        if is_of_shapes and self.run is not None and not self.run.whole.is_active and self.run.store.sharded_parameters:
             error.add_note(
                 "alpa: parameters lie in parts on the ranks. Code that reads or changes them outside of the module's "
                 "steps (optimizer_step, a loader that asks the model, an average of weights) wants `with "

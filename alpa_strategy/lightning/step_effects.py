@@ -96,16 +96,14 @@ def update_metrics_and_log(
     values: Mapping[int, Tensor],
     counters: Mapping[str, int],
     metrics: MetricStates,
-    by_replica: bool = False,
 ) -> None:
     """Repeat the step's torchmetrics and `self.log` calls with the user's arguments and this step's values.
 
     The values are those of the global batch and equal on every rank: nothing is left to synchronise, neither logs nor
-    the state of metrics.
+    the state of metrics. Those of a replica (`metrics.replica`) are reduced over replicas where the user asks for it.
 
     Args:
         counters: the values of `batch_idx`, `global_step` and `current_epoch`.
-        by_replica: whether they are those of a replica: they are reduced over replicas where the user asks for it.
     """
     metric_values: dict[str, Any] = {}
     for record in step.metrics:
@@ -121,7 +119,7 @@ def update_metrics_and_log(
             value = _metric_value(module.get_submodule(value.metric), value, metric_values.get(value.metric))
         kwargs = {key: fill(item, values, counters=counters) for key, item in log.kwargs}
         value = fill(value, values, counters=counters)
-        if not by_replica:
+        if metrics.replica is None:
             kwargs |= {"sync_dist": True, "sync_dist_group": GLOBAL}  # else Lightning asks the user for sync_dist=True
         elif kwargs.get("sync_dist"):
             kwargs |= {"sync_dist_group": REPLICAS}
@@ -149,8 +147,8 @@ class MetricStates:
         replica: of which all ranks have the same rows, and other replicas others; None: captured steps have all rows.
     """
 
-    def __init__(self, replica: Replica | None = None) -> None:
-        self._replica, self._group = replica, None if replica is None else replica.group
+    def __init__(self, replica: Replica | None) -> None:
+        self.replica, self._group = replica, None if replica is None else replica.group
         # By id, as the hash of a metric changes with its state: the metric, its own `sync_on_compute` and group.
         self._global: dict[int, tuple[Metric, bool, Any]] = {}
 
@@ -164,10 +162,10 @@ class MetricStates:
             if each.sync_on_compute and each.update_called and world_size(self._group) > 1:
                 each.process_group = self._group or each.process_group
                 _keep_synced(each)
-            if self._replica is None or self._replica.across.size == 1:
+            if self.replica is None or self.replica.across.size == 1:
                 _set_sync(each, False)
             else:
-                each.process_group = self._replica.across.group
+                each.process_group = self.replica.across.group
 
     def make_local(self) -> None:
         """Let the states stand for each rank's own rows again; their sum over the ranks stays the same."""

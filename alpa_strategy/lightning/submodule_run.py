@@ -16,10 +16,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
@@ -33,10 +31,11 @@ from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning import batch_rows
+from alpa_strategy.lightning.dataloader_state import random_state, set_random_state
 from alpa_strategy.lightning.job import Job, device_limit
-from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
+from alpa_strategy.lightning.placed_module import PlacedModule, Unplaced
 from alpa_strategy.lightning.planning import check_optimizer, find_or_make_plan, job_cluster
-from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, shape_key, toggled
+from alpa_strategy.lightning.same_steps import shape_key
 from alpa_strategy.lightning.step_effects import REPLICAS, fill
 from alpa_strategy.lightning.written_run import parameter_inputs
 from alpa_strategy.pipeline.step_programs import PlacedPlan
@@ -59,32 +58,25 @@ class SubmoduleRun(PlacedModule):
         CaptureError: `why`, where no submodule can be planned either.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        optimizers: Sequence[Optimizer],
-        job: Job,
-        sharding: Sharding,
-        why: CaptureError,
-        recorded: Sequence[Call] | None,
-    ) -> None:
+    def __init__(self, given: Unplaced, why: CaptureError, recorded: Sequence[Call] | None) -> None:
+        module, job = given.module, given.job
         assert job.submodules is not None
         count, options = job.submodules
         self._joins = job.replica is None and job.options.batch_scope != "global"  # each rank loads rows of its own
         self._replica = replica = divide(count)
         limit, seed = device_limit(job), broadcast_object(torch.initial_seed()) + replica.index
         job = replace(job, replica=replica, options=replace(options, memory_limit=limit))
-        infos = [inspect_optimizer([optimizer]) for optimizer in optimizers]
+        infos = [inspect_optimizer([optimizer]) for optimizer in given.optimizers]
         info = max(infos, key=lambda each: each.state_bytes)
         info = replace(info, element_wise=all(each.element_wise for each in infos))
-        inputs = {given.name: given for given in parameter_inputs(module, trains=True)}
+        inputs = {each.name: each for each in parameter_inputs(module, trains=True)}
         plan = plan_as_written([*inputs.values()], job.options, infos, job.step_devices, limit, why)
         parts, cluster = list[Call](), None
         if recorded is not None:
             graph, parts = _captured(module, recorded, job, why)
             cluster, whole, notes = job_cluster(job), plan.stages[0], plan.notes
-            names = {name for given in graph.parameters for name in given.names}
-            rest = [given for name, given in inputs.items() if name not in names]
+            names = {name for each in graph.parameters for name in each.names}
+            rest = [each for name, each in inputs.items() if name not in names]
             taken = plan_as_written(rest, job.options, infos, job.step_devices, limit, why).predicted.peak_bytes
             pins = tuple(pin for pin in options.placements if any(fnmatchcase(name, pin[0]) for name in names))
             if unmet := [pattern for pattern, _ in {*options.placements} - {*pins}]:
@@ -95,15 +87,12 @@ class SubmoduleRun(PlacedModule):
             # Nothing is begun ahead: the user's code is in between.
             stage = replace(found.stages[0], parameter_plans=modes, shapes=whole.shapes, ahead_bytes=0)
             plan = replace(found, stages=(stage,), schedule=plan.schedule, notes=(*notes, *found.notes))
-            inputs |= {given.name: given for given in graph.parameters}
+            inputs |= {each.name: each for each in graph.parameters}
         check_optimizer(info, plan.stages)
         place = job.device, cluster, seed, lambda: 1.0, job.backend, job.compile, replica
-        with tuned(job.device), sharding(module) as values:
+        with tuned(job.device), given.sharding(module) as values:
             self._placed = PlacedPlan(module, [*inputs.values()], plan, *place)
-            check = shard_all(self._placed.store, optimizers, values, job.limits, divided=False)
-        super().__init__(module, optimizers, info, plan, self._placed.store, job, limit, check)
-        self._parameters = ParametersAsTheyWere(module, toggled(module, optimizers))
-        self.buffers_differ = True  # perhaps
+            super().__init__(replace(given, job=job), info, plan, self._placed.store, limit, values)
         self._metrics = [metric for _, metric in outermost_metrics(module)]
         self._glue = WholeOnUse(self.store)
         programs = [Program(part, self._placed, plan) for part in parts]
@@ -126,7 +115,8 @@ class SubmoduleRun(PlacedModule):
             own(*args, **{**kwargs, "sync_dist_group": kwargs.get("sync_dist_group") or REPLICAS})
 
         plugin = self.module.trainer.precision_plugin
-        changed = [(self.module, "log", log), (plugin, "clip_gradients", self._unseen(plugin.clip_gradients))]
+        clip = self._in_parts()(plugin.clip_gradients)
+        changed = [(self.module, "log", log), (plugin, "clip_gradients", clip)]
         self.peers = REPLICAS
         try:
             with self.in_step(), patched(changed), self._glue if self.store.sharded_parameters else nullcontext():
@@ -137,24 +127,15 @@ class SubmoduleRun(PlacedModule):
 
     def _of_replica(self, batch: Any) -> Any:
         """The batch of all ranks of the replica, which draw the same random numbers from here on. Collective."""
-        axis, is_cuda = self.store.mesh.whole, self._job.device.type == "cuda"
+        axis = self.store.mesh.whole
         if axis.size == 1:
             return batch
-        own = _collect_rng_states(include_cuda=False), [torch.cuda.get_rng_state()] if is_cuda else []
-        states, of_device = of_all_ranks(own, self._replica.group)[0]
-        _set_rng_states(states)
-        for state in of_device:
-            torch.cuda.set_rng_state(state)
+        set_random_state(of_all_ranks(random_state(), self._replica.group)[0])
         return batch_rows.of_replica(self.module.trainer, batch, self._job.hooks, axis, self._joins)
 
-    def _unseen(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, which knows of parts, for the user's code to call."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with patched([(self._glue, "sees", False)]):
-                return function(*args, **kwargs)
-
-        return run
+    def _in_parts(self) -> Any:
+        """Context, or decorator, of code that knows of parts."""
+        return patched([(self._glue, "sees", False)])
 
     @override
     def in_step(self) -> AbstractContextManager[None]:
@@ -163,19 +144,20 @@ class SubmoduleRun(PlacedModule):
     @override
     def finish_backward(self) -> None:
         if self.syncs:
-            axis, device, size = self._replica.across, self.store.device, self._job.limits.bucket_bytes
-            self._unseen(average)(self.store.parameters, axis, device, size)
+            with self._in_parts():
+                average(self.store.parameters, self._replica.across, self.store.device, self._job.limits.bucket_bytes)
 
     @override
     def check_gradients(self) -> None:
-        self._unseen(super().check_gradients)()
+        with self._in_parts():
+            super().check_gradients()
 
     @contextmanager
     @override
     def stepping(self) -> Iterator[None]:
         if not self.module.automatic_optimization:  # perhaps after `loss.backward()`; a mean's mean is itself
             self.finish_backward()
-        with patched([(self._glue, "sees", False)]):
+        with self._in_parts():
             yield
 
     @override
@@ -188,7 +170,7 @@ class SubmoduleRun(PlacedModule):
         if self._num_updates and self._forwards.recorded is not None:
             self.calls = self._forwards.recorded
             return "the first step has shown which submodules can be planned"
-        return self._parameters.changed()
+        return super().changed_parameters()
 
     @override
     def state_dict(self) -> dict[str, Any]:

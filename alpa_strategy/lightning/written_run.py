@@ -7,10 +7,10 @@ backward runs, buffers are rank 0's when a step begins. Parameters lie as the pl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -26,9 +26,8 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
-from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
+from alpa_strategy.lightning.placed_module import PlacedModule, Unplaced
 from alpa_strategy.lightning.planning import check_optimizer
-from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, toggled
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
 from alpa_strategy.planner.written_plan import against_written, asks_for_written, plan_as_written
@@ -123,8 +122,6 @@ class WrittenRun(PlacedModule):
     """See the file's docstring. Collective.
 
     Args:
-        optimizers: none: for an evaluation.
-        sharding: context around what shards the module, see `DeferredInit.sharding`.
         why: why the steps are not captured.
         say: whether the user has yet to be told `why`.
 
@@ -132,15 +129,8 @@ class WrittenRun(PlacedModule):
         AlpaError: shards are asked for, or needed, and an optimizer or a callback cannot work on them.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        optimizers: Sequence[Optimizer],
-        job: Job,
-        sharding: Sharding,
-        why: CaptureError,
-        say: bool = True,
-    ) -> None:
+    def __init__(self, given: Unplaced, why: CaptureError, say: bool = True) -> None:
+        module, optimizers, job = given.module, given.optimizers, given.job
         infos = [inspect_optimizer([optimizer]) for optimizer in optimizers]
         parameters, limit = parameter_inputs(module, trains=bool(optimizers)), device_limit(job)
         plan = plan_as_written(parameters, job.options, infos, (job.num_nodes, job.devices_per_node), limit, why)
@@ -155,19 +145,16 @@ class WrittenRun(PlacedModule):
             )
         if optimizers and say:
             _say_why(why)
-        with tuned(job.device), sharding(module) as whole:
-            store = _store(module, parameters, plan, job)
-            check = shard_all(store, optimizers, whole, job.limits, divided=False)
         largest = max(infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0))
-        super().__init__(module, optimizers, largest, plan, store, job, limit, check)
+        with tuned(job.device), given.sharding(module) as values:
+            store = _store(module, parameters, plan, job)
+            super().__init__(given, largest, plan, store, limit, values)
         if job.device.type == "cpu":
             hold_to_plan(self, plan, limit, module, optimizers)
         if optimizers and world_size() > 1:
             every = module.trainer.strategy._layer_sync is not None  # Trainer(sync_batchnorm=True)
             norms = synced(module, every, lambda: build_mesh((world_size(),), job.backend, own_group=True).axes[0])
             self._adapted.enter_context(patched(norms))
-        self._parameters = ParametersAsTheyWere(module, toggled(module, optimizers))
-        self.buffers_differ = True  # perhaps
         if store.sharded_parameters and optimizers:
             keeps = not any(parameter.uses_shards for parameter in parameter_plans)
             self.on_use = GatherOnUse(module, store, cpu_group(), keeps)
@@ -213,19 +200,11 @@ class WrittenRun(PlacedModule):
 
     @override
     def finish_backward(self) -> None:
-        if self.on_use is None:
+        with nullcontext() if self.on_use is None else self.on_use.suspended():
             self.store.finish_backward(self.steps_by_bucket())
-            return
-        with self.on_use.suspended():
-            self.store.finish_backward(self.steps_by_bucket())
-        if not self.on_use.is_active:
+        if self.on_use is not None and not self.on_use.is_active:
             self.on_use.drop()
 
     @override
-    def changed_parameters(self) -> str | None:
-        return self._parameters.changed()
-
-    @override
     def state_dict(self) -> dict[str, Any]:
-        is_first = world_size() == 1 or dist.get_rank() == 0
-        return {"as_written": True, "plan": self.plan.to_dict() if is_first else None}
+        return {"as_written": True, **super().state_dict()}

@@ -91,9 +91,9 @@ class Pipeline:
         self._outbox, self._abandoned = Outbox(), list[Outbox]()
         self._workers = {index: StageWorker(index, spec.stages[index], own[index]) for index in sorted(own)}
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
-        count, mesh = micro.num_microbatches, meshes.index(spec.stages[min(own)].ranks)
-        orders = actions(spec.schedule, len(meshes), count, len(spec.stages) // len(meshes))
-        self._actions, self._sends = orders[mesh], sends_of(orders)
+        self._mesh = meshes.index(spec.stages[min(own)].ranks)  # of all of this rank's stages
+        orders = actions(spec.schedule, len(meshes), micro.num_microbatches, len(spec.stages) // len(meshes))
+        self._actions, self._sends = orders[self._mesh], sends_of(orders)
         last = {own[action.stage].store: place for place, action in enumerate(self._actions) if action.kind in "BW"}
         self._last_backward = {place: store for store, place in last.items()}  # of the stages that share a store
         self._num_steps = 0
@@ -104,16 +104,15 @@ class Pipeline:
 
     def _connect(self) -> None:
         ranks = [stage.ranks for stage in self.spec.stages]
+        meshes = {index: own.mesh for index, own in self._own.items()}
         channels = [tuple(sorted({*ranks[c.source], *ranks[c.target]})) for c in self.channels]
         groups = message_groups(channels, self._group)
         for number, (channel, (ahead, back)) in enumerate(zip(self.channels, groups, strict=True)):
             ends = [index for index in (channel.source, channel.target) if index in self._workers]
             if not ends:
                 continue
-            there = self._own[channel.target].mesh if channel.target in self._own else None
-            here = self._own[channel.source].mesh if channel.source in self._own else None
-            forward = self._transfer(channel.forward, mesh=there, group=ahead)
-            backward = self._transfer(channel.backward, mesh=here, group=back)
+            forward = self._transfer(channel.forward, mesh=meshes.get(channel.target), group=ahead)
+            backward = self._transfer(channel.backward, mesh=meshes.get(channel.source), group=back)
             for index in ends:
                 self._workers[index].connect(channel, forward, backward, 2 * number * self.spec.micro.num_microbatches)
 
@@ -167,12 +166,10 @@ class Pipeline:
         deliveries = exchange([(d.transfer, d.sources(batch)) for d in self._deliveries], tag=0)
         # Made where it is used: a copy would hold up the host at every micro-batch.
         scale = torch.full((), loss_scale, dtype=torch.float64, device=self._device)
-        for delivery, tensors in zip(self._deliveries, deliveries, strict=True):
-            for index, worker in self._workers.items():
-                if self.spec.stages[index].ranks == delivery.ranks:
-                    batches = delivery.batches(index, tensors, batch)
-                    given_values = self._given_values(index, given)
-                    worker.start_step(batches, given_values, scale, self._outbox, self._sends, first_tag)
+        for index, worker in self._workers.items():
+            batches = self._deliveries[self._mesh].batches(index, deliveries[self._mesh], batch)
+            given_values = self._given_values(index, given)
+            worker.start_step(batches, given_values, scale, self._outbox, self._sends, first_tag)
 
     def _run_actions(self) -> None:
         """The schedule: this mesh's actions one after the other, whatever they are."""
@@ -190,10 +187,8 @@ class Pipeline:
             match action.kind:
                 case "F":
                     worker.forward(action.microbatch)
-                case "B":
-                    worker.backward(action.microbatch)
-                case "I":
-                    worker.backward_inputs(action.microbatch)
+                case "B" | "I":
+                    worker.backward(action.microbatch, in_halves=action.kind == "I")
                 case "W":
                     worker.backward_weights(action.microbatch)
             if store is not None:
@@ -201,8 +196,6 @@ class Pipeline:
 
     def _sum_shared(self) -> None:
         """Complete the gradients of parameters used on several meshes, all in one exchange."""
-        if not self._sums:
-            return
         wanted = [pair for shared in self._sums for pair in zip(shared.transfers, shared.own_gradients(), strict=True)]
         arrived = iter(exchange(wanted, tag=FIRST_SHARED_TAG))
         for shared in self._sums:
@@ -229,8 +222,6 @@ class Pipeline:
         """Escaping values of the whole step, from the first rank of the stage that makes them to all ranks."""
         results: Values = {}
         for index, stage in enumerate(self.spec.stages):
-            if not stage.escaping:
-                continue
             worker = self._workers.get(index)
             own = {} if worker is None else {v: self._combined(v, worker.escaped) for v in stage.escaping}
             results.update(own if self._world == len(stage.ranks) else self._broadcast(stage, own))
@@ -278,7 +269,6 @@ class Delivery:
     def __init__(
         self, spec: PipelineSpec, ranks: tuple[int, ...], world: int, transfer: Callable[..., Transfer]
     ) -> None:
-        self.ranks = ranks
         self._spec = spec
         self._items: dict[tuple[int, tuple[int, ...], Layout], int] = {}  # (tensor, mesh, layout) -> first plan
         self._tensors: list[int] = []  # plan -> tensor of the batch

@@ -7,7 +7,8 @@ devices of a mesh, since the graph may hold collectives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -35,13 +36,11 @@ class SplitBackward:
 
     def run_inputs(self) -> list[Tensor | None]:
         """Gradients of the inputs; None for one that the results do not depend on."""
-        graph = _Graph([root.node for root in self._roots], [get_gradient_edge(x).node for x in self._inputs])
-        self._groups = graph.groups()
+        inputs = {get_gradient_edge(x).node for x in self._inputs}
+        self._groups = _groups([root.node for root in self._roots], inputs)
         catch = self._caught.__setitem__
         handles = [node.register_prehook(partial(catch, node)) for group in self._groups for node in group.starts]
         try:
-            if not graph.reaches_inputs:
-                return [None] * len(self._inputs)
             # The graph stays: its other half is run by `run_weights`.
             return list(
                 torch.autograd.grad(self._roots, self._inputs, self._root_grads, retain_graph=True, allow_unused=True)
@@ -77,79 +76,60 @@ class SplitBackward:
         self._caught.clear()
 
 
+@dataclass(eq=False)
 class _Group:
     """Leaves that are reached from the same start nodes; `roots` are positions of roots off the inputs' paths."""
 
-    def __init__(self) -> None:
-        self.starts: dict[Node, None] = {}
-        self.roots: list[int] = []
-        self.leaves: list[Tensor] = []
+    starts: dict[Node, None]  # in order, each once
+    roots: list[int]
+    leaves: list[Tensor]
 
 
-class _Graph:
-    """The autograd graph below `roots`, with what leads to `inputs` and what leads to weights only."""
+def _groups(roots: list[Node], inputs: set[Node]) -> list[_Group]:
+    """Leaves of the graph below `roots`, but for `inputs`, with their start nodes: the first ones above them from which
+    a path leads to the inputs. Leaves that share a start are in one group."""
+    order = _reachable(roots)
+    users: dict[Node, list[Node]] = {node: [] for node in order}
+    for node in order:
+        for below, _ in node.next_functions:
+            if below is not None:
+                users[below].append(node)
+    to_inputs = _above(inputs & users.keys(), users)
+    group_of: dict[Node | int, _Group] = {}
+    groups: list[_Group] = []
+    for leaf in order:
+        if not hasattr(leaf, "variable") or leaf in inputs:  # only AccumulateGrad nodes have a variable
+            continue
+        found = _above([leaf], users, to_inputs)
+        off_path = [i for i, root in enumerate(roots) if root in found and root not in to_inputs]
+        group = _Group({node: None for node in found if node in to_inputs}, off_path, [leaf.variable])
+        groups.append(group)
+        # Leaves below one start get their gradients in one backward: what lies between is run once.
+        shared: list[Node | int] = [*group.starts, *group.roots]
+        for key in shared:
+            other = group_of.get(key)
+            if other is not None and other is not group:
+                other.starts.update(group.starts)
+                other.roots = sorted({*other.roots, *group.roots})
+                other.leaves += group.leaves
+                groups.remove(group)
+                group = other
+            group_of[key] = group
+        group_of |= dict.fromkeys([*group.starts, *group.roots], group)
+    return groups
 
-    def __init__(self, roots: list[Node], inputs: list[Node]) -> None:
-        self._roots = roots
-        self._order = _reachable(roots)
-        users: dict[Node, list[Node]] = {node: [] for node in self._order}
-        for node in self._order:
-            for below, _ in node.next_functions:
-                if below is not None:
-                    users[below].append(node)
-        self._users = users
-        self._is_input = set(inputs)
-        self._to_inputs = self._above([node for node in inputs if node in users])
-        self.reaches_inputs = any(node in self._to_inputs for node in roots)
 
-    def _above(self, nodes: list[Node]) -> set[Node]:
-        """`nodes` and all nodes that lead to them."""
-        found, stack = set(nodes), list(nodes)
-        while stack:
-            for user in self._users[stack.pop()]:
-                if user not in found:
-                    found.add(user)
-                    stack.append(user)
-        return found
-
-    def groups(self) -> list[_Group]:
-        """Leaves and their start nodes; leaves that share a start are in one group."""
-        group_of: dict[Node | int, _Group] = {}
-        groups: list[_Group] = []
-        for leaf in self._order:
-            if not hasattr(leaf, "variable") or leaf in self._is_input:  # only AccumulateGrad nodes have a variable
-                continue
-            group = _Group()
-            groups.append(group)
-            self._collect(leaf, group)
-            # Leaves below one start get their gradients in one backward: what lies between is run once.
-            shared: list[Node | int] = [*group.starts, *group.roots]
-            for key in shared:
-                other = group_of.get(key)
-                if other is not None and other is not group:
-                    other.starts.update(group.starts)
-                    other.roots = sorted({*other.roots, *group.roots})
-                    other.leaves += group.leaves
-                    groups.remove(group)
-                    group = other
-                group_of[key] = group
-            group_of |= dict.fromkeys([*group.starts, *group.roots], group)
-        return groups
-
-    def _collect(self, leaf: Node, group: _Group) -> None:
-        """Walk up from `leaf` to the first nodes on the inputs' paths."""
-        group.leaves.append(leaf.variable)  # type: ignore[attr-defined]  # of AccumulateGrad, see `groups`
-        seen, stack = {leaf}, [leaf]
-        while stack:
-            node = stack.pop()
-            if node in self._to_inputs:
-                group.starts[node] = None
-                continue
-            group.roots += [i for i, root in enumerate(self._roots) if root is node and i not in group.roots]
-            for user in self._users[node]:
-                if user not in seen:
-                    seen.add(user)
-                    stack.append(user)
+def _above(nodes: Iterable[Node], users: Mapping[Node, list[Node]], ends: Container[Node] = ()) -> dict[Node, None]:
+    """`nodes` and all nodes that lead to them, looking no further than `ends`; in an order of the graph alone."""
+    found = dict.fromkeys(nodes)
+    stack = list(found)
+    while stack:
+        node = stack.pop()
+        for user in users[node] if node not in ends else ():
+            if user not in found:
+                found[user] = None
+                stack.append(user)
+    return found
 
 
 def _reachable(roots: list[Node]) -> list[Node]:

@@ -1,7 +1,7 @@
 """StageWorker: what one stage does with a micro-batch on this device, forward and backward. Knows no schedule.
 
-The executor calls `forward`, then `backward` or `backward_inputs` and `backward_weights`, for every micro-batch in its
-schedule's order. Between the two the worker keeps what the backward needs, and nothing more.
+The executor calls `forward`, then `backward`, of the inputs alone before `backward_weights`, for every micro-batch in
+its schedule's order. Between the two the worker keeps what the backward needs, and nothing more.
 """
 
 from __future__ import annotations
@@ -161,23 +161,18 @@ class StageWorker:
             self._own.buffers[name] = escaping[value].detach()
         self.escaped[microbatch] = {value: escaping[value].detach() for value in self.spec.escaping}
 
-    def backward(self, microbatch: int) -> None:
-        """The whole backward of a micro-batch: receive, differentiate, send back."""
-        self._differentiate(microbatch, self._in_flight.pop(microbatch), in_halves=False)
-
-    def backward_inputs(self, microbatch: int) -> None:
-        """The first half of the backward, which other stages wait for."""
-        self._differentiate(microbatch, self._in_flight[microbatch], in_halves=True)
-
-    def backward_weights(self, microbatch: int) -> None:
-        """The second half: the weights' gradients."""
-        self._in_flight.pop(microbatch).weights()
-
-    def _differentiate(self, microbatch: int, run: StageRun, in_halves: bool) -> None:
+    def backward(self, microbatch: int, in_halves: bool) -> None:
+        """The backward of a micro-batch, or (`in_halves`) its first half, which other stages wait for: receive,
+        differentiate, send back."""
+        run = self._in_flight[microbatch] if in_halves else self._in_flight.pop(microbatch)
         receive = partial(self._arrived_grads, microbatch)
         grads = run.backward(receive, self._loss_scale, self._own.store.hold, in_halves)
         for end in self._incoming:
             end.send(self._outbox, [grads[value] for value in end.differentiable], microbatch)
+
+    def backward_weights(self, microbatch: int) -> None:
+        """The second half: the weights' gradients."""
+        self._in_flight.pop(microbatch).weights()
 
     def _arrived_grads(self, microbatch: int) -> Values:
         """Receive the gradients of the sent values; what several stages hand back is summed in the stages' order."""

@@ -12,15 +12,14 @@ shards. For each captured step it makes a `StepProgram`, whatever the number of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -91,14 +90,8 @@ class PlacedPlan:
         self._seed, self.num_steps = seed, 0  # both go into checkpoints
         stages = plan.stages
         meshes = build_stage_meshes([(s.logical_mesh, stage_ranks(s)) for s in stages], backend, group=group)
-        self._places = StagePlaces(
-            meshes,
-            stage_randoms(stages, meshes, seed),
-            device,
-            cluster,
-            None if compile is None else Compiler(compile),
-            group,
-        )
+        compiler = None if compile is None else Compiler(compile)
+        self._places = StagePlaces(meshes, stage_randoms(stages, meshes, seed), device, cluster, compiler, group)
         job_mesh = meshes[0] if len(stages) == 1 else build_mesh((world_size(group),), backend, group=group)
         assert job_mesh is not None
         if plan.is_pipelined:  # what only a prologue or epilogue reads lies whole on every rank
@@ -170,25 +163,20 @@ class PlacedPlan:
     ) -> tuple[Values, dict[str, Tensor]]:
         """What `part` makes of the global batch and of whole parameters, and these, to differentiate by. Collective.
 
-        Every rank does all of it. values: what `part` receives.
+        Every rank does all of it, with random numbers that are the same on all of them and others at every step; the
+        rank's own go on after it. values: what `part` receives.
         """
         leaves = {}
         for given in part.parameters:
             leaf = self.store.gather(self.module.get_parameter(given.name)).detach()
             leaves[given.name] = leaf.requires_grad_(trains and given.meta.requires_grad)
-        rows = _global_rows(part, batch)
-        with self.same_random(), torch.set_grad_enabled(trains):
-            found = run_step(part, leaves, buffers, rows, values)
-        return {value: found[value] for value in part.escaping}, leaves
-
-    @contextmanager
-    def same_random(self) -> Iterator[None]:
-        """Random numbers inside are the same on all ranks and others at every step; the rank's own go on after it."""
+        rows = _global_rows(part, batch, self.store.mesh)
         # By default fork_rng touches every GPU of the node, with a warning; the others belong to other ranks.
         here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices=here):
+        with torch.random.fork_rng(devices=here), torch.set_grad_enabled(trains):
             torch.manual_seed(self._seed * 1_000_003 + self.num_steps)
-            yield
+            found = run_step(part, leaves, buffers, rows, values)
+        return {value: found[value] for value in part.escaping}, leaves
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's random streams, for a checkpoint: plain data."""
@@ -259,14 +247,13 @@ def _rows_at_place(step: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
     return [own if leaf.batch_dim is None else mesh.exchange_rows(own) for leaf, own in pairs]
 
 
-def _global_rows(part: StepGraph, batch: Any) -> list[Tensor]:
-    """The tensors of the global batch that `part` reads. Collective where the ranks bring rows of their own."""
-    whole: list[Tensor] = []
-    for leaf, rows in zip(part.batch, batch_rows(part, batch), strict=True):
-        if part.batch_scope == "global" or leaf.batch_dim is None or world_size() == 1:
-            whole.append(rows)
-            continue
-        parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(world_size())]
-        dist.all_gather(parts, rows.contiguous())
-        whole.append(torch.cat(parts))
-    return whole
+def _global_rows(part: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
+    """The tensors of the global batch that `part` reads. Collective where the ranks bring rows of their own.
+
+    mesh: of all ranks.
+    """
+    rows, axis = _rows_at_place(part, batch, mesh), mesh.whole
+    if part.batch_scope == "global":
+        return rows
+    pairs = zip(part.batch, rows, strict=True)
+    return [own if leaf.batch_dim is None else axis.all_gather(own, 0, len(own) * axis.size) for leaf, own in pairs]

@@ -58,16 +58,16 @@ def executed(schedule, num_microbatches):
     _, pipeline, _ = build(stages, schedule, num_microbatches, len(stages))
     done = []
 
-    def noted(action, run):
-        def noting(microbatch):
-            done.append(f"{action}{microbatch}")
-            run(microbatch)
+    def noted(stage, kind, run):
+        def noting(microbatch, **how):
+            done.append(f"{stage}{'I' if how.get('in_halves') else kind}{microbatch}")
+            run(microbatch, **how)
 
         return noting
 
     for stage, worker in pipeline._workers.items():
-        for kind, name in {"F": "forward", "B": "backward", "I": "backward_inputs", "W": "backward_weights"}.items():
-            setattr(worker, name, noted(f"{stage}{kind}", getattr(worker, name)))
+        for kind, name in {"F": "forward", "B": "backward", "W": "backward_weights"}.items():
+            setattr(worker, name, noted(stage, kind, getattr(worker, name)))
     pipeline.step(rank_rows(global_batch()))
     return done
 
