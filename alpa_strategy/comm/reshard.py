@@ -67,7 +67,6 @@ class Reshard:
             if step.dst.grad != step.src.grad:
                 backward.append(LocalStep(step.axis, step.dst.grad, step.src.grad, seen))
         self.forward_steps, self.backward_steps = tuple(forward), tuple(reversed(backward))
-        self._sums_over = _summed_axis(self.forward_steps, mesh)
 
     def __call__(self, tensor: Tensor, coming: Pending | None = None) -> Tensor:
         """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`.
@@ -88,27 +87,32 @@ class Reshard:
         return _run(self.forward_steps, tensor if self._cast is None else tensor.to(self._cast), self._mesh)
 
     def start(self, tensor: Tensor) -> Pending:
-        """`values`, without waiting where it begins with a gathering or is one sum; what is left is done by `wait`."""
+        """`values`, without waiting where it begins with a gathering or is a sum; what is left is done by `wait`."""
         tensor = tensor if self._cast is None else tensor.to(self._cast)
         match self.forward_steps:
             case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape), *rest):
                 first = self._mesh.axes[axis].start_all_gather(tensor, dim, shape[dim])
                 return Pending(lambda: _run(rest, first.wait(), self._mesh)) if rest else first
-        if self._sums_over is not None and tensor.dtype != torch.bool:  # truth values are no sum of theirs
-            own = tensor.detach().clone(memory_format=torch.contiguous_format)  # overwritten by the sum
-            return self._sums_over.start_all_reduce(own)
-        return Pending(lambda: self.values(tensor))
+        coming = _begun_sum(self.forward_steps, tensor, self._mesh)
+        return coming or Pending(lambda: self.values(tensor))
 
     def gradients(self, grad: Tensor) -> Tensor:
         """The backward alone: local gradient under `dst.grad` -> under `src.grad`."""
         return _run(self.backward_steps, self._to_sum(grad), self._mesh)
 
     def start_gradients(self, grad: Tensor) -> Pending | None:
-        """`gradients`, without waiting, where it is a sum of which this device keeps its part; else None."""
-        match self.backward_steps:
-            case (LocalStep(axis=axis, src=Partial(), dst=Shard(dim=dim)),):
-                return self._mesh.axes[axis].start_reduce_scatter_of(self._to_sum(grad), dim)
-        return None
+        """`gradients`, without waiting, where it is one sum (`sums_gradients`); else None."""
+        return _begun_sum(self.backward_steps, self._to_sum(grad), self._mesh)
+
+    @property
+    def sums_values(self) -> bool:
+        """Whether the forward is one sum, of which each device may keep its part."""
+        return _is_sum(self.forward_steps, self._mesh)
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether the backward is one sum, of which each device may keep its part."""
+        return _is_sum(self.backward_steps, self._mesh)
 
     def _to_sum(self, grad: Tensor) -> Tensor:
         return grad.to(torch.promote_types(grad.dtype, torch.float32)) if self._sums_in_fp32 else grad
@@ -190,6 +194,25 @@ def _entrance_of(tensor: Tensor) -> Any:
     while node is not None and type(node).__name__ in ("ToCopyBackward0", "ViewBackward0", "AliasBackward0"):
         node = node.next_functions[0][0]
     return node if hasattr(node, "sums") else None
+
+
+def _is_sum(steps: tuple[LocalStep, ...], mesh: MeshComm) -> bool:
+    match steps:
+        case (LocalStep(src=Partial(), dst=Shard()),):
+            return True
+    return _summed_axis(steps, mesh) is not None
+
+
+def _begun_sum(steps: tuple[LocalStep, ...], tensor: Tensor, mesh: MeshComm) -> Pending | None:
+    """`steps`, begun, where they are one sum; else None."""
+    match steps:
+        case (LocalStep(axis=axis, src=Partial(), dst=Shard(dim=dim)),):
+            return mesh.axes[axis].start_reduce_scatter_of(tensor, dim)
+    axis_comm = _summed_axis(steps, mesh)
+    if axis_comm is None or tensor.dtype == torch.bool:  # truth values are no sum of theirs
+        return None
+    own = tensor.detach().clone(memory_format=torch.contiguous_format)  # overwritten by the sum
+    return axis_comm.start_all_reduce(own)
 
 
 def _summed_axis(steps: tuple[LocalStep, ...], mesh: MeshComm) -> AxisComm | None:
