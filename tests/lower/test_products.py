@@ -56,8 +56,7 @@ def test_weights_wait_until_the_sum_of_the_input_has_begun(monkeypatch):
     first, second = map("".join, seen.values())
     assert first == second
     assert re.fullmatch("(r+sw+)+", first), first
-    assert "rrrswww" in first, "the projections of attention read one input"
-    assert "rrsww" in first, "gate and up as well"
+    assert "rrsww" in first, "gate and up read one input"
 
 
 def test_no_products_of_their_own_where_the_backward_is_divided_or_differentiated():
