@@ -26,7 +26,7 @@ from alpa_strategy.intra_op.options import (
     picked,
     without_parameters,
 )
-from alpa_strategy.intra_op.overlap import beside, hidden
+from alpa_strategy.intra_op.overlap import hidden
 from alpa_strategy.intra_op.per_step import PerStep, casts_of_parameters
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
@@ -288,17 +288,13 @@ class _Builder:
         sources = tuple(dict.fromkeys(produced))
         targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))
         forward, backward = self._tables.reshard(sources, targets, meta)
-        layouts = TransferLayouts(value, sources, targets, np.zeros_like(forward))
+        in_forward = np.zeros_like(forward)
         if is_parameter:
             backward = backward * self._tables.optimizer.gradient_scale(meta.dtype.itemsize)
-        elif self._mesh.overlap:
-            of = beside(self._step, self.ops, value, sources, targets)
-            in_forward, in_backward = hidden(of, meta, sources, targets, self._mesh)
-            layouts, forward, backward = (
-                replace(layouts, hidden=in_forward),
-                forward - in_forward,
-                backward - in_backward,
-            )
+        else:
+            in_forward, in_backward = hidden(self._step, self.ops, value, sources, targets, self._mesh)
+            forward, backward = forward - in_forward, backward - in_backward
+        layouts = TransferLayouts(value, sources, targets, in_forward)
         cost = forward + backward  # [source, target]
         memory, copies = np.zeros_like(cost), [local_bytes(meta, target, self._mesh.shape) for target in targets]
         if saved and is_parameter:  # a gathered parameter is not kept but gathered once more in the backward (ZeRO-3)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,36 +76,27 @@ def product_of(call: OpCall) -> Product | None:
     return Product(numbers[0], numbers[1], numbers[2], is_transposed)
 
 
-class Beside(NamedTuple):
-    """Seconds of the products that a value's sums may run beside.
-
-    Attributes:
-        making: [source] of the product that makes it for one reader alone; 0 where there is none.
-        weights: [target] of the gradients of all weights that it is multiplied with; 0 where others read it too.
-    """
-
-    making: np.ndarray
-    weights: np.ndarray
-
-
-def beside(
-    step: StepGraph, ops: Sequence[OpOptions], value: int, sources: Sequence[DualLayout], targets: Sequence[DualLayout]
-) -> Beside:
-    """What there is beside the resharding of a value, at the least, `sources` -> `targets`."""
-    making, weights = np.zeros(len(sources)), np.zeros(len(targets))
-    readers, maker = step.consumers.get(value, ()), step.makers.get(value)
+def making_seconds(step: StepGraph, ops: Sequence[OpOptions], value: int, sources: Sequence[DualLayout]) -> np.ndarray:
+    """[source] seconds, at the least, of the product that makes a value for one reader alone; 0 where there is none."""
+    maker = step.makers.get(value)
     leaves = value in step.escaping or value in step.sent
-    if maker is not None and len(readers) == 1 and not leaves and _is_plain(step, maker):
-        made = [outputs[0] for outputs in ops[maker].outputs]
-        making = _least(sources, made, ops[maker].forward_seconds)
-    for reader, position in readers:
+    if maker is None or len(step.consumers.get(value, ())) != 1 or leaves or not _is_plain(step, maker):
+        return np.zeros(len(sources))
+    return _least(sources, [outputs[0] for outputs in ops[maker].outputs], ops[maker].forward_seconds)
+
+
+def weights_seconds(step: StepGraph, ops: Sequence[OpOptions], value: int, targets: Sequence[DualLayout]) -> np.ndarray:
+    """[target] seconds, at the least, of the gradients of all weights that a value is multiplied with; 0 where it is
+    read by others too."""
+    total = np.zeros(len(targets))
+    for reader, position in step.consumers.get(value, ()):
         found = product_of(step.ops[reader].call)
         if found is None or found.rows != position:
-            return Beside(making, np.zeros(len(targets)))
+            return np.zeros(len(targets))
         taken = [inputs[position] for inputs in ops[reader].inputs]
         # Half of a product's backward is the gradient of its weight.
-        weights += _least(targets, taken, (ops[reader].compute_seconds - ops[reader].forward_seconds) / 2)
-    return Beside(making, weights)
+        total += _least(targets, taken, (ops[reader].compute_seconds - ops[reader].forward_seconds) / 2)
+    return total
 
 
 def _is_plain(step: StepGraph, op: int) -> bool:
@@ -122,15 +113,26 @@ def _least(layouts: Sequence[DualLayout], of_strategies: Sequence[DualLayout], s
 
 
 def hidden(
-    of: Beside, meta: TensorMeta, sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], mesh: LogicalMesh
+    step: StepGraph,
+    ops: Sequence[OpOptions],
+    value: int,
+    sources: tuple[DualLayout, ...],
+    targets: tuple[DualLayout, ...],
+    mesh: LogicalMesh,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(forward, backward) seconds of `reshard_table` that cost no time, [source, target]."""
+    """(forward, backward) seconds of a value's `reshard_table` that cost no time, [source, target]."""
+    meta = step.values[value]
     forward, backward = reshard_table(sources, targets, meta.num_bytes, meta.requires_grad, mesh)
-    if not (of.making.any() or of.weights.any()):
-        return np.zeros_like(forward), np.zeros_like(backward)
+    nothing = np.zeros_like(forward), np.zeros_like(backward)
+    if not mesh.overlap:
+        return nothing
+    making = making_seconds(step, ops, value, sources)
+    weights = weights_seconds(step, ops, value, targets)
+    if not making.any() and not weights.any():
+        return nothing
     sums_values, sums_gradients = _sums(sources, targets, mesh.shape)
-    gained = np.max([_gained(of.making, forward, *part) for part in _in_parts(meta, sources, targets, mesh)], axis=0)
-    of_gradients = np.where(sums_gradients, np.minimum(backward, of.weights[None]), 0.0)
+    gained = np.max([_gained(making, forward, *part) for part in _in_parts(meta, sources, targets, mesh)], axis=0)
+    of_gradients = np.where(sums_gradients, np.minimum(backward, weights), 0.0)
     return mesh.overlap * np.where(sums_values, gained, 0.0), mesh.overlap * of_gradients
 
 
