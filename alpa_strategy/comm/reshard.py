@@ -39,7 +39,8 @@ class Reshard:
         mesh: the mesh that the tensor lies on; all its devices must call.
         sums_in_fp32: of gradients in half precision. cast: dtype in which values are moved; gradients stay as summed.
 
-    `forward_steps` and `backward_steps` are what is done in each direction.
+    `forward_steps` and `backward_steps` are what is done in each direction, `value_sum` and `gradient_sum` the one sum
+    that this is, if it is.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Reshard:
             if step.dst.grad != step.src.grad:
                 backward.append(LocalStep(step.axis, step.dst.grad, step.src.grad, seen))
         self.forward_steps, self.backward_steps = tuple(forward), tuple(reversed(backward))
+        self.value_sum, self.gradient_sum = _sum(self.forward_steps, mesh), _sum(self.backward_steps, mesh)
 
     def __call__(self, tensor: Tensor, coming: Pending | None = None) -> Tensor:
         """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`.
@@ -93,26 +95,17 @@ class Reshard:
             case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape), *rest):
                 first = self._mesh.axes[axis].start_all_gather(tensor, dim, shape[dim])
                 return Pending(lambda: _run(rest, first.wait(), self._mesh)) if rest else first
-        coming = _begun_sum(self.forward_steps, tensor, self._mesh)
-        return coming or Pending(lambda: self.values(tensor))
+        if self.value_sum is not None and tensor.dtype != torch.bool:  # truth values are no sum of theirs
+            return self.value_sum.start(tensor)
+        return Pending(lambda: self.values(tensor))
 
     def gradients(self, grad: Tensor) -> Tensor:
         """The backward alone: local gradient under `dst.grad` -> under `src.grad`."""
         return _run(self.backward_steps, self._to_sum(grad), self._mesh)
 
     def start_gradients(self, grad: Tensor) -> Pending | None:
-        """`gradients`, without waiting, where it is one sum (`sums_gradients`); else None."""
-        return _begun_sum(self.backward_steps, self._to_sum(grad), self._mesh)
-
-    @property
-    def sums_values(self) -> bool:
-        """Whether the forward is one sum, of which each device may keep its part."""
-        return _is_sum(self.forward_steps, self._mesh)
-
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether the backward is one sum, of which each device may keep its part."""
-        return _is_sum(self.backward_steps, self._mesh)
+        """`gradients`, without waiting, where it is a sum; else None."""
+        return None if self.gradient_sum is None else self.gradient_sum.start(self._to_sum(grad))
 
     def _to_sum(self, grad: Tensor) -> Tensor:
         return grad.to(torch.promote_types(grad.dtype, torch.float32)) if self._sums_in_fp32 else grad
@@ -196,34 +189,32 @@ def _entrance_of(tensor: Tensor) -> Any:
     return node if hasattr(node, "sums") else None
 
 
-def _is_sum(steps: tuple[LocalStep, ...], mesh: MeshComm) -> bool:
-    match steps:
-        case (LocalStep(src=Partial(), dst=Shard()),):
-            return True
-    return _summed_axis(steps, mesh) is not None
+@dataclass(frozen=True)
+class Sum:
+    """Over an axis, or over all at once; `dim`: of which this device keeps its part, None: it keeps the whole."""
+
+    axis: AxisComm
+    dim: int | None
+
+    def start(self, tensor: Tensor) -> Pending:
+        """The sum of `tensor`, which stays as it is."""
+        if self.dim is not None:
+            return self.axis.start_reduce_scatter_of(tensor, self.dim)
+        return self.axis.start_all_reduce(tensor.detach().clone(memory_format=torch.contiguous_format))
 
 
-def _begun_sum(steps: tuple[LocalStep, ...], tensor: Tensor, mesh: MeshComm) -> Pending | None:
-    """`steps`, begun, where they are one sum; else None."""
+def _sum(steps: tuple[LocalStep, ...], mesh: MeshComm) -> Sum | None:
+    """The one sum that `steps` are, None where they are something else."""
     match steps:
         case (LocalStep(axis=axis, src=Partial(), dst=Shard(dim=dim)),):
-            return mesh.axes[axis].start_reduce_scatter_of(tensor, dim)
-    axis_comm = _summed_axis(steps, mesh)
-    if axis_comm is None or tensor.dtype == torch.bool:  # truth values are no sum of theirs
-        return None
-    own = tensor.detach().clone(memory_format=torch.contiguous_format)  # overwritten by the sum
-    return axis_comm.start_all_reduce(own)
-
-
-def _summed_axis(steps: tuple[LocalStep, ...], mesh: MeshComm) -> AxisComm | None:
-    """The axis over which `steps` are one sum (`mesh.whole` for all axes at once), None where they are not."""
+            return Sum(mesh.axes[axis], dim)
     if not steps or any(step.src != Partial() or step.dst != Replicate() for step in steps):
         return None
     if len(steps) == 1:
-        return mesh.axes[steps[0].axis]
+        return Sum(mesh.axes[steps[0].axis], None)
     covered = {step.axis for step in steps}
     if all(axis in covered or size == 1 for axis, size in enumerate(mesh.shape)):
-        return mesh.whole
+        return Sum(mesh.whole, None)
     return None
 
 

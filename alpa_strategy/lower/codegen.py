@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Shard
 
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
@@ -235,7 +234,7 @@ class _Writer:
         reads = [(self.step.ops[index], position) for index, position in self.step.consumers[value]]
         # The sum is one for all that reads the input so.
         ops = list(dict.fromkeys(reader for reader, position in reads if self.wanted(reader, position) == wanted))
-        if self.step.values[value].requires_grad and into.sums_gradients and self.are_products_of(value, ops):
+        if self.step.values[value].requires_grad and into.gradient_sum and self.are_products_of(value, ops):
             self.products(ops, into)
             return True
         if self.in_parts(op) is not None:
@@ -297,13 +296,12 @@ class _Writer:
             return None
         source = tuple(s.outputs[0] for s in self.stage.strategies[op.name])
         reshard = Reshard(source, targets.pop(), meta.shape, self.mesh)
-        scattered = {step.dst.dim for step in reshard.forward_steps if isinstance(step.dst, Shard)}
         sizes = value_layout(source).local_shape(meta.shape, self.mesh.shape, self.mesh.coordinate)
-        dims = [dim for dim in range(len(sizes) - 1) if dim not in scattered]
-        if not reshard.sums_values or not dims:
+        if reshard.value_sum is None:
             return None
-        dim = max(dims, key=lambda dim: sizes[dim])
-        return (reshard, dim, min(parts, sizes[dim])) if sizes[dim] > 1 else None
+        dims = [dim for dim in range(len(sizes) - 1) if dim != reshard.value_sum.dim and sizes[dim] > 1]
+        dim = max(dims, key=sizes.__getitem__, default=None)
+        return None if dim is None else (reshard, dim, min(parts, sizes[dim]))
 
     def wanted(self, op: Op, position: int) -> DualLayout:
         """The layout in which an op takes an operand."""
