@@ -268,7 +268,9 @@ class _Writer:
             rows = f"v{value}" if into is not None else self.resharded(value, self.wanted(op, product.rows))
             self.done.add(op.name)
             self.layouts[result] = tuple(s.outputs[0] for s in self.stage.strategies[op.name])
-            found.append(Multiplied(product, *(how or ())))
+            strategies = enumerate(self.stage.strategies[op.name])
+            adds_bias = all(s.implementation is None or self.mesh.coordinate[axis] == 0 for axis, s in strategies)
+            found.append(Multiplied(product, adds_bias, *(how or ())))
             results.append(f"v{result}" if how is None else f"v{result}_0")
             if how is not None:
                 self.copies[result, how[0].dst] = results[-1]
@@ -279,11 +281,11 @@ class _Writer:
         self.lines.append(Line(code, tuple(results), (rows, *operands), note, ops[0].module))
 
     def product(self, op: Op) -> Product | None:
-        """The product that the device has to compute for an op, plainly; None where it is something else."""
-        if is_symbolic(op.call) or op.name in self.stage.not_kept:
-            return None
-        strategies = self.stage.strategies[op.name]
-        return product_of(op.call) if all(s.implementation is None for s in strategies) else None
+        """The product that the device has to compute for an op; None where it is something else."""
+        plain = {None, "bias_on_first"}.issuperset(s.implementation for s in self.stage.strategies[op.name])
+        return (
+            product_of(op.call) if plain and not is_symbolic(op.call) and op.name not in self.stage.not_kept else None
+        )
 
     def in_parts(self, op: Op) -> tuple[Reshard, int, int] | None:
         """(sum, dim, number of parts) of a product's result, where the plan says so and one layout of it is read."""

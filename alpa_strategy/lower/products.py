@@ -22,16 +22,19 @@ class Multiplied:
     """A product of an input [*rows, k] with a weight.
 
     Args:
+        adds_bias: whether this device does, where there is one: of results that are summed, only the first.
         summed: sums the result, where that is done here: in `parts` chunks of `dim`.
     """
 
-    def __init__(self, product: Product, summed: Reshard | None = None, dim: int = 0, parts: int = 1) -> None:
-        self.has_bias = product.bias is not None
+    def __init__(
+        self, product: Product, adds_bias: bool, summed: Reshard | None = None, dim: int = 0, parts: int = 1
+    ) -> None:
+        self.has_bias, self._adds_bias = product.bias is not None, adds_bias
         self._is_transposed, self._summed, self._dim, self._parts = product.is_transposed, summed, dim, parts
 
     def result(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[*rows, n], or [*rows, segments, n]"""
-        matrix, flat_bias = self._matrix(weight), None if bias is None else bias.flatten()
+        matrix, flat_bias = self._matrix(weight), bias.flatten() if bias is not None and self._adds_bias else None
         if self._summed is None:
             result = F.linear(rows, matrix, flat_bias)
             return result.unflatten(-1, weight.shape[:2]) if weight.dim() > 2 else result
@@ -51,6 +54,10 @@ class Multiplied:
         """grad: of the product."""
         matrix = grad.flatten(0, -2).t() @ rows.flatten(0, -2)  # [n, k]
         return matrix.t() if self._is_transposed else matrix.view(weight.shape)
+
+    def gradient_of_bias(self, grad: Tensor, bias: Tensor) -> Tensor:
+        """grad: of the product."""
+        return grad.flatten(0, -2).sum(0).view(bias.shape) if self._adds_bias else torch.zeros_like(bias)
 
     def _matrix(self, weight: Tensor) -> Tensor:
         return weight.t() if self._is_transposed else weight.flatten(0, -2)  # [n, k]
@@ -102,5 +109,5 @@ class _Node(torch.autograd.Function):
         ):
             made.append(product.gradient_of_weight(grad, rows, weight) if needs else None)
             if product.has_bias:
-                made.append(grad.flatten(0, -2).sum(0).view(bias.shape) if needs_bias else None)
+                made.append(product.gradient_of_bias(grad, bias) if needs_bias else None)
         return None, of_rows if coming is None else coming.wait(), *made
