@@ -4,6 +4,8 @@
     python scripts/bench_cluster.py gpt mlp --rounds 3 --rate 200 --strategies ddp alpa
     python scripts/bench_cluster.py gpt --ranks 1 --rate 1000 --strategies 'alpa:{"parallel": "zero3"}' \
         "as planned, nothing ahead" fsdp                # what it brings to gather parameters ahead of their use
+    python scripts/bench_cluster.py gpt --ranks 1 --rate 1000 --strategies 'alpa:{"parallel": "tensor"}' \
+        "as planned, nothing beside sums" "as planned, sums in parts:2" tensor    # products beside sums
 
 The same model, global batch and optimizer under the solved plan of alpa (costs measured there), DDP, FSDP (fully_shard
 under ModelParallelStrategy; Lightning's FSDPStrategy is for GPUs only), tensor parallel inside the nodes with FSDP
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,8 @@ def worker(args: argparse.Namespace) -> None:
     from torch.utils.data import DataLoader, Dataset
 
     from alpa_strategy import AlpaStrategy
+    from alpa_strategy.lower.codegen import lower
+    from alpa_strategy.pipeline import step_programs
 
     torch.set_num_threads(1)
     case = CASES[args.cases[0]]
@@ -58,19 +63,32 @@ def worker(args: argparse.Namespace) -> None:
         def on_train_batch_end(self, *unused: object) -> None:
             self.times.append(time.perf_counter())
 
+    def edited(change: Callable[[dict[str, Any]], dict[str, Any]]) -> AlpaStrategy:
+        """With the plan of the strategy before it, stages changed."""
+        plan = next(found[f"plan of {other}"] for other in found if f"plan of {other}" in found)
+        path = Path(args.folder) / f"edited_{os.environ['RANK']}.json"
+        path.write_text(json.dumps({**plan, "stages": [{**stage, **change(stage)} for stage in plan["stages"]]}))
+        return AlpaStrategy(plan=path, capture="require")
+
+    def products_of(stage: dict[str, Any]) -> list[str]:
+        return [name for name in stage["strategies"] if name.startswith("linear")]
+
     def strategy_of(name: str) -> tuple[Any, int]:
         """(strategy, rows that each loader yields)"""
         kind, _, detail = name.partition(":")
+        step_programs.lower = lower
         own_rows = case.rows // num_ranks
         match kind:
             case "alpa":
                 options = json.loads(detail) if detail else {}
                 return AlpaStrategy(**{"plan_dir": args.folder + "/plans", "capture": "require", **options}), own_rows
             case "as planned, nothing ahead":  # the plan before it, with gatherings where they are needed
-                plan = next(found[f"plan of {other}"] for other in found if f"plan of {other}" in found)
-                edited = Path(args.folder) / f"nothing_ahead_{os.environ['RANK']}.json"
-                edited.write_text(json.dumps({**plan, "stages": [{**s, "ahead_bytes": 0} for s in plan["stages"]]}))
-                return AlpaStrategy(plan=edited, capture="require"), own_rows
+                return edited(lambda stage: {"ahead_bytes": 0}), own_rows
+            case "as planned, nothing beside sums":  # products wait for them
+                step_programs.lower = lambda *args, overlaps: lower(*args, overlaps=False)
+                return edited(lambda stage: {}), own_rows
+            case "as planned, sums in parts":  # all of them, in so many
+                return edited(lambda stage: {"in_parts": dict.fromkeys(products_of(stage), int(detail))}), own_rows
             case "ddp":
                 return DDPStrategy(gradient_as_bucket_view=True), own_rows
             case "fsdp":

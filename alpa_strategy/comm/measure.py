@@ -45,6 +45,9 @@ SIZES_BYTES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB .. 16 MiB
 ROUNDS = 8
 HOST_BYTES, HOST_SHARE = 2**27, 0.9  # of a copy that times the way; of host memory that may be used
 NO_SLOWDOWN = 1.1  # up to here it is noise
+GPU_OVERLAP = (
+    0.75  # that of the GPUs in configs/clusters, not measured; on CPUs collectives take the cores that compute
+)
 
 
 def measure_collectives(
@@ -129,6 +132,7 @@ def measure_cluster(
         inter_node=_fit_link(tables, num_nodes, devices_per_node, across=True) or NOMINAL.inter_node,
         tables=tuple(tables),
         measured=True,
+        overlap=0.0 if device.type == "cpu" else GPU_OVERLAP,
         host=measure_host(whole, device, devices_per_node),
     )
     try:

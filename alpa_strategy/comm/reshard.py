@@ -39,7 +39,8 @@ class Reshard:
         mesh: the mesh that the tensor lies on; all its devices must call.
         sums_in_fp32: of gradients in half precision. cast: dtype in which values are moved; gradients stay as summed.
 
-    `forward_steps` and `backward_steps` are what is done in each direction.
+    `forward_steps` and `backward_steps` are what is done in each direction, `value_sum` and `gradient_sum` the one sum
+    that this is, if it is.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Reshard:
             if step.dst.grad != step.src.grad:
                 backward.append(LocalStep(step.axis, step.dst.grad, step.src.grad, seen))
         self.forward_steps, self.backward_steps = tuple(forward), tuple(reversed(backward))
-        self._sums_over = _summed_axis(self.forward_steps, mesh)
+        self.value_sum, self.gradient_sum = _sum(self.forward_steps, mesh), _sum(self.backward_steps, mesh)
 
     def __call__(self, tensor: Tensor, coming: Pending | None = None) -> Tensor:
         """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`.
@@ -88,15 +89,14 @@ class Reshard:
         return _run(self.forward_steps, tensor if self._cast is None else tensor.to(self._cast), self._mesh)
 
     def start(self, tensor: Tensor) -> Pending:
-        """`values`, without waiting where it begins with a gathering or is one sum; what is left is done by `wait`."""
+        """`values`, without waiting where it begins with a gathering or is a sum; what is left is done by `wait`."""
         tensor = tensor if self._cast is None else tensor.to(self._cast)
         match self.forward_steps:
             case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape), *rest):
                 first = self._mesh.axes[axis].start_all_gather(tensor, dim, shape[dim])
                 return Pending(lambda: _run(rest, first.wait(), self._mesh)) if rest else first
-        if self._sums_over is not None and tensor.dtype != torch.bool:  # truth values are no sum of theirs
-            own = tensor.detach().clone(memory_format=torch.contiguous_format)  # overwritten by the sum
-            return self._sums_over.start_all_reduce(own)
+        if self.value_sum is not None and tensor.dtype != torch.bool:  # truth values are no sum of theirs
+            return self.value_sum.start(tensor)
         return Pending(lambda: self.values(tensor))
 
     def gradients(self, grad: Tensor) -> Tensor:
@@ -104,11 +104,8 @@ class Reshard:
         return _run(self.backward_steps, self._to_sum(grad), self._mesh)
 
     def start_gradients(self, grad: Tensor) -> Pending | None:
-        """`gradients`, without waiting, where it is a sum of which this device keeps its part; else None."""
-        match self.backward_steps:
-            case (LocalStep(axis=axis, src=Partial(), dst=Shard(dim=dim)),):
-                return self._mesh.axes[axis].start_reduce_scatter_of(self._to_sum(grad), dim)
-        return None
+        """`gradients`, without waiting, where it is a sum; else None."""
+        return None if self.gradient_sum is None else self.gradient_sum.start(self._to_sum(grad))
 
     def _to_sum(self, grad: Tensor) -> Tensor:
         return grad.to(torch.promote_types(grad.dtype, torch.float32)) if self._sums_in_fp32 else grad
@@ -192,15 +189,32 @@ def _entrance_of(tensor: Tensor) -> Any:
     return node if hasattr(node, "sums") else None
 
 
-def _summed_axis(steps: tuple[LocalStep, ...], mesh: MeshComm) -> AxisComm | None:
-    """The axis over which `steps` are one sum (`mesh.whole` for all axes at once), None where they are not."""
+@dataclass(frozen=True)
+class Sum:
+    """Over an axis, or over all at once; `dim`: of which this device keeps its part, None: it keeps the whole."""
+
+    axis: AxisComm
+    dim: int | None
+
+    def start(self, tensor: Tensor) -> Pending:
+        """The sum of `tensor`, which stays as it is."""
+        if self.dim is not None:
+            return self.axis.start_reduce_scatter_of(tensor, self.dim)
+        return self.axis.start_all_reduce(tensor.detach().clone(memory_format=torch.contiguous_format))
+
+
+def _sum(steps: tuple[LocalStep, ...], mesh: MeshComm) -> Sum | None:
+    """The one sum that `steps` are, None where they are something else."""
+    match steps:
+        case (LocalStep(axis=axis, src=Partial(), dst=Shard(dim=dim)),):
+            return Sum(mesh.axes[axis], dim)
     if not steps or any(step.src != Partial() or step.dst != Replicate() for step in steps):
         return None
     if len(steps) == 1:
-        return mesh.axes[steps[0].axis]
+        return Sum(mesh.axes[steps[0].axis], None)
     covered = {step.axis for step in steps}
     if all(axis in covered or size == 1 for axis, size in enumerate(mesh.shape)):
-        return mesh.whole
+        return Sum(mesh.whole, None)
     return None
 
 

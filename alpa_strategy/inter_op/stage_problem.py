@@ -165,6 +165,7 @@ def _transfer_parts(intra: IntraOp, spans: RematSpans, index: int) -> Parts:
     transfer, layouts = intra.problem.transfers[index], intra.transfers[index]
     span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
     forward, alone = intra.tables.reshard(layouts.sources, layouts.targets, intra.step.values[layouts.value])
+    forward = forward - layouts.hidden
     zero, is_allowed = np.zeros_like(transfer.cost), np.isfinite(transfer.cost)
     finite = np.where(np.isfinite(forward), forward, 0.0)  # [source, target]; inf - inf is no number
     with np.errstate(invalid="ignore"):

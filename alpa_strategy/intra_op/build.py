@@ -7,7 +7,7 @@ given (batch, buffers, constants) and what leaves the graph (loss, logs) are cho
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -26,6 +26,7 @@ from alpa_strategy.intra_op.options import (
     picked,
     without_parameters,
 )
+from alpa_strategy.intra_op.overlap import hidden
 from alpa_strategy.intra_op.per_step import PerStep, casts_of_parameters
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
@@ -38,11 +39,19 @@ from alpa_strategy.sharding.strategies import is_random
 
 @dataclass(frozen=True)
 class TransferLayouts:
-    """The layouts behind a Transfer's indices: of value `value`, rows `sources`, columns `targets`."""
+    """The layouts behind a Transfer's indices: of value `value`, rows `sources`, columns `targets`.
+
+    `hidden`: seconds [source, target] of the forward that run beside products.
+    """
 
     value: int
     sources: tuple[DualLayout, ...]
     targets: tuple[DualLayout, ...]
+    hidden: np.ndarray
+
+    def twice(self) -> TransferLayouts:
+        """With every source once more, behind the others."""
+        return replace(self, sources=self.sources * 2, hidden=np.tile(self.hidden, (2, 1)))
 
     @property
     def equal(self) -> np.ndarray:
@@ -278,10 +287,14 @@ class _Builder:
         # Rows and columns of the table: every layout once, whatever number of strategies has it.
         sources = tuple(dict.fromkeys(produced))
         targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))
-        layouts = TransferLayouts(value, sources, targets)
         forward, backward = self._tables.reshard(sources, targets, meta)
+        in_forward = np.zeros_like(forward)
         if is_parameter:
             backward = backward * self._tables.optimizer.gradient_scale(meta.dtype.itemsize)
+        else:
+            in_forward, in_backward = hidden(self._step, self.ops, value, sources, targets, self._mesh)
+            forward, backward = forward - in_forward, backward - in_backward
+        layouts = TransferLayouts(value, sources, targets, in_forward)
         cost = forward + backward  # [source, target]
         memory, copies = np.zeros_like(cost), [local_bytes(meta, target, self._mesh.shape) for target in targets]
         if saved and is_parameter:  # a gathered parameter is not kept but gathered once more in the backward (ZeRO-3)

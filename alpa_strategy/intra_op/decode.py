@@ -12,6 +12,7 @@ import numpy as np
 from alpa_strategy.intra_op.build import BoundaryChoice, IntraOp
 from alpa_strategy.intra_op.memory_choices import fetched_bytes, recomputed, stored
 from alpa_strategy.intra_op.options import REDUCTIONS, bucketed_seconds, is_gather, local_bytes, step_collectives_of
+from alpa_strategy.intra_op.overlap import best_parts, making_seconds
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.plan import Collective, Predicted, StagePlan
@@ -41,7 +42,19 @@ def decode(intra: IntraOp, assignment: Sequence[int], submesh: tuple[int, int], 
         sent=_boundary(intra.sent, assignment),
         recomputed=recomputed(intra, assignment),
         stored=tuple(step.ops[i].name for i in stored(intra, assignment)),
+        in_parts=_in_parts(intra, assignment),
     )
+
+
+def _in_parts(intra: IntraOp, assignment: Sequence[int]) -> dict[str, int]:
+    """`StagePlan.in_parts` of an assignment."""
+    found: dict[str, int] = {}
+    for _, value, source, targets in used_transfers(intra, assignment) if intra.mesh.overlap else ():
+        making = float(making_seconds(intra.step, intra.ops, value, (source,))[0])
+        parts = best_parts(making, intra.step.values[value], source, targets[0], intra.mesh)
+        if parts > 1:
+            found[intra.step.ops[intra.step.makers[value]].name] = parts
+    return found
 
 
 def _boundary(choices: Mapping[int, BoundaryChoice], assignment: Sequence[int]) -> dict[int, DualLayout]:

@@ -134,7 +134,7 @@ def _extended(
         intra,
         ops=tuple(ops),
         transfers=tuple(
-            replace(named, sources=named.sources * 2) if transfer.producer in again else named
+            named.twice() if transfer.producer in again else named
             for named, transfer in zip(intra.transfers, intra.problem.transfers, strict=True)
         ),
         problem=longer(intra.problem, only),

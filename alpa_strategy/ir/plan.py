@@ -255,6 +255,7 @@ class StagePlan:
         derives_again: whether what the stage makes of its parameters alone (casts to half precision) is made again for
             every micro-batch, which takes less memory where activations are recomputed; else once per step.
         ahead_bytes: of parameters that are gathered before they are used (ZeRO-3), in the forward as in the backward.
+        in_parts: product -> in how many parts its result is summed, one while the next is multiplied.
         received: value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives. Only `R` and
             `S<d>` with even chunks occur, here and in `sent`.
         sent: value that later stages need -> dual layout in which it is handed on.
@@ -285,6 +286,7 @@ class StagePlan:
     derives_again: bool = False
     devices: tuple[int, ...] = ()
     ahead_bytes: int = 0
+    in_parts: dict[str, int] = field(default_factory=dict)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -421,7 +423,7 @@ _CLASSES = (Plan, StagePlan, Fingerprint, Predicted, Collective)  # objects of t
 _NAMES = {"parameter_plans": "parameters"}  # fields that the file calls otherwise
 # What older plans do not have.
 _LATER = {"devices", "remat_cuts", "recomputed", "stored", "received", "sent", "layers"}
-_LATER |= {"forward_seconds", "backward_seconds", "boundary_seconds", "ahead_bytes"}
+_LATER |= {"forward_seconds", "backward_seconds", "boundary_seconds", "ahead_bytes", "in_parts"}
 _LARGE = ("predicted", "parameter_plans", "shapes", "collectives", "strategies", "received", "sent", "stages")
 
 

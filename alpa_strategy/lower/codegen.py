@@ -22,6 +22,7 @@ from alpa_strategy.cost.flops import product_kind
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.intra_op.options import is_gather, local_bytes
+from alpa_strategy.intra_op.overlap import Product, product_of
 from alpa_strategy.intra_op.per_step import PerStep, casts_of_parameters, per_step
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import COUNTERS, SymbolicScalar, at_counters, is_symbolic
@@ -30,6 +31,7 @@ from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str
 from alpa_strategy.ir.plan import StagePlan
 from alpa_strategy.lower.lines import Line, before_first_use, begun_ahead, drop_dead, function_of, unpacked
 from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
+from alpa_strategy.lower.products import Multiplied, Products
 from alpa_strategy.lower.segments import Compiler, is_compilable
 from alpa_strategy.sharding.strategies import is_random, localize
 
@@ -79,9 +81,15 @@ def lower(
     device: torch.device,
     random: ShardedRandom,
     compiler: Compiler | None = None,
+    overlaps: bool = True,
 ) -> LoweredStep:
-    """Write the program of the device at `mesh.coordinate`, with a `compiler` in compiled segments."""
-    return _Writer(step, stage, mesh, device, random, prefetched=prefetchable(step), compiler=compiler).program()
+    """Write the program of the device at `mesh.coordinate`, with a `compiler` in compiled segments.
+
+    Args:
+        overlaps: whether products may go on beside collectives (`lower/products.py`); not where the backward is
+            divided into halves, or is itself differentiated.
+    """
+    return _Writer(step, stage, mesh, device, random, {}, (), prefetchable(step), compiler, overlaps).program()
 
 
 @dataclass(frozen=True)
@@ -113,8 +121,9 @@ def lower_stage(
     device: torch.device,
     random: ShardedRandom,
     compiler: Compiler | None = None,
+    overlaps: bool = True,
 ) -> LoweredStage:
-    """The programs of a stage of the micro-batched `step`; what runs once per step is not compiled."""
+    """The programs of a stage of the micro-batched `step`; what runs once per step is not compiled. See `lower`."""
     whole = slice_stage(step, *stage.ops)
     once_per_step = PerStep() if stage.derives_again else per_step(whole)
     programs: list[LoweredStep] = []
@@ -131,7 +140,8 @@ def lower_stage(
         made = tuple(value for value in graph.sent if value in read_later)
         graph = replace(graph, sent=tuple(value for value in graph.sent if value in whole.sent))
         prefetched = frozenset() if stage.remat else prefetchable(graph)
-        writer = _Writer(graph, stage, mesh, device, random, layouts, once_per_step.values, prefetched, compiler)
+        given = layouts, once_per_step.values, prefetched, compiler, overlaps
+        writer = _Writer(graph, stage, mesh, device, random, *given)
         spans.append((graph, writer.program(made)))
         layouts |= {value: writer.layouts[value] for value in made}
     return LoweredStage(once_per_step, tuple(programs), tuple(spans))
@@ -157,10 +167,12 @@ class _Writer:
     per_step_values: Collection[int] = ()
     prefetched: Collection[int] = ()  # values whose resharding starts before the forward
     compiler: Compiler | None = None
+    overlaps: bool = False
 
     def __post_init__(self) -> None:
         step, stage = self.step, self.stage
         self.module = ""  # whose op is being written
+        self.done: set[str] = set()  # ops that are written
         self.lines: list[Line] = []
         self.namespace: dict[str, Any] = {}
         self.layouts: dict[int, DualLayout] = {}  # value -> layout in which it is made
@@ -187,12 +199,14 @@ class _Writer:
 
     def op(self, op: Op) -> None:
         """One op: its operands in the layouts that its strategy takes, then its call."""
+        if op.name in self.done:
+            return
+        self.done.add(op.name)
         strategies = self.stage.strategies[op.name]
         self.module = op.module
-        operands = [
-            self.resharded(value, tuple(s.inputs[position] for s in strategies))
-            for position, value in enumerate(op.operands)
-        ]
+        if self.overlaps and self.beside_sums(op):
+            return
+        operands = [self.resharded(value, self.wanted(op, position)) for position, value in enumerate(op.operands)]
         for position, value in enumerate(op.results):
             self.layouts[value] = tuple(s.outputs[position] for s in strategies)
         results = tuple(f"v{value}" for value in op.results)
@@ -209,6 +223,91 @@ class _Writer:
             code, plain = self.call(op, local, strategies, operands)
         line = Line(f"{targets} = {code}", results, tuple(operands), op.source or op.module, op.module, plain)
         (self.plain_casts if self.casts.keys() & op.results else self.lines).append(line)
+
+    def beside_sums(self, op: Op) -> bool:
+        """Write a product beside the sum of its input's gradients or of its result; False: there is none to hide."""
+        product = self.product(op)
+        if product is None:
+            return False
+        value, wanted = op.operands[product.rows], self.wanted(op, product.rows)
+        into = Reshard(self.layouts[value], wanted, self.step.values[value].shape, self.mesh)
+        reads = [(self.step.ops[index], position) for index, position in self.step.consumers[value]]
+        # The sum is one for all that reads the input so.
+        ops = list(dict.fromkeys(reader for reader, position in reads if self.wanted(reader, position) == wanted))
+        if self.step.values[value].requires_grad and into.gradient_sum and self.are_products_of(value, ops):
+            self.products(ops, into)
+            return True
+        if self.in_parts(op) is not None:
+            self.products([op], None)
+            return True
+        return False
+
+    def are_products_of(self, value: int, ops: Sequence[Op]) -> bool:
+        """Whether `ops` are products of `value` with what is there, or can be made of parameters."""
+        for op in ops:
+            product = self.product(op)
+            if product is None or op.operands[product.rows] != value or op.operands.count(value) > 1:
+                return False
+            for other in {*op.operands} - {value, *self.layouts}:
+                if not self.parameters.issuperset(self.step.ops[self.step.makers[other]].operands):
+                    return False
+        return True
+
+    def products(self, ops: Sequence[Op], into: Reshard | None) -> None:
+        """The line of products of one input; see `Products`."""
+        rows, operands, results, found = "", list[str](), list[str](), list[Multiplied]()
+        for op in ops:
+            product, how = product_of(op.call), self.in_parts(op)
+            assert product is not None
+            for position in (product.weight, *(() if product.bias is None else (product.bias,))):
+                value = op.operands[position]
+                if value not in self.layouts:  # a cast that comes later
+                    self.op(self.step.ops[self.step.makers[value]])
+                operands.append(self.resharded(value, self.wanted(op, position)))
+            (result,), value = op.results, op.operands[product.rows]
+            rows = f"v{value}" if into is not None else self.resharded(value, self.wanted(op, product.rows))
+            self.done.add(op.name)
+            self.layouts[result] = tuple(s.outputs[0] for s in self.stage.strategies[op.name])
+            strategies = enumerate(self.stage.strategies[op.name])
+            adds_bias = all(s.implementation is None or self.mesh.coordinate[axis] == 0 for axis, s in strategies)
+            found.append(Multiplied(product, adds_bias, *(how or ())))
+            results.append(f"v{result}" if how is None else f"v{result}_0")
+            if how is not None:
+                self.copies[result, how[0].dst] = results[-1]
+        name, self.module = f"products_{ops[0].name}", ops[0].module
+        self.namespace[name] = Products(into, found)
+        code = f"{', '.join(results)}, = {name}({', '.join([rows, *operands])})"
+        note = ops[0].source or ops[0].module
+        self.lines.append(Line(code, tuple(results), (rows, *operands), note, ops[0].module))
+
+    def product(self, op: Op) -> Product | None:
+        """The product that the device has to compute for an op; None where it is something else."""
+        plain = {None, "bias_on_first"}.issuperset(s.implementation for s in self.stage.strategies[op.name])
+        return (
+            product_of(op.call) if plain and not is_symbolic(op.call) and op.name not in self.stage.not_kept else None
+        )
+
+    def in_parts(self, op: Op) -> tuple[Reshard, int, int] | None:
+        """(sum, dim, number of parts) of a product's result, where the plan says so and one layout of it is read."""
+        parts, (value, *_), meta = self.stage.in_parts.get(op.name, 1), op.results, op.call.results[0]
+        reads = self.step.consumers.get(value, ())
+        targets = {self.wanted(self.step.ops[index], position) for index, position in reads}
+        leaves = value in {*self.step.escaping, *self.step.sent, *self.made}
+        product = self.product(op) if parts > 1 and not leaves and len(targets) == 1 else None
+        if product is None or len(meta.shape) != len(op.call.operands[product.rows].shape):  # result in segments
+            return None
+        source = tuple(s.outputs[0] for s in self.stage.strategies[op.name])
+        reshard = Reshard(source, targets.pop(), meta.shape, self.mesh)
+        sizes = value_layout(source).local_shape(meta.shape, self.mesh.shape, self.mesh.coordinate)
+        if reshard.value_sum is None:
+            return None
+        dims = [dim for dim in range(len(sizes) - 1) if dim != reshard.value_sum.dim and sizes[dim] > 1]
+        dim = max(dims, key=sizes.__getitem__, default=None)
+        return None if dim is None else (reshard, dim, min(parts, sizes[dim]))
+
+    def wanted(self, op: Op, position: int) -> DualLayout:
+        """The layout in which an op takes an operand."""
+        return tuple(s.inputs[position] for s in self.stage.strategies[op.name])
 
     def channels_last(self, op: Op, local: LocalCall, image: str) -> str:
         """The variable of a convolution's images [rows, channels, height, width] with channels innermost in memory.
@@ -307,6 +406,7 @@ class _Writer:
 
     def program(self, made: tuple[int, ...] = ()) -> LoweredStep:
         """All ops, results in their layouts (`made`: as they are), the inputs unpacked, as a compiled function."""
+        self.made = made
         for op in self.step.ops:
             self.op(op)
         self.module = ""

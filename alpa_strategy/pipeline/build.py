@@ -47,6 +47,7 @@ class StagePlaces:
     cluster: ClusterSpec | None = None  # where given, cross-mesh transfers are chosen by its links
     compiler: Compiler | None = None  # of the stages, None: they are not compiled
     group: Any = None  # the ranks that run them; None: all of the job
+    overlaps: bool = True  # see `lower`
 
 
 def build_pipeline(
@@ -76,10 +77,11 @@ def build_pipeline(
     spec = PipelineSpec(micro, specs, schedule, shared, places.cluster)
     num_meshes = len({stage_ranks(stage) for stage in stages})
     orders = actions(schedule, num_meshes, micro.num_microbatches, len(stages) // num_meshes)
-    if places.compiler is not None and any(action.kind == "W" for order in orders for action in order):
-        text = f"alpa: compile: {schedule} splits the backward, which compiled programs cannot: stages run uncompiled"
-        warnings.warn(text, stacklevel=2)
-        places = replace(places, compiler=None)
+    if any(action.kind == "W" for order in orders for action in order):
+        if places.compiler is not None:
+            reason = f"{schedule} splits the backward, which compiled programs cannot: stages run uncompiled"
+            warnings.warn(f"alpa: compile: {reason}", stacklevel=2)
+        places = replace(places, compiler=None, overlaps=False)
     own: dict[int, OwnStage] = {}
     for index, (stage_graph, stage, mesh) in enumerate(zip(graphs, stages, places.meshes, strict=True)):
         if mesh is None:
@@ -104,7 +106,7 @@ def _program(
     """What runs stage `index` of `graph` for a micro-batch, and what it makes of the parameters once per step."""
     random, mesh = places.randoms[index], places.meshes[index]
     assert mesh is not None
-    lowered = lower_stage(graph, stage, mesh, places.device, random, places.compiler)
+    lowered = lower_stage(graph, stage, mesh, places.device, random, places.compiler, places.overlaps)
     per_step = PerStepValues(lowered.per_step_programs)
     place = {leaf.value: i for i, leaf in enumerate(graph.batch)}
 

@@ -107,7 +107,8 @@ class PlacedPlan:
             stage, mesh = plan.stages[0], places.meshes[0]
             assert mesh is not None
             of_stage[0].will_read(dtypes_read(step))
-            lowered = lower(step, stage, mesh, places.device, places.randoms[0], places.compiler)
+            overlaps = not self._plan.is_as_written  # else the user's own code may differentiate twice
+            lowered = lower(step, stage, mesh, places.device, places.randoms[0], places.compiler, overlaps=overlaps)
             plans = stage.parameter_plans.values()
             regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(stage.not_kept)
 

@@ -17,6 +17,7 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import boundary_layouts
 from alpa_strategy.intra_op.memory_choices import can_be_offloaded, can_run_again
+from alpa_strategy.intra_op.overlap import product_of
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan, Storage, modes_text, stage_ranks
@@ -132,11 +133,14 @@ def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
 
 
 def _check_recomputed(stage: StagePlan, part: StepGraph, where: str) -> None:
-    """Ops whose second run gives what the first one gave; their results are memory of their own."""
+    """Ops whose second run gives what the first one gave; their results are memory of their own. Parts of products."""
     known = {op.name: op for op in part.ops}
     for name in stage.not_kept:
         if name not in known or not can_run_again(known[name].call) or stage.remat:
             raise PlanError(f"{where}.recomputed or .stored has {name!r}, which cannot be made again by itself", _FIX)
+    for name, parts in stage.in_parts.items():
+        if name not in known or product_of(known[name].call) is None or parts < 2:
+            raise PlanError(f"{where}.in_parts has {name!r}: {parts}, expected a product and 2 or more", _FIX)
     if both := set(stage.recomputed).intersection(stage.stored):
         raise PlanError(f"{where}.recomputed and .stored both have {min(both)!r}", _FIX)
 

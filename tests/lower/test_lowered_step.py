@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from lowered_cases import CASES, captured, problem_of, random_assignment, run_lowered_stage, stage_of
 
+from alpa_strategy.intra_op.overlap import product_of
+
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -18,4 +20,8 @@ def test_random_plans_equal_the_whole_step(name, mesh_shape):
     for seed in range(6):
         rng = python_random.Random(f"{name}{mesh_shape}{seed}")
         stage = stage_of(intra, random_assignment(intra, rng), mesh_shape)
-        run_lowered_stage(case, replace(stage, ahead_bytes=rng.choice([0, 2**12, 2**30])), mesh_shape)
+        in_parts = {
+            op.name: rng.choice([2, 3, 4]) for op in case.step.ops if product_of(op.call) and rng.random() < 0.7
+        }
+        stage = replace(stage, ahead_bytes=rng.choice([0, 2**12, 2**30]), in_parts=in_parts)
+        run_lowered_stage(case, stage, mesh_shape)

@@ -1,0 +1,176 @@
+"""Products beside collectives: which ops they are, and how much of tensor parallelism's sums they hide.
+
+Between two layers cut over an axis, the backward sums the gradient of their input over its devices, and the forward the
+result of the second. Devices have no other work meanwhile but the products themselves (`lower/products.py`):
+
+    backward   the input's gradient first, its sum begins, the weights' gradients beside it
+    forward    rows in a few parts: one is summed while the next is multiplied (`StagePlan.in_parts`)
+
+What runs beside compute costs no time as far as the cluster's `overlap` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor.placement_types import Partial
+
+from alpa_strategy.capture.ops import segmented_linear
+from alpa_strategy.cluster.spec import LogicalMesh
+from alpa_strategy.intra_op.options import OpOptions
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta, bind
+from alpa_strategy.ir.placement import DualLayout
+from alpa_strategy.sharding.redistribute import reshard_steps, reshard_table
+
+aten = torch.ops.aten
+
+PARTS = (2, 4)  # that a sum may be divided into: each part is a kernel and a message of its own
+
+# Names of the arguments input [*rows, k], weight and bias; whether the weight is [k, n], else [*segments, n, k].
+_PRODUCTS: dict[Any, tuple[str, str, str | None, bool]] = {
+    aten.linear.default: ("input", "weight", "bias", False),
+    segmented_linear: ("x", "weight", "bias", False),
+    aten.mm.default: ("self", "mat2", None, True),
+    aten.matmul.default: ("self", "other", None, True),
+    aten.addmm.default: ("mat1", "mat2", "self", True),
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """Of rows with a weight.
+
+    Attributes:
+        rows, weight, bias: numbers of the op's operands.
+        is_transposed: whether the weight is [k, n], else [*segments, n, k].
+    """
+
+    rows: int
+    weight: int
+    bias: int | None
+    is_transposed: bool
+
+
+def product_of(call: OpCall) -> Product | None:
+    """The product that an op is, None where it is something else."""
+    if call.target not in _PRODUCTS:
+        return None
+    rows, weight, bias, is_transposed = _PRODUCTS[call.target]
+    given = bind(call)
+    slots = [given[rows], given[weight], given.get(bias) if bias else None]
+    numbers = [slot.index if isinstance(slot, Slot) else None for slot in slots]
+    num_dims = [0 if number is None else len(call.operands[number].shape) for number in numbers]
+    is_scaled = any(given.get(name, 1) != 1 for name in ("alpha", "beta"))
+    num_segments = 1 if call.target is segmented_linear else 0
+    if numbers[0] is None or numbers[1] is None or is_scaled or num_dims[0] < 2 or num_dims[1] != 2 + num_segments:
+        return None
+    if num_dims[2] > 1 + num_segments:  # addmm with a whole matrix
+        return None
+    return Product(numbers[0], numbers[1], numbers[2], is_transposed)
+
+
+def making_seconds(step: StepGraph, ops: Sequence[OpOptions], value: int, sources: Sequence[DualLayout]) -> np.ndarray:
+    """[source] seconds, at the least, of the product that makes a value for one reader alone; 0 where there is none."""
+    maker = step.makers.get(value)
+    leaves = value in step.escaping or value in step.sent
+    if maker is None or len(step.consumers.get(value, ())) != 1 or leaves or not _is_plain(step, maker):
+        return np.zeros(len(sources))
+    return _least(sources, [outputs[0] for outputs in ops[maker].outputs], ops[maker].forward_seconds)
+
+
+def weights_seconds(step: StepGraph, ops: Sequence[OpOptions], value: int, targets: Sequence[DualLayout]) -> np.ndarray:
+    """[target] seconds, at the least, of the gradients of all weights that a value is multiplied with; 0 where it is
+    read by others too."""
+    total = np.zeros(len(targets))
+    for reader, position in step.consumers.get(value, ()):
+        found = product_of(step.ops[reader].call)
+        if found is None or found.rows != position:
+            return np.zeros(len(targets))
+        taken = [inputs[position] for inputs in ops[reader].inputs]
+        # Half of a product's backward is the gradient of its weight.
+        total += _least(targets, taken, (ops[reader].compute_seconds - ops[reader].forward_seconds) / 2)
+    return total
+
+
+def _is_plain(step: StepGraph, op: int) -> bool:
+    found = product_of(step.ops[op].call)
+    return found is not None and len(step.ops[op].call.operands[found.weight].shape) == 2
+
+
+def _least(layouts: Sequence[DualLayout], of_strategies: Sequence[DualLayout], seconds: np.ndarray) -> np.ndarray:
+    """[layout] the least seconds of the strategies that have it, 0 where none has."""
+    least: dict[DualLayout, float] = {}
+    for layout, each in zip(of_strategies, seconds, strict=True):
+        least[layout] = min(least.get(layout, np.inf), float(each))
+    return np.array([least.get(layout, 0.0) for layout in layouts])
+
+
+def hidden(
+    step: StepGraph,
+    ops: Sequence[OpOptions],
+    value: int,
+    sources: tuple[DualLayout, ...],
+    targets: tuple[DualLayout, ...],
+    mesh: LogicalMesh,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(forward, backward) seconds of a value's `reshard_table` that cost no time, [source, target]."""
+    meta = step.values[value]
+    forward, backward = reshard_table(sources, targets, meta.num_bytes, meta.requires_grad, mesh)
+    nothing = np.zeros_like(forward), np.zeros_like(backward)
+    if not mesh.overlap:
+        return nothing
+    making = making_seconds(step, ops, value, sources)
+    weights = weights_seconds(step, ops, value, targets)
+    if not making.any() and not weights.any():
+        return nothing
+    sums_values, sums_gradients = _sums(sources, targets, mesh.shape)
+    gained = np.max([_gained(making, forward, *part) for part in _in_parts(meta, sources, targets, mesh)], axis=0)
+    of_gradients = np.where(sums_gradients, np.minimum(backward, weights), 0.0)
+    return mesh.overlap * np.where(sums_values, gained, 0.0), mesh.overlap * of_gradients
+
+
+def best_parts(making: float, meta: TensorMeta, source: DualLayout, target: DualLayout, mesh: LogicalMesh) -> int:
+    """In how many parts the result of a product that takes `making` seconds is best summed; 1: as a whole."""
+    pair = (source,), (target,)
+    if not _sums(*pair, mesh.shape)[0].item() or not mesh.overlap:
+        return 1
+    whole = reshard_table(*pair, meta.num_bytes, meta.requires_grad, mesh)[0]
+    gains = {n: _gained(np.array([making]), whole, n, part).item() for n, part in _in_parts(meta, *pair, mesh)}
+    best = max(gains, key=gains.__getitem__)
+    return best if gains[best] > 0 else 1
+
+
+def _in_parts(
+    meta: TensorMeta, sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], mesh: LogicalMesh
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of parts, seconds of one [source, target])"""
+    for count in PARTS:
+        yield count, reshard_table(sources, targets, meta.num_bytes // count, meta.requires_grad, mesh)[0]
+
+
+def _gained(making: np.ndarray, whole: np.ndarray, count: int, part: np.ndarray) -> np.ndarray:
+    """[source, target] seconds less than one after the other: product and sum in `count` parts, each `part` seconds."""
+    each = making[:, None] / count
+    return np.maximum(making[:, None] + whole - (each + (count - 1) * np.maximum(each, part) + part), 0.0)
+
+
+@lru_cache(maxsize=4096)
+def _sums(
+    sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], mesh_shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """[source, target] whether all that is moved is one sum over one axis: of the values, of their gradients."""
+    values = np.zeros((len(sources), len(targets)), dtype=bool)
+    gradients = values.copy()
+    for (p, source), (q, target) in product(enumerate(sources), enumerate(targets)):
+        steps = reshard_steps(source, target, mesh_shape)
+        forward = [step.src.value for step in steps if step.src.value != step.dst.value]
+        backward = [step.dst.grad for step in steps if step.src.grad != step.dst.grad]
+        values[p, q], gradients[p, q] = forward == [Partial()], backward == [Partial()]
+    return values, gradients
