@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch._dynamo.eval_frame import OptimizeContext
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -75,6 +76,8 @@ def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] |
     Returns what `options.compile_options` returns.
     """
     contexts = [m.dynamo_ctx for m in module.modules() if isinstance(m, OptimizedModule)]
+    calls = [getattr(m._compiled_call_impl, "__closure__", None) or () for m in module.modules()]  # of `m.compile()`
+    contexts += [c.cell_contents for cells in calls for c in cells if isinstance(c.cell_contents, OptimizeContext)]
     if context is None and not contexts:
         return {} if any(m._compiled_call_impl is not None for m in module.modules()) else None
     backend = getattr(context or contexts[0], "callback", None)
@@ -97,16 +100,34 @@ def compiled_as_written(module: nn.Module, options: Mapping[str, Any], bucket_by
     if any(each._compiled_call_impl is not None or isinstance(each, OptimizedModule) for each in modules):
         yield
         return
-    parts = [module, *module.children()]
+    parts = [module, *_parts(module)]
     ddp: Any = SimpleNamespace(bucket_bytes_cap=max(bucket_bytes, LEAST_BUCKET_BYTES))
     with torch._dynamo.config.patch(suppress_errors=True), DDP._inside_ddp_forward(ddp):
         for part in parts:
-            part.compile(**options)
+            part._compiled_call_impl = torch.compile(_with_frame(part), **options)
         try:
             yield
         finally:
             for part in parts:
                 part._compiled_call_impl = None
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """What it calls: its children, and what lists of modules hold. Single layers of torch's are not worth a call."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _parts(child)
+        elif not _is_torchs(child) or next(child.children(), None) is not None:
+            yield child
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def _with_frame(module: nn.Module) -> Callable[..., Any]:
+    """Its call, in a frame that Dynamo sees: it passes over those of torch.nn."""
+    return (lambda *args, **kwargs: module._call_impl(*args, **kwargs)) if _is_torchs(module) else module._call_impl
 
 
 def device_limit(job: Job) -> float:

@@ -29,7 +29,7 @@ from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
 from alpa_strategy.lightning.placed_module import PlacedModule, Sharding, shard_all
 from alpa_strategy.lightning.planning import check_optimizer
 from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, toggled
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.options import SELECTIVE, OptimizerInfo
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
 from alpa_strategy.planner.written_plan import against_written, asks_for_written, plan_as_written
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
@@ -175,7 +175,9 @@ class WrittenRun(PlacedModule):
                 rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")
         elif job.compile is not None:
             self._adapted.enter_context(compiled_as_written(module, job.compile, job.limits.bucket_bytes))
-        remat = job.options.remat
+        remat = None if job.options.remat == (SELECTIVE,) else job.options.remat
+        if remat != job.options.remat and optimizers and say:
+            rank_zero_info('alpa: remat="selective" is for captured steps: where it must be, whole modules run again')
         chooses = remat is None and job.compile is None
         modules = modules_to_make_again(module, remat) if optimizers and (remat or chooses) else {}
         self._room = Room(module, modules, limit - plan.predicted.peak_bytes) if chooses else None
