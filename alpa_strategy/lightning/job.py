@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,16 +71,14 @@ class Job:
 def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] | None:
     """How the user wants the module compiled: as the first part of it that was given to `torch.compile`, if any.
 
-    Args:
-        context: what `torch.compile` made of the whole module runs in.
-
-    Returns what `options.compile_options` returns.
+    context: what `torch.compile` made of the whole module runs in. Returns what `options.compile_options` returns.
     """
     contexts = [m.dynamo_ctx for m in module.modules() if isinstance(m, OptimizedModule)]
-    calls = [getattr(m._compiled_call_impl, "__closure__", None) or () for m in module.modules()]  # of `m.compile()`
-    contexts += [c.cell_contents for cells in calls for c in cells if isinstance(c.cell_contents, OptimizeContext)]
+    calls = [m._compiled_call_impl for m in module.modules() if m._compiled_call_impl is not None]
+    cells = [cell.cell_contents for call in calls for cell in call.__closure__ or ()]
+    contexts += [each for each in cells if isinstance(each, OptimizeContext)]
     if context is None and not contexts:
-        return {} if any(m._compiled_call_impl is not None for m in module.modules()) else None
+        return {} if calls else None
     backend = getattr(context or contexts[0], "callback", None)
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:  # Dynamo's own around it
         backend = inner
@@ -91,7 +90,7 @@ def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] |
 
 @contextmanager
 def compiled_as_written(module: nn.Module, options: Mapping[str, Any], bucket_bytes: int) -> Iterator[None]:
-    """Context in which the module and its children are compiled where they are called, as after `module.compile()`.
+    """Context in which the module, its children and items of its lists are compiled where they are called.
 
     What cannot be compiled runs as it is, with Dynamo's warning. A module of which the user has compiled parts stays as
     it is. Dynamo ends graphs where buckets end, as under DDP: a compiled backward gives its gradients all at its end.
@@ -100,34 +99,18 @@ def compiled_as_written(module: nn.Module, options: Mapping[str, Any], bucket_by
     if any(each._compiled_call_impl is not None or isinstance(each, OptimizedModule) for each in modules):
         yield
         return
-    parts = [module, *_parts(module)]
+    lists = (each for each in modules if isinstance(each, nn.ModuleList | nn.ModuleDict))
+    parts = [module, *module.children(), *(item for each in lists for item in each.children())]
     ddp: Any = SimpleNamespace(bucket_bytes_cap=max(bucket_bytes, LEAST_BUCKET_BYTES))
     with torch._dynamo.config.patch(suppress_errors=True), DDP._inside_ddp_forward(ddp):
-        for part in parts:
-            part._compiled_call_impl = torch.compile(_with_frame(part), **options)
+        for part in parts:  # Dynamo passes over calls of torch.nn's own, but for those that it gets wrapped
+            call = partial(part._call_impl) if isinstance(part, nn.Sequential) else part._call_impl
+            part._compiled_call_impl = torch.compile(call, **options)
         try:
             yield
         finally:
             for part in parts:
                 part._compiled_call_impl = None
-
-
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """What it calls: its children, and what lists of modules hold. Single layers of torch's are not worth a call."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _parts(child)
-        elif not _is_torchs(child) or next(child.children(), None) is not None:
-            yield child
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
-
-
-def _with_frame(module: nn.Module) -> Callable[..., Any]:
-    """Its call, in a frame that Dynamo sees: it passes over those of torch.nn."""
-    return (lambda *args, **kwargs: module._call_impl(*args, **kwargs)) if _is_torchs(module) else module._call_impl
 
 
 def device_limit(job: Job) -> float:

@@ -90,14 +90,6 @@ def _is_pruned(module: Any) -> bool:
     return any(isinstance(callback, ModelPruning) for callback in module.trainer.callbacks)
 
 
-def _say_why(why: CaptureError) -> None:
-    rank_zero_info(
-        f"alpa: steps run as they are written, each rank on its own batch, gradients averaged (DDP's contract): "
-        f"{' '.join(why.problem.split())}. Captured, the step would be one device's on all ranks' rows, and its ops "
-        "could be divided (tensor, sequence and pipeline parallelism) and made again one by one"
-    )
-
-
 def parameter_inputs(module: nn.Module, trains: bool) -> list[ParameterInput]:
     """Every parameter once, with all its names."""
     named = [(p, names) for p, names in names_by_tensor(module) if isinstance(p, nn.Parameter)]
@@ -154,7 +146,11 @@ class WrittenRun(PlacedModule):
                 'use parallel="data" and memory for it, or prune the trained module (torch.nn.utils.prune)',
             )
         if optimizers and say:
-            _say_why(why)
+            rank_zero_info(
+                "alpa: steps run as they are written, each rank on its own batch, gradients averaged (DDP's contract): "
+                f"{' '.join(why.problem.split())}. Captured, the step would be one device's on all ranks' rows, and "
+                "its ops could be divided (tensor, sequence and pipeline parallelism) and made again one by one"
+            )
         with tuned(job.device), sharding(module) as whole:
             store = _store(module, parameters, plan, job)
             check = shard_all(store, optimizers, whole, job.limits, divided=False)
@@ -175,9 +171,7 @@ class WrittenRun(PlacedModule):
                 rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")
         elif job.compile is not None:
             self._adapted.enter_context(compiled_as_written(module, job.compile, job.limits.bucket_bytes))
-        remat = None if job.options.remat == (SELECTIVE,) else job.options.remat
-        if remat != job.options.remat and optimizers and say:
-            rank_zero_info('alpa: remat="selective" is for captured steps: where it must be, whole modules run again')
+        remat = None if job.options.remat == (SELECTIVE,) else job.options.remat  # which is for captured steps
         chooses = remat is None and job.compile is None
         modules = modules_to_make_again(module, remat) if optimizers and (remat or chooses) else {}
         self._room = Room(module, modules, limit - plan.predicted.peak_bytes) if chooses else None
