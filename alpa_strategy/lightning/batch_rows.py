@@ -454,8 +454,9 @@ def check_own_numbers(
     (names) for each, and the number of ranks.
     """
     used, later = set(step.consumers), names_in(own_hooks(module, UPDATE_HOOKS))
-    parts = {path for path, _ in module.named_modules()}  # these, methods and classes are no numbers of rows
-    read = [g.label for g in step.attributes if g.label not in parts and not callable(g.namespace.get(g.name))]
+    parts = dict(module.named_modules())  # these, methods and classes are no numbers of rows
+    owners = [(g, type(parts.get(g.label.rpartition(".")[0]))) for g in step.attributes if g.label not in parts]
+    read = [g.label for g, kind in owners if not callable(g.namespace.get(g.name, getattr(kind, g.name, None)))]
     read += [b.name for b in step.buffers if b.value in used]
     read += hooks.stored.keys() & later
     last = {name: name.rpartition(".")[2] for name in read}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch._dynamo.eval_frame import OptimizeContext
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -69,14 +71,14 @@ class Job:
 def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] | None:
     """How the user wants the module compiled: as the first part of it that was given to `torch.compile`, if any.
 
-    Args:
-        context: what `torch.compile` made of the whole module runs in.
-
-    Returns what `options.compile_options` returns.
+    context: what `torch.compile` made of the whole module runs in. Returns what `options.compile_options` returns.
     """
     contexts = [m.dynamo_ctx for m in module.modules() if isinstance(m, OptimizedModule)]
+    calls = [m._compiled_call_impl for m in module.modules() if m._compiled_call_impl is not None]
+    cells = [cell.cell_contents for call in calls for cell in call.__closure__ or ()]
+    contexts += [each for each in cells if isinstance(each, OptimizeContext)]
     if context is None and not contexts:
-        return {} if any(m._compiled_call_impl is not None for m in module.modules()) else None
+        return {} if calls else None
     backend = getattr(context or contexts[0], "callback", None)
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:  # Dynamo's own around it
         backend = inner
@@ -88,7 +90,7 @@ def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] |
 
 @contextmanager
 def compiled_as_written(module: nn.Module, options: Mapping[str, Any], bucket_bytes: int) -> Iterator[None]:
-    """Context in which the module and its children are compiled where they are called, as after `module.compile()`.
+    """Context in which the module, its children and items of its lists are compiled where they are called.
 
     What cannot be compiled runs as it is, with Dynamo's warning. A module of which the user has compiled parts stays as
     it is. Dynamo ends graphs where buckets end, as under DDP: a compiled backward gives its gradients all at its end.
@@ -97,11 +99,13 @@ def compiled_as_written(module: nn.Module, options: Mapping[str, Any], bucket_by
     if any(each._compiled_call_impl is not None or isinstance(each, OptimizedModule) for each in modules):
         yield
         return
-    parts = [module, *module.children()]
+    lists = (each for each in modules if isinstance(each, nn.ModuleList | nn.ModuleDict))
+    parts = [module, *module.children(), *(item for each in lists for item in each.children())]
     ddp: Any = SimpleNamespace(bucket_bytes_cap=max(bucket_bytes, LEAST_BUCKET_BYTES))
     with torch._dynamo.config.patch(suppress_errors=True), DDP._inside_ddp_forward(ddp):
-        for part in parts:
-            part.compile(**options)
+        for part in parts:  # Dynamo passes over calls of torch.nn's own, but for those that it gets wrapped
+            call = partial(part._call_impl) if isinstance(part, nn.Sequential) else part._call_impl
+            part._compiled_call_impl = torch.compile(call, **options)
         try:
             yield
         finally:

@@ -28,7 +28,7 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
 from alpa_strategy.lightning.placed_module import PlacedModule, Unplaced
 from alpa_strategy.lightning.planning import check_optimizer
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.options import SELECTIVE, OptimizerInfo
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
 from alpa_strategy.planner.written_plan import against_written, asks_for_written, plan_as_written
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
@@ -89,14 +89,6 @@ def _is_pruned(module: Any) -> bool:
     return any(isinstance(callback, ModelPruning) for callback in module.trainer.callbacks)
 
 
-def _say_why(why: CaptureError) -> None:
-    rank_zero_info(
-        f"alpa: steps run as they are written, each rank on its own batch, gradients averaged (DDP's contract): "
-        f"{' '.join(why.problem.split())}. Captured, the step would be one device's on all ranks' rows, and its ops "
-        "could be divided (tensor, sequence and pipeline parallelism) and made again one by one"
-    )
-
-
 def parameter_inputs(module: nn.Module, trains: bool) -> list[ParameterInput]:
     """Every parameter once, with all its names."""
     named = [(p, names) for p, names in names_by_tensor(module) if isinstance(p, nn.Parameter)]
@@ -144,7 +136,11 @@ class WrittenRun(PlacedModule):
                 'use parallel="data" and memory for it, or prune the trained module (torch.nn.utils.prune)',
             )
         if optimizers and say:
-            _say_why(why)
+            rank_zero_info(
+                "alpa: steps run as they are written, each rank on its own batch, gradients averaged (DDP's contract): "
+                f"{' '.join(why.problem.split())}. Captured, the step would be one device's on all ranks' rows, and "
+                "its ops could be divided (tensor, sequence and pipeline parallelism) and made again one by one"
+            )
         largest = max(infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0))
         with tuned(job.device), given.sharding(module) as values:
             store = _store(module, parameters, plan, job)
@@ -162,7 +158,7 @@ class WrittenRun(PlacedModule):
                 rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")
         elif job.compile is not None:
             self._adapted.enter_context(compiled_as_written(module, job.compile, job.limits.bucket_bytes))
-        remat = job.options.remat
+        remat = None if job.options.remat == (SELECTIVE,) else job.options.remat  # which is for captured steps
         chooses = remat is None and job.compile is None
         modules = modules_to_make_again(module, remat) if optimizers and (remat or chooses) else {}
         self._room = Room(module, modules, limit - plan.predicted.peak_bytes) if chooses else None

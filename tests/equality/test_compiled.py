@@ -17,6 +17,7 @@ from quiet import QUIET
 from torch.utils.data import DataLoader, TensorDataset
 
 from alpa_strategy import AlpaStrategy
+from alpa_strategy.lightning.job import compiled_as_written, compiled_by_user
 from alpa_strategy.lower.segments import segment_options
 
 STEPS = 3
@@ -176,6 +177,43 @@ def fit_what_the_user_compiled(how: str, folder: str) -> int:
 def test_a_module_that_the_user_compiled_is_compiled_with_its_backend(pool, tmp_path, how, graphs):
     for seen in pool.run(2, fit_what_the_user_compiled, how, str(tmp_path)):
         assert seen == graphs
+
+
+class CalledInParts(MLP):
+    """Its step calls no forward of its own, but items of a list and a Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([MLP(8, 16, 8).net for _ in range(2)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        for block in self.blocks:
+            x = block(x)
+        return (self.net(x) - y).square().mean()
+
+
+def test_parts_that_a_step_as_written_calls_are_compiled():
+    model, seen = CalledInParts(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with compiled_as_written(model, {"backend": backend}, 2**25):
+        model.training_step(model.example_batch(4), 0).backward()
+    assert len(seen) == 3
+    model.training_step(model.example_batch(5), 0)
+    assert len(seen) == 3
+
+
+def test_the_backend_of_a_part_that_was_compiled_in_place():
+    model = CalledInParts()
+    model.blocks[1].compile(backend=cuts)
+    CUTS.clear()
+    torch.compile(lambda x: x.sin(), **compiled_by_user(model))(torch.ones(2))
+    assert len(CUTS) == 1
 
 
 @pytest.mark.slow

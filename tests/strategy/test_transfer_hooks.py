@@ -254,6 +254,17 @@ class RowsOfTheStep(Net):
         return each.sum() / self.n
 
 
+class NamedAsAMethod(Net):
+    """A callback keeps what it calls as the module calls a method of its own."""
+
+    class Keeps(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.loss = float(outputs["loss"]) * len(batch["x"])
+
+    def configure_callbacks(self) -> Any:
+        return [self.Keeps()]
+
+
 class RowsOfTheTransfer(RowsOfTheStep):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         if not hasattr(self, "count"):
@@ -648,7 +659,7 @@ PER_REPLICA += ["DividedByTheBatchSize", "TimesTheRanks", "NumberInTheBatch", "N
 CAPTURED += ["SameNumberInTheBatch"]
 PER_REPLICA += ["RowsFromTheLoader", "Normalised", "RowsInAContainer", "RowsUpdated"]
 CAPTURED += ["TakesTheNext", "CallbackOfAThread", "DatasetOfAThread"]
-CAPTURED += ["AveragesOutside", "AveragesInOtherMemory", "ChangesFarAway"]
+CAPTURED += ["NamedAsAMethod", "AveragesOutside", "AveragesInOtherMemory", "ChangesFarAway"]
 
 
 @pytest.mark.parametrize("name", [*CAPTURED, *PER_REPLICA, "OfTheData"])

@@ -133,6 +133,12 @@ def test_a_name_that_is_no_modules_is_an_error(pool, tmp_path) -> None:
         pool.run(RANKS, train, str(tmp_path), "alpa", {"remat": ["gelu_*"]})
 
 
+def test_what_only_a_captured_step_can_meet_is_left_to_the_room(pool, tmp_path) -> None:
+    kept, asked = (pool.run(RANKS, train, str(tmp_path), "alpa", {"remat": remat}) for remat in (None, "selective"))
+    assert asked[0]["bytes"] == kept[0]["bytes"]
+    assert not asked[0]["said"]
+
+
 def test_all_is_kept_where_that_is_asked_for(pool, tmp_path) -> None:
     kept = pool.run(RANKS, train, str(tmp_path), "alpa", {"remat": None})
     forced = pool.run(RANKS, train, str(tmp_path), "alpa", {"remat": False, "memory_limit": kept[0]["peak"] + 1e3})
