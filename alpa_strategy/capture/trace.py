@@ -269,14 +269,29 @@ def _one_name_per_owner(module: nn.Module, names: tuple[str, ...]) -> list[str]:
 
 
 def _reassigned_buffers(module: nn.Module, inputs: list[TracedInput], tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Buffers that the step replaced by another tensor (`self.buffer = ...`)."""
+    """Buffers that the step replaced by another tensor (`self.buffer = ...`).
+
+    CaptureError for parameters, and for what the buffer's memory cannot take.
+    """
     found: dict[str, Tensor] = {}
     for entry, tensor in zip(inputs, tensors, strict=True):
-        if isinstance(entry, BufferInput):
-            owner, _, name = entry.name.rpartition(".")
-            now = getattr(module.get_submodule(owner), name)
-            if now is not tensor:
-                found[entry.name] = now
+        if isinstance(entry, BatchInput):
+            continue
+        path = entry.name if isinstance(entry, BufferInput) else entry.names[0]
+        owner, _, name = path.rpartition(".")
+        now = getattr(module.get_submodule(owner), name)
+        if now is tensor:
+            continue
+        if (
+            isinstance(entry, ParameterInput)
+            or now.shape != tensor.shape
+            or not torch.can_cast(now.dtype, tensor.dtype)
+        ):
+            raise CaptureError(
+                f"the step replaces {path} by a tensor of shape {list(now.shape)}, {now.dtype}",
+                "keep shape and dtype of buffers, and leave parameters to the optimizer and to hooks",
+            )
+        found[path] = now
     return found
 
 

@@ -78,6 +78,8 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
             with job.progress("capture"), batch_rows.naming(own, batch):
                 step = captured(batch)
             batch_rows.check_own_leaves(own, step)
+            if is_joint and kinds is None and job.may_run_as_written:
+                batch_rows.check_guess(step)
             if is_joint:
                 batch_rows.check_own_numbers(job.hooks, module, step, batch, captured, job.may_run_as_written)
             if not numbers:

@@ -19,8 +19,10 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
+from alpa_strategy.ir.op import OpCall, aten_name, bind, dims_of
 from alpa_strategy.microbatch.rules import (
     ANY,
+    SPLITS,
     WHOLE,
     State,
     TimeStrategy,
@@ -288,6 +290,45 @@ def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
         elif scales or follows:
             scaled.update(op.results)
     return step.loss in sums
+
+
+_BY_PLACE = ("select", "slice", "narrow", "unbind", "select_scatter", "slice_scatter", *SPLITS)
+
+
+def picks_rows(step: StepGraph, num_ranks: int) -> str | None:
+    """The user's line where the loss depends on rows by their places in the batch of all ranks (`x[0]`, `x[:5]`, and
+    `x.squeeze(0)` of a batch of one), where each rank's own batch has others; None: nowhere.
+
+    Equal pieces of all rows, smaller than a rank's, are a loop over these.
+    """
+    leading = [step.ops[index] for index in step.ancestors({step.loss})]
+    taking = [op for op in leading if aten_name(op.call.target) in (*_BY_PLACE, "squeeze")]
+    if not taking:
+        return None
+    state = _WalkOfRanks(step.bare(()), num_ranks, 1, set()).states().state
+
+    def pieces(value: int, dim: int) -> list[int]:
+        """How many rows each piece has that is taken from a value along `dim`."""
+        calls = {op.call for op in taking if op.operands[0] == value and _is_along(op.call, dim)}
+        shapes = [(meta.shape, call.operands[0].shape) for call in calls for meta in call.results]
+        return [part[dim] if len(part) == len(whole) else 1 for part, whole in shapes]
+
+    for op in taking:
+        have, shape = state[op.operands[0]], op.call.operands[0].shape
+        if have.kind != "rows" or not _is_along(op.call, have.dim):
+            continue
+        of_rank, sizes = shape[have.dim] // (have.segments * num_ranks), pieces(op.operands[0], have.dim)
+        is_loop = of_rank > sizes[0] and of_rank % sizes[0] == 0 and set(sizes) == {sizes[0]}
+        is_loop = is_loop and len(sizes) * sizes[0] == shape[have.dim]
+        is_squeeze = aten_name(op.call.target) == "squeeze"
+        stay = all(state[result].kind == "rows" for result in op.results)
+        if (of_rank == 1) if is_squeeze else not (stay or is_loop):
+            return op.source or op.name
+    return None
+
+
+def _is_along(call: OpCall, dim: int) -> bool:
+    return dim in dims_of(bind(call).get("dim"), len(call.operands[0].shape))
 
 
 def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, State]:

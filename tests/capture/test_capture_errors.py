@@ -28,6 +28,8 @@ class Step(LightningModule):
         super().__init__()
         self.a, self.metric, self.function = nn.Linear(4, 4), MeanMetric(), function
         self.hidden, self.counts = [nn.Parameter(torch.ones(4))], SimpleNamespace(steps=0)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("last_loss", None)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return self.function(self, batch, batch_idx)
@@ -81,6 +83,34 @@ def keeps_attribute(self: Step, x: Tensor, i: int) -> Tensor:
 def counts_in_an_object(self: Step, x: Tensor, i: int) -> Tensor:
     self.counts.steps += 1
     return self.a(x).sum()
+
+
+def replaces_a_parameter(self: Step, x: Tensor, i: int) -> Tensor:
+    loss = self.a(x).sum()
+    self.a.bias = nn.Parameter(self.a.bias * 0.9)
+    return loss
+
+
+def averages_in_a_counter(self: Step, x: Tensor, i: int) -> Tensor:
+    loss = self.a(x).sum()
+    self.count = 0.9 * self.count + 0.1 * loss.detach()
+    return loss
+
+
+def keeps_rows_in_a_counter(self: Step, x: Tensor, i: int) -> Tensor:
+    self.count = x.argmax(1)
+    return self.a(x).sum()
+
+
+def fills_a_buffer(self: Step, x: Tensor, i: int) -> Tensor:
+    loss = self.a(x).sum()
+    self.last_loss = loss.detach()
+    return loss
+
+
+def makes_a_layer(self: Step, x: Tensor, i: int) -> Tensor:
+    self.late = nn.Linear(4, 4)
+    return self.late(self.a(x)).sum()
 
 
 def in_place_function(self: Step, x: Tensor, i: int) -> Tensor:
@@ -199,12 +229,22 @@ def test_names_the_line_and_a_way_out(function: Callable[..., Any]) -> None:
         (lambda self, x, i: (self.a(x) * self.hidden[0]).sum(), "not a parameter of the module"),
         (keeps_attribute, "attributes of the module .last"),
         (counts_in_an_object, "attributes of the module .counts"),
+        (replaces_a_parameter, "replaces a.bias"),
+        (averages_in_a_counter, "replaces count by a tensor of shape .., torch.float32"),
+        (keeps_rows_in_a_counter, r"replaces count by a tensor of shape .6., torch.int64"),
+        (fills_a_buffer, "attributes of the module ._buffers"),
+        (makes_a_layer, "attributes of the module ._modules"),
     ],
 )
 def test_says_what_is_wrong(function: Callable[..., Any], message: str) -> None:
+    module = Step(function)
+    members = {**module._modules, **module._buffers, **module.a._parameters}
     with pytest.raises(CaptureError, match=message) as caught:
-        capture_step(Step(function), torch.randn(6, 4))
+        capture_step(module, torch.randn(6, 4))
     assert caught.value.fix
+    after = {**module._modules, **module._buffers, **module.a._parameters}
+    assert after.keys() == members.keys()
+    assert all(after[name] is member for name, member in members.items())
 
 
 def test_nothing_to_train() -> None:
