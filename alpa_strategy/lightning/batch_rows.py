@@ -31,13 +31,13 @@ from alpa_strategy.capture.python_state import fields_kept, patched, places_of
 from alpa_strategy.capture.trace import likely_rows
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.comm.mesh import AxisComm
-from alpa_strategy.errors import AlpaError, NotRowsError, PlanError, UnlikeStepsError
+from alpa_strategy.errors import AlpaError, NotRowsError, UnlikeStepsError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names, reads_parameters, stored_names
 from alpa_strategy.lightning.checks import is_overridden, names_in, own_hooks
 from alpa_strategy.lightning.digests import REPLICA, digest
 from alpa_strategy.lightning.same_steps import SAME_SHAPES
-from alpa_strategy.microbatch.states import find_states, picks_rows
+from alpa_strategy.microbatch.states import where_rows_meet
 
 Kind = Literal["rows", "same", "own"]
 """Of a leaf, a tensor or a number that is no item of a list: one row a sample; the same whatever the samples; made of
@@ -439,17 +439,6 @@ def check_own_leaves(own: Mapping[int, str], step: StepGraph) -> None:
         raise NotRowsError(_of(names), REPLICA)
 
 
-def check_guess(step: StepGraph) -> None:
-    """NotRowsError where a loader does not say what a row is, and what is taken for rows meets in the step: it may be a
-    sequence's steps."""
-    try:
-        find_states(step, world_size(), 1)
-    except PlanError as error:
-        problem = error.problem.rpartition(": ")[2]
-        text = f"the loader yields batches, not samples, so that what is a row can but be guessed; {problem}"
-        raise NotRowsError(text, REPLICA) from error
-
-
 def check_own_numbers(
     hooks: BatchHooks,
     module: Any,
@@ -457,6 +446,7 @@ def check_own_numbers(
     batch: Any,
     again: Callable[[Any], StepGraph],
     may_run_as_written: bool,
+    is_guess: bool,
 ) -> None:
     """NotRowsError, or a warning, where a step of all ranks' batches, or what is done with its gradients, computes with
     what belongs to this rank's rows alone.
@@ -473,8 +463,11 @@ def check_own_numbers(
     last = {name: name.rpartition(".")[2] for name in read}
     shown = ", ".join(f"{name} ({hooks.stored[last[name]]})" for name in last if last[name] in hooks.stored)
     text = f"the step reads what a hook stores that reads this rank's rows: {shown}"
-    if not shown and (line := picks_rows(step, world_size())) is not None:
-        text = f"rows are taken by their places in the batch ({line}), where the batch of all ranks has other rows"
+    by_place = not (is_guess and may_run_as_written)
+    if not shown and (line := where_rows_meet(step, world_size(), by_place)) is not None:
+        text = f"rows are taken by their places in the batch ({line}), where the batch of all ranks has others"
+        guess = f"the loader yields batches, not samples: what meets here may be rows or a sequence's steps ({line})"
+        text = text if by_place else guess
     elif not shown:
         text = _computes_with(module, step, batch, again, later)
     if text and may_run_as_written:

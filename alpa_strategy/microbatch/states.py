@@ -292,43 +292,39 @@ def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
     return step.loss in sums
 
 
-_BY_PLACE = ("select", "slice", "narrow", "unbind", "select_scatter", "slice_scatter", *SPLITS)
+_BY_PLACE = ("select", "slice", "narrow", "unbind", "squeeze", "select_scatter", "slice_scatter", *SPLITS)
 
 
-def picks_rows(step: StepGraph, num_ranks: int) -> str | None:
-    """The user's line where the loss depends on rows by their places in the batch of all ranks (`x[0]`, `x[:5]`, and
-    `x.squeeze(0)` of a batch of one), where each rank's own batch has others; None: nowhere.
+def where_rows_meet(step: StepGraph, num_ranks: int, by_place: bool) -> str | None:
+    """The user's line on which the loss depends on rows of several ranks' being one batch; None: there is none.
 
-    Equal pieces of all rows, smaller than a rank's, are a loop over these.
+    by_place: only where rows are taken by their places (`x[0]`, `x[:5]`, `x.squeeze(0)` of a batch of one), as each
+    rank's own batch has others there. Equal pieces of all rows, smaller than a rank's, are a loop over these.
     """
-    leading = [step.ops[index] for index in step.ancestors({step.loss})]
-    taking = [op for op in leading if aten_name(op.call.target) in (*_BY_PLACE, "squeeze")]
-    if not taking:
-        return None
-    state = _WalkOfRanks(step.bare(()), num_ranks, 1, set()).states().state
-
-    def pieces(value: int, dim: int) -> list[int]:
-        """How many rows each piece has that is taken from a value along `dim`."""
-        calls = {op.call for op in taking if op.operands[0] == value and _is_along(op.call, dim)}
-        shapes = [(meta.shape, call.operands[0].shape) for call in calls for meta in call.results]
-        return [part[dim] if len(part) == len(whole) else 1 for part, whole in shapes]
-
-    for op in taking:
-        have, shape = state[op.operands[0]], op.call.operands[0].shape
-        if have.kind != "rows" or not _is_along(op.call, have.dim):
-            continue
-        of_rank, sizes = shape[have.dim] // (have.segments * num_ranks), pieces(op.operands[0], have.dim)
-        is_loop = of_rank > sizes[0] and of_rank % sizes[0] == 0 and set(sizes) == {sizes[0]}
-        is_loop = is_loop and len(sizes) * sizes[0] == shape[have.dim]
-        is_squeeze = aten_name(op.call.target) == "squeeze"
-        stay = all(state[result].kind == "rows" for result in op.results)
-        if (of_rank == 1) if is_squeeze else not (stay or is_loop):
-            return op.source or op.name
+    found = _WalkOfRanks(step.bare(()), num_ranks, 1, set()).states()
+    taken: dict[
+        tuple[int, int, int], dict[OpCall, str]
+    ] = {}  # (value, its rows' dim, a rank's rows) -> what takes some
+    for index in step.ancestors({step.loss}):
+        op, name = step.ops[index], aten_name(step.ops[index].call.target)
+        for value, meta in zip(op.operands, op.call.operands, strict=True):
+            have, line = found.state[value], op.source or op.name
+            of_rank = meta.shape[have.dim] // (have.segments * num_ranks) if have.kind == "rows" else 0
+            if of_rank and index in found.moved and not by_place:
+                return line
+            is_along = name in _BY_PLACE and have.dim in dims_of(bind(op.call).get("dim"), len(meta.shape))
+            if of_rank == 1 and is_along and name == "squeeze":
+                return line
+            if of_rank and is_along and index in found.moved:
+                taken.setdefault((value, have.dim, of_rank), {})[op.call] = line
+    for (value, dim, of_rank), calls in taken.items():
+        shape = step.values[value].shape
+        parts = [meta.shape for call in calls for meta in call.results]
+        sizes = [part[dim] if len(part) == len(shape) else 1 for part in parts]
+        is_loop = sizes[0] < of_rank and of_rank % sizes[0] == 0 and set(sizes) == {sizes[0]}
+        if not is_loop or sum(sizes) != shape[dim]:
+            return next(iter(calls.values()))
     return None
-
-
-def _is_along(call: OpCall, dim: int) -> bool:
-    return dim in dims_of(bind(call).get("dim"), len(call.operands[0].shape))
 
 
 def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, State]:

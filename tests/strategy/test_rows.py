@@ -19,7 +19,7 @@ from alpa_strategy import AlpaStrategy
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import AlpaError, OptionError, SetupError
 from alpa_strategy.lightning.batch_rows import WatchedCollate, watch
-from alpa_strategy.microbatch.states import picks_rows
+from alpa_strategy.microbatch.states import where_rows_meet
 
 ROWS, BATCHES = 4, 6
 
@@ -270,7 +270,7 @@ def test_a_batch_of_one_is_squeezed_by_its_place(rows: int, is_told: bool) -> No
             return self.layer(batch["x"].squeeze(0)).square().mean()
 
     step = capture_step(Squeezed("x"), {"x": torch.ones(rows, 3, 5)}, world_size=2)
-    assert (picks_rows(step, 2) is not None) == is_told
+    assert (where_rows_meet(step, 2, by_place=True) is not None) == is_told
 
 
 class Batches(Dataset):
