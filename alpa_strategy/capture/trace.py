@@ -282,13 +282,10 @@ def _reassigned_buffers(module: nn.Module, inputs: list[TracedInput], tensors: t
         now = getattr(module.get_submodule(owner), name)
         if now is tensor:
             continue
-        if (
-            isinstance(entry, ParameterInput)
-            or now.shape != tensor.shape
-            or not torch.can_cast(now.dtype, tensor.dtype)
-        ):
+        fits = isinstance(entry, BufferInput) and isinstance(now, Tensor) and now.shape == tensor.shape
+        if not (fits and torch.can_cast(now.dtype, tensor.dtype)):
             raise CaptureError(
-                f"the step replaces {path} by a tensor of shape {list(now.shape)}, {now.dtype}",
+                f"the step puts another parameter, shape or dtype in the place of {path}",
                 "keep shape and dtype of buffers, and leave parameters to the optimizer and to hooks",
             )
         found[path] = now

@@ -312,7 +312,8 @@ def where_rows_meet(step: StepGraph, num_ranks: int, by_place: bool) -> str | No
             of_rank = meta.shape[have.dim] // (have.segments * num_ranks) if have.kind == "rows" else 0
             if of_rank and index in found.moved and not by_place:
                 return line
-            is_along = name in _BY_PLACE and have.dim in dims_of(bind(op.call).get("dim"), len(meta.shape))
+            is_along = name in _BY_PLACE and value == op.operands[0]
+            is_along = is_along and have.dim in dims_of(bind(op.call).get("dim"), len(meta.shape))
             if of_rank == 1 and is_along and name == "squeeze":
                 return line
             if of_rank and is_along and index in found.moved:
