@@ -175,7 +175,7 @@ class SubmoduleRun(PlacedModule):
     def stepping(self) -> Iterator[None]:
         if not self.module.automatic_optimization:  # perhaps after `loss.backward()`; a mean's mean is itself
             self.finish_backward()
-        with patched([(self._glue, "sees", False)]):
+        with self.whole.suspended(True), patched([(self._glue, "sees", False)]):
             yield
 
     @override
