@@ -230,6 +230,8 @@ def _fake_inputs(
     flags = iter(rows_flags)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
+            if leaf.layout is not torch.strided:
+                raise CaptureError(f"the batch holds a tensor of layout {leaf.layout}", "let it hold dense ones")
             batched = next(flags)  # [rows, ...]: one row per sample
             shape = (leaf.size(0) * call.rows_factor, *leaf.shape[1:]) if batched else tuple(leaf.shape)
             fakes.append(torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad))
