@@ -116,7 +116,7 @@ def _after_first_call(call: StepCall, graph: StepGraph, stored: Mapping[str, Any
         # A counter (`self.calls += 1`) stores something else in every call.
         if trace.recording.stored or trace.recording.grown or again.graph_digest != graph.graph_digest:
             raise changed_attributes(stored)
-    return again
+    return replace(again, stored=tuple(ValueGuard(label, name, held, v) for label, (held, name, v) in stored.items()))
 
 
 aten = torch.ops.aten

@@ -347,7 +347,7 @@ def kept_in(
         if isinstance(value, _GENERATORS):
             seen.add(id(value))
             yield KeptGenerator(label, value, state_of(value), is_noticed=is_noticed)
-        elif (has_fields(value) or isinstance(value, types.FunctionType)) and len(keys) < MAX_DEPTH:
+        elif (has_fields(value) or isinstance(value, types.FunctionType | nn.Module)) and len(keys) < MAX_DEPTH:
             seen.add(id(value))
             yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed)
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
@@ -394,6 +394,7 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
     framework = framework_attributes()  # what Lightning and nn.Module keep for themselves changes in every step
     metrics = {id(m) for _, root in outermost_metrics(module) for m in root.modules()}
     kept: list[_Kept] = []
+    seen |= set(map(id, module.modules()))  # others, in lists and objects, are looked at as objects are
     for path, child in module.named_modules():
         if id(child) not in metrics:
             before = {name: value for name, value in vars(child).items() if name not in framework}

@@ -139,6 +139,8 @@ class Run(PlacedModule):
         step, own = captured.step, step_effects.own_rows_of(values, captured.own_rows)
         step_effects.verify(step, values)
         step_effects.write_buffers(self.module, step, values)
+        for each in step.stored:  # a validation may have set another (`self.phase = "train"`)
+            each.namespace[each.name] = each.value
         leaves = pytree.tree_leaves(batch)
         with self._job.log_context():  # the default dtype and autocast under which the user's step would have logged
             step_effects.update_metrics_and_log(

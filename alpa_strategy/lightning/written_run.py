@@ -167,7 +167,8 @@ class WrittenRun(PlacedModule):
             norms = synced(module, every, lambda: build_mesh((world_size(),), job.backend, own_group=True).axes[0])
             self._adapted.enter_context(patched(norms))
         self._parameters = ParametersAsTheyWere(module, toggled(module, optimizers))
-        self.buffers_differ = True  # perhaps
+        self._shares_buffers = next(module.buffers(), None) is not None  # as DDP: not where only a step makes some
+        self.buffers_differ = self._shares_buffers  # perhaps
         if store.sharded_parameters and optimizers:
             keeps = not any(parameter.uses_shards for parameter in parameter_plans)
             self.on_use = GatherOnUse(module, store, cpu_group(), keeps)
@@ -202,7 +203,7 @@ class WrittenRun(PlacedModule):
         if holds_back:
             self.store.sync(self.syncs)
         # As DDP has it: not after a step whose gradients stay local, nor where the step runs its own backward passes.
-        self.buffers_differ = self.syncs and self.module.automatic_optimization
+        self.buffers_differ = self._shares_buffers and self.syncs and self.module.automatic_optimization
         return output
 
     @override

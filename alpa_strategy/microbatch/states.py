@@ -293,6 +293,7 @@ def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
 
 
 _BY_PLACE = ("select", "slice", "narrow", "unbind", "squeeze", "select_scatter", "slice_scatter", *SPLITS)
+_BY_PLACE += ("diff", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
 
 
 def where_rows_meet(step: StepGraph, num_ranks: int, by_place: bool) -> str | None:

@@ -234,6 +234,8 @@ PLACES: dict[str, Any] = {
     "support": lambda z: z[3:] - z[:3].mean(0),
     "halves": lambda z: z[: len(z) // 2] - z[len(z) // 2 :],
     "neighbours": lambda z: z[1:] - z[:-1],
+    "differences": lambda z: torch.diff(z, dim=0),
+    "sums": lambda z: z.cumsum(0),
     "written": lambda z: torch.cat([z.clone().index_fill_(0, torch.tensor(0), 2.0), z[:1]]),
     "each": lambda z: torch.stack([row.tanh() for row in z]),
     "pieces": lambda z: torch.cat([part - part.mean(0) for part in z.split(2)]),
