@@ -155,15 +155,16 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
                 value = getattr(owner, name, None)
             elif not hasattr(type(owner), name) and getattr(owner, name, MISSING) is MISSING:
                 value = MISSING  # `getattr(self, "factor", 1.0)`
-            elif is_library and name != "forward":
+            elif is_library:
                 continue
             elif type(value) not in (*PLAIN, list, tuple, dict, set):
                 value, namespace = MISSING, attributes  # a method: the object may get one of its own
         elif is_library and not is_plain(value):
             continue
         found[identity, name] = ValueGuard(f"{label}.{name}".lstrip("."), name, namespace, snapshot(value))
-    held = [vars(child)[name] for child in module.modules() for name in _HOOKS]
-    hooks = Values(lambda _: [dict(each) for each in held if each])
+    fields = [vars(child) for child in module.modules()]
+    held = [each[name] for each in fields for name in _HOOKS]
+    hooks = Values(lambda _: [dict(each) for each in held if each] + [v["forward"] for v in fields if "forward" in v])
     return (*found.values(), ValueGuard("hooks of modules", "hooks", hooks, hooks.get("hooks")))
 
 

@@ -285,13 +285,17 @@ def _reassigned_buffers(module: nn.Module, inputs: list[TracedInput], tensors: t
         if now is tensor:
             continue
         fits = isinstance(entry, BufferInput) and isinstance(now, Tensor) and now.shape == tensor.shape
-        if not (fits and torch.can_cast(now.dtype, tensor.dtype)):
+        if not (fits and _kind_of_number(now.dtype) == _kind_of_number(tensor.dtype)):
             raise CaptureError(
                 f"the step puts another parameter, shape or dtype in the place of {path}",
                 "keep shape and dtype of buffers, and leave parameters to the optimizer and to hooks",
             )
         found[path] = now
     return found
+
+
+def _kind_of_number(dtype: torch.dtype) -> tuple[bool, ...]:
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
 def _capture_device(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> torch.device:
