@@ -115,13 +115,13 @@ def _after_first_call(call: StepCall, graph: StepGraph, stored: Mapping[str, Any
         # A counter (`self.calls += 1`) stores something else in every call.
         if trace.recording.stored or trace.recording.grown or again.graph_digest != graph.graph_digest:
             raise changed_attributes(stored)
-    return again
+    return replace(again, stored=tuple(ValueGuard(label, name, held, v) for label, (held, name, v) in stored.items()))
 
 
 aten = torch.ops.aten
 
 # All overloads of these.
-_SAME_VALUE = (aten.alias, aten.lift_fresh, aten.lift, aten._conj, aten.resolve_conj, aten.resolve_neg)
+_SAME_VALUE = (aten.alias, aten.lift, aten._conj, aten.resolve_conj, aten.resolve_neg)
 _COPIES = (aten.to, aten._to_copy, aten.type_as, aten.lift_fresh_copy)
 
 
@@ -186,6 +186,7 @@ class _Converter:
             ref = self.builder.add_value(meta)
             self.constants.append(ConstantInput(ref.index, tensor, meta, tensor_digest(tensor)))
             self.constant_views[name] = self.memory.new(ref)
+            self.constant_views[name].storage.is_outside = True
         return self.constant_views[name]
 
     def _source_of(self, node: fx.Node) -> str:
@@ -223,6 +224,9 @@ class _Converter:
     def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
         if target.overloadpacket in _SAME_VALUE:
             self.views[node] = self.memory.same(self.views[node.args[0]])
+            return
+        if target is aten.lift_fresh.default:  # of what the step has made by itself: `torch.tensor(...)`
+            self.views[node] = self.memory.new(self.memory.read(self.views[node.args[0]]))
             return
         is_clone = target is aten.clone.default and not node.kwargs.get("memory_format")
         if is_clone or target.overloadpacket in _COPIES:

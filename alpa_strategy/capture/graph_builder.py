@@ -100,11 +100,13 @@ def map_refs(tree: Any, fn: Callable[[ValueRef], Any]) -> Any:
 
 @dataclass
 class Storage:
-    """A tensor that owns memory. `parameter`: its name where it is one, else ""."""
+    """A tensor that owns memory. `parameter`: its name where it is one, else ""; `is_outside`: it is no input of the
+    graph, and nothing can be written there."""
 
     value: ValueRef
     parameter: str = ""
     version: int = 0
+    is_outside: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,11 @@ class Memory:
 
     def write(self, view: View, value: ValueRef) -> None:
         """`view` now holds `value` (same shape and dtype), and so does every tensor that shares its memory."""
+        if view.storage.is_outside:
+            raise CaptureError(
+                f"the step changes a tensor that is no buffer in place ({self.builder.source})",
+                "register it: self.register_buffer(name, tensor, persistent=False)",
+            )
         current = self._prefixes(view)[:-1] if view.chain else []  # the storage, then view of view of ... it
         changed = value
         for step, before in zip(reversed(view.chain), reversed(current), strict=True):
@@ -240,8 +247,13 @@ def storages_of(value: Any) -> set[int]:
 
 def sharing_node(result: Any, node: fx.Node) -> fx.Node | None:
     """The operand of `node` whose memory a result uses, as the traced (fake) tensors know; None: memory of its own."""
-    storages = storages_of(result)
-    return next((n for n in node.all_input_nodes if storages & storages_of(n.meta.get("val"))), None)
+    storages, schema = storages_of(result), getattr(node.target, "_schema", None)
+    is_view = schema is not None and any(returned.alias_info is not None for returned in schema.returns)
+    for given in node.all_input_nodes:
+        # Of a tensor that lies outside of the graph only the schema knows.
+        if storages & storages_of(given.meta.get("val")) or (given.op == "get_attr" and is_view):
+            return given
+    return None
 
 
 _RANDOM_FILLS = ["normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_"]

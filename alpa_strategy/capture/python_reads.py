@@ -62,8 +62,7 @@ from alpa_strategy.ir.user_code import (
 Reads = dict[tuple[int, str], Callable[[], Any]]
 """(id of an object, attribute name) -> the object, None once it is no more: the step made it for itself."""
 
-# Of torch's modules: what people do change.
-_LIBRARY_NUMBERS = frozenset({"p", "eps", "momentum", "dropout", "ignore_index"})
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @contextmanager
@@ -126,8 +125,8 @@ def _watched_classes(module: nn.Module) -> list[type]:
 def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place]) -> tuple[ValueGuard, ...]:
     """Guards of the attributes in `reads`; values are those of now.
 
-    Of the modules of torch.nn only flags and numbers that people do change are guarded (training, p, eps, ...), of
-    Lightning's own attributes `training` and the hyperparameters. Submodules are guarded by identity, parents before
+    Of the modules of torch.nn plain values are guarded (training, p, padding, ...), of Lightning's own attributes
+    `training` and the hyperparameters, of all modules their hooks. Submodules are guarded by identity, parents before
     children, other objects last. What lies in the lists `appended`, and which list it is, does not matter: they are
     only appended to.
     """
@@ -160,10 +159,13 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
                 continue
             elif type(value) not in (*PLAIN, list, tuple, dict, set):
                 value, namespace = MISSING, attributes  # a method: the object may get one of its own
-        elif is_library and type(value) not in (bool, float, str) and name not in _LIBRARY_NUMBERS:
+        elif is_library and not is_plain(value):
             continue
         found[identity, name] = ValueGuard(f"{label}.{name}".lstrip("."), name, namespace, snapshot(value))
-    return tuple(found.values())
+    fields = [vars(child) for child in module.modules()]
+    held = [each[name] for each in fields for name in _HOOKS]
+    hooks = Values(lambda _: [dict(each) for each in held if each] + [v["forward"] for v in fields if "forward" in v])
+    return (*found.values(), ValueGuard("hooks of modules", "hooks", hooks, hooks.get("hooks")))
 
 
 def buffer_guards(module: nn.Module, names: Iterable[str]) -> tuple[ValueGuard, ...]:

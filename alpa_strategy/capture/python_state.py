@@ -51,6 +51,7 @@ _CONTAINERS = (list, dict, set, defaultdict, OrderedDict, Counter, deque)
 LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _BATCH_SIZE = re.compile("^batch_?size$|^bsz?$", re.IGNORECASE)
 _GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState, torch.Generator)
+_MEMBERS = ("_parameters", "_buffers", "_modules")
 MAX_DEPTH = 6
 _MAX_ITEMS = 1000
 
@@ -346,7 +347,7 @@ def kept_in(
         if isinstance(value, _GENERATORS):
             seen.add(id(value))
             yield KeptGenerator(label, value, state_of(value), is_noticed=is_noticed)
-        elif (has_fields(value) or isinstance(value, types.FunctionType)) and len(keys) < MAX_DEPTH:
+        elif (has_fields(value) or isinstance(value, types.FunctionType | nn.Module)) and len(keys) < MAX_DEPTH:
             seen.add(id(value))
             yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed)
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
@@ -393,13 +394,14 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
     framework = framework_attributes()  # what Lightning and nn.Module keep for themselves changes in every step
     metrics = {id(m) for _, root in outermost_metrics(module) for m in root.modules()}
     kept: list[_Kept] = []
+    seen |= set(map(id, module.modules()))  # others, in lists and objects, are looked at as objects are
     for path, child in module.named_modules():
         if id(child) not in metrics:
             before = {name: value for name, value in vars(child).items() if name not in framework}
             kept.append(KeptNames(path, vars(child), before, child, skipped=framework))
-            # Hooks that a first call would install: with them goes a flag, which is put back.
-            hooks = {n: held for n, held in vars(child).items() if n[:9] == "_forward_" and isinstance(held, dict)}
-            kept += [_Kept(f"{path}.{n}".lstrip("."), held, dict(held)) for n, held in hooks.items()]
+            # Hooks, layers and buffers that a first call would install: with them goes a flag, which is put back.
+            held = {n: v for n, v in vars(child).items() if n[:9] == "_forward_" or n in _MEMBERS}
+            kept += [_Kept(f"{path}.{n}".lstrip("."), v, dict(v)) for n, v in held.items() if isinstance(v, dict)]
             is_noticed = not type(child).__module__.startswith("torch.nn.")  # RNNs keep their weights in a list
             for name, value in {**_class_containers(type(child)), **before}.items():
                 place = Place(path, name)

@@ -222,6 +222,8 @@ def _fake_inputs(
     flags = iter(rows_flags)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
+            if leaf.layout is not torch.strided:
+                raise CaptureError(f"the batch holds a tensor of layout {leaf.layout}", "let it hold dense ones")
             batched = next(flags)  # [rows, ...]: one row per sample
             shape = (leaf.size(0) * call.rows_factor, *leaf.shape[1:]) if batched else tuple(leaf.shape)
             fakes.append(torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad))
@@ -261,15 +263,31 @@ def _one_name_per_owner(module: nn.Module, names: tuple[str, ...]) -> list[str]:
 
 
 def _reassigned_buffers(module: nn.Module, inputs: list[TracedInput], tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Buffers that the step replaced by another tensor (`self.buffer = ...`)."""
+    """Buffers that the step replaced by another tensor (`self.buffer = ...`).
+
+    CaptureError for parameters, and for what the buffer's memory cannot take.
+    """
     found: dict[str, Tensor] = {}
     for entry, tensor in zip(inputs, tensors, strict=True):
-        if isinstance(entry, BufferInput):
-            owner, _, name = entry.name.rpartition(".")
-            now = getattr(module.get_submodule(owner), name)
-            if now is not tensor:
-                found[entry.name] = now
+        if isinstance(entry, BatchInput):
+            continue
+        path = entry.name if isinstance(entry, BufferInput) else entry.names[0]
+        owner, _, name = path.rpartition(".")
+        now = getattr(module.get_submodule(owner), name)
+        if now is tensor:
+            continue
+        fits = isinstance(entry, BufferInput) and isinstance(now, Tensor) and now.shape == tensor.shape
+        if not (fits and _kind_of_number(now.dtype) == _kind_of_number(tensor.dtype)):
+            raise CaptureError(
+                f"the step puts another parameter, shape or dtype in the place of {path}",
+                "keep shape and dtype of buffers, and leave parameters to the optimizer and to hooks",
+            )
+        found[path] = now
     return found
+
+
+def _kind_of_number(dtype: torch.dtype) -> tuple[bool, ...]:
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
 def _capture_device(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> torch.device:

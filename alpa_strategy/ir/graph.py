@@ -256,6 +256,7 @@ class StepGraph:
         leaves: leaves of the batch, no tensors, that the step read, with their values as text; as for attributes.
         numbers: what changes from step to step, read where it is when one begins: counters by their labels.
         checks: conditions that must hold whenever the step has run.
+        stored: attributes that the step sets, each time to the same value.
         appended: what the step appended to lists of the module.
     """
 
@@ -279,6 +280,7 @@ class StepGraph:
     leaves: tuple[tuple[int, str], ...] = ()
     numbers: tuple[Place, ...] = ()
     checks: tuple[Check, ...] = ()
+    stored: tuple[ValueGuard, ...] = ()
     appended: tuple[AppendRecord, ...] = ()
 
     @property

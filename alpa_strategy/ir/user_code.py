@@ -104,7 +104,7 @@ def mentioned_names(function: Callable[..., Any]) -> frozenset[str]:
 
 def stored_names(function: Callable[..., Any]) -> frozenset[str]:
     """Attributes and outer variables that the code of `function` and of the user's functions that it reaches sets, or
-    fills: a tensor, a container. Where it sets them by `setattr`, all texts in it may be names."""
+    fills: a tensor, a container. Where it sets them by `setattr` and the like, all texts in it may be names."""
     found: set[str] = set()
     for reached in reached_functions([function]):
         done = list(dis.get_instructions(reached.__code__))
@@ -117,7 +117,8 @@ def stored_names(function: Callable[..., Any]) -> frozenset[str]:
                 while done[at].opname == "BINARY_SUBSCR":
                     at -= 2
                 found |= {done[at].argval} if done[at].opname in ("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF") else set()
-        if "setattr" in (names := set(code_names(reached.__code__))):
+        names = set(code_names(reached.__code__))
+        if not names.isdisjoint(("setattr", "register_buffer")):
             found |= {value for value in (*reached.__code__.co_consts, *names) if isinstance(value, str)}
     return frozenset(found)
 

@@ -37,6 +37,7 @@ from alpa_strategy.ir.user_code import is_user_code, mentioned_names, reads_para
 from alpa_strategy.lightning.checks import is_overridden, names_in, own_hooks
 from alpa_strategy.lightning.digests import REPLICA, digest
 from alpa_strategy.lightning.same_steps import SAME_SHAPES
+from alpa_strategy.microbatch.states import where_rows_meet
 
 Kind = Literal["rows", "same", "own"]
 """Of a leaf, a tensor or a number that is no item of a list: one row a sample; the same whatever the samples; made of
@@ -445,6 +446,7 @@ def check_own_numbers(
     batch: Any,
     again: Callable[[Any], StepGraph],
     may_run_as_written: bool,
+    is_guess: bool,
 ) -> None:
     """NotRowsError, or a warning, where a step of all ranks' batches, or what is done with its gradients, computes with
     what belongs to this rank's rows alone.
@@ -462,7 +464,13 @@ def check_own_numbers(
     last = {name: name.rpartition(".")[2] for name in read}
     shown = ", ".join(f"{name} ({hooks.stored[last[name]]})" for name in last if last[name] in hooks.stored)
     text = f"the step reads what a hook stores that reads this rank's rows: {shown}"
-    text = text if shown else _computes_with(module, step, batch, again, later)
+    by_place = not (is_guess and may_run_as_written)
+    if not shown and (line := where_rows_meet(step, world_size(), by_place)) is not None:
+        text = f"rows are taken by their places in the batch ({line}), where the batch of all ranks has others"
+        guess = f"the loader yields batches, not samples: what meets here may be rows or a sequence's steps ({line})"
+        text = text if by_place else guess
+    elif not shown:
+        text = _computes_with(module, step, batch, again, later)
     if text and may_run_as_written:
         raise NotRowsError(text, REPLICA)
     if text:

@@ -70,22 +70,29 @@ class FullParameters:
             self._parts = []
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """As outside of this context, what was changed so far included: for a checkpoint that is saved inside."""
+    def suspended(self, is_stepping: bool = False) -> Iterator[None]:
+        """As outside of this context, what was changed so far included: for a checkpoint that is saved inside.
+
+        is_stepping: gradients and values may be others afterwards, which are then whole. Collective in the context.
+        """
         if self.on_use is not None and self.on_use.is_active:
             with self.on_use.suspended():
                 yield
             return
-        self._take_changes(False)
-        is_entered, parts = self._is_entered, self._parts
+        self._take_changes(is_stepping)
+        is_entered, parts, is_renewed = self._is_entered, self._parts, False
         whole = [(parameter, parameter.data, parameter.grad) for parameter, _, _ in parts]
         self._is_entered, self._parts = False, []
         _put(parts)
         try:
             yield
+            if is_renewed := is_entered and is_stepping:
+                self._gather(with_gradients=True)
         finally:
-            self._is_entered, self._parts = is_entered, parts
-            _put(whole)
+            self._is_entered = is_entered
+            if not is_renewed:
+                self._parts = parts
+                _put(whole)
 
     def _gather(self, with_gradients: bool) -> None:
         store = self.store
@@ -146,11 +153,13 @@ _GRADIENT_HOOKS = (
     "on_before_optimizer_step",
     "on_before_zero_grad",
     "configure_gradient_clipping",
+    "optimizer_step",
 )
 _HOOKS_OF_STEPS = ("on_train_batch_start", "on_before_backward", *_GRADIENT_HOOKS, "on_train_batch_end")
 _HOOKS = (
     *_HOOKS_OF_STEPS,
     *(name for name in dir(Callback) if name.startswith(("on_train_epoch_", "on_validation_"))),
+    "lr_scheduler_step",
     "on_save_checkpoint",
     "on_train_end",
 )
@@ -177,10 +186,19 @@ def unshard_for_hooks(
             f"alpa: {', '.join(every_step)} may look at parameters or gradients: they are gathered for it at every "
             "step, which costs time and memory. Hooks that need no whole parameters are quicker without naming any"
         )
-    return patched(
-        (owner, name, whole.entered(with_gradients=name in _GRADIENT_HOOKS)(getattr(owner, name)))
-        for owner, name in seeing
-    )
+
+    def seen_whole(owner: Any, name: str) -> Callable[..., Any]:
+        hook = getattr(owner, name)
+        if name == "optimizer_step":  # it may call its closure, the step and its backward, by itself
+            hook = partial(_with_closure, hook, whole.suspended(is_stepping=True))
+        return whole.entered(with_gradients=name in _GRADIENT_HOOKS)(hook)
+
+    return patched((owner, name, seen_whole(owner, name)) for owner, name in seeing)
+
+
+def _with_closure(hook: Callable[..., Any], around: Any, *args: Any, **kwargs: Any) -> Any:
+    *before, closure = args
+    return hook(*before, around(closure), **kwargs)
 
 
 def _has_room(owner: Any, name: str, fits: Callable[[bool], str | None]) -> bool:

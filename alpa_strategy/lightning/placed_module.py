@@ -32,7 +32,7 @@ from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, toggled
 from alpa_strategy.lightning.step_effects import MetricStates
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
-from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.parameters import ParameterStore, all_whole
 from alpa_strategy.runtime.step_by_bucket import StepByBucket, can_step_in_parts
 from alpa_strategy.units import format_bytes
 
@@ -180,7 +180,7 @@ class PlacedModule(ABC):
             self.end_of_backward()
             self.finish_backward()
             self.check_gradients()
-        with nullcontext() if self.on_use is None else self.on_use.suspended():
+        with self.whole.suspended(True), nullcontext() if self.on_use is None else self.on_use.suspended():
             yield
 
     def stepped(self) -> None:
@@ -304,6 +304,7 @@ class PlacedModule(ABC):
         for optimizer in self.optimizers:
             unshard_state(optimizer, self.store)
         self.store.unshard()
+        self.whole.store = all_whole()  # a step may be under way, whose hooks see parameters by it
 
     def close(self) -> None:
         """Give the hooks back. No communication."""

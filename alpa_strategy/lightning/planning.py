@@ -79,7 +79,9 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
                 step = captured(batch)
             batch_rows.check_own_leaves(own, step)
             if is_joint:
-                batch_rows.check_own_numbers(job.hooks, module, step, batch, captured, job.may_run_as_written)
+                batch_rows.check_own_numbers(
+                    job.hooks, module, step, batch, captured, job.may_run_as_written, kinds is None
+                )
             if not numbers:
                 return step
             return _with_numbers(step, module, batch, batch_idx, partial(captured, batch, numbers=numbers))

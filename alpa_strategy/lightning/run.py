@@ -114,11 +114,14 @@ class Run(PlacedModule):
         step, own = captured.step, step_effects.own_rows_of(values, captured.own_rows)
         step_effects.verify(step, values)
         step_effects.write_buffers(self.module, step, values)
+        for each in step.stored:  # a validation may have set another (`self.phase = "train"`)
+            each.namespace[each.name] = each.value
+        leaves = pytree.tree_leaves(batch)
         with self._job.log_context():  # the default dtype and autocast under which the user's step would have logged
-            step_effects.update_metrics_and_log(self.module, step, values, counters, self.metrics)
-        step_effects.append_to_lists(self.module, step, own, batch, counters)
+            step_effects.update_metrics_and_log(self.module, step, values, leaves, counters, self.metrics)
+        step_effects.append_to_lists(self.module, step, own, leaves, counters)
         self.buffers_differ = self._job.replica is not None and self.syncs  # as DDP has it
-        return step_effects.fill(step.output, own, pytree.tree_leaves(batch), counters)
+        return step_effects.fill(step.output, own, leaves, counters)
 
     @override
     def finish_backward(self) -> None:

@@ -132,9 +132,12 @@ class ParametersAsTheyWere:
     """Which parameters `module` has and which of them train, to be compared with later; `toggled`: whichever way."""
 
     def __init__(self, module: nn.Module, toggled: Iterable[nn.Parameter] = ()) -> None:
-        left_out = set(map(id, toggled))
+        left_out, self._module = set(map(id, toggled)), module
         self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters() if id(p) not in left_out]
-        self._owners = [(path, child, tuple(child._parameters.items())) for path, child in module.named_modules()]
+        children = list(module.named_modules())
+        self._owners = [(path, child, tuple(child._parameters.items())) for path, child in children]
+        self._members = [(child._modules, tuple(child._modules.values())) for _, child in children if child._modules]
+        self._all = set(module.parameters())
 
     def changed(self) -> str | None:
         """The first change in words, None when there is none. Some microseconds for a hundred parameters."""
@@ -145,4 +148,7 @@ class ParametersAsTheyWere:
             now = child._parameters
             if len(now) != len(before) or any(now.get(name) is not p for name, p in before):
                 return f"the parameters of {path or 'the module'} were replaced"
+        is_other = any(tuple(now.values()) != before for now, before in self._members)
+        if is_other and set(self._module.parameters()) != self._all:
+            return "submodules with parameters were added or replaced"
         return None

@@ -271,7 +271,7 @@ class Session:
         if is_of_shapes and self.run is not None and not self.run.whole.is_active and self.run.store.sharded_parameters:
             error.add_note(
                 "alpa: parameters lie in parts on the ranks. Code that reads or changes them outside of the module's "
-                "steps (optimizer_step, a loader that asks the model, an average of weights) wants `with "
+                "steps and hooks (a loader that asks the model, an average of weights) wants `with "
                 'trainer.strategy.whole_parameters():` around it, on all ranks together, or parallel="data"'
             )
 

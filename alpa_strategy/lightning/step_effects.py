@@ -52,13 +52,12 @@ def own_rows_of(values: Mapping[int, Tensor], own_rows: Mapping[int, State]) -> 
 
 
 def append_to_lists(
-    module: nn.Module, step: StepGraph, values: Mapping[int, Tensor], batch: Any, counters: Mapping[str, int]
+    module: nn.Module, step: StepGraph, values: Mapping[int, Tensor], leaves: Sequence[Any], counters: Mapping[str, int]
 ) -> None:
     """Append to the module's lists what the step appended."""
     if not step.appended:
         return
     detached = {index: value.detach() for index, value in values.items()}
-    leaves = pytree.tree_leaves(batch)
     for record in step.appended:
         record.place.value(module).extend(fill(list(record.items), detached, leaves, counters))
 
@@ -94,6 +93,7 @@ def update_metrics_and_log(
     module: Any,
     step: StepGraph,
     values: Mapping[int, Tensor],
+    leaves: Sequence[Any],
     counters: Mapping[str, int],
     metrics: MetricStates,
 ) -> None:
@@ -103,22 +103,23 @@ def update_metrics_and_log(
     the state of metrics. Those of a replica (`metrics.replica`) are reduced over replicas where the user asks for it.
 
     Args:
+        leaves: of this rank's batch.
         counters: the values of `batch_idx`, `global_step` and `current_epoch`.
     """
     metric_values: dict[str, Any] = {}
     for record in step.metrics:
         metric = module.get_submodule(record.metric)
         metrics.make_global(metric)
-        kwargs = {key: fill(value, values, counters=counters) for key, value in record.kwargs}
+        kwargs = {key: fill(value, values, leaves, counters) for key, value in record.kwargs}
         with torch.no_grad():
-            args = fill(record.args, values, counters=counters)
+            args = fill(record.args, values, leaves, counters)
             metric_values[record.metric] = getattr(metric, record.method)(*args, **kwargs)
     for log in step.logs:
         value = log.value
         if isinstance(value, MetricRef):
             value = _metric_value(module.get_submodule(value.metric), value, metric_values.get(value.metric))
-        kwargs = {key: fill(item, values, counters=counters) for key, item in log.kwargs}
-        value = fill(value, values, counters=counters)
+        kwargs = {key: fill(item, values, leaves, counters) for key, item in log.kwargs}
+        value = fill(value, values, leaves, counters)
         if metrics.replica is None:
             kwargs |= {"sync_dist": True, "sync_dist_group": GLOBAL}  # else Lightning asks the user for sync_dist=True
         elif kwargs.get("sync_dist"):

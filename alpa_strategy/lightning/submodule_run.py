@@ -157,7 +157,7 @@ class SubmoduleRun(PlacedModule):
     def stepping(self) -> Iterator[None]:
         if not self.module.automatic_optimization:  # perhaps after `loss.backward()`; a mean's mean is itself
             self.finish_backward()
-        with self._in_parts():
+        with self.whole.suspended(True), self._in_parts():
             yield
 
     @override

@@ -151,6 +151,8 @@ class WrittenRun(PlacedModule):
             every = module.trainer.strategy._layer_sync is not None  # Trainer(sync_batchnorm=True)
             norms = synced(module, every, lambda: build_mesh((world_size(),), job.backend, own_group=True).axes[0])
             self._adapted.enter_context(patched(norms))
+        self._shares_buffers = next(module.buffers(), None) is not None  # as DDP: not where only a step makes some
+        self.buffers_differ = self._shares_buffers  # perhaps
         if store.sharded_parameters and optimizers:
             keeps = not any(parameter.uses_shards for parameter in parameter_plans)
             self.on_use = GatherOnUse(module, store, cpu_group(), keeps)
@@ -185,7 +187,7 @@ class WrittenRun(PlacedModule):
         if holds_back:
             self.store.sync(self.syncs)
         # As DDP has it: not after a step whose gradients stay local, nor where the step runs its own backward passes.
-        self.buffers_differ = self.syncs and self.module.automatic_optimization
+        self.buffers_differ = self._shares_buffers and self.syncs and self.module.automatic_optimization
         return output
 
     @override

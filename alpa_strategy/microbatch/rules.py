@@ -253,7 +253,7 @@ def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> O
 # can.
 
 
-_SPLITS = ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk")
+SPLITS = ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk")
 
 
 def regroups_dims(call: OpCall) -> bool:
@@ -270,7 +270,7 @@ def _row_views(call: OpCall, states: tuple[State, ...], num_parts: int) -> tuple
         return None
     if name in RESHAPES and len(states) == 1 and call.target._overloadname != "dtype":
         return _viewed(call.operands[0].shape, call.results[0].shape, first, num_parts)
-    if name not in (*_SPLITS, "slice", "narrow") or _dim(call) != first.dim:
+    if name not in (*SPLITS, "slice", "narrow") or _dim(call) != first.dim:
         return None
     run = call.operands[0].shape[first.dim] // first.segments
     if name in ("slice", "narrow") and ((start := _start(call)) is None or start % run):

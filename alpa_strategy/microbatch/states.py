@@ -19,8 +19,10 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
+from alpa_strategy.ir.op import OpCall, aten_name, bind, dims_of
 from alpa_strategy.microbatch.rules import (
     ANY,
+    SPLITS,
     WHOLE,
     State,
     TimeStrategy,
@@ -288,6 +290,43 @@ def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
         elif scales or follows:
             scaled.update(op.results)
     return step.loss in sums
+
+
+_BY_PLACE = ("select", "slice", "narrow", "unbind", "squeeze", "select_scatter", "slice_scatter", *SPLITS)
+_BY_PLACE += ("diff", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
+
+
+def where_rows_meet(step: StepGraph, num_ranks: int, by_place: bool) -> str | None:
+    """The user's line on which the loss depends on rows of several ranks' being one batch; None: there is none.
+
+    by_place: only where rows are taken by their places (`x[0]`, `x[:5]`, `x.squeeze(0)` of a batch of one), as each
+    rank's own batch has others there. Equal pieces of all rows, smaller than a rank's, are a loop over these.
+    """
+    found = _WalkOfRanks(step.bare(()), num_ranks, 1, set()).states()
+    taken: dict[
+        tuple[int, int, int], dict[OpCall, str]
+    ] = {}  # (value, its rows' dim, a rank's rows) -> what takes some
+    for index in step.ancestors({step.loss}):
+        op, name = step.ops[index], aten_name(step.ops[index].call.target)
+        for value, meta in zip(op.operands, op.call.operands, strict=True):
+            have, line = found.state[value], op.source or op.name
+            of_rank = meta.shape[have.dim] // (have.segments * num_ranks) if have.kind == "rows" else 0
+            if of_rank and index in found.moved and not by_place:
+                return line
+            is_along = name in _BY_PLACE and value == op.operands[0]
+            is_along = is_along and have.dim in dims_of(bind(op.call).get("dim"), len(meta.shape))
+            if of_rank == 1 and is_along and name == "squeeze":
+                return line
+            if of_rank and is_along and index in found.moved:
+                taken.setdefault((value, have.dim, of_rank), {})[op.call] = line
+    for (value, dim, of_rank), calls in taken.items():
+        shape = step.values[value].shape
+        parts = [meta.shape for call in calls for meta in call.results]
+        sizes = [part[dim] if len(part) == len(shape) else 1 for part in parts]
+        is_loop = sizes[0] < of_rank and of_rank % sizes[0] == 0 and set(sizes) == {sizes[0]}
+        if not is_loop or sum(sizes) != shape[dim]:
+            return next(iter(calls.values()))
+    return None
 
 
 def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, State]:

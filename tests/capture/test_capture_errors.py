@@ -28,6 +28,9 @@ class Step(LightningModule):
         super().__init__()
         self.a, self.metric, self.function = nn.Linear(4, 4), MeanMetric(), function
         self.hidden, self.counts = [nn.Parameter(torch.ones(4))], SimpleNamespace(steps=0)
+        self.table, self.norms = torch.zeros(4), [nn.BatchNorm1d(4, affine=False)]
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("last_loss", None)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return self.function(self, batch, batch_idx)
@@ -81,6 +84,44 @@ def keeps_attribute(self: Step, x: Tensor, i: int) -> Tensor:
 def counts_in_an_object(self: Step, x: Tensor, i: int) -> Tensor:
     self.counts.steps += 1
     return self.a(x).sum()
+
+
+def replaces_a_parameter(self: Step, x: Tensor, i: int) -> Tensor:
+    loss = self.a(x).sum()
+    self.a.bias = nn.Parameter(self.a.bias * 0.9)
+    return loss
+
+
+def averages_in_a_counter(self: Step, x: Tensor, i: int) -> Tensor:
+    loss = self.a(x).sum()
+    self.count = 0.9 * self.count + 0.1 * loss.detach()
+    return loss
+
+
+def keeps_rows_in_a_counter(self: Step, x: Tensor, i: int) -> Tensor:
+    self.count = x.argmax(1)
+    return self.a(x).sum()
+
+
+def fills_a_buffer(self: Step, x: Tensor, i: int) -> Tensor:
+    loss = self.a(x).sum()
+    self.last_loss = loss.detach()
+    return loss
+
+
+def makes_a_layer(self: Step, x: Tensor, i: int) -> Tensor:
+    self.late = nn.Linear(4, 4)
+    return self.late(self.a(x)).sum()
+
+
+def writes_into_a_table(self: Step, x: Tensor, i: int) -> Tensor:
+    loss = self.a(x).sum()
+    self.table[1:2] = loss.detach()
+    return loss + self.table.sum()
+
+
+def normalizes_by_a_hidden_layer(self: Step, x: Tensor, i: int) -> Tensor:
+    return self.norms[0](self.a(x)).square().sum()
 
 
 def in_place_function(self: Step, x: Tensor, i: int) -> Tensor:
@@ -168,7 +209,7 @@ def logs_text(self: Step, x: Tensor, i: int) -> Tensor:
         branch, item, as_list, as_numpy, rows_by_mask, in_place_function, tensor_hook,
         gradient_inside, backward_inside, assigns_data, transposes_in_place, hook_of_a_module,
         changes_through_data, changes_parameter, other_device, metric_value, logs_text,
-        choice, loop, running_sum, maps_a_function,
+        choice, loop, running_sum, maps_a_function, writes_into_a_table,
        
     ],
 )  # fmt: skip
@@ -199,12 +240,35 @@ def test_names_the_line_and_a_way_out(function: Callable[..., Any]) -> None:
         (lambda self, x, i: (self.a(x) * self.hidden[0]).sum(), "not a parameter of the module"),
         (keeps_attribute, "attributes of the module .last"),
         (counts_in_an_object, "attributes of the module .counts"),
+        (replaces_a_parameter, "in the place of a.bias"),
+        (averages_in_a_counter, "in the place of count"),
+        (keeps_rows_in_a_counter, "in the place of count"),
+        (fills_a_buffer, "attributes of the module ._buffers"),
+        (makes_a_layer, "attributes of the module ._modules"),
+        (normalizes_by_a_hidden_layer, "a tensor that is no buffer in place"),
     ],
 )
 def test_says_what_is_wrong(function: Callable[..., Any], message: str) -> None:
+    module = Step(function)
+    members = {**module._modules, **module._buffers, **module.a._parameters}
     with pytest.raises(CaptureError, match=message) as caught:
-        capture_step(Step(function), torch.randn(6, 4))
+        capture_step(module, torch.randn(6, 4))
     assert caught.value.fix
+    after = {**module._modules, **module._buffers, **module.a._parameters}
+    assert after.keys() == members.keys()
+    assert all(after[name] is member for name, member in members.items())
+
+
+def test_what_the_step_makes_it_may_change() -> None:
+    def function(self: Step, x: Tensor, i: int) -> Tensor:
+        weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        weights[1] = 5.0
+        return (self.a(x) * weights.clamp_(max=4.0)).sum()
+
+    module = Step(function)
+    step = capture_step(module, torch.randn(6, 4))
+    assert not module.table.any()
+    assert step.loss >= 0
 
 
 def test_nothing_to_train() -> None:

@@ -202,7 +202,7 @@ def test_the_kind_of_a_module_is_what_it_was() -> None:
 def test_a_check_costs_microseconds() -> None:
     model = GPT(num_layers=24, dropout=0.1)
     step = capture_step(model, model.example_batch(2))
-    assert 100 < len(step.attributes) < 500
+    assert 100 < len(step.attributes) < 600
     seconds = []
     for _ in range(200):
         start = time.perf_counter()

@@ -215,6 +215,39 @@ def overridden_optimizer_hooks(bench: Bench) -> Any:
     return bench.fit(Own, gradient_clip_val=0.5)
 
 
+def weights_projected_where_the_optimizer_steps(bench: Bench) -> Any:
+    class Projected(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms: list[float] = []
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            if batch_idx % 2 == 0:
+                optimizer.step(closure=optimizer_closure)
+            else:
+                optimizer_closure()
+                for parameter in self.parameters():
+                    self.norms.append(parameter.grad.norm().item())
+                    parameter.grad.mul_(0.5)
+                optimizer.step()
+            weight = self.net[0].weight
+            with torch.no_grad():
+                weight.div_(weight.norm(dim=0, keepdim=True))
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            scheduler.step()
+            self.net[2].weight.data.div_(self.net[2].weight.data.norm())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    module, trainer = bench.module(Projected), bench.trainer(max_epochs=2)
+    trainer.fit(module, bench.loader())
+    return bench.outcome(trainer, module, norms=module.norms)
+
+
 def frozen_parameters(bench: Bench) -> Any:
     class Frozen(Net):
         def __init__(self) -> None:

@@ -76,6 +76,52 @@ def test_what_other_objects_hold_may_change(pool, tmp_path: Path) -> None:
         assert_same(run, reference)
 
 
+class Refitted(MLP):
+    """Hooks change what torch's layers do, are, and call; the step says in which phase it is, as does a validation."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.phase, self.pool, self.phases = "", torch.nn.AvgPool1d(1, 1), []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.phase = "train"
+        x, y = batch
+        loss = self.pool(self.net(x)).sub(y[:, :1]).pow(2).mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.phase = "validate"
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.zeros(4, 1), 2)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        step, first = self.global_step, next(each for each in self.net.modules() if isinstance(each, torch.nn.Linear))
+        if step == 1:
+            self.pool.kernel_size, self.pool.stride = 2, 2
+        if step == 2:
+            first.register_forward_hook(lambda module, args, output: 0.5 * output)
+        if step == 3:
+            first.forward = lambda x: torch.nn.functional.linear(x, 2.0 * first.weight, first.bias)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.phases.append(self.phase)
+
+    def on_train_end(self) -> None:
+        assert set(self.phases) == {"train"}
+
+
+def run_refitted(root: str) -> dict[str, Any]:
+    return train(Refitted, root, {}, val_check_interval=2)
+
+
+def test_what_hooks_do_to_layers_of_torch_counts(pool, tmp_path: Path) -> None:
+    reference = train(Refitted, str(tmp_path), None, val_check_interval=2)
+    for run in pool.run(2, run_refitted, str(tmp_path)):
+        assert_same(run, reference)
+
+
 JOB = """
 import sys
 import lightning.pytorch as pl

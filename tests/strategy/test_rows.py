@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from worker_pool import WorkerError
 
 from alpa_strategy import AlpaStrategy
+from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import AlpaError, OptionError, SetupError
 from alpa_strategy.lightning.batch_rows import WatchedCollate, watch
+from alpa_strategy.microbatch.states import where_rows_meet
 
 ROWS, BATCHES = 4, 6
 
@@ -225,6 +227,102 @@ def test_a_loss_with_the_batch_size_of_a_rank_runs_per_replica(pool, tmp_path, u
     for (expected, _), (weights, as_written) in pool.run(2, train_counting, str(tmp_path), use):
         torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
         assert as_written == (use != "log")
+
+
+PLACES: dict[str, Any] = {
+    "first": lambda z: z[0],
+    "support": lambda z: z[3:] - z[:3].mean(0),
+    "halves": lambda z: z[: len(z) // 2] - z[len(z) // 2 :],
+    "neighbours": lambda z: z[1:] - z[:-1],
+    "differences": lambda z: torch.diff(z, dim=0),
+    "sums": lambda z: z.cumsum(0),
+    "written": lambda z: torch.cat([z.clone().index_fill_(0, torch.tensor(0), 2.0), z[:1]]),
+    "each": lambda z: torch.stack([row.tanh() for row in z]),
+    "pieces": lambda z: torch.cat([part - part.mean(0) for part in z.split(2)]),
+    "views": lambda z: torch.cat([z, 2.0 * z]).chunk(2)[1],
+    "columns": lambda z: z[:, 0] + z.unsqueeze(1).squeeze(1)[:, 1],
+}
+
+
+class ByPlace(Model):
+    """Its loss is made of what `use` takes of the rows."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        taken = PLACES[self.use](self.layer(batch["x"]))
+        loss = taken.square().mean()
+        self.log("first", taken[0].sum())  # a log of a row is none of the loss
+        return loss
+
+
+def train_by_place(root: str, use: str) -> Any:
+    return train(root, use, 100, model=ByPlace), train(root, use, 100, model=ByPlace, parallel="data")
+
+
+@pytest.mark.parametrize("use", PLACES)
+def test_rows_that_are_taken_by_their_places_are_this_ranks(pool, tmp_path, use: str) -> None:
+    for (expected, _), (weights, as_written) in pool.run(2, train_by_place, str(tmp_path), use):
+        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
+        assert as_written == (use not in ("each", "pieces", "views", "columns"))
+
+
+@pytest.mark.parametrize(("rows", "is_told"), [(1, True), (2, False)])
+def test_a_batch_of_one_is_squeezed_by_its_place(rows: int, is_told: bool) -> None:
+    class Squeezed(Model):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.layer(batch["x"].squeeze(0)).square().mean()
+
+    step = capture_step(Squeezed("x"), {"x": torch.ones(rows, 3, 5)}, world_size=2)
+    assert (where_rows_meet(step, 2, by_place=True) is not None) == is_told
+
+
+class Batches(Dataset):
+    """Batches as the data set makes them, [steps, columns, 5]."""
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index + 100 * torch.distributed.get_rank())
+        return {"x": torch.randn(4, 3, 5, generator=generator).double()}
+
+
+class Sequences(Model):
+    def __init__(self, use: str) -> None:
+        super().__init__(use)
+        self.layer = nn.GRU(5, 5) if use == "recurrent" else nn.Linear(5, 5)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        out = self.layer(batch["x"])
+        return (out[0] if self.use == "recurrent" else out).square().mean()
+
+
+def train_on_batches(root: str, use: str, strategy: Any) -> tuple[list[Tensor], bool]:
+    torch.manual_seed(3)
+    model = Sequences(use).double()
+    strategy = "ddp" if strategy is None else AlpaStrategy(cluster="pcie_8gpu", verbose=False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        strategy=strategy,
+        default_root_dir=root,
+        use_distributed_sampler=False,
+        **QUIET,
+    )
+    trainer.fit(model, DataLoader(Batches(), batch_size=None))
+    as_written = strategy != "ddp" and strategy.plan.is_as_written
+    return [p.detach() for p in model.parameters()], as_written
+
+
+def train_both_on_batches(root: str, use: str) -> Any:
+    return train_on_batches(root, use, None), train_on_batches(root, use, "alpa")
+
+
+@pytest.mark.parametrize("use", ["recurrent", "pointwise"])
+def test_where_it_can_but_be_guessed_what_is_a_row_rows_do_not_meet(pool, tmp_path, use: str) -> None:
+    for (expected, _), (weights, as_written) in pool.run(2, train_both_on_batches, str(tmp_path), use):
+        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
+        assert as_written == (use == "recurrent")
 
 
 def demand(root: str, use: str, fault: int | None) -> None:
