@@ -16,7 +16,7 @@ from itertools import product
 
 import numpy as np
 import torch
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from alpa_strategy.cluster.spec import ClusterSpec, Link
 from alpa_strategy.errors import PlanError
@@ -92,8 +92,16 @@ def plan_transfer(
     Args:
         shape: of the whole tensor, of `dtype`, on the target's side.
         local_gather: whether devices of the target that hold the same box share its reception and gather it themselves.
+
+    Raises:
+        PlanError: a side holds summands (`P`); they must be reduced first.
     """
     shape = tuple(shape)
+    for side in (source, target):
+        if any(isinstance(placement, Partial) for placement in side.layout):
+            raise PlanError(
+                f"a tensor in layout {side.layout} cannot cross between meshes", "reduce it before the boundary"
+            )
     received = _shared_layout(shape, target) if local_gather else target.layout
     source_boxes = source.boxes(shape)
     received_boxes = MeshSide(target.shape, target.ranks, received).boxes(shape)
