@@ -212,7 +212,8 @@ class _Kept:
             return {}
         if self.owner is None:
             return {self.place: self.items}
-        return {f"{self.place}.{n}": self.items.get(n, MISSING) for n in changed_names(self.items, self.before)}
+        own = [n for n in changed_names(self.items, self.before) if n[:2] != "__"]  # not torch's `__dynamo_disable`
+        return {f"{self.place}.{n}": self.items.get(n, MISSING) for n in own}
 
     def only_grew(self) -> bool:
         """Whether it is a list that was appended to, and an attribute itself."""

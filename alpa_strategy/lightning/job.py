@@ -69,15 +69,12 @@ class Job:
 
 
 def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] | None:
-    """How the user wants the module compiled: as the first part of it that was given to `torch.compile`, if any.
-
-    context: what `torch.compile` made of the whole module runs in. Returns what `options.compile_options` returns.
-    """
+    """How the user wants the module compiled, as of `options.compile_options`: as the first part of it that was given
+    to `torch.compile`, if any. `context`: what `torch.compile` made of the whole module runs in."""
     contexts = [m.dynamo_ctx for m in module.modules() if isinstance(m, OptimizedModule)]
-    calls = [m._compiled_call_impl for m in module.modules() if m._compiled_call_impl is not None]
-    cells = [cell.cell_contents for call in calls for cell in call.__closure__ or ()]
-    contexts += [each for each in cells if isinstance(each, OptimizeContext)]
-    if context is None and not contexts:
+    calls = [vars(m)["_compiled_call_impl"] for m in module.modules() if m._compiled_call_impl is not None]
+    cells = (cell.cell_contents for call in calls for cell in call.__closure__ or ())
+    if context is None and not (contexts := [*contexts, *(c for c in cells if isinstance(c, OptimizeContext))]):
         return {} if calls else None
     backend = getattr(context or contexts[0], "callback", None)
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:  # Dynamo's own around it

@@ -154,8 +154,7 @@ class WrittenRun(PlacedModule):
         self._shares_buffers = next(module.buffers(), None) is not None  # as DDP: not where only a step makes some
         self.buffers_differ = self._shares_buffers  # perhaps
         if store.sharded_parameters and optimizers:
-            keeps = not any(parameter.uses_shards for parameter in parameter_plans)
-            self.on_use = GatherOnUse(module, store, cpu_group(), keeps)
+            self.on_use = GatherOnUse(module, store, cpu_group(), not any(each.uses_shards for each in parameter_plans))
             if job.compile is not None and say:
                 rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")
         elif job.compile is not None:

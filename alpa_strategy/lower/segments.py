@@ -29,9 +29,10 @@ PLAIN_FUNCTIONS = "alpa_strategy.capture.ops"  # functions of torch ops alone, w
 
 
 def is_compilable(call: OpCall) -> bool:
-    """Whether a deterministic op may stand in a compiled segment: what runs user code may not, but for known ones."""
+    """Whether a deterministic op may stand in a compiled segment: no user's code, nor RNNs, which it would unroll."""
     if isinstance(call.target, torch._ops.OpOverload):
-        return call.target.namespace in ("aten", "prims") or library_rule(call.target) is not None
+        unrolls = call.target_name.startswith(("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu."))
+        return not unrolls and (call.target.namespace in ("aten", "prims") or library_rule(call.target) is not None)
     return getattr(call.target, "__module__", None) == PLAIN_FUNCTIONS
 
 

@@ -152,6 +152,17 @@ def test_checkpointing_is_left_to_the_plan(function: Callable[..., Any], note: s
     assert capture_step(Step(lambda s, x, y: s.a(x).sum()), example()).notes == ()
 
 
+class Checkpointed(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return checkpoint(self.net, batch[0], use_reentrant=False).sum()
+
+
+def test_what_torch_keeps_of_a_first_call_is_no_change_of_the_step() -> None:
+    vars(checkpoint.__wrapped__).pop("__dynamo_disable", None)
+    module = Checkpointed()
+    assert "activation checkpointing" in capture_step(module, module.example_batch(4)).notes[0]
+
+
 def saved_on_cpu(self: Step, x: Tensor) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
         return self.b(self.a(x)).pow(2).sum()

@@ -17,8 +17,9 @@ from quiet import QUIET
 from torch.utils.data import DataLoader, TensorDataset
 
 from alpa_strategy import AlpaStrategy
+from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.lightning.job import compiled_as_written, compiled_by_user
-from alpa_strategy.lower.segments import segment_options
+from alpa_strategy.lower.segments import is_compilable, segment_options
 
 STEPS = 3
 PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
@@ -177,6 +178,27 @@ def fit_what_the_user_compiled(how: str, folder: str) -> int:
 def test_a_module_that_the_user_compiled_is_compiled_with_its_backend(pool, tmp_path, how, graphs):
     for seen in pool.run(2, fit_what_the_user_compiled, how, str(tmp_path)):
         assert seen == graphs
+
+
+class OneLayer(MLP):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch)[0].sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "op", "compiles"),
+    [("LSTM", "lstm.", False), ("GRU", "gru.", False), ("RNN", "rnn_tanh.", False), ("LSTMCell", "lstm_cell.", True)],
+)
+def test_recurrent_nets_stay_whole(kind: str, op: str, compiles: bool) -> None:
+    """As Dynamo has it: a compiler would unroll them over time, which takes minutes, and do without cuDNN."""
+    module = OneLayer(getattr(torch.nn, kind)(4, 4))
+    step = capture_step(module, torch.ones((3, 4) if compiles else (3, 2, 4)), batch_scope="global")
+    (call,) = (each.call for each in step.ops if each.call.target_name.startswith(f"aten.{op}"))
+    assert is_compilable(call) is compiles
 
 
 class CalledInParts(MLP):

@@ -340,14 +340,15 @@ def test_batch_norm_over_the_whole_batch(affine, tracked, shape, build):
         check(call, tensors, (2, 2), [batch, text("S2", "R*", "R")], tolerance=1e-11, build=build)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("build", [build_local_op, in_parts])
-def test_batch_norm_in_bfloat16(build):
+def test_batch_norm_in_bfloat16(build, dtype):
+    """dtype: of parameters and buffers."""
     torch.manual_seed(0)
     x = torch.randn(6, 3, 4, dtype=torch.bfloat16).requires_grad_()
-    weight, bias = torch.randn(3).requires_grad_(), torch.randn(3).requires_grad_()
-    call, tensors = call_and_operands(
-        capture_ops.batch_norm_train, x, weight, bias, torch.zeros(3), torch.ones(3), 0.1, 1e-5
-    )
+    scale, shift = (torch.randn(3).to(dtype).requires_grad_() for _ in range(2))
+    statistics = torch.zeros(3, dtype=dtype), torch.ones(3, dtype=dtype)
+    call, tensors = call_and_operands(capture_ops.batch_norm_train, x, scale, shift, *statistics, 0.1, 1e-5)
     check(call, tensors, (2,), ["S0,R*,R*,R,R->S0,R,R@batch_norm_sync"], tolerance=3e-2, build=build)
 
 
