@@ -234,7 +234,7 @@ class _Writer:
         reads = [(self.step.ops[index], position) for index, position in self.step.consumers[value]]
         # The sum is one for all that reads the input so.
         ops = list(dict.fromkeys(reader for reader, position in reads if self.wanted(reader, position) == wanted))
-        if self.step.values[value].requires_grad and into.gradient_sum and self.are_products_of(value, ops):
+        if self.step.values[value].requires_grad and len(into.gradient_sums) == 1 and self.are_products_of(value, ops):
             self.products(ops, into)
             return True
         if self.in_parts(op) is not None:
@@ -299,9 +299,9 @@ class _Writer:
         source = tuple(s.outputs[0] for s in self.stage.strategies[op.name])
         reshard = Reshard(source, targets.pop(), meta.shape, self.mesh)
         sizes = value_layout(source).local_shape(meta.shape, self.mesh.shape, self.mesh.coordinate)
-        if reshard.value_sum is None:
+        if len(reshard.value_sums) != 1:
             return None
-        dims = [dim for dim in range(len(sizes) - 1) if dim != reshard.value_sum.dim and sizes[dim] > 1]
+        dims = [dim for dim in range(len(sizes) - 1) if dim != reshard.value_sums[0].dim and sizes[dim] > 1]
         dim = max(dims, key=sizes.__getitem__, default=None)
         return None if dim is None else (reshard, dim, min(parts, sizes[dim]))
 
