@@ -115,7 +115,6 @@ class OptionTables:
         self.steps_per_update = steps_per_update
         self._ops: dict[OpCall, OpOptions] = {}
         self._parameters: dict[tuple[TensorMeta, int, bool], ParameterOptions] = {}
-        self._reshards: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
 
     def op(self, call: OpCall) -> OpOptions:
         """The strategies of an op."""
@@ -131,15 +130,6 @@ class OptionTables:
                 given.meta, self.mesh, self.costs, self.optimizer, given.num_segments, self.steps_per_update, on_host
             )
         return self._parameters[key]
-
-    def reshard(
-        self, sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], meta: TensorMeta
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(forward, backward) seconds, [source, target]."""
-        key = (sources, targets, meta)
-        if key not in self._reshards:
-            self._reshards[key] = reshard_table(sources, targets, meta.num_bytes, meta.requires_grad, self.mesh)
-        return self._reshards[key]
 
 
 def batch_layout(step: StepGraph, batch_dim: int | None, num_axes: int) -> DualLayout:
@@ -287,7 +277,7 @@ class _Builder:
         # Rows and columns of the table: every layout once, whatever number of strategies has it.
         sources = tuple(dict.fromkeys(produced))
         targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))
-        forward, backward = self._tables.reshard(sources, targets, meta)
+        forward, backward = reshard_table(sources, targets, meta.num_bytes, meta.requires_grad, self._mesh)
         in_forward = np.zeros_like(forward)
         if is_parameter:
             backward = backward * self._tables.optimizer.gradient_scale(meta.dtype.itemsize)

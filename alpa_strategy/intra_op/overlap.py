@@ -11,7 +11,7 @@ What runs beside compute costs no time as far as the cluster's `overlap` says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -131,7 +131,7 @@ def hidden(
     if not making.any() and not weights.any():
         return nothing
     sums_values, sums_gradients = _sums(sources, targets, mesh.shape)
-    gained = np.max([_gained(making, forward, *part) for part in _in_parts(meta, sources, targets, mesh)], axis=0)
+    gained = _gained(making, meta, sources, targets, mesh).max(axis=0)
     of_gradients = np.where(sums_gradients, np.minimum(backward, weights), 0.0)
     return mesh.overlap * np.where(sums_values, gained, 0.0), mesh.overlap * of_gradients
 
@@ -141,24 +141,27 @@ def best_parts(making: float, meta: TensorMeta, source: DualLayout, target: Dual
     pair = (source,), (target,)
     if not _sums(*pair, mesh.shape)[0].item() or not mesh.overlap:
         return 1
-    whole = reshard_table(*pair, meta.num_bytes, meta.requires_grad, mesh)[0]
-    gains = {n: _gained(np.array([making]), whole, n, part).item() for n, part in _in_parts(meta, *pair, mesh)}
-    best = max(gains, key=gains.__getitem__)
-    return best if gains[best] > 0 else 1
+    gains = _gained(np.array([making]), meta, *pair, mesh).ravel()
+    return PARTS[gains.argmax()] if gains.any() else 1
 
 
-def _in_parts(
-    meta: TensorMeta, sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], mesh: LogicalMesh
-) -> Iterator[tuple[int, np.ndarray]]:
-    """(number of parts, seconds of one [source, target])"""
+def _gained(
+    making: np.ndarray,
+    meta: TensorMeta,
+    sources: tuple[DualLayout, ...],
+    targets: tuple[DualLayout, ...],
+    mesh: LogicalMesh,
+) -> np.ndarray:
+    """[PARTS, source, target] seconds less than one after the other: product and sum in so many parts each."""
+    def summing(count: int) -> np.ndarray:
+        return reshard_table(sources, targets, meta.num_bytes // count, meta.requires_grad, mesh)[0]
+
+    gains = []
     for count in PARTS:
-        yield count, reshard_table(sources, targets, meta.num_bytes // count, meta.requires_grad, mesh)[0]
-
-
-def _gained(making: np.ndarray, whole: np.ndarray, count: int, part: np.ndarray) -> np.ndarray:
-    """[source, target] seconds less than one after the other: product and sum in `count` parts, each `part` seconds."""
-    each = making[:, None] / count
-    return np.maximum(making[:, None] + whole - (each + (count - 1) * np.maximum(each, part) + part), 0.0)
+        each, part = making[:, None] / count, summing(count)
+        together = each + (count - 1) * np.maximum(each, part) + part
+        gains.append(np.maximum(making[:, None] + summing(1) - together, 0.0))
+    return np.stack(gains)
 
 
 @lru_cache(maxsize=4096)

@@ -259,7 +259,10 @@ class _Writer:
         for op in ops:
             product, how = product_of(op.call), self.in_parts(op)
             assert product is not None
-            for position in (product.weight, *(() if product.bias is None else (product.bias,))):
+            for position in (product.weight, product.bias):
+                if position is None:
+                    operands.append("None")
+                    continue
                 value = op.operands[position]
                 if value not in self.layouts:  # a cast that comes later
                     self.op(self.step.ops[self.step.makers[value]])
@@ -275,17 +278,16 @@ class _Writer:
             if how is not None:
                 self.copies[result, how[0].dst] = results[-1]
         name, self.module = f"products_{ops[0].name}", ops[0].module
-        self.namespace[name] = Products(into, found)
+        self.namespace[name] = functools.partial(Products.apply, into, found)
         code = f"{', '.join(results)}, = {name}({', '.join([rows, *operands])})"
-        note = ops[0].source or ops[0].module
-        self.lines.append(Line(code, tuple(results), (rows, *operands), note, ops[0].module))
+        reads, note = (rows, *(each for each in operands if each != "None")), ops[0].source or ops[0].module
+        self.lines.append(Line(code, tuple(results), reads, note, ops[0].module))
 
     def product(self, op: Op) -> Product | None:
         """The product that the device has to compute for an op; None where it is something else."""
         plain = {None, "bias_on_first"}.issuperset(s.implementation for s in self.stage.strategies[op.name])
-        return (
-            product_of(op.call) if plain and not is_symbolic(op.call) and op.name not in self.stage.not_kept else None
-        )
+        is_able = plain and not is_symbolic(op.call) and op.name not in self.stage.not_kept
+        return product_of(op.call) if is_able else None
 
     def in_parts(self, op: Op) -> tuple[Reshard, int, int] | None:
         """(sum, dim, number of parts) of a product's result, where the plan says so and one layout of it is read."""
