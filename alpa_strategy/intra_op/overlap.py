@@ -153,6 +153,7 @@ def _gained(
     mesh: LogicalMesh,
 ) -> np.ndarray:
     """[PARTS, source, target] seconds less than one after the other: product and sum in so many parts each."""
+
     def summing(count: int) -> np.ndarray:
         return reshard_table(sources, targets, meta.num_bytes // count, meta.requires_grad, mesh)[0]
 
