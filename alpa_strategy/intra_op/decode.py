@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from alpa_strategy.intra_op.build import BoundaryChoice, IntraOp
+from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.memory_choices import fetched_bytes, recomputed, stored
 from alpa_strategy.intra_op.options import REDUCTIONS, bucketed_seconds, is_gather, local_bytes, step_collectives_of
 from alpa_strategy.intra_op.overlap import best_parts, making_seconds
@@ -38,8 +38,8 @@ def decode(intra: IntraOp, assignment: Sequence[int], submesh: tuple[int, int], 
         collectives=collectives(intra, assignment),
         shapes={p.name: tuple(p.module_shape or p.meta.shape) for p in step.parameters},
         predicted=predicted,
-        received=_boundary(intra.received, assignment),
-        sent=_boundary(intra.sent, assignment),
+        received={value: given.layouts[assignment[given.choice]] for value, given in intra.received.items()},
+        sent={value: given.layouts[assignment[given.choice]] for value, given in intra.sent.items()},
         recomputed=recomputed(intra, assignment),
         stored=tuple(step.ops[i].name for i in stored(intra, assignment)),
         in_parts=_in_parts(intra, assignment),
@@ -55,10 +55,6 @@ def _in_parts(intra: IntraOp, assignment: Sequence[int]) -> dict[str, int]:
         if parts > 1:
             found[intra.step.ops[intra.step.makers[value]].name] = parts
     return found
-
-
-def _boundary(choices: Mapping[int, BoundaryChoice], assignment: Sequence[int]) -> dict[int, DualLayout]:
-    return {value: b.layouts[assignment[b.choice]] for value, b in choices.items()}
 
 
 def used_transfers(

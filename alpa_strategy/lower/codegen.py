@@ -201,11 +201,11 @@ class _Writer:
         """One op: its operands in the layouts that its strategy takes, then its call."""
         if op.name in self.done:
             return
-        self.done.add(op.name)
         strategies = self.stage.strategies[op.name]
         self.module = op.module
         if self.overlaps and self.beside_sums(op):
             return
+        self.done.add(op.name)
         operands = [self.resharded(value, self.wanted(op, position)) for position, value in enumerate(op.operands)]
         for position, value in enumerate(op.results):
             self.layouts[value] = tuple(s.outputs[position] for s in strategies)
@@ -234,13 +234,12 @@ class _Writer:
         reads = [(self.step.ops[index], position) for index, position in self.step.consumers[value]]
         # The sum is one for all that reads the input so.
         ops = list(dict.fromkeys(reader for reader, position in reads if self.wanted(reader, position) == wanted))
-        if self.step.values[value].requires_grad and len(into.gradient_sums) == 1 and self.are_products_of(value, ops):
+        is_summed = self.step.values[value].requires_grad and len(into.gradient_sums) == 1
+        if is_summed and self.are_products_of(value, ops):
             self.products(ops, into)
-            return True
-        if self.in_parts(op) is not None:
+        elif self.in_parts(op) is not None:
             self.products([op], None)
-            return True
-        return False
+        return op.name in self.done
 
     def are_products_of(self, value: int, ops: Sequence[Op]) -> bool:
         """Whether `ops` are products of `value` with what is there, or can be made of parameters."""

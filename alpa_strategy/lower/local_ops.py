@@ -169,7 +169,7 @@ def _normalised(
     scale = scale if weight is None else scale * weight
     y = (x - mean.view(shape)) * scale.view(shape)
     y = (y if bias is None else y + bias.view(shape)).to(x.dtype)
-    return y, *_running(mean.detach(), square.detach(), total, running_mean, running_var, momentum)
+    return y, *_running((mean.detach(), square.detach(), total), (running_mean, running_var), momentum)
 
 
 class _SharedStatistics(torch.autograd.Function):
@@ -270,18 +270,14 @@ def batch_norm_sync(
     Returns (y, new_running_mean, new_running_var), or (y,) without running statistics.
     """
     y, mean, square, total = _BatchNormSync.apply(x, weight, bias, eps, tuple(comms))
-    return y, *_running(mean, square, total, running_mean, running_var, momentum)
+    return y, *_running((mean, square, total), (running_mean, running_var), momentum)
 
 
 def _running(
-    mean: Tensor,
-    square: Tensor,
-    total: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
+    found: tuple[Tensor, Tensor, Tensor], running: tuple[Tensor | None, Tensor | None], momentum: float
 ) -> tuple[Tensor, ...]:
-    """The new running mean and variance, where there are such."""
+    """The new running mean and variance, where there are such. found: mean, sum of squared deviations, their number."""
+    (mean, square, total), (running_mean, running_var) = found, running
     if running_mean is None or running_var is None:
         return ()
     unbiased = square / (total - 1.0)  # as torch: running_var is unbiased, the variance that normalises is not

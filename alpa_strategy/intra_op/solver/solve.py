@@ -254,8 +254,8 @@ def _best(problem: Problem, *candidates: list[int] | None) -> list[int] | None:
 
 def _solution(problem: Problem, found: _Found) -> Solution:
     assert found.assignment is not None
-    seconds, num_bytes = evaluate(problem, found.assignment)
-    return Solution(tuple(found.assignment), seconds, num_bytes, min(found.bound, seconds), found.method)
+    priced = point(problem, found.assignment)
+    return replace(priced, bound=min(found.bound, priced.seconds), method=found.method)
 
 
 def _forbidden(problem: Problem) -> PlanError:
