@@ -7,7 +7,7 @@ given (batch, buffers, constants) and what leaves the graph (loss, logs) are cho
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
@@ -48,10 +48,6 @@ class TransferLayouts:
     sources: tuple[DualLayout, ...]
     targets: tuple[DualLayout, ...]
     hidden: np.ndarray
-
-    def twice(self) -> TransferLayouts:
-        """With every source once more, behind the others."""
-        return replace(self, sources=self.sources * 2, hidden=np.tile(self.hidden, (2, 1)))
 
     @property
     def equal(self) -> np.ndarray:
@@ -127,7 +123,7 @@ class OptionTables:
         key = given.meta, given.num_segments, on_host
         if key not in self._parameters:
             self._parameters[key] = parameter_options(
-                given.meta, self.mesh, self.costs, self.optimizer, given.num_segments, self.steps_per_update, on_host
+                given, self.mesh, self.costs, self.optimizer, self.steps_per_update, on_host
             )
         return self._parameters[key]
 
@@ -167,16 +163,8 @@ def build(step: StepGraph, tables: OptionTables) -> IntraOp:
         builder.producers[value] = boundary.choice, boundary.layouts
     sent = {value: builder.add_boundary("sent", value) for value in step.sent}
     builder.add_transfers(received, sent)
-    return IntraOp(
-        step,
-        tables,
-        Problem(tuple(builder.choices), tuple(builder.transfers)),
-        builder.parameters,
-        builder.ops,
-        tuple(builder.layouts),
-        received,
-        sent,
-    )
+    problem, layouts = Problem(tuple(builder.choices), tuple(builder.transfers)), tuple(builder.layouts)
+    return IntraOp(step, tables, problem, builder.parameters, builder.ops, layouts, received, sent)
 
 
 class _Builder:
@@ -282,7 +270,7 @@ class _Builder:
         if is_parameter:
             backward = backward * self._tables.optimizer.gradient_scale(meta.dtype.itemsize)
         else:
-            in_forward, in_backward = hidden(self._step, self.ops, value, sources, targets, self._mesh)
+            in_forward, in_backward = hidden(self._step, self.ops, value, (sources, targets), self._mesh)
             forward, backward = forward - in_forward, backward - in_backward
         layouts = TransferLayouts(value, sources, targets, in_forward)
         cost = forward + backward  # [source, target]

@@ -87,17 +87,10 @@ class ShardedParameter:
         used = plan.step_layout()
         if of_replica:  # whole, its gradient a summand (of a parameter that does not train: nothing)
             used = tuple(INVARIANT if mode.storage is Storage.INVARIANT else REPLICATE for mode in plan.modes)
-        return cls(
-            name=given.name,
-            plan=plan,
-            parameter=parameter,
-            mesh=mesh,
-            shape=shape,
-            module_shape=module_shape,
-            to_use=Reshard(storage, used, shape, mesh),
-            to_whole=Reshard(storage, (INVARIANT,) * len(mesh.shape), shape, mesh),
-            is_gathered_once=not of_replica and (plan.is_gathered_once or (plan.on_host and not plan.is_fetched)),
-        )
+        to_use = Reshard(storage, used, shape, mesh)
+        to_whole = Reshard(storage, (INVARIANT,) * len(mesh.shape), shape, mesh)
+        once = not of_replica and (plan.is_gathered_once or (plan.on_host and not plan.is_fetched))
+        return cls(given.name, plan, parameter, mesh, shape, module_shape, to_use, to_whole, is_gathered_once=once)
 
     @property
     def is_whole(self) -> bool:
