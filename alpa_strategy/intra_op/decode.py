@@ -157,19 +157,18 @@ def busy_seconds(intra: IntraOp, assignment: Sequence[int]) -> tuple[float, floa
 
 def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
     """Short-lived memory on top of what is kept: the largest op with its gradients, gathered parameters beside it."""
-    of_ops, gathered_again = assignment[len(intra.parameters) :], intra.gathered_again
+    of_ops = assignment[len(intra.parameters) :]
     largest_op = max((float(o.temporary_bytes[k]) for o, k in zip(intra.ops, of_ops, strict=False)), default=0.0)
-    largest_gather = max(
-        (
-            local_bytes(intra.step.values[value], target, intra.mesh.shape)
-            for _, value, source, targets in used_transfers(intra, assignment)
-            if value in gathered_again
-            for target in targets
-            if is_gather(source, target)
-        ),
-        default=0,
-    )
+    gathered = ((intra.step.values[value], target) for _, value, _, target in _gathered(intra, assignment))
+    largest_gather = max((local_bytes(meta, target, intra.mesh.shape) for meta, target in gathered), default=0)
     return largest_op + 2 * largest_gather + fetched_bytes(intra, assignment)
+
+
+def _gathered(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int, int, DualLayout, DualLayout]]:
+    """Of each parameter that is gathered for use: (first op that asks, value, source layout, target layout)."""
+    for op, value, source, targets in used_transfers(intra, assignment):
+        if value in intra.gathered_again:
+            yield from ((op, value, source, target) for target in targets if is_gather(source, target))
 
 
 # --- How far ahead of its use a parameter is gathered (ZeRO-3).
@@ -232,12 +231,9 @@ def _forward_seconds(gatherings: Sequence[_Gathering], before: np.ndarray, ahead
 
 def _gatherings(intra: IntraOp, assignment: Sequence[int]) -> Iterator[_Gathering]:
     mesh = intra.mesh
-    for op, value, source, targets in used_transfers(intra, assignment):
-        meta = intra.step.values[value]
-        if value not in intra.gathered_again or op in intra.per_step.ops:
-            continue
-        for target in (target for target in targets if is_gather(source, target)):
-            steps = reshard_steps(source, target, mesh.shape)
+    for op, value, source, target in _gathered(intra, assignment):
+        if op not in intra.per_step.ops:
+            meta, steps = intra.step.values[value], reshard_steps(source, target, mesh.shape)
             moved = ((step, kind) for step in steps for kind, _ in step.collectives(differentiable=False))
             seconds = sum(mesh.axes[step.axis].seconds(kind, step.share * meta.num_bytes) for step, kind in moved)
             yield _Gathering(min(op, len(intra.ops)), local_bytes(meta, target, mesh.shape), seconds)
