@@ -138,7 +138,7 @@ def best_parts(making: float, meta: TensorMeta, source: DualLayout, target: Dual
     if not _sums(ends, mesh.shape)[0].item() or not mesh.overlap:
         return 1
     gains = _gained(np.array([making]), meta, ends, mesh).ravel()
-    return PARTS[gains.argmax()] if gains.any() else 1
+    return PARTS[int(gains.argmax())] if gains.max() > 0 else 1
 
 
 def _gained(making: np.ndarray, meta: TensorMeta, ends: Ends, mesh: LogicalMesh) -> np.ndarray:

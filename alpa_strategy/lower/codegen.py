@@ -129,7 +129,8 @@ def lower_stage(
     programs: list[LoweredStep] = []
     layouts: dict[int, DualLayout] = {}
     for derivation in once_per_step.derivations:
-        writer = _Writer(derivation.graph(whole), stage, mesh, device, random)
+        own_graph = whole.part([whole.ops[index] for index in derivation.ops])  # nothing leaves it but the values
+        writer = _Writer(own_graph, stage, mesh, device, random)
         programs.append(writer.program(derivation.values))
         layouts |= {value: writer.layouts[value] for value in derivation.values}
     left_out = {whole.ops[index].name for index in once_per_step.ops}

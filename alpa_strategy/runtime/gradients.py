@@ -109,14 +109,11 @@ class GradientReducer:
         here = [int(each.has_gradient) for each in self._parameters]
         table = torch.tensor([here, [1 - there for there in here]], device=self._parameters[0].device)
         used, missing = self._mesh.whole.all_reduce(table, "max").tolist()
-        names = [each.name for each in self._parameters]
-        self._only_somewhere = frozenset(
-            n for n, is_used, lacks in zip(names, used, missing, strict=True) if is_used and lacks
-        )
-        used_names = {name for name, is_used in zip(names, used, strict=True) if is_used}
+        found = {each.name: both for each, *both in zip(self._parameters, used, missing, strict=True)}
+        self._only_somewhere = frozenset(name for name, both in found.items() if all(both))
         in_order = self._in_order(self._parameters)
-        self._unused = [each for each in in_order if each.name not in used_names]
-        self._build(each for each in in_order if each.name in used_names)
+        self._unused = [each for each in in_order if not found[each.name][0]]
+        self._build(each for each in in_order if found[each.name][0])
 
     def _in_order(self, parameters: Sequence[ShardedParameter]) -> list[ShardedParameter]:
         """As the first device's backward came to them; what it has not seen comes last. Collective."""
