@@ -66,8 +66,7 @@ class LoweredStep:
     ) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]:
         """By value index what leaves the step, whole on every device (the loss included); what later stages get, in the
         layouts of `StagePlan.sent`; what later spans of the stage get, in the layouts in which it is made."""
-        results = self.function(parameters, buffers, batch, received, buffers.get(COUNTERS))
-        left = iter(results)
+        left = iter(self.function(parameters, buffers, batch, received, buffers.get(COUNTERS)))
         escaping, sent, made = (
             {value: next(left) for value in values} for values in (self.escaping, self.sent, self.made)
         )

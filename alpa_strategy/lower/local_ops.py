@@ -246,13 +246,9 @@ class _BatchNormSync(torch.autograd.Function):
             # scale (dy - mean(dy) - normal mean(dy normal)), with normal = (x - mean) inverse_std
             grad_x = torch.batch_norm(wide, slope, less, mean, variance, False, 0.0, ctx.eps, False)
             grad_x = grad_x.addcmul_(grad_y, scale.view([-1] + [1] * (x.dim() - 2))).to(x.dtype)
-        return (
-            grad_x,
-            grad_weight.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None,
-            grad_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-        )
+        grad_weight = grad_weight.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
+        grad_bias = grad_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def batch_norm_sync(
