@@ -61,7 +61,8 @@ class MeshParameters:
         """A stage of this mesh has this parameter; stages on the same devices store it alike."""
         if (known := self._by_parameter.get(parameter)) is not None:
             return known
-        sharded = ShardedParameter.of(given, plan, parameter, self.mesh, self._replicas is not None)
+        of_gradients = None if self._replicas is None else self._replicas.mesh
+        sharded = ShardedParameter.of(given, plan, parameter, self.mesh, of_gradients)
         self._by_parameter[parameter] = sharded
         self._by_name.update(dict.fromkeys(given.names, sharded))
         return sharded
