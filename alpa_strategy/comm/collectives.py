@@ -120,15 +120,8 @@ class RankZero:
                 self._store.set(key, pickle.dumps((None, error)))
                 raise
             return result
-        self._wait_for(key, what)
-        result, failure = pickle.loads(self._store.get(key))
-        if failure is not None:
-            raise failure
-        return result
-
-    def _wait_for(self, key: str, what: str) -> None:
-        """In a thread: a launcher that lost a rank sends the others SIGTERM. Who waits in the store does not hear it,
-        who joins a thread does."""
+        # In a thread: a launcher that lost a rank sends the others SIGTERM. Who waits in the store does not hear it,
+        # who joins a thread does.
         waiting = Background("alpa-rank-zero")
         waiting.run(lambda: self._store.wait([key], timedelta(seconds=self._timeout_seconds)))
         try:
@@ -137,6 +130,10 @@ class RankZero:
             raise RuntimeMismatchError(
                 f"rank 0 has not finished {what} within {self._timeout_seconds:g} s", "raise plan_timeout_seconds"
             ) from error
+        result, failure = pickle.loads(self._store.get(key))
+        if failure is not None:
+            raise failure
+        return result
 
     def meet(self, name: str, text: str, timeout_seconds: float) -> dict[int, str]:
         """Leave `text` under `name` and wait for the other ranks to do the same; what came, by rank."""

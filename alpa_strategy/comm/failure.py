@@ -102,8 +102,8 @@ class FailureWatch:
         except RuntimeError:  # nobody is left to tell
             print(f"\nalpa: rank {self._rank} ends: {_NO_STORE}", file=sys.stderr, flush=True)
             return
-        rank, first_message, _ = _parse(first)
-        if rank != self._rank and first_message != message:
+        rank, first_message, _ = first.split("\n", 2)
+        if int(rank) != self._rank and first_message != message:
             self._end_because_of(first, self._main_store)
 
     def tell(self, word: str) -> None:
@@ -155,7 +155,7 @@ class FailureWatch:
     def _end_because_of(self, text: str, store: Any) -> None:
         """Show another rank's traceback and end; whichever of the two threads comes first."""
         self._ending.acquire()  # never released: the process ends
-        rank, _, trace = _parse(text)
+        rank, _, trace = text.split("\n", 2)
         sys.stdout.flush()
         print(f"\nalpa: rank {self._rank} ends because rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
         with contextlib.suppress(RuntimeError):
@@ -185,11 +185,6 @@ def end_children(children: Sequence[subprocess.Popen], grace_seconds: float) -> 
 def job_store() -> Any:
     """The store that formed the default process group."""
     return dist.distributed_c10d._get_default_store()
-
-
-def _parse(text: str) -> tuple[int, str, str]:
-    rank, message, trace = text.split("\n", 2)
-    return int(rank), message, trace
 
 
 HELLO_SECONDS = 0.01

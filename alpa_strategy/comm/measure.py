@@ -45,9 +45,8 @@ SIZES_BYTES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB .. 16 MiB
 ROUNDS = 8
 HOST_BYTES, HOST_SHARE = 2**27, 0.9  # of a copy that times the way; of host memory that may be used
 NO_SLOWDOWN = 1.1  # up to here it is noise
-GPU_OVERLAP = (
-    0.75  # that of the GPUs in configs/clusters, not measured; on CPUs collectives take the cores that compute
-)
+# That of the GPUs in configs/clusters, not measured; on CPUs collectives take the cores that compute.
+GPU_OVERLAP = 0.75
 
 
 def measure_collectives(

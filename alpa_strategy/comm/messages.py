@@ -213,7 +213,7 @@ class Receipt:
 
     def wait(self) -> list[Tensor]:
         """The local tensors, in the bundle's order. Collective on the target's mesh where a plan gathers."""
-        for op, work in zip(self.ops, self.works, strict=True):
+        for op, work in zip(self.ops, self.works, strict=False):  # none: whoever has started them has waited for them
             _named(op, work.wait)
         return self._transfer.assemble([op.tensor for op in self.ops], self._tag)
 
@@ -233,10 +233,7 @@ def exchange(transfers: Sequence[tuple[Transfer, Sequence[Tensor | None]]], tag:
     elif ops:
         for work in dist.batch_isend_irecv(ops):  # one NCCL group: alone, a send could wait for its receive for ever
             work.wait()
-    return [
-        transfer.assemble([op.tensor for op in receipt.ops], tag + i)
-        for i, ((transfer, _), receipt) in enumerate(zip(transfers, receipts, strict=True))
-    ]
+    return [receipt.wait() for receipt in receipts]
 
 
 def _pack(slots: list[_Slot], parts: list[Tensor]) -> Tensor:

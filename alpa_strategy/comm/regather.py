@@ -167,9 +167,8 @@ class Regather:
 
     def know(self, parameter: Tensor, start: Callable[[], Pending], whole: Tensor) -> None:
         """`whole` is what `start` begins to make of `parameter`."""
-        storage = whole.untyped_storage()
-        lives, num_bytes = StorageWeakRef(storage), storage.nbytes()
-        known = _Gathered(parameter, start, lives, parameter._version, num_bytes, self._ahead_bytes)
+        storage, version = whole.untyped_storage(), parameter._version
+        known = _Gathered(parameter, start, StorageWeakRef(storage), version, storage.nbytes(), self._ahead_bytes)
         self._found[storage._cdata] = known
 
     def note_made(self, result: Tensor, function: Callable[[list[Tensor]], Tensor], operands: list[Tensor]) -> None:

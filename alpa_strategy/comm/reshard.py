@@ -39,8 +39,8 @@ class Reshard:
         mesh: the mesh that the tensor lies on; all its devices must call.
         sums_in_fp32: of gradients in half precision. cast: dtype in which values are moved; gradients stay as summed.
 
-    `forward_steps` and `backward_steps` are what is done in each direction, `value_sum` and `gradient_sum` the one sum
-    that this is, if it is.
+    `forward_steps` and `backward_steps` are what is done in each direction, `value_sums` and `gradient_sums` the sums
+    over devices that this is; () where it is something else.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Reshard:
             if step.dst.grad != step.src.grad:
                 backward.append(LocalStep(step.axis, step.dst.grad, step.src.grad, seen))
         self.forward_steps, self.backward_steps = tuple(forward), tuple(reversed(backward))
-        self.value_sum, self.gradient_sum = _sum(self.forward_steps, mesh), _sum(self.backward_steps, mesh)
+        self.value_sums, self.gradient_sums = _sums(self.forward_steps, mesh), _sums(self.backward_steps, mesh)
 
     def __call__(self, tensor: Tensor, coming: Pending | None = None) -> Tensor:
         """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`.
@@ -95,8 +95,8 @@ class Reshard:
             case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape), *rest):
                 first = self._mesh.axes[axis].start_all_gather(tensor, dim, shape[dim])
                 return Pending(lambda: _run(rest, first.wait(), self._mesh)) if rest else first
-        if self.value_sum is not None and tensor.dtype != torch.bool:  # truth values are no sum of theirs
-            return self.value_sum.start(tensor)
+        if len(self.value_sums) == 1 and tensor.dtype != torch.bool:  # truth values are no sum of theirs
+            return self.value_sums[0].start(tensor)
         return Pending(lambda: self.values(tensor))
 
     def gradients(self, grad: Tensor) -> Tensor:
@@ -104,8 +104,8 @@ class Reshard:
         return _run(self.backward_steps, self._to_sum(grad), self._mesh)
 
     def start_gradients(self, grad: Tensor) -> Pending | None:
-        """`gradients`, without waiting, where it is a sum; else None."""
-        return None if self.gradient_sum is None else self.gradient_sum.start(self._to_sum(grad))
+        """`gradients`, without waiting, where it is one sum; else None."""
+        return self.gradient_sums[0].start(self._to_sum(grad)) if len(self.gradient_sums) == 1 else None
 
     def _to_sum(self, grad: Tensor) -> Tensor:
         return grad.to(torch.promote_types(grad.dtype, torch.float32)) if self._sums_in_fp32 else grad
@@ -203,19 +203,15 @@ class Sum:
         return self.axis.start_all_reduce(tensor.detach().clone(memory_format=torch.contiguous_format))
 
 
-def _sum(steps: tuple[LocalStep, ...], mesh: MeshComm) -> Sum | None:
-    """The one sum that `steps` are, None where they are something else."""
-    match steps:
-        case (LocalStep(axis=axis, src=Partial(), dst=Shard(dim=dim)),):
-            return Sum(mesh.axes[axis], dim)
-    if not steps or any(step.src != Partial() or step.dst != Replicate() for step in steps):
-        return None
-    if len(steps) == 1:
-        return Sum(mesh.axes[steps[0].axis], None)
-    covered = {step.axis for step in steps}
-    if all(axis in covered or size == 1 for axis, size in enumerate(mesh.shape)):
-        return Sum(mesh.whole, None)
-    return None
+def _sums(steps: tuple[LocalStep, ...], mesh: MeshComm) -> tuple[Sum, ...]:
+    """See `Reshard`: one for each step, or one over all axes at once."""
+    if any(step.src != Partial() or not isinstance(step.dst, Replicate | Shard) for step in steps):
+        return ()
+    covered = {step.axis for step in steps if step.dst == Replicate()}
+    is_of_all = all(axis in covered or size == 1 for axis, size in enumerate(mesh.shape))
+    if len(covered) == len(steps) > 1 and is_of_all:
+        return (Sum(mesh.whole, None),)
+    return tuple(Sum(mesh.axes[step.axis], getattr(step.dst, "dim", None)) for step in steps)
 
 
 def _run(steps: Sequence[LocalStep], tensor: Tensor, mesh: MeshComm) -> Tensor:

@@ -25,6 +25,7 @@ from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, pla
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
+from alpa_strategy.sharding.redistribute import reshard_table
 
 MAX_TABLE_ENTRIES = 10_000_000
 MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
@@ -72,12 +73,13 @@ def passing_seconds(graph: StepGraph, ends: Ends, tables: OptionTables) -> tuple
     shape = (len(ends.entering_layouts), len(ends.leaving_layouts))
     forward, backward = np.zeros(shape), np.zeros(shape)
     for value in ends.passing:
-        layouts = boundary_layouts(graph.values[value], tables.mesh.shape)
+        meta = graph.values[value]
+        layouts = boundary_layouts(meta, tables.mesh.shape)
         before = _followed(graph, value, layouts, ends.entering, ends.entering_layouts)
         after = _followed(graph, value, layouts, ends.leaving, ends.leaving_layouts)
-        own_forward, own_backward = tables.reshard(layouts, layouts, graph.values[value])
-        forward += own_forward[np.ix_(before, after)]
-        backward += own_backward[np.ix_(before, after)]
+        passed = reshard_table(layouts, layouts, meta.num_bytes, meta.requires_grad, tables.mesh)
+        forward += passed[0][np.ix_(before, after)]
+        backward += passed[1][np.ix_(before, after)]
     return forward, backward
 
 

@@ -22,6 +22,7 @@ from alpa_strategy.intra_op.options import REDUCTIONS, gathers, local_bytes
 from alpa_strategy.intra_op.per_step import per_step
 from alpa_strategy.intra_op.problem import Problem, Transfer, Use
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.sharding.redistribute import reshard_table
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
 def _transfer_parts(intra: IntraOp, spans: RematSpans, index: int) -> Parts:
     transfer, layouts = intra.problem.transfers[index], intra.transfers[index]
     span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
-    forward, alone = intra.tables.reshard(layouts.sources, layouts.targets, intra.step.values[layouts.value])
+    meta = intra.step.values[layouts.value]
+    forward, alone = reshard_table(layouts.sources, layouts.targets, meta.num_bytes, meta.requires_grad, intra.mesh)
     forward = forward - layouts.hidden
     zero, is_allowed = np.zeros_like(transfer.cost), np.isfinite(transfer.cost)
     finite = np.where(np.isfinite(forward), forward, 0.0)  # [source, target]; inf - inf is no number

@@ -7,7 +7,7 @@ given (batch, buffers, constants) and what leaves the graph (loss, logs) are cho
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
@@ -48,10 +48,6 @@ class TransferLayouts:
     sources: tuple[DualLayout, ...]
     targets: tuple[DualLayout, ...]
     hidden: np.ndarray
-
-    def twice(self) -> TransferLayouts:
-        """With every source once more, behind the others."""
-        return replace(self, sources=self.sources * 2, hidden=np.tile(self.hidden, (2, 1)))
 
     @property
     def equal(self) -> np.ndarray:
@@ -115,7 +111,6 @@ class OptionTables:
         self.steps_per_update = steps_per_update
         self._ops: dict[OpCall, OpOptions] = {}
         self._parameters: dict[tuple[TensorMeta, int, bool], ParameterOptions] = {}
-        self._reshards: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
 
     def op(self, call: OpCall) -> OpOptions:
         """The strategies of an op."""
@@ -128,18 +123,9 @@ class OptionTables:
         key = given.meta, given.num_segments, on_host
         if key not in self._parameters:
             self._parameters[key] = parameter_options(
-                given.meta, self.mesh, self.costs, self.optimizer, given.num_segments, self.steps_per_update, on_host
+                given, self.mesh, self.costs, self.optimizer, self.steps_per_update, on_host
             )
         return self._parameters[key]
-
-    def reshard(
-        self, sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], meta: TensorMeta
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(forward, backward) seconds, [source, target]."""
-        key = (sources, targets, meta)
-        if key not in self._reshards:
-            self._reshards[key] = reshard_table(sources, targets, meta.num_bytes, meta.requires_grad, self.mesh)
-        return self._reshards[key]
 
 
 def batch_layout(step: StepGraph, batch_dim: int | None, num_axes: int) -> DualLayout:
@@ -177,16 +163,8 @@ def build(step: StepGraph, tables: OptionTables) -> IntraOp:
         builder.producers[value] = boundary.choice, boundary.layouts
     sent = {value: builder.add_boundary("sent", value) for value in step.sent}
     builder.add_transfers(received, sent)
-    return IntraOp(
-        step,
-        tables,
-        Problem(tuple(builder.choices), tuple(builder.transfers)),
-        builder.parameters,
-        builder.ops,
-        tuple(builder.layouts),
-        received,
-        sent,
-    )
+    problem, layouts = Problem(tuple(builder.choices), tuple(builder.transfers)), tuple(builder.layouts)
+    return IntraOp(step, tables, problem, builder.parameters, builder.ops, layouts, received, sent)
 
 
 class _Builder:
@@ -287,12 +265,12 @@ class _Builder:
         # Rows and columns of the table: every layout once, whatever number of strategies has it.
         sources = tuple(dict.fromkeys(produced))
         targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))
-        forward, backward = self._tables.reshard(sources, targets, meta)
+        forward, backward = reshard_table(sources, targets, meta.num_bytes, meta.requires_grad, self._mesh)
         in_forward = np.zeros_like(forward)
         if is_parameter:
             backward = backward * self._tables.optimizer.gradient_scale(meta.dtype.itemsize)
         else:
-            in_forward, in_backward = hidden(self._step, self.ops, value, sources, targets, self._mesh)
+            in_forward, in_backward = hidden(self._step, self.ops, value, (sources, targets), self._mesh)
             forward, backward = forward - in_forward, backward - in_backward
         layouts = TransferLayouts(value, sources, targets, in_forward)
         cost = forward + backward  # [source, target]

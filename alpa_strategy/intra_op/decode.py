@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from alpa_strategy.intra_op.build import BoundaryChoice, IntraOp
+from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.memory_choices import fetched_bytes, recomputed, stored
 from alpa_strategy.intra_op.options import REDUCTIONS, bucketed_seconds, is_gather, local_bytes, step_collectives_of
 from alpa_strategy.intra_op.overlap import best_parts, making_seconds
@@ -38,8 +38,8 @@ def decode(intra: IntraOp, assignment: Sequence[int], submesh: tuple[int, int], 
         collectives=collectives(intra, assignment),
         shapes={p.name: tuple(p.module_shape or p.meta.shape) for p in step.parameters},
         predicted=predicted,
-        received=_boundary(intra.received, assignment),
-        sent=_boundary(intra.sent, assignment),
+        received={value: given.layouts[assignment[given.choice]] for value, given in intra.received.items()},
+        sent={value: given.layouts[assignment[given.choice]] for value, given in intra.sent.items()},
         recomputed=recomputed(intra, assignment),
         stored=tuple(step.ops[i].name for i in stored(intra, assignment)),
         in_parts=_in_parts(intra, assignment),
@@ -55,10 +55,6 @@ def _in_parts(intra: IntraOp, assignment: Sequence[int]) -> dict[str, int]:
         if parts > 1:
             found[intra.step.ops[intra.step.makers[value]].name] = parts
     return found
-
-
-def _boundary(choices: Mapping[int, BoundaryChoice], assignment: Sequence[int]) -> dict[int, DualLayout]:
-    return {value: b.layouts[assignment[b.choice]] for value, b in choices.items()}
 
 
 def used_transfers(
@@ -161,19 +157,18 @@ def busy_seconds(intra: IntraOp, assignment: Sequence[int]) -> tuple[float, floa
 
 def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
     """Short-lived memory on top of what is kept: the largest op with its gradients, gathered parameters beside it."""
-    of_ops, gathered_again = assignment[len(intra.parameters) :], intra.gathered_again
+    of_ops = assignment[len(intra.parameters) :]
     largest_op = max((float(o.temporary_bytes[k]) for o, k in zip(intra.ops, of_ops, strict=False)), default=0.0)
-    largest_gather = max(
-        (
-            local_bytes(intra.step.values[value], target, intra.mesh.shape)
-            for _, value, source, targets in used_transfers(intra, assignment)
-            if value in gathered_again
-            for target in targets
-            if is_gather(source, target)
-        ),
-        default=0,
-    )
+    gathered = ((intra.step.values[value], target) for _, value, _, target in _gathered(intra, assignment))
+    largest_gather = max((local_bytes(meta, target, intra.mesh.shape) for meta, target in gathered), default=0)
     return largest_op + 2 * largest_gather + fetched_bytes(intra, assignment)
+
+
+def _gathered(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int, int, DualLayout, DualLayout]]:
+    """Of each parameter that is gathered for use: (first op that asks, value, source layout, target layout)."""
+    for op, value, source, targets in used_transfers(intra, assignment):
+        if value in intra.gathered_again:
+            yield from ((op, value, source, target) for target in targets if is_gather(source, target))
 
 
 # --- How far ahead of its use a parameter is gathered (ZeRO-3).
@@ -236,12 +231,9 @@ def _forward_seconds(gatherings: Sequence[_Gathering], before: np.ndarray, ahead
 
 def _gatherings(intra: IntraOp, assignment: Sequence[int]) -> Iterator[_Gathering]:
     mesh = intra.mesh
-    for op, value, source, targets in used_transfers(intra, assignment):
-        meta = intra.step.values[value]
-        if value not in intra.gathered_again or op in intra.per_step.ops:
-            continue
-        for target in (target for target in targets if is_gather(source, target)):
-            steps = reshard_steps(source, target, mesh.shape)
+    for op, value, source, target in _gathered(intra, assignment):
+        if op not in intra.per_step.ops:
+            meta, steps = intra.step.values[value], reshard_steps(source, target, mesh.shape)
             moved = ((step, kind) for step in steps for kind, _ in step.collectives(differentiable=False))
             seconds = sum(mesh.axes[step.axis].seconds(kind, step.share * meta.num_bytes) for step, kind in moved)
             yield _Gathering(min(op, len(intra.ops)), local_bytes(meta, target, mesh.shape), seconds)

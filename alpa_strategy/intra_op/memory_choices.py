@@ -134,8 +134,10 @@ def _extended(
         intra,
         ops=tuple(ops),
         transfers=tuple(
-            named.twice() if transfer.producer in again else named
-            for named, transfer in zip(intra.transfers, intra.problem.transfers, strict=True)
+            replace(each, sources=each.sources * 2, hidden=np.tile(each.hidden, (2, 1)))
+            if transfer.producer in again
+            else each
+            for each, transfer in zip(intra.transfers, intra.problem.transfers, strict=True)
         ),
         problem=longer(intra.problem, only),
         unrestricted=intra.unrestricted and longer(intra.unrestricted, False),

@@ -16,6 +16,7 @@ import numpy as np
 from alpa_strategy.cluster.spec import LogicalMesh, MeshAxis
 from alpa_strategy.cost.flops import is_plain_view, is_view
 from alpa_strategy.cost.model import OpCosts, Saved
+from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import DualLayout, value_layout
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage
@@ -83,7 +84,7 @@ def local_bytes(meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...
     return meta.with_shape(value_layout(layout).local_shape(meta.shape, mesh_shape, origin)).num_bytes
 
 
-def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int = 1) -> list[ParameterMode]:
+def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int) -> list[ParameterMode]:
     """Modes of one parameter on one mesh axis. Dims shorter than the axis are not sharded, nor is the segments' dim."""
     dims = [d for d, size in enumerate(meta.shape) if size >= axis_size and not (num_segments > 1 and d == 0)]
     shards = [ParameterMode.parse(f"S{d}") for d in dims]
@@ -124,19 +125,14 @@ def bucketed_seconds(axis: MeshAxis, kind: str, num_bytes: int, bucket_bytes: in
 
 
 def parameter_options(
-    meta: TensorMeta,
-    mesh: LogicalMesh,
-    costs: OpCosts,
-    optimizer: OptimizerInfo,
-    num_segments: int = 1,
-    steps_per_update: int = 1,
-    on_host: bool = False,
+    given: ParameterInput, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo, num_steps: int, on_host: bool
 ) -> ParameterOptions:
     """Every combination of modes over the mesh axes, with once-per-step seconds and bytes.
 
-    `steps_per_update`: gradient accumulation; what happens once per optimizer step is shared by so many steps.
+    `num_steps`: gradient accumulation; what happens once per optimizer step is shared by so many steps.
     `on_host`: what is stored lies in host memory.
     """
+    meta, num_segments = given.meta, given.num_segments
     plans, sources, rows = [], [], []
     for modes in product(*(parameter_modes(meta, size, num_segments) for size in mesh.shape)):
         plan = ParameterPlan(modes, num_segments, on_host, optimizer.gradient_itemsize == 4)
@@ -175,7 +171,7 @@ def parameter_options(
         plans.append(plan)
         sources.append(source)
         on_device = gathered if on_host else kept + gathered
-        cost, update = cost / steps_per_update, update / steps_per_update
+        cost, update = cost / num_steps, update / num_steps
         rows.append((cost, on_device, fetch, back, 0.0, kept if on_host else 0, update))
     return ParameterOptions(tuple(plans), tuple(sources), *np.array(rows, dtype=float).reshape(-1, 7).T)
 

@@ -11,7 +11,7 @@ What runs beside compute costs no time as far as the cluster's `overlap` says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -31,6 +31,7 @@ from alpa_strategy.sharding.redistribute import reshard_steps, reshard_table
 
 aten = torch.ops.aten
 
+Ends = tuple[tuple[DualLayout, ...], tuple[DualLayout, ...]]  # sources and targets of a value's resharding
 PARTS = (2, 4)  # that a sum may be divided into: each part is a kernel and a message of its own
 
 # Names of the arguments input [*rows, k], weight and bias; whether the weight is [k, n], else [*segments, n, k].
@@ -113,62 +114,53 @@ def _least(layouts: Sequence[DualLayout], of_strategies: Sequence[DualLayout], s
 
 
 def hidden(
-    step: StepGraph,
-    ops: Sequence[OpOptions],
-    value: int,
-    sources: tuple[DualLayout, ...],
-    targets: tuple[DualLayout, ...],
-    mesh: LogicalMesh,
+    step: StepGraph, ops: Sequence[OpOptions], value: int, ends: Ends, mesh: LogicalMesh
 ) -> tuple[np.ndarray, np.ndarray]:
     """(forward, backward) seconds of a value's `reshard_table` that cost no time, [source, target]."""
     meta = step.values[value]
-    forward, backward = reshard_table(sources, targets, meta.num_bytes, meta.requires_grad, mesh)
+    forward, backward = reshard_table(*ends, meta.num_bytes, meta.requires_grad, mesh)
     nothing = np.zeros_like(forward), np.zeros_like(backward)
     if not mesh.overlap:
         return nothing
-    making = making_seconds(step, ops, value, sources)
-    weights = weights_seconds(step, ops, value, targets)
+    making = making_seconds(step, ops, value, ends[0])
+    weights = weights_seconds(step, ops, value, ends[1])
     if not making.any() and not weights.any():
         return nothing
-    sums_values, sums_gradients = _sums(sources, targets, mesh.shape)
-    gained = np.max([_gained(making, forward, *part) for part in _in_parts(meta, sources, targets, mesh)], axis=0)
+    sums_values, sums_gradients = _sums(ends, mesh.shape)
+    gained = _gained(making, meta, ends, mesh).max(axis=0)
     of_gradients = np.where(sums_gradients, np.minimum(backward, weights), 0.0)
     return mesh.overlap * np.where(sums_values, gained, 0.0), mesh.overlap * of_gradients
 
 
 def best_parts(making: float, meta: TensorMeta, source: DualLayout, target: DualLayout, mesh: LogicalMesh) -> int:
     """In how many parts the result of a product that takes `making` seconds is best summed; 1: as a whole."""
-    pair = (source,), (target,)
-    if not _sums(*pair, mesh.shape)[0].item() or not mesh.overlap:
+    ends = (source,), (target,)
+    if not _sums(ends, mesh.shape)[0].item() or not mesh.overlap:
         return 1
-    whole = reshard_table(*pair, meta.num_bytes, meta.requires_grad, mesh)[0]
-    gains = {n: _gained(np.array([making]), whole, n, part).item() for n, part in _in_parts(meta, *pair, mesh)}
-    best = max(gains, key=gains.__getitem__)
-    return best if gains[best] > 0 else 1
+    gains = _gained(np.array([making]), meta, ends, mesh).ravel()
+    return PARTS[int(gains.argmax())] if gains.max() > 0 else 1
 
 
-def _in_parts(
-    meta: TensorMeta, sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], mesh: LogicalMesh
-) -> Iterator[tuple[int, np.ndarray]]:
-    """(number of parts, seconds of one [source, target])"""
+def _gained(making: np.ndarray, meta: TensorMeta, ends: Ends, mesh: LogicalMesh) -> np.ndarray:
+    """[PARTS, source, target] seconds less than one after the other: product and sum in so many parts each."""
+
+    def summing(count: int) -> np.ndarray:
+        return reshard_table(*ends, meta.num_bytes // count, meta.requires_grad, mesh)[0]
+
+    gains = []
     for count in PARTS:
-        yield count, reshard_table(sources, targets, meta.num_bytes // count, meta.requires_grad, mesh)[0]
-
-
-def _gained(making: np.ndarray, whole: np.ndarray, count: int, part: np.ndarray) -> np.ndarray:
-    """[source, target] seconds less than one after the other: product and sum in `count` parts, each `part` seconds."""
-    each = making[:, None] / count
-    return np.maximum(making[:, None] + whole - (each + (count - 1) * np.maximum(each, part) + part), 0.0)
+        each, part = making[:, None] / count, summing(count)
+        together = each + (count - 1) * np.maximum(each, part) + part
+        gains.append(np.maximum(making[:, None] + summing(1) - together, 0.0))
+    return np.stack(gains)
 
 
 @lru_cache(maxsize=4096)
-def _sums(
-    sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], mesh_shape: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
+def _sums(ends: Ends, mesh_shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """[source, target] whether all that is moved is one sum over one axis: of the values, of their gradients."""
-    values = np.zeros((len(sources), len(targets)), dtype=bool)
+    values = np.zeros([len(layouts) for layouts in ends], dtype=bool)
     gradients = values.copy()
-    for (p, source), (q, target) in product(enumerate(sources), enumerate(targets)):
+    for (p, source), (q, target) in product(*map(enumerate, ends)):
         steps = reshard_steps(source, target, mesh_shape)
         forward = [step.src.value for step in steps if step.src.value != step.dst.value]
         backward = [step.dst.grad for step in steps if step.src.grad != step.dst.grad]

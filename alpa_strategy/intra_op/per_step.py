@@ -28,10 +28,6 @@ class Derivation:
     parameters: tuple[str, ...]
     values: tuple[int, ...]
 
-    def graph(self, stage: StepGraph) -> StepGraph:
-        """The derivation by itself; nothing leaves it but `values`."""
-        return stage.part([stage.ops[index] for index in self.ops])
-
 
 @dataclass(frozen=True)
 class PerStep:

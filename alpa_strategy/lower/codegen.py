@@ -66,8 +66,7 @@ class LoweredStep:
     ) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]:
         """By value index what leaves the step, whole on every device (the loss included); what later stages get, in the
         layouts of `StagePlan.sent`; what later spans of the stage get, in the layouts in which it is made."""
-        results = self.function(parameters, buffers, batch, received, buffers.get(COUNTERS))
-        left = iter(results)
+        left = iter(self.function(parameters, buffers, batch, received, buffers.get(COUNTERS)))
         escaping, sent, made = (
             {value: next(left) for value in values} for values in (self.escaping, self.sent, self.made)
         )
@@ -129,7 +128,8 @@ def lower_stage(
     programs: list[LoweredStep] = []
     layouts: dict[int, DualLayout] = {}
     for derivation in once_per_step.derivations:
-        writer = _Writer(derivation.graph(whole), stage, mesh, device, random)
+        own_graph = whole.part([whole.ops[index] for index in derivation.ops])  # nothing leaves it but the values
+        writer = _Writer(own_graph, stage, mesh, device, random)
         programs.append(writer.program(derivation.values))
         layouts |= {value: writer.layouts[value] for value in derivation.values}
     left_out = {whole.ops[index].name for index in once_per_step.ops}
@@ -201,11 +201,11 @@ class _Writer:
         """One op: its operands in the layouts that its strategy takes, then its call."""
         if op.name in self.done:
             return
-        self.done.add(op.name)
         strategies = self.stage.strategies[op.name]
         self.module = op.module
         if self.overlaps and self.beside_sums(op):
             return
+        self.done.add(op.name)
         operands = [self.resharded(value, self.wanted(op, position)) for position, value in enumerate(op.operands)]
         for position, value in enumerate(op.results):
             self.layouts[value] = tuple(s.outputs[position] for s in strategies)
@@ -234,13 +234,12 @@ class _Writer:
         reads = [(self.step.ops[index], position) for index, position in self.step.consumers[value]]
         # The sum is one for all that reads the input so.
         ops = list(dict.fromkeys(reader for reader, position in reads if self.wanted(reader, position) == wanted))
-        if self.step.values[value].requires_grad and into.gradient_sum and self.are_products_of(value, ops):
+        is_summed = self.step.values[value].requires_grad and len(into.gradient_sums) == 1
+        if is_summed and self.are_products_of(value, ops):
             self.products(ops, into)
-            return True
-        if self.in_parts(op) is not None:
+        elif self.in_parts(op) is not None:
             self.products([op], None)
-            return True
-        return False
+        return op.name in self.done
 
     def are_products_of(self, value: int, ops: Sequence[Op]) -> bool:
         """Whether `ops` are products of `value` with what is there, or can be made of parameters."""
@@ -259,7 +258,10 @@ class _Writer:
         for op in ops:
             product, how = product_of(op.call), self.in_parts(op)
             assert product is not None
-            for position in (product.weight, *(() if product.bias is None else (product.bias,))):
+            for position in (product.weight, product.bias):
+                if position is None:
+                    operands.append("None")
+                    continue
                 value = op.operands[position]
                 if value not in self.layouts:  # a cast that comes later
                     self.op(self.step.ops[self.step.makers[value]])
@@ -275,17 +277,16 @@ class _Writer:
             if how is not None:
                 self.copies[result, how[0].dst] = results[-1]
         name, self.module = f"products_{ops[0].name}", ops[0].module
-        self.namespace[name] = Products(into, found)
+        self.namespace[name] = functools.partial(Products.apply, into, found)
         code = f"{', '.join(results)}, = {name}({', '.join([rows, *operands])})"
-        note = ops[0].source or ops[0].module
-        self.lines.append(Line(code, tuple(results), (rows, *operands), note, ops[0].module))
+        reads, note = (rows, *(each for each in operands if each != "None")), ops[0].source or ops[0].module
+        self.lines.append(Line(code, tuple(results), reads, note, ops[0].module))
 
     def product(self, op: Op) -> Product | None:
         """The product that the device has to compute for an op; None where it is something else."""
         plain = {None, "bias_on_first"}.issuperset(s.implementation for s in self.stage.strategies[op.name])
-        return (
-            product_of(op.call) if plain and not is_symbolic(op.call) and op.name not in self.stage.not_kept else None
-        )
+        is_able = plain and not is_symbolic(op.call) and op.name not in self.stage.not_kept
+        return product_of(op.call) if is_able else None
 
     def in_parts(self, op: Op) -> tuple[Reshard, int, int] | None:
         """(sum, dim, number of parts) of a product's result, where the plan says so and one layout of it is read."""
@@ -299,9 +300,9 @@ class _Writer:
         source = tuple(s.outputs[0] for s in self.stage.strategies[op.name])
         reshard = Reshard(source, targets.pop(), meta.shape, self.mesh)
         sizes = value_layout(source).local_shape(meta.shape, self.mesh.shape, self.mesh.coordinate)
-        if reshard.value_sum is None:
+        if len(reshard.value_sums) != 1:
             return None
-        dims = [dim for dim in range(len(sizes) - 1) if dim != reshard.value_sum.dim and sizes[dim] > 1]
+        dims = [dim for dim in range(len(sizes) - 1) if dim != reshard.value_sums[0].dim and sizes[dim] > 1]
         dim = max(dims, key=sizes.__getitem__, default=None)
         return None if dim is None else (reshard, dim, min(parts, sizes[dim]))
 

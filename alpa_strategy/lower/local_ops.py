@@ -169,7 +169,7 @@ def _normalised(
     scale = scale if weight is None else scale * weight
     y = (x - mean.view(shape)) * scale.view(shape)
     y = (y if bias is None else y + bias.view(shape)).to(x.dtype)
-    return y, *_running(mean.detach(), square.detach(), total, running_mean, running_var, momentum)
+    return y, *_running((mean.detach(), square.detach(), total), (running_mean, running_var), momentum)
 
 
 class _SharedStatistics(torch.autograd.Function):
@@ -247,13 +247,9 @@ class _BatchNormSync(torch.autograd.Function):
             # scale (dy - mean(dy) - normal mean(dy normal)), with normal = (x - mean) inverse_std
             grad_x = torch.batch_norm(wide, slope, less, mean, variance, False, 0.0, ctx.eps, False)
             grad_x = grad_x.addcmul_(grad_y, scale.view([-1] + [1] * (x.dim() - 2))).to(x.dtype)
-        return (
-            grad_x,
-            grad_weight.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None,
-            grad_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-        )
+        grad_weight = grad_weight.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
+        grad_bias = grad_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def batch_norm_sync(
@@ -271,18 +267,14 @@ def batch_norm_sync(
     Returns (y, new_running_mean, new_running_var), or (y,) without running statistics.
     """
     y, mean, square, total = _BatchNormSync.apply(x, weight, bias, eps, tuple(comms))
-    return y, *_running(mean, square, total, running_mean, running_var, momentum)
+    return y, *_running((mean, square, total), (running_mean, running_var), momentum)
 
 
 def _running(
-    mean: Tensor,
-    square: Tensor,
-    total: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
+    found: tuple[Tensor, Tensor, Tensor], running: tuple[Tensor | None, Tensor | None], momentum: float
 ) -> tuple[Tensor, ...]:
-    """The new running mean and variance, where there are such."""
+    """The new running mean and variance, where there are such. found: mean, sum of squared deviations, their number."""
+    (mean, square, total), (running_mean, running_var) = found, running
     if running_mean is None or running_var is None:
         return ()
     unbiased = square / (total - 1.0)  # as torch: running_var is unbiased, the variance that normalises is not

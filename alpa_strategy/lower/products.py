@@ -6,7 +6,8 @@ of one input, with its resharding, are one node here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,33 +19,34 @@ from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.intra_op.overlap import Product
 
 
+@dataclass(frozen=True)
 class Multiplied:
     """A product of an input [*rows, k] with a weight.
 
-    Args:
+    Attributes:
         adds_bias: whether this device does, where there is one: of results that are summed, only the first.
         summed: sums the result, where that is done here: in `parts` chunks of `dim`.
     """
 
-    def __init__(
-        self, product: Product, adds_bias: bool, summed: Reshard | None = None, dim: int = 0, parts: int = 1
-    ) -> None:
-        self.has_bias, self._adds_bias = product.bias is not None, adds_bias
-        self._is_transposed, self._summed, self._dim, self._parts = product.is_transposed, summed, dim, parts
+    product: Product
+    adds_bias: bool
+    summed: Reshard | None = None
+    dim: int = 0
+    parts: int = 1
 
     def result(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[*rows, n], or [*rows, segments, n]"""
-        matrix, flat_bias = self._matrix(weight), bias.flatten() if bias is not None and self._adds_bias else None
-        if self._summed is None:
+        matrix, flat_bias = self._matrix(weight), bias.flatten() if bias is not None and self.adds_bias else None
+        if self.summed is None:
             result = F.linear(rows, matrix, flat_bias)
             return result.unflatten(-1, weight.shape[:2]) if weight.dim() > 2 else result
-        pieces = (F.linear(piece, matrix, flat_bias) for piece in rows.chunk(self._parts, self._dim))
-        coming = [self._summed.start(piece) for piece in pieces]
-        return torch.cat([piece.wait() for piece in coming], self._dim)
+        pieces = (F.linear(piece, matrix, flat_bias) for piece in rows.chunk(self.parts, self.dim))
+        coming = [self.summed.start(piece) for piece in pieces]
+        return torch.cat([piece.wait() for piece in coming], self.dim)
 
     def gradient_of_product(self, grad: Tensor, rows: Tensor) -> Tensor:
         """Of the result as it was before it was summed, [*rows, n]."""
-        return (grad if self._summed is None else self._summed.gradients(grad)).flatten(rows.dim() - 1)
+        return (grad if self.summed is None else self.summed.gradients(grad)).flatten(rows.dim() - 1)
 
     def gradient_of_rows(self, grad: Tensor, weight: Tensor) -> Tensor:
         """grad: of the product."""
@@ -53,61 +55,47 @@ class Multiplied:
     def gradient_of_weight(self, grad: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
         """grad: of the product."""
         matrix = grad.flatten(0, -2).t() @ rows.flatten(0, -2)  # [n, k]
-        return matrix.t() if self._is_transposed else matrix.view(weight.shape)
+        return matrix.t() if self.product.is_transposed else matrix.view(weight.shape)
 
     def gradient_of_bias(self, grad: Tensor, bias: Tensor) -> Tensor:
         """grad: of the product."""
-        return grad.flatten(0, -2).sum(0).view(bias.shape) if self._adds_bias else torch.zeros_like(bias)
+        return grad.flatten(0, -2).sum(0).view(bias.shape) if self.adds_bias else torch.zeros_like(bias)
 
     def _matrix(self, weight: Tensor) -> Tensor:
-        return weight.t() if self._is_transposed else weight.flatten(0, -2)  # [n, k]
+        return weight.t() if self.product.is_transposed else weight.flatten(0, -2)  # [n, k]
 
 
-class Products:
-    """Callable on an input and the weights and biases of its products, one after the other; returns their results.
+class Products(torch.autograd.Function):
+    """An input, and the weight and the bias (None: there is none) of each of its products -> their results.
 
     `into` brings the input into the layout that the products take; None: it is there.
     """
 
-    def __init__(self, into: Reshard | None, products: Sequence[Multiplied]) -> None:
-        self.into, self._products = into, tuple(products)
-
-    def __call__(self, rows: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-        return _Node.apply(self, rows, *operands)
-
-    def with_operands(self, operands: Sequence[Any]) -> Iterator[tuple[Multiplied, Any, Any]]:
-        """(product, its weight, its bias or None) of what is given one after the other."""
-        left = iter(operands)
-        for product in self._products:
-            yield product, next(left), next(left) if product.has_bias else None
-
-
-class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, products: Products, rows: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-        rows = rows if products.into is None else products.into.values(rows)
-        ctx.products = products
+    def forward(
+        ctx: Any, into: Reshard | None, products: Sequence[Multiplied], rows: Tensor, *operands: Any
+    ) -> tuple[Tensor, ...]:
+        rows = rows if into is None else into.values(rows)
+        ctx.into, ctx.products = into, products
         ctx.save_for_backward(rows, *operands)
-        return tuple(product.result(rows, weight, bias) for product, weight, bias in products.with_operands(operands))
+        given = zip(products, operands[::2], operands[1::2], strict=True)
+        return tuple(product.result(rows, weight, bias) for product, weight, bias in given)
 
     @staticmethod
     @once_differentiable  # programs that may be differentiated twice have none, see `lower`
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        products: Products = ctx.products
+        products: Sequence[Multiplied] = ctx.products
         rows, *operands = ctx.saved_tensors
-        given = list(products.with_operands(operands))
-        grads = tuple(given[i][0].gradient_of_product(grad, rows) for i, grad in enumerate(grads))
-        _, wants_rows, *wants = ctx.needs_input_grad
+        _, _, wants_rows, *wants = ctx.needs_input_grad
+        of_products = [each.gradient_of_product(grad, rows) for each, grad in zip(products, grads, strict=True)]
+        given = list(zip(products, of_products, operands[::2], operands[1::2], strict=True))
         of_rows = coming = None
         if wants_rows:
-            parts = [p.gradient_of_rows(grad, weight) for grad, (p, weight, _) in zip(grads, given, strict=True)]
+            parts = [product.gradient_of_rows(grad, weight) for product, grad, weight, _ in given]
             of_rows = sum(parts[1:], start=parts[0])
-            coming = None if products.into is None else products.into.start_gradients(of_rows)
+            coming = None if ctx.into is None else ctx.into.start_gradients(of_rows)
         made: list[Tensor | None] = []
-        for grad, (product, weight, bias), (_, needs, needs_bias) in zip(
-            grads, given, products.with_operands(wants), strict=True
-        ):
+        for (product, grad, weight, bias), needs, needs_bias in zip(given, wants[::2], wants[1::2], strict=True):
             made.append(product.gradient_of_weight(grad, rows, weight) if needs else None)
-            if product.has_bias:
-                made.append(product.gradient_of_bias(grad, bias) if needs_bias else None)
-        return None, of_rows if coming is None else coming.wait(), *made
+            made.append(product.gradient_of_bias(grad, bias) if needs_bias else None)
+        return None, None, of_rows if coming is None else coming.wait(), *made

@@ -28,12 +28,8 @@ COPIED_BYTES = 2**20  # given data up to this size is copied, so that it may cha
 # Ops that change their arguments 3 and 4 when argument 5 is true, which their schemas do not say.
 NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
 # In-place ops whose result does not depend on what was there.
-OVERWRITING = frozenset(
-    [
-        *("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"),
-        *("zero_", "fill_", "copy_"),
-    ]
-)
+_DRAWN = ("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_")
+OVERWRITING = frozenset({*_DRAWN, "zero_", "fill_", "copy_"})
 
 
 @dataclass(frozen=True)

@@ -447,7 +447,7 @@ class WholeOnUse(TorchFunctionMode):
         if func in _OF_PARTS or func in _REFUSED or not found:
             return func(*args, **kwargs)
         args, kwargs = tree_map_only(nn.Parameter, self._whole, (args, kwargs))
-        return args[0].detach() if func == _DATA.__get__ else func(*args, **kwargs)
+        return args[0].detach() if func == _TENSOR.data.__get__ else func(*args, **kwargs)
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         key = id(parameter), parameter.requires_grad, torch.is_grad_enabled()
@@ -464,10 +464,7 @@ class WholeOnUse(TorchFunctionMode):
         )
 
 
-_DATA: Any = Tensor.data
-_GRAD: Any = Tensor.grad
-_FLAG: Any = Tensor.requires_grad
-_LEAF: Any = Tensor.is_leaf
-_OF_PARTS = {_GRAD.__set__, _GRAD.__delete__, _FLAG.__get__, _FLAG.__set__, _LEAF.__get__}
-_OF_PARTS |= {Tensor.requires_grad_, Tensor.__hash__}
-_REFUSED = {_GRAD.__get__, _DATA.__set__, torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+_TENSOR: Any = Tensor  # its attributes are descriptors
+_OF_PARTS = {_TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR.is_leaf.__get__, Tensor.__hash__}
+_OF_PARTS |= {_TENSOR.requires_grad.__get__, _TENSOR.requires_grad.__set__, Tensor.requires_grad_}
+_REFUSED = {_TENSOR.grad.__get__, _TENSOR.data.__set__, Tensor.backward, torch.autograd.grad, torch.autograd.backward}

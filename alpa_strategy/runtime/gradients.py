@@ -16,27 +16,15 @@ from functools import reduce
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from alpa_strategy.comm.collectives import all_largest
 from alpa_strategy.comm.mesh import AxisComm, MeshComm, Pending
-from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_sizes
 from alpa_strategy.options import bucket_limit
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter
 
-WHOLE_MESH = -1  # stands for all axes at once
-
 Completed = Callable[[Sequence[nn.Parameter]], None]  # gradients of these are complete, others not yet
-
-
-@dataclass(frozen=True)
-class _Collective:
-    """One of a gradient's reduction: over `axis`, an all_reduce, or a reduce_scatter of `dim`."""
-
-    axis: int
-    dim: int | None = None
 
 
 class GradientReducer:
@@ -121,14 +109,11 @@ class GradientReducer:
         here = [int(each.has_gradient) for each in self._parameters]
         table = torch.tensor([here, [1 - there for there in here]], device=self._parameters[0].device)
         used, missing = self._mesh.whole.all_reduce(table, "max").tolist()
-        names = [each.name for each in self._parameters]
-        self._only_somewhere = frozenset(
-            n for n, is_used, lacks in zip(names, used, missing, strict=True) if is_used and lacks
-        )
-        used_names = {name for name, is_used in zip(names, used, strict=True) if is_used}
+        found = {each.name: both for each, *both in zip(self._parameters, used, missing, strict=True)}
+        self._only_somewhere = frozenset(name for name, both in found.items() if all(both))
         in_order = self._in_order(self._parameters)
-        self._unused = [each for each in in_order if each.name not in used_names]
-        self._build(each for each in in_order if each.name in used_names)
+        self._unused = [each for each in in_order if not found[each.name][0]]
+        self._build(each for each in in_order if found[each.name][0])
 
     def _in_order(self, parameters: Sequence[ShardedParameter]) -> list[ShardedParameter]:
         """As the first device's backward came to them; what it has not seen comes last. Collective."""
@@ -148,15 +133,15 @@ class GradientReducer:
 
         def close(key: tuple) -> None:
             members = open_buckets.pop(key)
-            bucket = _Bucket(self._mesh, [each for _, each in members], self._only_somewhere, self._scale)
+            bucket = _Bucket([each for _, each in members], self._only_somewhere, self._scale)
             closed.append((members[-1][0], bucket))
 
         for position, each in enumerate(parameters):
-            collectives = collectives_of(each.to_use, self._mesh)
-            if not collectives:
+            sums = each.to_use.gradient_sums
+            if not sums:  # it needs more than sums, or nothing
                 self._rest.append(each)
                 continue
-            kinds = tuple((collective.axis, collective.dim is None) for collective in collectives)
+            kinds = tuple((each_sum.axis, each_sum.dim is None) for each_sum in sums)
             key = (each.reduce_dtype, each.device, kinds)
             open_buckets.setdefault(key, []).append((position, each))
             if sum(member.used_bytes for _, member in open_buckets[key]) >= limit:
@@ -230,7 +215,7 @@ class ReplicaReducer(GradientReducer):
         for each, grad in zip(late_ones, late_gradients, strict=True):
             each.add_gradient(grad)
         if late_ones:
-            again = _Bucket(self._mesh, late_ones, {each.name for each in late_ones}, self._scale)
+            again = _Bucket(late_ones, {each.name for each in late_ones}, self._scale)
             again.start()
             _run([again])
         for each in (each for each, kind, _ in agreed if kind == 1):
@@ -299,34 +284,16 @@ def _run(buckets: list[_Bucket], completed: Completed | None = None) -> None:
         buckets = running
 
 
-def collectives_of(reshard: Reshard, mesh: MeshComm) -> tuple[_Collective, ...]:
-    """The collectives of a reduction, or () when it needs more than all_reduce and reduce_scatter (or nothing)."""
-    found: list[_Collective] = []
-    for step in reshard.backward_steps:
-        match step.src, step.dst:
-            case Partial(), Replicate():
-                found.append(_Collective(step.axis))
-            case Partial(), Shard(dim=dim):
-                found.append(_Collective(step.axis, dim))
-            case _:
-                return ()
-    if len(found) == len(mesh.shape) > 1 and all(each.dim is None for each in found):
-        return (_Collective(WHOLE_MESH),)
-    return tuple(found)
-
-
 class _Bucket:
     """Gradients that go through the same collectives together; `needed`: those that are there after it in any case.
 
     scale: what their sums are multiplied by.
     """
 
-    def __init__(
-        self, mesh: MeshComm, parameters: list[ShardedParameter], needed: Collection[str], scale: float = 1.0
-    ) -> None:
-        self._mesh, self.parameters, self.needed, self._scale = mesh, parameters, needed, scale
+    def __init__(self, parameters: list[ShardedParameter], needed: Collection[str], scale: float) -> None:
+        self.parameters, self.needed, self._scale = parameters, needed, scale
         # Per collective what each gradient wants of it: the same axis, dims of their own.
-        self._collectives = list(zip(*(collectives_of(each.to_use, mesh) for each in parameters), strict=True))
+        self._collectives = list(zip(*(each.to_use.gradient_sums for each in parameters), strict=True))
         self.running: Iterator[None] | None = None
 
     def start(self) -> None:
@@ -346,9 +313,7 @@ class _Bucket:
         both = list(zip(self.parameters, is_there, strict=True))
         grads = [each.take_gradient() if there else each.no_gradient() for each, there in both]
         for wanted in self._collectives:
-            first = wanted[0].axis
-            axis = self._mesh.whole if first == WHOLE_MESH else self._mesh.axes[first]
-            shapes = [grad.shape for grad in grads]
+            axis, shapes = wanted[0].axis, [grad.shape for grad in grads]
             dims = [each.dim for each in wanted if each.dim is not None]
             if not dims:
                 pending = axis.start_all_reduce(_flat(grads, self._scale))

@@ -61,7 +61,8 @@ class MeshParameters:
         """A stage of this mesh has this parameter; stages on the same devices store it alike."""
         if (known := self._by_parameter.get(parameter)) is not None:
             return known
-        sharded = ShardedParameter.of(given, plan, parameter, self.mesh, self._replicas is not None)
+        of_gradients = None if self._replicas is None else self._replicas.mesh
+        sharded = ShardedParameter.of(given, plan, parameter, self.mesh, of_gradients)
         self._by_parameter[parameter] = sharded
         self._by_name.update(dict.fromkeys(given.names, sharded))
         return sharded
@@ -262,13 +263,11 @@ class ParameterStore:
                 here = self._meshes.setdefault(id(own_mesh), MeshParameters(own_mesh, replicas))
                 self.of_stage[index] = here
             for given in inputs:
-                plan = next(
-                    (stage.parameter_plans[name] for name in given.names if name in stage.parameter_plans), None
-                )
-                if plan is None:
+                plans = [stage.parameter_plans[name] for name in given.names if name in stage.parameter_plans]
+                if not plans:
                     continue
                 parameter = module.get_parameter(given.name)
-                sharded = None if own_mesh is None else here.add(given, plan, parameter)
+                sharded = None if own_mesh is None else here.add(given, plans[0], parameter)
                 if parameter not in self._known:
                     source = stage_ranks(stage)[0]
                     self._known[parameter] = _Known(given.name, parameter.shape, source, sharded, sharded)

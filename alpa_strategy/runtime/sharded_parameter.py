@@ -74,30 +74,23 @@ class ShardedParameter:
         plan: ParameterPlan,
         parameter: nn.Parameter,
         mesh: MeshComm,
-        of_replica: bool = False,
+        replicas: MeshComm | None = None,
     ) -> ShardedParameter:
         """The module's `parameter` under its plan.
 
         Args:
-            of_replica: each rank uses all of it, for a step of its own.
+            replicas: each rank uses all of it, for a step of its own; gradients are summed over this mesh.
         """
         shape = torch.Size(given.meta.shape)
         module_shape = torch.Size(given.module_shape or shape)
         storage = tuple(shard(p.dim) if isinstance(p, Shard) else INVARIANT for p in plan.layout)  # gradients too
         used = plan.step_layout()
-        if of_replica:  # whole, its gradient a summand (of a parameter that does not train: nothing)
+        if replicas is not None:  # whole, its gradient a summand (of a parameter that does not train: nothing)
             used = tuple(INVARIANT if mode.storage is Storage.INVARIANT else REPLICATE for mode in plan.modes)
-        return cls(
-            name=given.name,
-            plan=plan,
-            parameter=parameter,
-            mesh=mesh,
-            shape=shape,
-            module_shape=module_shape,
-            to_use=Reshard(storage, used, shape, mesh),
-            to_whole=Reshard(storage, (INVARIANT,) * len(mesh.shape), shape, mesh),
-            is_gathered_once=not of_replica and (plan.is_gathered_once or (plan.on_host and not plan.is_fetched)),
-        )
+        to_use = Reshard(storage, used, shape, replicas or mesh)
+        to_whole = Reshard(storage, (INVARIANT,) * len(mesh.shape), shape, mesh)
+        once = replicas is None and (plan.is_gathered_once or (plan.on_host and not plan.is_fetched))
+        return cls(given.name, plan, parameter, mesh, shape, module_shape, to_use, to_whole, is_gathered_once=once)
 
     @property
     def is_whole(self) -> bool:

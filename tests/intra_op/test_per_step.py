@@ -39,7 +39,7 @@ def test_the_micro_batches_take_all_that_they_need_of_it(name):
     read = {value for op in left for value in op.operands} | set(graph.escaping)
     assert read <= made | inputs | set(graph.received) | found.values
     for derivation in found.derivations:
-        own = derivation.graph(graph)
+        own = graph.part([graph.ops[index] for index in derivation.ops])
         given = {e.value for group in (own.parameters, own.buffers, own.constants) for e in group}
         for op in own.ops:
             assert given.issuperset(op.operands)

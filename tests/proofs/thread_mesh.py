@@ -32,7 +32,7 @@ class _Exchange:
         self.barrier = threading.Barrier(size, timeout=timeout_seconds)
 
 
-@dataclass
+@dataclass(eq=False)
 class ThreadAxis(AxisComm):
     """`AxisComm` among threads. `record`: (kind, bytes of the full tensor on the axis) of every collective so far."""
 

@@ -55,7 +55,10 @@ def network_of(problem: Problem) -> Network | None:
                 *(scope.index(v) for v in ends), *(sizes[v] for v in scope),
             )  # fmt: skip
             if key not in known:
-                known[key] = _direct(transfer, cost, scope, sizes)
+                at = dict(zip(scope, np.ix_(*(range(sizes[v]) for v in scope)), strict=True))  # an axis of its own each
+                targets = [np.asarray(use.layout)[at[use.choice]] for use in transfer.uses]
+                source = np.asarray(transfer.source)[at[transfer.producer]]
+                known[key] = _paid_once(cost, source, targets, [sizes[v] for v in scope])
             factors.append(Factor(scope, known[key]))
         elif not _through_layouts(transfer, cost, sizes, factors, known):
             return None
@@ -174,15 +177,6 @@ def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
         total = total + left.pop(widths.index(min(widths)))
     whole = tuple(sizes[v] for v in scope)
     return total if total.shape == whole else np.broadcast_to(total, whole).copy()
-
-
-def _direct(transfer: Transfer, cost: np.ndarray, scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:
-    """One table over the producer and the consumers themselves."""
-    shape = [sizes[v] for v in scope]
-    strategy = dict(zip(scope, np.ix_(*map(range, shape)), strict=True))  # each along an axis of its own
-    source = np.asarray(transfer.source)[strategy[transfer.producer]]
-    targets = [np.asarray(use.layout)[strategy[use.choice]] for use in transfer.uses]
-    return _paid_once(cost, source, targets, shape)
 
 
 def _paid_once(cost: np.ndarray, source: np.ndarray, targets: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:

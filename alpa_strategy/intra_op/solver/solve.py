@@ -88,7 +88,12 @@ def solve(
         raise _out_of_time(time_limit)
     least = point(problem, found.assignment)
     if least.num_bytes > problem.memory_limit:
-        raise _too_big(problem, least.num_bytes, found.bound >= least.num_bytes * (1 - PROVED))
+        about = "" if found.bound >= least.num_bytes * (1 - PROVED) else "about "
+        raise DoesNotFitError(
+            f"The memory limit cannot be met: the least is {about}{format_bytes(least.num_bytes)}"
+            f" ({least.num_bytes:.0f} bytes) per device, the limit is {format_bytes(problem.memory_limit)}.",
+            "Use more devices, a smaller (micro-)batch, activation checkpointing, or raise the memory limit.",
+        )
     solved = _solve_limited(problem, free, least, deadline, cutoff, tolerance)
     return replace(solved, bound=min(solved.bound, solved.seconds))
 
@@ -254,8 +259,8 @@ def _best(problem: Problem, *candidates: list[int] | None) -> list[int] | None:
 
 def _solution(problem: Problem, found: _Found) -> Solution:
     assert found.assignment is not None
-    seconds, num_bytes = evaluate(problem, found.assignment)
-    return Solution(tuple(found.assignment), seconds, num_bytes, min(found.bound, seconds), found.method)
+    priced = point(problem, found.assignment)
+    return replace(priced, bound=min(found.bound, priced.seconds), method=found.method)
 
 
 def _forbidden(problem: Problem) -> PlanError:
@@ -264,14 +269,6 @@ def _forbidden(problem: Problem) -> PlanError:
     return PlanError(
         f"No finite-cost assignment of strategies exists{which}.",
         "Loosen the pinned placements, or allow more layouts for the ops between them.",
-    )
-
-
-def _too_big(problem: Problem, least: float, exact: bool) -> DoesNotFitError:
-    return DoesNotFitError(
-        f"The memory limit cannot be met: the least is {'' if exact else 'about '}{format_bytes(least)}"
-        f" ({least:.0f} bytes) per device, the limit is {format_bytes(problem.memory_limit)}.",
-        "Use more devices, a smaller (micro-)batch, activation checkpointing, or raise the memory limit.",
     )
 
 
