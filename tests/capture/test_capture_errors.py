@@ -29,7 +29,7 @@ class Step(LightningModule):
         self.a, self.metric, self.function = nn.Linear(4, 4), MeanMetric(), function
         self.hidden, self.counts = [nn.Parameter(torch.ones(4))], SimpleNamespace(steps=0)
         self.table, self.norms = torch.zeros(4), [nn.BatchNorm1d(4, affine=False)]
-        self.by_name = {"mean": MeanMetric()}
+        self.by_name = {"accuracy": MulticlassAccuracy(4, average="micro", validate_args=False)}
         self.register_buffer("count", torch.tensor(0))
         self.register_buffer("last_loss", None)
 
@@ -126,7 +126,7 @@ def normalizes_by_a_hidden_layer(self: Step, x: Tensor, i: int) -> Tensor:
 
 
 def updates_a_hidden_metric(self: Step, x: Tensor, i: int) -> Tensor:
-    self.by_name["mean"].update(x)
+    self.by_name["accuracy"].update(x, x.argmax(1))
     return self.a(x).sum()
 
 
@@ -251,7 +251,7 @@ def test_names_the_line_and_a_way_out(function: Callable[..., Any]) -> None:
         (keeps_rows_in_a_counter, "in the place of count"),
         (fills_a_buffer, "attributes of the module ._buffers"),
         (makes_a_layer, "attributes of the module ._modules"),
-        (updates_a_hidden_metric, r"attributes of the module .by_name.'mean'."),
+        (updates_a_hidden_metric, r"attributes of the module .by_name.'accuracy'."),
         (normalizes_by_a_hidden_layer, "a tensor that is no buffer in place"),
     ],
 )
