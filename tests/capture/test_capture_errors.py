@@ -29,6 +29,7 @@ class Step(LightningModule):
         self.a, self.metric, self.function = nn.Linear(4, 4), MeanMetric(), function
         self.hidden, self.counts = [nn.Parameter(torch.ones(4))], SimpleNamespace(steps=0)
         self.table, self.norms = torch.zeros(4), [nn.BatchNorm1d(4, affine=False)]
+        self.by_name = {"accuracy": MulticlassAccuracy(4, average="micro", validate_args=False)}
         self.register_buffer("count", torch.tensor(0))
         self.register_buffer("last_loss", None)
 
@@ -122,6 +123,11 @@ def writes_into_a_table(self: Step, x: Tensor, i: int) -> Tensor:
 
 def normalizes_by_a_hidden_layer(self: Step, x: Tensor, i: int) -> Tensor:
     return self.norms[0](self.a(x)).square().sum()
+
+
+def updates_a_hidden_metric(self: Step, x: Tensor, i: int) -> Tensor:
+    self.by_name["accuracy"].update(x, x.argmax(1))
+    return self.a(x).sum()
 
 
 def in_place_function(self: Step, x: Tensor, i: int) -> Tensor:
@@ -245,6 +251,7 @@ def test_names_the_line_and_a_way_out(function: Callable[..., Any]) -> None:
         (keeps_rows_in_a_counter, "in the place of count"),
         (fills_a_buffer, "attributes of the module ._buffers"),
         (makes_a_layer, "attributes of the module ._modules"),
+        (updates_a_hidden_metric, r"attributes of the module .by_name.'accuracy'."),
         (normalizes_by_a_hidden_layer, "a tensor that is no buffer in place"),
     ],
 )
@@ -291,6 +298,11 @@ def test_batch_without_tensors_and_unknown_scope() -> None:
         capture_step(module, {"x": 3})
     with pytest.raises(OptionError, match="batch_scope"):
         capture_step(module, torch.randn(6, 4), batch_scope="node")
+
+
+def test_a_sparse_batch() -> None:
+    with pytest.raises(CaptureError, match=r"layout torch.sparse_coo"):
+        capture_step(Step(lambda self, x, i: torch.sparse.mm(x, self.a.weight).sum()), torch.eye(4).to_sparse())
 
 
 def test_errors_of_the_user_pass_unchanged() -> None:

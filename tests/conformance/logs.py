@@ -54,6 +54,22 @@ def log_with_every_argument(bench: Bench) -> Any:
 log_with_every_argument.reference = "plain"  # DDP sees half of the rows as `batch_size`
 
 
+def log_with_a_number_of_the_batch(bench: Bench) -> Any:
+    class Counted(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = F.mse_loss(self.net(batch["x"]), batch["y"])
+            self.log("train_loss", loss, on_epoch=True, sync_dist=True, batch_size=batch["rows"])
+            return loss
+
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        x, y = zip(*samples, strict=True)
+        return {"x": torch.stack(x), "y": torch.stack(y), "rows": len(samples)}
+
+    module, trainer = bench.module(Counted), bench.trainer()
+    trainer.fit(module, bench.loader(collate_fn=collate))
+    return bench.outcome(trainer, module)
+
+
 def log_reduced_over_an_epoch(bench: Bench) -> Any:
     class Logs(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

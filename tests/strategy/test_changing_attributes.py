@@ -116,6 +116,34 @@ def run_refitted(root: str) -> dict[str, Any]:
     return train(Refitted, root, {}, val_check_interval=2)
 
 
+class Grown(MLP):
+    """A layer gets a successor, and another one is put behind it, while it trains."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        last, generator = len(self.net) - 1, torch.Generator().manual_seed(5)
+        if self.global_step in (1, 2):
+            old = self.net[last]
+            new = torch.nn.Linear(old.out_features if self.global_step == 2 else old.in_features, old.out_features)
+            with torch.no_grad():
+                new.weight.copy_(torch.randn(new.weight.shape, generator=generator, dtype=torch.float64))
+                new.bias.zero_()
+            if self.global_step == 1:
+                self.net[last] = new.double()
+            else:
+                self.net.append(new.double())
+            self.trainer.optimizers[0].add_param_group({"params": list(new.parameters())})
+
+
+def run_grown(root: str) -> dict[str, Any]:
+    return train(Grown, root, {})
+
+
+def test_layers_that_are_replaced_and_added_are_trained(pool, tmp_path: Path) -> None:
+    reference = train(Grown, str(tmp_path), None)
+    for run in pool.run(2, run_grown, str(tmp_path)):
+        assert_same(run, reference)
+
+
 def test_what_hooks_do_to_layers_of_torch_counts(pool, tmp_path: Path) -> None:
     reference = train(Refitted, str(tmp_path), None, val_check_interval=2)
     for run in pool.run(2, run_refitted, str(tmp_path)):
