@@ -223,8 +223,8 @@ class _BatchNormSync(torch.autograd.Function):
             part = _statistics(x)
         mean, square, total = _combined(part, comms).split([channels, channels, 1])
         variance = square / total
-        affine = [p if p is None else p.to(mean.dtype) for p in (weight, bias)]  # kernels want what statistics are
-        y = torch.batch_norm(x, *affine, mean, variance, False, 0.0, eps, False)
+        scale, shift = (p if p is None else p.to(mean.dtype) for p in (weight, bias))  # as kernels want them
+        y = torch.batch_norm(x, scale, shift, mean, variance, False, 0.0, eps, False)
         ctx.save_for_backward(x, weight, mean, variance, total)
         ctx.comms, ctx.eps, ctx.bias_dtype = comms, eps, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, square, total)
