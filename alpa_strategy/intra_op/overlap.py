@@ -65,16 +65,13 @@ def product_of(call: OpCall) -> Product | None:
         return None
     rows, weight, bias, is_transposed = _PRODUCTS[call.target]
     given = bind(call)
-    slots = [given[rows], given[weight], given.get(bias) if bias else None]
-    numbers = [slot.index if isinstance(slot, Slot) else None for slot in slots]
-    num_dims = [0 if number is None else len(call.operands[number].shape) for number in numbers]
-    is_scaled = any(given.get(name, 1) != 1 for name in ("alpha", "beta"))
+    slots = given[rows], given[weight], given.get(bias) if bias else None
+    x, w, b = (slot.index if isinstance(slot, Slot) else None for slot in slots)
+    num_dims = [0 if number is None else len(call.operands[number].shape) for number in (x, w, b)]
     num_segments = 1 if call.target is segmented_linear else 0
-    if numbers[0] is None or numbers[1] is None or is_scaled or num_dims[0] < 2 or num_dims[1] != 2 + num_segments:
-        return None
-    if num_dims[2] > 1 + num_segments:  # addmm with a whole matrix
-        return None
-    return Product(numbers[0], numbers[1], numbers[2], is_transposed)
+    is_scaled = any(given.get(name, 1) != 1 for name in ("alpha", "beta"))
+    is_other = num_dims[0] < 2 or num_dims[1] != 2 + num_segments or num_dims[2] > 1 + num_segments
+    return None if x is None or w is None or is_scaled or is_other else Product(x, w, b, is_transposed)
 
 
 def making_seconds(step: StepGraph, ops: Sequence[OpOptions], value: int, sources: Sequence[DualLayout]) -> np.ndarray:

@@ -82,11 +82,8 @@ def lower(
     compiler: Compiler | None = None,
     overlaps: bool = True,
 ) -> LoweredStep:
-    """Write the program of the device at `mesh.coordinate`, with a `compiler` in compiled segments.
-
-    Args:
-        overlaps: whether products may go on beside collectives (`lower/products.py`); not where the backward is
-            divided into halves, or is itself differentiated.
+    """Write the program of the device at `mesh.coordinate`, with a `compiler` in compiled segments. With `overlaps`
+    products go on beside collectives (`lower/products.py`): not where a backward is divided in two, or differentiated.
     """
     return _Writer(step, stage, mesh, device, random, {}, (), prefetchable(step), compiler, overlaps).program()
 

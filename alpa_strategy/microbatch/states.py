@@ -312,9 +312,8 @@ def where_rows_meet(step: StepGraph, num_ranks: int, by_place: bool) -> str | No
     rank's own batch has others there. Equal pieces of all rows, smaller than a rank's, are a loop over these.
     """
     found = _WalkOfRanks(step.bare(()), num_ranks, 1, set()).states()
-    taken: dict[
-        tuple[int, int, int], dict[OpCall, str]
-    ] = {}  # (value, its rows' dim, a rank's rows) -> what takes some
+    # (value, its rows' dim, a rank's rows) -> what takes some of them
+    taken: dict[tuple[int, int, int], dict[OpCall, str]] = {}
     for index in step.ancestors({step.loss}):
         op, name = step.ops[index], aten_name(step.ops[index].call.target)
         for value, meta in zip(op.operands, op.call.operands, strict=True):
