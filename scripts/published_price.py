@@ -210,15 +210,16 @@ def _solved(case: Case, num_blocks: int) -> _Solved:
     program = case.program
     optimizer = OptimizerInfo(state_bytes=program.state_bytes, gradient_itemsize=program.gradient_bytes)
     costs = ProgramCosts(case)
-    job = CostJob(graph, (0, len(graph.ops)), case.num_microbatches, case.cluster, costs, options, optimizer, math.inf)
+    cluster = replace(case.cluster, overlap=0.0)  # what is hidden is so by the case's program, not by our runtime
+    job = CostJob(graph, (0, len(graph.ops)), case.num_microbatches, cluster, costs, options, optimizer, math.inf)
     solver = StageSolver(job)
     wish = StageWish(0, len(graph.ops), _mesh(case)[1], shape, remat=False, alive=1)
     priced = solver.price(wish)
     assignment = priced.free.assignment
     stage = priced.unrestricted(wish.starts)
-    sums = replace(stage, intra=_on(stage.intra, replace(stage.intra.mesh, overlap=0.0)))
-    cost = cost_of(sums, assignment, working_bytes(stage.intra, assignment))
-    cost = _beside_compute(stage.intra, assignment, cost, case.tp if case.async_tp else 1)
+    cost = cost_of(stage, assignment, working_bytes(stage.intra, assignment))
+    hiding = _on(stage.intra, replace(stage.intra.mesh, overlap=case.cluster.overlap))
+    cost = _beside_compute(hiding, assignment, cost, case.tp if case.async_tp else 1)
     seconds, kept = _again(case, stage.intra, assignment)
     cost = _as_programmed(case, cost, stage.intra, assignment)
     return _Solved(cost, seconds, kept, stage.intra, assignment)
