@@ -136,11 +136,12 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             # By position, as the Trainer passes them: users name these arguments as they like.
             takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
             arguments = (rows, record.counter(call.batch_idx, "batch_idx")) if takes_index else (rows,)
+            held = _held(module, inputs)
             with python_reads.attribute_reads(module) as reads:
                 output = module.training_step(*arguments) if call.step is None else call.step(rows)
             _check_added(module, call.batch, rows)
             made["reads"] = reads
-            buffers = _reassigned_buffers(module, inputs, tensors)
+            buffers = _reassigned_buffers(held, _held(module, inputs), inputs)
         appended = [each._items for each in record.appended.values()]
         result: dict[str, Any] = {"output": output, "logs": record.logs, "metrics": record.metrics, "buffers": buffers}
         result |= {"checks": record.checks, "appended": appended}
@@ -262,32 +263,30 @@ def _one_name_per_owner(module: nn.Module, names: tuple[str, ...]) -> list[str]:
     return list(owners.values())
 
 
-def _reassigned_buffers(module: nn.Module, inputs: list[TracedInput], tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Buffers that the step replaced by another tensor (`self.buffer = ...`).
+def _held(module: nn.Module, inputs: list[TracedInput]) -> list[Any]:
+    """What the module has for each of the inputs that are its own."""
+    paths = [e.name if isinstance(e, BufferInput) else e.names[0] for e in inputs if not isinstance(e, BatchInput)]
+    return [getattr(module.get_submodule(owner), name) for owner, _, name in (path.rpartition(".") for path in paths)]
 
-    CaptureError for parameters, and for what the buffer's memory cannot take.
-    """
+
+def _reassigned_buffers(before: list[Any], after: list[Any], inputs: list[TracedInput]) -> dict[str, Tensor]:
+    """Buffers that the step replaced by another tensor (`self.buffer = ...`), of what the module had `before` it.
+    CaptureError for parameters, and for what the buffer's memory cannot take."""
     found: dict[str, Tensor] = {}
-    for entry, tensor in zip(inputs, tensors, strict=True):
-        if isinstance(entry, BatchInput):
-            continue
-        path = entry.name if isinstance(entry, BufferInput) else entry.names[0]
-        owner, _, name = path.rpartition(".")
-        now = getattr(module.get_submodule(owner), name)
+    own = [entry for entry in inputs if not isinstance(entry, BatchInput)]
+    for entry, tensor, now in zip(own, before, after, strict=True):
         if now is tensor:
             continue
-        fits = isinstance(entry, BufferInput) and isinstance(now, Tensor) and now.shape == tensor.shape
-        if not (fits and _kind_of_number(now.dtype) == _kind_of_number(tensor.dtype)):
+        both = [now, tensor] if isinstance(entry, BufferInput) and isinstance(now, Tensor) else []
+        kinds = {(t.dtype.is_floating_point, t.dtype.is_complex, t.dtype == torch.bool, t.shape) for t in both}
+        path = entry.name if isinstance(entry, BufferInput) else entry.names[0]
+        if len(kinds) != 1:
             raise CaptureError(
                 f"the step puts another parameter, shape or dtype in the place of {path}",
                 "keep shape and dtype of buffers, and leave parameters to the optimizer and to hooks",
             )
         found[path] = now
     return found
-
-
-def _kind_of_number(dtype: torch.dtype) -> tuple[bool, ...]:
-    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
 def _capture_device(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> torch.device:
