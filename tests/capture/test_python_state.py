@@ -208,7 +208,7 @@ def test_a_check_costs_microseconds() -> None:
         start = time.perf_counter()
         changed_value(step.attributes)
         seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 200e-6  # about 15 us on an idle machine
+    assert min(seconds) < 500e-6  # about 100 us on an idle machine, a step
 
 
 def own_mean(values: Tensor) -> Tensor:
