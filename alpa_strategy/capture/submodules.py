@@ -59,7 +59,9 @@ def capture_calls(module: LightningModule, calls: Sequence[Call], context: Conte
     trace = trace_step(StepCall(module, [call.given for call in calls], 1, 0, context, step=step))
     graph = replace(segment_fused_linears(convert(trace)), batch_scope="global")
     own = [vars(module.get_submodule(call.path)) for call in calls]  # whose forwards are replaced
-    kept = [g for g in graph.attributes if g.name != "forward" or not any(g.namespace is each for each in own)]
+    # Hooks run around the programs, and are not there where these are captured.
+    rest = [g for g in graph.attributes if g.label != "hooks of modules"]
+    kept = [g for g in rest if g.name != "forward" or not any(g.namespace is each for each in own)]
     graph = replace(graph, attributes=tuple(kept))
     done = graph.logs, graph.metrics, graph.checks, graph.appended, graph.guards, trace.recording.stored
     if any(done) or trace.recording.grown or any(buffer.update is not None for buffer in graph.buffers):
