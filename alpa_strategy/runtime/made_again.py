@@ -191,7 +191,7 @@ def _spaces(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _as_it_is(module: nn.Module, arguments: Iterable[Any]) -> Callable[[], None]:
     """What lets all that a module's tree and other objects hold, and random numbers to come, be as now; no tensors."""
-    skipped, seen = framework_attributes(), set[int]()
+    skipped, seen = framework_attributes(), set(map(id, module.modules()))  # whose own attributes are `_spaces`
     attributes = (value for space in _spaces(module) for key, value in space.items() if key not in skipped)
     values = [v for v in (*attributes, *arguments) if not isinstance(v, Tensor | int | float | str | None)]
     values += [random.random.__self__, np.random.rand.__self__]  # type: ignore[attr-defined]
