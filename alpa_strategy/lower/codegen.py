@@ -239,12 +239,12 @@ class _Writer:
         return op.name in self.done
 
     def are_products_of(self, value: int, ops: Sequence[Op]) -> bool:
-        """Whether `ops` are products of `value` with what is there, or can be made of parameters."""
+        """Whether `ops`, none of them written, are products of `value` with what is there or is made of parameters."""
         for op in ops:
-            product = self.product(op)
+            product = None if op.name in self.done else self.product(op)
             if product is None or op.operands[product.rows] != value or op.operands.count(value) > 1:
                 return False
-            for other in {*op.operands} - {value, *self.layouts}:
+            for other in (each for each in op.operands if each != value and each not in self.layouts):
                 if not self.parameters.issuperset(self.step.ops[self.step.makers[other]].operands):
                     return False
         return True

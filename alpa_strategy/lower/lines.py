@@ -110,7 +110,7 @@ def drop_dead(lines: Sequence[Line]) -> list[Line]:
     for number, line in enumerate(lines):
         last_use |= dict.fromkeys((*line.reads, *line.defines), number)
     dead: dict[int, list[str]] = {}
-    for name in dict.fromkeys(name for line in lines for name in line.defines):
+    for name in (name for line in lines for name in line.defines):
         dead.setdefault(last_use[name], []).append(name)
     dead.pop(len(lines) - 1, None)  # what is returned
     return [
