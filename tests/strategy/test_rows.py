@@ -156,6 +156,14 @@ class Fault(pl.Callback):
                 module.layer.weight[2, 3] += 1e-3
 
 
+def fitted(model: Any, loader: Any, strategy: Any, root: str, **options: Any) -> tuple[list[Tensor], bool]:
+    """Final weights on two ranks, and whether the steps were run as they are written."""
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=root, **options, **QUIET)
+    trainer.fit(model, loader)
+    as_written = strategy != "ddp" and strategy.plan.is_as_written
+    return [p.detach() for p in model.parameters()], as_written
+
+
 def train(
     root: str, use: str, fault: int | None, callbacks: Any = (), model: Any = Model, **options: Any
 ) -> tuple[list[Tensor], bool]:
@@ -168,18 +176,7 @@ def train(
     strategy: Any = "ddp"
     if options:
         strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, **options)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        max_epochs=2,
-        strategy=strategy,
-        default_root_dir=root,
-        callbacks=[globals()[name]() for name in callbacks],
-        **QUIET,
-    )
-    trainer.fit(model, loader)
-    as_written = bool(options) and strategy.plan.is_as_written
-    return [p.detach() for p in model.parameters()], as_written
+    return fitted(model, loader, strategy, root, max_epochs=2, callbacks=[globals()[name]() for name in callbacks])
 
 
 def train_both(root: str, use: str, fault: int | None) -> Any:
@@ -300,18 +297,8 @@ def train_on_batches(root: str, use: str, strategy: Any) -> tuple[list[Tensor], 
     torch.manual_seed(3)
     model = Sequences(use).double()
     strategy = "ddp" if strategy is None else AlpaStrategy(cluster="pcie_8gpu", verbose=False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        strategy=strategy,
-        default_root_dir=root,
-        use_distributed_sampler=False,
-        **QUIET,
-    )
-    trainer.fit(model, DataLoader(Batches(), batch_size=None))
-    as_written = strategy != "ddp" and strategy.plan.is_as_written
-    return [p.detach() for p in model.parameters()], as_written
+    loader = DataLoader(Batches(), batch_size=None)
+    return fitted(model, loader, strategy, root, max_epochs=1, use_distributed_sampler=False)
 
 
 def train_both_on_batches(root: str, use: str) -> Any:
