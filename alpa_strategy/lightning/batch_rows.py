@@ -464,13 +464,12 @@ def check_own_numbers(
     last = {name: name.rpartition(".")[2] for name in read}
     shown = ", ".join(f"{name} ({hooks.stored[last[name]]})" for name in last if last[name] in hooks.stored)
     text = f"the step reads what a hook stores that reads this rank's rows: {shown}"
+    text = text if shown else _computes_with(module, step, batch, again, later)
     by_place = not (is_guess and may_run_as_written)
-    if not shown and (line := where_rows_meet(step, world_size(), by_place)) is not None:
+    if not text and (line := where_rows_meet(step, world_size(), by_place)) is not None:
         text = f"rows are taken by their places in the batch ({line}), where the batch of all ranks has others"
         guess = f"the loader yields batches, not samples: what meets here may be rows or a sequence's steps ({line})"
         text = text if by_place else guess
-    elif not shown:
-        text = _computes_with(module, step, batch, again, later)
     if text and may_run_as_written:
         raise NotRowsError(text, REPLICA)
     if text:
