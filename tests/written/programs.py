@@ -533,13 +533,25 @@ class AveragesWeights(Program):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
-        with self.whole(), torch.no_grad():
-            for p, q in zip(self.average, self.net.parameters(), strict=True):
-                p.lerp_(q, 0.1)
+        with self.whole():
+            self.take()
+
+    @torch.no_grad()
+    def take(self, *_: Any) -> None:
+        for p, q in zip(self.average, self.net.parameters(), strict=True):
+            p.lerp_(q, 0.1)
 
 
 class AveragesParts(AveragesWeights):
-    whole = contextlib.nullcontext  # type: ignore[assignment]
+    """The same by the optimizer, whose hooks are none of the module's."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        optimizer.register_step_post_hook(self.take)
+        return optimizer
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        pl.LightningModule.optimizer_step(self, *args, **kwargs)
 
 
 class Annealed(Program):
