@@ -106,12 +106,14 @@ def plan_as_written(
     ways = ("data", "zero2", "zero3") if all(info.element_wise for info in optimizers) else ("data",)
     ways = ("data",) if options.completes else ways if options.parallel == "auto" else (str(options.parallel),)
     for way in ways:
-        plans, peak = _stored(parameters, way, num_devices, state_bytes)
+        plans, peak, ahead = _stored(parameters, way, num_devices, state_bytes)
         if options.completes:
             plans = dict.fromkeys(plans, ParameterPlan.parse("R"))
         plans = {name: replace(plan, sums_in_fp32=options.fp32_reduction) for name, plan in plans.items()}
         if peak <= limit:
             break
+    room = min(ahead, max(0.0, limit - peak)) if way == "zero3" else 0.0  # no times are known: as much again, if it may
+    peak, ahead = peak + room, ahead + room
     predicted = Predicted(step_seconds=0.0, peak_bytes=int(peak))
     stage = StagePlan(
         submesh=devices,
@@ -123,6 +125,7 @@ def plan_as_written(
         collectives=(),
         predicted=predicted,
         shapes={given.name: given.meta.shape for given in parameters},
+        ahead_bytes=int(ahead),
     )
     what = " ".join(why.problem.split())
     return Plan(
@@ -136,8 +139,9 @@ def plan_as_written(
 
 def _stored(
     parameters: Sequence[ParameterInput], way: str, num_devices: int, state_bytes: float
-) -> tuple[dict[str, ParameterPlan], float]:
-    """How each parameter lies, and the bytes of parameters, gradients and optimizer state at the peak."""
+) -> tuple[dict[str, ParameterPlan], float, float]:
+    """How each parameter lies, the bytes of parameters, gradients and optimizer state at the peak, and of those the
+    bytes that are gathered ahead."""
     plans: dict[str, ParameterPlan] = {}
     least = sum(given.meta.num_elements for given in parameters) / KEPT_WHOLE
     total = largest = cut = 0.0
@@ -159,4 +163,5 @@ def _stored(
         else:
             cut, largest = cut + meta.num_bytes, max(largest, meta.num_bytes)
     # Gathered by the bucket: the one in use, the next, the backward's last, what the next arrives in, and gradients.
-    return plans, total + 5 * max(largest, min(cut, BUCKET_BYTES))
+    bucket = max(largest, min(cut, BUCKET_BYTES))
+    return plans, total + 5 * bucket, bucket

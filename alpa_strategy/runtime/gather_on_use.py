@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ from alpa_strategy.runtime.parameters import ParameterStore
 _DONE, _GONE = -1, -2  # what a rank says instead of a unit
 _PAUSE = -3  # parts may get new values: nothing is gathered ahead of it
 _disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
-_AHEAD = 2  # gatherings under way, the one that is waited for included
 
 Wait = Callable[[], list[Tensor]]
 
@@ -47,12 +46,12 @@ class Rounds:
 
     Args:
         start: begins to gather all of a unit of parameters, by number; collective.
-        may_start: whether a unit may be gathered ahead of its use: nobody is changing it.
+        may_start: whether a unit may be gathered ahead of its use, beside those that are.
         group: of all ranks, with a CPU backend, used for nothing else.
     """
 
     def __init__(
-        self, start: Callable[[int], Wait], may_start: Callable[[int], bool], group: dist.ProcessGroup | None
+        self, start: Callable[[int], Wait], may_start: Callable[[int, list[int]], bool], group: dist.ProcessGroup | None
     ) -> None:
         self._start, self._may_start, self._group = start, may_start, group
         self._order: list[int] = []  # what this rank has asked for in this step
@@ -75,7 +74,7 @@ class Rounds:
             if len({key for _, key in said}) > 1 or not ahead:
                 return {wanted: self._start(wanted)() for wanted in _units(said)}[unit]
             self._agreed.extend(ahead)
-        self._fill(_AHEAD)
+        self._fill()
         self._agreed.popleft()
         return self._under_way.popleft()()
 
@@ -111,19 +110,18 @@ class Rounds:
         """What this rank will fetch until it meets the others, from the last fetch on, if the step is like the last."""
         return list(takewhile(lambda what: what >= 0, self._before[len(self._order) - 1 :])) if self._follows else []
 
-    def _fill(self, count: int) -> None:
-        while len(self._under_way) < min(count, len(self._agreed)):
-            unit = self._agreed[len(self._under_way)]
-            if self._under_way and not self._may_start(unit):
+    def _fill(self) -> None:
+        """Begin what is waited for next, and what may go on beside it."""
+        for unit in list(self._agreed)[len(self._under_way) :]:
+            if self._under_way and not self._may_start(unit, list(islice(self._agreed, 1, len(self._under_way)))):
                 return
             self._under_way.append(self._start(unit))
 
     def _serve(self) -> None:
         """Gather what all have agreed on, though this rank has departed from it."""
         while self._agreed:
-            self._fill(1)
-            self._agreed.popleft()
-            self._under_way.popleft()()
+            unit = self._agreed.popleft()
+            (self._under_way.popleft() if self._under_way else self._start(unit))()
 
     def _said(self, own: int, key: int) -> list[tuple[int, int]]:
         """(unit, key of what is expected) of every rank."""
@@ -347,9 +345,11 @@ class GatherOnUse:
         wait = self._store.start_gather({p: self._parts[p] for p in self._units[unit]})
         return torch.inference_mode(False)(torch.no_grad()(wait))
 
-    def _may_start(self, unit: int) -> bool:
-        """What is whole now may be changed before it is gathered again."""
-        return not any(parameter in self._whole for parameter in self._units[unit])
+    def _may_start(self, unit: int, ahead: list[int]) -> bool:
+        """Always the next, more where they fit. What is or will be whole may change until it is gathered again."""
+        num_bytes = sum(self._store.whole_bytes(self._units[each]) for each in (*ahead, unit))
+        has_room = not ahead or num_bytes <= self._store.ahead_bytes
+        return has_room and unit not in ahead and not any(p in self._whole for p in self._units[unit])
 
     def _take_changes(self, parameter: nn.Parameter) -> None:
         """Into the part, of this device's own; `data`: nobody's version of it counts this."""

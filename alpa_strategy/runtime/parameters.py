@@ -238,6 +238,7 @@ class ParameterStore:
 
     Attributes:
         of_stage: this rank's stages -> their parameters; stages on one mesh share them.
+        ahead_bytes: of parameters that may be gathered before they are used, as the plan has it.
 
     Raises:
         PlanError: no stage has one of the parameters.
@@ -254,6 +255,7 @@ class ParameterStore:
         copies: tuple[int, int] = (0, 1),
     ) -> None:
         self.mesh, self.copies = mesh, copies
+        self.ahead_bytes = max((stage.ahead_bytes for stage in stages), default=0)
         self.of_stage: dict[int, MeshParameters] = {}
         self._meshes: dict[int, MeshParameters] = {}  # by id of the mesh
         self._known: dict[nn.Parameter, _Known] = {}

@@ -17,11 +17,11 @@ FINISH, PAUSE, UNITS = -1, -3, 6
 class Talk:
     """Rounds of this rank; a unit's value is its number from every rank, so gatherings in another order are seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 1) -> None:
         self.num_started, self.ahead, self.num_under_way = 0, 0, 0
         self.num_said = 0
         self.group, said = dist.new_group(), dist.new_group()
-        self.rounds = Rounds(self.start, lambda unit: unit != 5, said)
+        self.rounds = Rounds(self.start, lambda unit, ahead: unit != 5 and len(ahead) < depth, said)
         spoken = self.rounds._said
         self.rounds._said = lambda *args: (setattr(self, "num_said", self.num_said + 1), spoken(*args))[1]
 
@@ -55,14 +55,14 @@ class Talk:
         return self.num_said - said, self.num_started - started
 
 
-def same_steps() -> tuple[list[tuple[int, int]], int]:
-    talk = Talk()
+def same_steps(depth: int) -> tuple[list[tuple[int, int]], int]:
+    talk = Talk(depth)
     return [talk.step([0, 1, 2, FINISH, 2, 1, 5, 0]) for _ in range(3)], talk.ahead
 
 
 def other_steps(seed: int) -> None:
     """Each rank departs from what all do, now and then, for a step or for good."""
-    talk, common, own = Talk(), random.Random(seed), random.Random(1000 * seed + dist.get_rank())
+    talk, common, own = Talk(seed), random.Random(seed), random.Random(1000 * seed + dist.get_rank())
     asked = [0]
     for _ in range(60):
         if common.random() < 0.3:
@@ -74,10 +74,11 @@ def other_steps(seed: int) -> None:
         talk.step(mine)
 
 
-def test_what_is_repeated_is_agreed_on_once_and_gathered_ahead(pool) -> None:
-    for steps, ahead in pool.run(2, same_steps):
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_is_repeated_is_agreed_on_once_and_gathered_ahead(pool, depth: int) -> None:
+    for steps, ahead in pool.run(2, same_steps, depth):
         assert steps == [(9, 7), (4, 7), (4, 7)]  # a round for each half of the step, and one to end each
-        assert ahead == 2
+        assert ahead == 1 + depth
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
