@@ -5,8 +5,6 @@ devices or nodes may share a way out (`Level`: NVLink pairs, PCIe switches, rack
 collective costs then depends on *which* devices are neighbours on a mesh axis. Plain arithmetic, no process groups.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 A `group` says among which ranks: those of a replica, or None, all of the job. At the end: jobs beside the main thread.
 """
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Sequence

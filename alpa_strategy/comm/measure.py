@@ -4,8 +4,6 @@ All ranks go through the same loops in the same order: every count is a constant
 ranks, never by one rank's clock. What comes out is therefore the same on all ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

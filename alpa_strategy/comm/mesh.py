@@ -8,8 +8,6 @@ ranks, and keeps its own. Where a job is divided into replicas (`Replica`), mesh
 groups without the others; its ranks are counted from 0 there.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -5,8 +5,6 @@ needed; sends never hold up the sender (`Outbox`). Tags keep bundles, directions
 ignores tags, so there every channel and direction has a group of its own (`mesh.message_groups`).
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -149,7 +147,7 @@ class Transfer:
             ops.append(dist.P2POp(dist.isend, _pack(slots, parts), peer, self._group, tag))
         return ops
 
-    def receive(self, tag: int, start: bool = True) -> Receipt:
+    def receive(self, tag: int, start: bool = True) -> "Receipt":
         """Post the receives of this rank's parts of one bundle; with `start=False` the caller starts `receipt.ops`."""
         ops = []
         for peer, slots in self._incoming.items():

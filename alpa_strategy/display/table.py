@@ -1,8 +1,6 @@
 """The plan as a rich table: what it costs, what it beats, how each parameter lies, what is communicated; the same as a
 picture and as a page; and what `alpa plan --tune batch_size` found."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -21,8 +21,6 @@ last micro-batch as far as the cluster's `overlap` says: what is left is below e
 price. One thing is taken for granted: no layouts take less a micro-batch than those with the fastest step.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from dataclasses import dataclass

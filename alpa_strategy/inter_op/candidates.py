@@ -3,8 +3,6 @@
 Priced on the costs of `stage_costs.py` and the schedules' closed forms; `search.py` solves the best of them exactly.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ prices of memory (layer_matrix.py). All runs follow by min-plus products; what i
 candidates for growing numbers of micro-batches in flight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase

@@ -18,8 +18,6 @@ takes the place of max_i t_i: c = 1/2 is the case of two equal stages, the sums 
 pipeline best depends on where its slow links are; the simulated schedule decides (candidates.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

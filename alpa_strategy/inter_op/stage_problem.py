@@ -5,8 +5,6 @@ of which so many are alive at once, with or without recomputation: the problem t
 stage recomputes, it does so span by span (`RematSpans`).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -162,7 +160,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
     )
 
 
-def _transfer_parts(intra: IntraOp, spans: RematSpans, index: int) -> Parts:
+def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> Parts:
     transfer, layouts = intra.problem.transfers[index], intra.transfers[index]
     span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
     meta = intra.step.values[layouts.value]

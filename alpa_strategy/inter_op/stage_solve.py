@@ -1,8 +1,6 @@
 """A chosen stage solved exactly: the ILP of a single stage, weighted for micro-batches, with memory by those in
 flight, and where it recomputes, the spans that need least memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -127,11 +125,11 @@ class PricedStage:
         intra, pins = RematSpans(self.whole, starts).split(), own_pins(self.job.options, self.whole.step)
         return take_apart(restrict(intra, pins, self.job.optimizer, self.wish.pinned), starts)
 
-    def recomputing(self) -> PricedStage:
+    def recomputing(self) -> "PricedStage":
         """The same with a choice for each activation: keep it, or make it again in the backward."""
         return replace(self, whole=with_recompute(self.whole), intra=with_recompute(self.intra), known=None)
 
-    def offloading(self, results: bool) -> PricedStage:
+    def offloading(self, results: bool) -> "PricedStage":
         """The same with a choice for each parameter, and for `results` of ops: on the device, or in host memory."""
         whole, intra = (with_offload(each) for each in (self.whole, self.intra))
         if results and (host := whole.mesh.host) is not None:
@@ -156,7 +154,7 @@ class StageSolver:
         self._whole: dict[tuple[int, ...], IntraOp] = {}  # of a whole batch, by logical shape
         self._free: dict[tuple, Solution] = {}  # optima without a memory limit
 
-    def under(self, options: PlanOptions) -> StageSolver:
+    def under(self, options: PlanOptions) -> "StageSolver":
         """A solver of the same job under other options; what does not depend on them is shared."""
         other = StageSolver(replace(self.job, options=options))
         other._tables, other._whole = self._tables, self._whole

@@ -4,8 +4,6 @@ Choices are the parameters' storage modes and the ops' strategies; transfers are
 given (batch, buffers, constants) and what leaves the graph (loss, logs) are choices with a single strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -76,7 +74,7 @@ class IntraOp:
     """
 
     step: StepGraph
-    tables: OptionTables
+    tables: "OptionTables"
     problem: Problem
     parameters: tuple[ParameterOptions, ...]
     ops: tuple[OpOptions, ...]

@@ -1,7 +1,5 @@
 """Reads a solved intra-op problem back: strategies, parameter plans, collectives, parts of its time and memory."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

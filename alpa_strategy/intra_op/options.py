@@ -3,8 +3,6 @@
 Everything here depends only on an op's `OpCall` or a parameter's metadata, so identical layers share it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache

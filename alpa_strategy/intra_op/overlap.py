@@ -9,8 +9,6 @@ result of the second. Devices have no other work meanwhile but the products them
 What runs beside compute costs no time as far as the cluster's `overlap` says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

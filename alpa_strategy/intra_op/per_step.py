@@ -2,8 +2,6 @@
 as casts, transposed copies and weight norm. Planner and lowering both ask here which ops these are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -8,8 +8,6 @@ over the *distinct* target layouts that the consumers of t ask for: a value brou
 is paid for once (docs/formulas.md#intra-op, the y and z variables).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -163,7 +161,7 @@ class Presolved:
         places = [np.flatnonzero(kept == k) for kept, k in zip(self.kept, assignment, strict=True)]
         return [int(place[0]) for place in places] if all(map(len, places)) else None
 
-    def restrict(self, live: Sequence[np.ndarray]) -> Presolved:
+    def restrict(self, live: Sequence[np.ndarray]) -> "Presolved":
         """Keep only the strategies `live[c]` (sorted indices) of every choice."""
         kept = tuple(old[new] for old, new in zip(self.kept, live, strict=True))
         return Presolved(with_only(self.problem, live), kept)

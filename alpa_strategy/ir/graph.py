@@ -4,8 +4,6 @@ Pure single assignment: ops read and write numbered values, nothing is mutated. 
 is an output that the runtime writes back. Shapes are those of the **global** batch: the step as one device runs it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -288,7 +286,7 @@ class StepGraph:
         """What is neither a parameter nor of the batch: whole on every device."""
         return *self.buffers, *self.constants
 
-    def part(self, ops: Sequence[Op], leaving: Iterable[int] = ()) -> StepGraph:
+    def part(self, ops: Sequence[Op], leaving: Iterable[int] = ()) -> "StepGraph":
         """Some of the ops with those inputs that they, or what leaves, need: without records, nothing else leaves."""
         leaving = tuple(dict.fromkeys(leaving))
         read = {value for op in ops for value in op.operands}.union(leaving)
@@ -303,7 +301,7 @@ class StepGraph:
             sent=(),
         ).bare(leaving)
 
-    def bare(self, leaving: Iterable[int], loss: int = -1) -> StepGraph:
+    def bare(self, leaving: Iterable[int], loss: int = -1) -> "StepGraph":
         """The graph without records: what leaves it is its output. (A loss of its own is part of what leaves.)"""
         output = tuple(ValueRef(value) for value in dict.fromkeys(leaving))
         return replace(self, output=output, logs=(), metrics=(), checks=(), appended=(), loss=loss)

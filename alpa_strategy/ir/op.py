@@ -5,8 +5,6 @@ and saved-tensor findings are remembered: identical layers share all of it. At t
 calls rebuilt with other arguments.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +37,7 @@ class TensorMeta:
         """Bytes of the elements."""
         return self.num_elements * self.dtype.itemsize
 
-    def with_shape(self, shape: tuple[int, ...]) -> TensorMeta:
+    def with_shape(self, shape: tuple[int, ...]) -> "TensorMeta":
         """The same kind of tensor in another shape."""
         return TensorMeta(tuple(shape), self.dtype, self.requires_grad)
 
@@ -91,7 +89,7 @@ class OpCall:
         kwargs = {k: map_slots(v, lambda s: operands[s.index]) for k, v in self.kwargs}
         return self.target(*args, **kwargs)
 
-    def on(self, device: torch.device) -> OpCall:
+    def on(self, device: torch.device) -> "OpCall":
         """The same call as `device` is to make it: `arange` and its like have no operand that says where.
 
         A 1x1 convolution gets holes in its kernel, which has none, on CPUs: so PyTorch gives it to oneDNN. It would let
@@ -179,7 +177,7 @@ class AxisStrategy:
         return f"{text}@{self.implementation}" if self.implementation else text
 
     @classmethod
-    def parse(cls, text: str) -> AxisStrategy:
+    def parse(cls, text: str) -> "AxisStrategy":
         """Read the text form (collectives are not part of it: they only matter to costs)."""
         text, _, implementation = text.partition("@")
         left, _, right = text.partition("->")

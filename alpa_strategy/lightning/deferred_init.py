@@ -4,8 +4,6 @@ The strategy records what builds and fills the module (`runtime/deferred.py`); n
 part of each parameter this rank keeps. Then parameters are made one after the other, cut, and the rest is freed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

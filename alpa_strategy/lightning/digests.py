@@ -5,8 +5,6 @@ What no one device would have can then be told from the training's own: it begin
 parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import attrgetter

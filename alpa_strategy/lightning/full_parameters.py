@@ -6,8 +6,6 @@ mentions, so that all ranks decide alike; what a hook changes goes back into the
 clips by the norm of whole gradients, and agrees on overflow, without having them whole.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager

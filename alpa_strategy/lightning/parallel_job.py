@@ -13,8 +13,6 @@ the next training batch all ranks agree that one was asked to end (or to save an
 together, as Lightning would. What has not come to that point in time (planning, a hanging collective) is ended.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -3,8 +3,6 @@
 How steps run is said by its two kinds: `Run` has them captured and planned, `WrittenRun` runs them as they are written.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -5,8 +5,6 @@ programs. Gradients are complete when they are made, and averaged over replicas,
 first step runs whole and shows which submodules can be planned.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress

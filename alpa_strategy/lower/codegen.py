@@ -4,8 +4,6 @@ The program is plain generated Python, one line an op, every value dropped after
 code, readable in a traceback (`LoweredStep.source`), and traceable by `torch.compile`. It never dispatches on layouts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

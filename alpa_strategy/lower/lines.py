@@ -1,7 +1,5 @@
 """Lines of a generated program, and what is done to them as text: their order, and when values are dropped."""
 
-from __future__ import annotations
-
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

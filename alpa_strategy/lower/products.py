@@ -4,8 +4,6 @@ PyTorch makes both gradients of a product in one autograd node, after which noth
 of one input, with its resharding, are one node here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

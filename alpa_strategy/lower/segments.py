@@ -6,8 +6,6 @@ while the backward goes on. A segment is a function of tensors alone. Those that
 blocks of a model, are one function and compiled once; Inductor's cache on disk serves other ranks and the next start.
 """
 
-from __future__ import annotations
-
 import ast
 import warnings
 from collections import Counter

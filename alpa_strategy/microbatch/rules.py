@@ -5,8 +5,6 @@ On that axis nothing is ever resharded, and `R` and `R*` are one state: gradient
 so whatever is whole has a gradient that is a summand. Nothing here knows of a graph.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

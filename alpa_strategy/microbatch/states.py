@@ -8,8 +8,6 @@ At the end (`rows_of_ranks`): which part of a step's results belongs to one rank
 beside that rank's batch.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ Micro-batches are one more mesh axis, in time: the sharding rules say how every 
 a state for every value; here the graphs are written down: prologue, micro graph, epilogue (`MicroStep`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace

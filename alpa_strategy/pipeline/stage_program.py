@@ -6,8 +6,6 @@ All devices of the stage run the same forwards and backwards in the same order, 
 saved tensors (`torch.utils.checkpoint`) cannot promise: devices save different tensors. Knows no schedule, no messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -10,8 +10,6 @@ shards. For each captured step it makes a `StepProgram`, whatever the number of 
 - whole: what the stages cannot run, a last smaller batch perhaps. Every rank computes all of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ of pipelines are chosen on the costs of `inter_op/stage_costs.py` and then solve
 open is searched: number of micro-batches, schedule, stages, submeshes, logical shapes, recomputation and layouts.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict
@@ -311,7 +309,7 @@ class _Search:
         seconds = sum(sum(self.task.op_costs.op_seconds(op.call)) for op in job.graph.ops)
         return count * seconds / self.task.cluster.num_devices
 
-    def _look(self, count: int, used: Submeshes | None, known: float) -> Look:
+    def _look(self, count: int, used: "Submeshes | None", known: float) -> "Look":
         """On all submeshes: remember the best candidates. On those in use: only how good the best one is."""
         if used is None and count in self._bounds:
             return Look()  # it has been looked at on all of them

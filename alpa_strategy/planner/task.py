@@ -1,7 +1,5 @@
 """PlanTask: what is planned, for which cluster, and under which wishes. Every way to plan takes one."""
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Callable
@@ -48,7 +46,7 @@ class PlanTask:
         own = self.options.costs or self.costs
         return own or RooflineCosts(self.cluster.device, compiled=self.options.compile)
 
-    def for_stages(self) -> PlanTask:
+    def for_stages(self) -> "PlanTask":
         """The task with the costs of pipelines."""
         return self if self.stage_costs is None else replace(self, costs=self.stage_costs(), stage_costs=None)
 

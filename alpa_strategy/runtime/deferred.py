@@ -5,8 +5,6 @@ Random ops draw their numbers into memory that is freed at once, so that generat
 `whole` makes a tensor later, from the states that they had. Small tensors are real: they may be read by Python.
 """
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_left
 from collections import defaultdict

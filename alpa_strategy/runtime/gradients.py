@@ -7,8 +7,6 @@ which parameters get gradients, and when, is then agreed upon between the device
 has no gradient in it keeps none, as on one device (optimizers pass it over), and what is new gets buckets of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -229,7 +227,7 @@ class ReplicaReducer(GradientReducer):
             rows = torch.zeros(each.shape[:1], dtype=torch.bool, device=each.parameter.device)
         each.make_sparse(self._mesh.whole.all_reduce(rows.int(), "max").bool())
 
-    def _start(self, buckets: Sequence[_Bucket], needed: Set[str]) -> list[_Bucket]:
+    def _start(self, buckets: "Sequence[_Bucket]", needed: Set[str]) -> "list[_Bucket]":
         """Those that hold what is needed, all of them started."""
         running = [bucket for bucket in buckets if not needed.isdisjoint(each.name for each in bucket.parameters)]
         for bucket in running:  # one that has left already has all that it needs
@@ -272,7 +270,7 @@ def average(parameters: Iterable[nn.Parameter], axis: AxisComm, device: torch.de
             p.grad = part.view(p.shape).to(p.device)
 
 
-def _run(buckets: list[_Bucket], completed: Completed | None = None) -> None:
+def _run(buckets: "list[_Bucket]", completed: Completed | None = None) -> None:
     """Wait for buckets that have started; all devices go through them in the same order."""
     while buckets:
         running = []

@@ -1,7 +1,5 @@
 """ShardedParameter: one parameter on one mesh: what it is as a whole, which part this device holds, how it moves."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,7 +73,7 @@ class ShardedParameter:
         parameter: nn.Parameter,
         mesh: MeshComm,
         replicas: MeshComm | None = None,
-    ) -> ShardedParameter:
+    ) -> "ShardedParameter":
         """The module's `parameter` under its plan.
 
         Args:

@@ -6,8 +6,6 @@ Destination devices that hold the same box may each receive a part of it and gat
 all-gather"). No process groups here: `comm/messages.py` carries plans out.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

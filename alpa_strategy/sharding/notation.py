@@ -7,8 +7,6 @@ depend on it; the length of `*b` is that of the argument of the same name, if th
 found from the operands' ranks; cutting `v@name` needs the local implementation `name`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,7 +117,7 @@ def _keys(term: Term, lengths: Mapping[str, int]) -> list[tuple[Key, Index]]:
     return keys
 
 
-def read(rule: str, call: OpCall) -> tuple[Split, ...] | None:
+def read(rule: str, call: OpCall) -> "tuple[Split, ...] | None":
     """The splits that `rule` gives for `call`; None when the call's ranks do not fit the rule."""
     signature = parse(rule)
     arguments = flat_tensor_arguments(call)

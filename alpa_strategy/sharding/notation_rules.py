@@ -4,8 +4,6 @@ First come matrices in batches, images, losses over rows and recurrent networks:
 business (`i!`), and those in front of them are independent. `NOTATION` at the end holds all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

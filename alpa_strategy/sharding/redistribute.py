@@ -7,8 +7,6 @@ one that moves the fewest bytes is taken (shrink first, gather last), bytes on e
 apart, weighing more.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Sequence
