@@ -24,17 +24,12 @@ Order = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Level:
-    """Blocks of devices, or of nodes, that share a way out.
-
-    Attributes:
-        unit: what is counted, `devices` (of every node) or `nodes`.
-        blocks: how many consecutive ones are a block, or the blocks' members.
-        latency, bandwidth: of a block's way out: seconds, and bytes/s per direction for all that cross it together.
-    """
+    """Blocks of devices, or of nodes, that share a way out."""
 
     name: str
-    unit: str
-    blocks: int | tuple[Order, ...]
+    unit: str  # what is counted, `devices` (of every node) or `nodes`
+    blocks: int | tuple[Order, ...]  # how many consecutive ones are a block, or the blocks' members
+    # latency, bandwidth: of a block's way out: seconds, and bytes/s per direction for all that cross it together
     latency: float
     bandwidth: float
 

@@ -232,16 +232,12 @@ class MeshComm:
 class Replica:
     """Neighbouring ranks that run the steps of one batch together, as a job of their own would: number `index` of
     `count` equal ones.
-
-    Attributes:
-        group: its ranks; None: all of the job's.
-        across: this rank and those at its place in the other replicas, which hold the same.
     """
 
     index: int
     count: int
-    group: Any
-    across: AxisComm
+    group: Any  # its ranks; None: all of the job's
+    across: AxisComm  # this rank and those at its place in the other replicas, which hold the same
 
 
 def divide(count: int) -> Replica:

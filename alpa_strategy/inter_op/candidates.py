@@ -60,17 +60,12 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class StageSpace:
-    """The stages that a job's pipelines may have: runs of layers on submeshes, priced.
-
-    Attributes:
-        runs: per submesh of `meshes`.
-        allowed: [first layer, last + 1, submesh] which stages there may be; None: all.
-    """
+    """The stages that a job's pipelines may have: runs of layers on submeshes, priced."""
 
     job: CostJob
     meshes: Sequence[tuple[int, int]]
-    runs: Sequence[RunCosts]
-    allowed: np.ndarray | None = None
+    runs: Sequence[RunCosts]  # per submesh of `meshes`
+    allowed: np.ndarray | None = None  # [first layer, last + 1, submesh] which stages there may be; None: all
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -25,23 +25,16 @@ from alpa_strategy.sharding.redistribute import reshard_table
 
 @dataclass(frozen=True)
 class Parts:
-    """Arrays per strategy of a choice, or [source, target] of a transfer. Seconds and bytes.
+    """Arrays per strategy of a choice, or [source, target] of a transfer. Seconds and bytes."""
 
-    Attributes:
-        forward, backward: seconds of one micro-batch.
-        once: seconds once per step.
-        always: bytes whatever is in flight.
-        saved: bytes of one micro-batch between its forward and its backward.
-        kept: bytes of these that recomputation keeps: what is received, and what passes from span to span.
-        again: bytes of the graph that recomputing makes, in the span `StageProblem.choice_spans` or `transfer_spans`.
-    """
-
+    # forward, backward: seconds of one micro-batch
     forward: np.ndarray
     backward: np.ndarray
-    once: np.ndarray
-    always: np.ndarray
-    saved: np.ndarray
-    kept: np.ndarray
+    once: np.ndarray  # seconds once per step
+    always: np.ndarray  # bytes whatever is in flight
+    saved: np.ndarray  # bytes of one micro-batch between its forward and its backward
+    kept: np.ndarray  # bytes of these that recomputation keeps: what is received, and what passes from span to span
+    # bytes of the graph that recomputing makes, in the span `StageProblem.choice_spans` or `transfer_spans`
     again: np.ndarray
 
     @cached_property

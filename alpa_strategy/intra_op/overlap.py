@@ -44,17 +44,13 @@ _PRODUCTS: dict[Any, tuple[str, str, str | None, bool]] = {
 
 @dataclass(frozen=True)
 class Product:
-    """Of rows with a weight.
+    """Of rows with a weight."""
 
-    Attributes:
-        rows, weight, bias: numbers of the op's operands.
-        is_transposed: whether the weight is [k, n], else [*segments, n, k].
-    """
-
+    # rows, weight, bias: numbers of the op's operands
     rows: int
     weight: int
     bias: int | None
-    is_transposed: bool
+    is_transposed: bool  # whether the weight is [k, n], else [*segments, n, k]
 
 
 def product_of(call: OpCall) -> Product | None:

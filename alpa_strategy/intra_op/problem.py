@@ -33,21 +33,14 @@ class Use:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One value from its producer to its consumers.
-
-    Attributes:
-        producer: index of the producing choice.
-        source: `source[k]` is the source layout index that the producer's strategy k gives.
-        cost: seconds, [num_source_layouts, num_target_layouts]; `inf` where there is no way.
-        memory: bytes kept because of the target copy, same shape.
-    """
+    """One value from its producer to its consumers."""
 
     name: str
-    producer: int
-    source: np.ndarray
+    producer: int  # index of the producing choice
+    source: np.ndarray  # `source[k]` is the source layout index that the producer's strategy k gives
     uses: tuple[Use, ...]
-    cost: np.ndarray
-    memory: np.ndarray
+    cost: np.ndarray  # seconds, [num_source_layouts, num_target_layouts]; `inf` where there is no way
+    memory: np.ndarray  # bytes kept because of the target copy, same shape
 
 
 @dataclass(frozen=True)

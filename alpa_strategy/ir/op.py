@@ -110,15 +110,10 @@ class OpCall:
 
 @dataclass(frozen=True)
 class CustomOp:
-    """What is known of an op that stands for the user's Python code.
+    """What is known of an op that stands for the user's Python code."""
 
-    Attributes:
-        shared_name: name in plans, the same in every process; torch's own may end in a number.
-        function: the autograd.Function behind it.
-    """
-
-    shared_name: str
-    function: type[torch.autograd.Function]
+    shared_name: str  # name in plans, the same in every process; torch's own may end in a number
+    function: type[torch.autograd.Function]  # the autograd.Function behind it
 
 
 # By op: nothing is stuck onto torch's OpOverload objects.
@@ -142,17 +137,11 @@ def aten_name(target: Any) -> str:
 
 @dataclass(frozen=True)
 class InnerCollective:
-    """A collective that a strategy's local implementation runs itself, on its axis (for costing).
+    """A collective that a strategy's local implementation runs itself, on its axis (for costing)."""
 
-    Attributes:
-        kind: `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`.
-        num_bytes: bytes of the full tensor on the axis.
-        phase: `forward` or `backward`.
-    """
-
-    kind: str
-    num_bytes: int
-    phase: str
+    kind: str  # `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
+    num_bytes: int  # bytes of the full tensor on the axis
+    phase: str  # `forward` or `backward`
 
 
 @dataclass(frozen=True)
@@ -187,19 +176,13 @@ class AxisStrategy:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """An op as one device runs it.
+    """An op as one device runs it."""
 
-    Attributes:
-        call: the call with local operand and result shapes and local size arguments.
-        implementation: name in `alpa_strategy.lower.local_ops`, or None for the plain op.
-        axes: the mesh axes over which `implementation` works.
-        random_axes: for random ops, the mesh axes whose devices must draw different numbers (the others must draw the
-            same); None for ops that draw none.
-    """
-
-    call: OpCall
-    implementation: str | None = None
-    axes: tuple[int, ...] = ()
+    call: OpCall  # the call with local operand and result shapes and local size arguments
+    implementation: str | None = None  # name in `alpa_strategy.lower.local_ops`, or None for the plain op
+    axes: tuple[int, ...] = ()  # the mesh axes over which `implementation` works
+    # for random ops, the mesh axes whose devices must draw different numbers (the others must draw the same); None for
+    # ops that draw none
     random_axes: tuple[int, ...] | None = None
 
 

@@ -37,17 +37,12 @@ from alpa_strategy.units import format_bytes
 
 @dataclass(frozen=True)
 class Unplaced:
-    """A module whose parameters are whole, or not made yet, and what it is to be trained with.
+    """A module whose parameters are whole, or not made yet, and what it is to be trained with."""
 
-    Attributes:
-        module: the LightningModule; its Parameter objects stay.
-        optimizers: made on the whole parameters; none: for an evaluation.
-        sharding: context around what shards the module; gives what makes all of a parameter or of optimizer state.
-    """
-
-    module: Any
-    optimizers: tuple[Optimizer, ...]
+    module: Any  # the LightningModule; its Parameter objects stay
+    optimizers: tuple[Optimizer, ...]  # made on the whole parameters; none: for an evaluation
     job: Job
+    # context around what shards the module; gives what makes all of a parameter or of optimizer state
     sharding: Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
 
 

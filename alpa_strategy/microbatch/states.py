@@ -53,19 +53,13 @@ class Chosen:
 
 @dataclass(frozen=True)
 class States:
-    """The finding.
+    """The finding."""
 
-    Attributes:
-        state: value -> its state in the micro graph (whole for values of moved ops, which the prologue gives).
-        chosen: op index -> how it runs in the micro graph.
-        moved: ops whose results only the prologue makes.
-        late: ops that run once on the combined values, after all micro-batches.
-    """
-
+    # value -> its state in the micro graph (whole for values of moved ops, which the prologue gives)
     state: dict[int, State]
-    chosen: dict[int, Chosen]
-    moved: frozenset[int]
-    late: frozenset[int]
+    chosen: dict[int, Chosen]  # op index -> how it runs in the micro graph
+    moved: frozenset[int]  # ops whose results only the prologue makes
+    late: frozenset[int]  # ops that run once on the combined values, after all micro-batches
 
 
 def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> States:

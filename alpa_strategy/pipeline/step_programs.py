@@ -43,16 +43,12 @@ ONE_STAGE_SCHEDULE = "1F1B"  # micro-batches without a pipeline: each one's back
 
 @dataclass(frozen=True)
 class StepProgram:
-    """What runs a captured step here.
+    """What runs a captured step here."""
 
-    Attributes:
-        run: (this rank's batch, the counters' values) -> the step's escaping values by number, whole on every rank; the
-            loss can be differentiated.
-        makes_gradients: whether it makes the gradients too.
-    """
-
+    # (this rank's batch, the counters' values) -> the step's escaping values by number, whole on every rank; the loss
+    # can be differentiated
     run: Callable[[Any, Mapping[str, int]], Values]
-    makes_gradients: bool = True
+    makes_gradients: bool = True  # whether it makes the gradients too
 
 
 class PlacedPlan:

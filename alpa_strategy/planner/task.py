@@ -21,19 +21,15 @@ Progress = Callable[[str], AbstractContextManager[object]]  # around a phase of 
 
 @dataclass(frozen=True)
 class PlanTask:
-    """See the module's docstring.
-
-    Attributes:
-        costs: op costs where the options name no model; None: the roofline of `cluster.device`.
-        stage_costs: makes those of pipelines, when they are looked at; None: the same.
-    """
+    """See the module's docstring."""
 
     step: StepGraph
     cluster: ClusterSpec
     options: PlanOptions
     optimizer: OptimizerInfo
-    costs: OpCosts | None = None
+    costs: OpCosts | None = None  # op costs where the options name no model; None: the roofline of `cluster.device`
     progress: Progress = nullcontext
+    # makes those of pipelines, when they are looked at; None: the same
     stage_costs: Callable[[], OpCosts] | None = None
 
     def __post_init__(self) -> None:

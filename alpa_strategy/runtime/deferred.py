@@ -61,25 +61,18 @@ class Given:
 
 @dataclass
 class RecordedOp:
-    """One recorded op.
-
-    Attributes:
-        reads: storages whose contents it needs.
-        writes: storage -> whether all of it is overwritten (and nothing of it read).
-        results: the tensors that it makes, in the order of the tensor leaves of what it returns; None for one that
-            lies in storage which was there before.
-        default_dtype: torch's when it ran: what a factory makes that is not told, and numbers become.
-        random: of an op that draws numbers, the states of `generators_of` it.
-    """
+    """One recorded op."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    reads: tuple[int, ...]
-    writes: dict[int, bool]
+    reads: tuple[int, ...]  # storages whose contents it needs
+    writes: dict[int, bool]  # storage -> whether all of it is overwritten (and nothing of it read)
+    # the tensors that it makes, in the order of the tensor leaves of what it returns; None for one that lies in storage
+    # which was there before
     results: tuple[View | None, ...]
-    default_dtype: torch.dtype
-    random: Sequence[Tensor] = ()
+    default_dtype: torch.dtype  # torch's when it ran: what a factory makes that is not told, and numbers become
+    random: Sequence[Tensor] = ()  # of an op that draws numbers, the states of `generators_of` it
 
     def text(self) -> str:
         """What is the same on all ranks: everything but numbers drawn and data given."""

@@ -152,15 +152,11 @@ class GradientReducer:
 
 @dataclass(frozen=True)
 class Replicas:
-    """How ranks with steps of their own average gradients.
+    """How ranks with steps of their own average gradients."""
 
-    Attributes:
-        mesh: of all of them.
-        agree: the largest of some numbers over all ranks; a collective of its own group, as other ranks may have
-            started more buckets than this one.
-    """
-
-    mesh: MeshComm
+    mesh: MeshComm  # of all of them
+    # the largest of some numbers over all ranks; a collective of its own group, as other ranks may have started more
+    # buckets than this one
     agree: Callable[[Sequence[int]], list[int]]
 
 

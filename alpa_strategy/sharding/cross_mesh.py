@@ -57,22 +57,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """How one tensor gets from one mesh to another.
+    """How one tensor gets from one mesh to another."""
 
-    Attributes:
-        shape, dtype: of the whole tensor.
-        target: where it lies after it.
-        received: layout on the target's mesh right after the messages; where it differs from `target.layout`,
-            all-gathers on the target's mesh follow.
-        pieces: in one order on all ranks: by target, then by box.
-        source_boxes, received_boxes: rank -> box.
-    """
-
+    # shape, dtype: of the whole tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
-    target: MeshSide
+    target: MeshSide  # where it lies after it
+    # layout on the target's mesh right after the messages; where it differs from `target.layout`, all-gathers on the
+    # target's mesh follow
     received: Layout
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # in one order on all ranks: by target, then by box
+    # source_boxes, received_boxes: rank -> box
     source_boxes: Mapping[int, Box]
     received_boxes: Mapping[int, Box]
 
@@ -225,24 +220,18 @@ def boundary_link(
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What every rank knows of every stage.
+    """What every rank knows of every stage."""
 
-    Attributes:
-        ranks: global ranks, ascending; two stages have the same ranks or no rank in common.
-        received: value -> layout in which the stage wants it (`R`, `S<d>`): from an earlier stage, or given. The stage
-            may have to pass it on to a later one on its mesh.
-        sent: value -> layout in which the stage makes it.
-        batch: index of a batch tensor -> layout in which the stage wants a micro-batch of it.
-        escaping: values that leave the step from here, whole on every device of the stage.
-        buffer_updates: buffer name -> escaping value that replaces it after each micro-batch.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # global ranks, ascending; two stages have the same ranks or no rank in common
     mesh_shape: tuple[int, ...]
+    # value -> layout in which the stage wants it (`R`, `S<d>`): from an earlier stage, or given. The stage may have to
+    # pass it on to a later one on its mesh.
     received: Mapping[int, Layout] = field(default_factory=dict)
-    sent: Mapping[int, Layout] = field(default_factory=dict)
+    sent: Mapping[int, Layout] = field(default_factory=dict)  # value -> layout in which the stage makes it
+    # index of a batch tensor -> layout in which the stage wants a micro-batch of it
     batch: Mapping[int, Layout] = field(default_factory=dict)
-    escaping: tuple[int, ...] = ()
+    escaping: tuple[int, ...] = ()  # values that leave the step from here, whole on every device of the stage
+    # buffer name -> escaping value that replaces it after each micro-batch
     buffer_updates: Mapping[str, int] = field(default_factory=dict)
 
     def side(self, layout: Layout) -> MeshSide:
