@@ -96,16 +96,12 @@ def read_links(fields: Fields) -> tuple[tuple[float, ...], ...]:
 
 @dataclass(frozen=True)
 class Way:
-    """What a group of devices has for its collectives: seconds per message, bytes/s.
-
-    exchange: bytes/s of its all-to-alls, where pairs without a link of their own go through the host.
-    together: the most devices of one group in a node.
-    """
+    """What a group of devices has for its collectives: seconds per message, bytes/s."""
 
     latency: float
     bandwidth: float
-    exchange: float
-    together: int
+    exchange: float  # bytes/s of its all-to-alls, where pairs without a link of their own go through the host
+    together: int  # the most devices of one group in a node
 
 
 class Topology:

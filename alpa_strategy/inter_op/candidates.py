@@ -40,12 +40,9 @@ Stages = tuple[StageRange, ...]  # in pipeline order
 
 @dataclass(frozen=True)
 class Candidate:
-    """Stages with what they were chosen for; `alive` per stage, in (micro-batch, stage) pairs of its mesh.
+    """Stages with what they were chosen for."""
 
-    `seconds`: simulated, from the costs of the tables. `solved`: its stages, where their layouts are known already.
-    """
-
-    seconds: float
+    seconds: float  # simulated, from the costs of the tables
     job: CostJob
     schedule: str
     stages_per_mesh: int
@@ -53,9 +50,9 @@ class Candidate:
     submesh_of: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     remat: tuple[bool, ...]
-    alive: tuple[int, ...]
+    alive: tuple[int, ...]  # per stage, in (micro-batch, stage) pairs of its mesh
     wires: tuple[float, ...]
-    solved: tuple[SolvedStage, ...] = ()
+    solved: tuple[SolvedStage, ...] = ()  # its stages, where their layouts are known already
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,16 +53,13 @@ class LayerMatrix:
 
 @dataclass(frozen=True)
 class Ends:
-    """The boundary values of a layer: which leads, and its layouts. None: nothing crosses, one state.
-
-    `passing`: values that cross both boundaries.
-    """
+    """The boundary values of a layer: which leads, and its layouts. None: nothing crosses, one state."""
 
     entering: int | None
     leaving: int | None
     entering_layouts: tuple[DualLayout, ...]
     leaving_layouts: tuple[DualLayout, ...]
-    passing: tuple[int, ...] = ()
+    passing: tuple[int, ...] = ()  # values that cross both boundaries
 
 
 def passing_seconds(graph: StepGraph, ends: Ends, tables: OptionTables) -> tuple[np.ndarray, np.ndarray]:
@@ -129,10 +126,7 @@ def _by_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> "list
 
 @dataclass(frozen=True)
 class Joined:
-    """A stage problem whose boundary values all follow two choices, `entering` and `leaving`.
-
-    gathered: per transfer of `IntraOp.gathered_again`, [source, target] bytes of what is gathered; None for others.
-    """
+    """A stage problem whose boundary values all follow two choices, `entering` and `leaving`."""
 
     stage: StageProblem
     choices: tuple[Parts, ...]
@@ -142,6 +136,7 @@ class Joined:
     leaving: int
     entering_bytes: np.ndarray
     leaving_bytes: np.ndarray
+    # per transfer of `IntraOp.gathered_again`, [source, target] bytes of what is gathered; None for others
     gathered: tuple[np.ndarray | None, ...]
 
 

@@ -51,10 +51,7 @@ class RunCosts:
 
 @dataclass(frozen=True)
 class CostJob:
-    """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself on all devices.
-
-    places: of each layer, the meshes (first place, devices) that are pinned for it (`pins.layers_of`); (): none.
-    """
+    """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself on all devices."""
 
     graph: StepGraph
     cuts: tuple[int, ...]
@@ -66,6 +63,7 @@ class CostJob:
     memory_limit: float
     remat: bool | None = None
     is_whole_batch: bool = False
+    # of each layer, the meshes (first place, devices) that are pinned for it (`pins.layers_of`); (): none
     places: tuple[frozenset[tuple[int, int]], ...] = ()
 
     @property

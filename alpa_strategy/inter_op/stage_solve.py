@@ -49,22 +49,18 @@ LARGE = 0.9  # of the largest span's graph: spans that count for the memory limi
 
 @dataclass(frozen=True)
 class StageWish:
-    """What the DP chose: ops [first, last) on a submesh and logical shape.
-
-    `alive`: (micro-batch, stage) pairs alive on the mesh at once; `stages_per_mesh`: stages that share the mesh;
-    `pinned`: how parameters are stored that another stage on the mesh uses too. `cuts`: op positions inside the stage
-    at which spans may begin that are recomputed one by one.
-    """
+    """What the DP chose: ops [first, last) on a submesh and logical shape."""
 
     first: int
     last: int
     submesh: tuple[int, int]
     shape: tuple[int, ...]
     remat: bool
-    alive: int
-    stages_per_mesh: int = 1
+    alive: int  # (micro-batch, stage) pairs on the mesh at once
+    stages_per_mesh: int = 1  # that share the mesh
+    # how parameters are stored that another stage on the mesh uses too
     pinned: Mapping[str, ParameterPlan] = field(default_factory=dict)
-    cuts: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()  # op positions inside the stage at which spans may begin that are recomputed one by one
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -83,35 +79,27 @@ class _Solved:
 
 @dataclass(frozen=True)
 class SolvedStage:
-    """The stage's plan (`first_device` 0) with its parts of cost and proved gap.
-
-    `objective` is what the solver minimised, by `method`: seconds plus the penalties of named plans, which the rest
-    excludes. `is_free`: memory does not bind.
-    """
+    """The stage's plan (`first_device` 0) with its parts of cost and proved gap."""
 
     plan: StagePlan
     cost: StageCost
     gap: float
-    objective: float
+    objective: float  # what the solver minimised: seconds plus the penalties of named plans, which the rest excludes
     method: str
-    is_free: bool
+    is_free: bool  # memory does not bind
 
 
 @dataclass(frozen=True)
 class PricedStage:
-    """A stage's problem on its mesh, and the optimum `free` if memory were: no plan of the stage is faster than that.
-
-    `whole`: not restricted, one transfer per value; `intra`: restricted, cut at all of the wish's starts;
-    `known`: its parts, where they are there already.
-    """
+    """A stage's problem on its mesh, and the optimum `free` if memory were: no plan of the stage is faster."""
 
     job: CostJob
     wish: StageWish
-    whole: IntraOp
-    intra: IntraOp
+    whole: IntraOp  # not restricted, one transfer per value
+    intra: IntraOp  # restricted, cut at all of the wish's starts
     free: Solution
     derives_again: bool
-    known: StageProblem | None = None
+    known: StageProblem | None = None  # the parts of `intra`, where they are there already
 
     @cached_property
     def finest(self) -> StageProblem:

@@ -37,15 +37,12 @@ from alpa_strategy.sharding.strategies import is_random
 
 @dataclass(frozen=True)
 class TransferLayouts:
-    """The layouts behind a Transfer's indices: of value `value`, rows `sources`, columns `targets`.
-
-    `hidden`: seconds [source, target] of the forward that run beside products.
-    """
+    """The layouts behind a Transfer's indices: of value `value`, rows `sources`, columns `targets`."""
 
     value: int
     sources: tuple[DualLayout, ...]
     targets: tuple[DualLayout, ...]
-    hidden: np.ndarray
+    hidden: np.ndarray  # seconds [source, target] of the forward that run beside products
 
     @property
     def equal(self) -> np.ndarray:

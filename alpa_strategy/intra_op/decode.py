@@ -71,16 +71,13 @@ def used_transfers(
 
 @dataclass(frozen=True)
 class Message:
-    """One collective of an assignment: `num_bytes` of the full tensor on the mesh axis.
-
-    `of_parameter`: it gathers a parameter for use, or brings its gradient back: nothing else waits for it.
-    """
+    """One collective of an assignment: `num_bytes` of the full tensor on the mesh axis."""
 
     kind: str
     axis: int
     phase: str
     num_bytes: int
-    of_parameter: bool = False
+    of_parameter: bool = False  # it gathers a parameter for use, or brings its gradient back: nothing else waits for it
 
     def seconds(self, intra: IntraOp) -> float:
         """What it takes alone."""

@@ -128,15 +128,12 @@ class ParameterPlan:
 
     Dims are those that the step sees: where it sees a fused projection in `num_segments` segments (query, key and value
     in one weight: 3), one more than the module's own.
-
-    on_host: what a device stores of it, its gradient and the optimizer's state lie in host memory.
-    sums_in_fp32: its gradient is summed over devices in fp32 at least, however it was computed.
     """
 
     modes: tuple[ParameterMode, ...]
     num_segments: int = 1
-    on_host: bool = False
-    sums_in_fp32: bool = False
+    on_host: bool = False  # what a device stores of it, its gradient and the optimizer's state lie in host memory
+    sums_in_fp32: bool = False  # its gradient is summed over devices in fp32 at least, however it was computed
 
     @classmethod
     def parse(cls, text: str, num_segments: int = 1) -> ParameterPlan:
@@ -206,14 +203,12 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind on one mesh axis: `num_bytes` and `seconds` are totals per step, `count` calls per step.
-
-    phase: `forward`, `backward` (both per micro-batch) or `step` (once per optimizer step; where gradients are
-    accumulated over several training steps, `seconds` is a training step's share).
-    """
+    """Collectives of one kind on one mesh axis; `count`, `num_bytes` and `seconds` are totals per step."""
 
     kind: str
     axis: int
+    # `forward`, `backward` (both per micro-batch) or `step` (once per optimizer step; where gradients are accumulated
+    # over several training steps, `seconds` is a training step's share)
     phase: str
     count: int
     num_bytes: int

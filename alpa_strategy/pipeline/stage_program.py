@@ -49,15 +49,12 @@ class Span:
 
 @dataclass(frozen=True)
 class StageProgram:
-    """A stage as its spans, in order.
-
-    loss: value index of the step's loss, whichever stage makes it.
-    bookmark: of the stage's random numbers (`ShardedRandom.bookmark`) where it recomputes. None: it is one span, whose
-        activations are kept.
-    """
+    """A stage as its spans, in order."""
 
     spans: Sequence[Span]
-    loss: int
+    loss: int  # value index of the step's loss, whichever stage makes it
+    # of the stage's random numbers (`ShardedRandom.bookmark`) where it recomputes. None: it is one span, whose
+    # activations are kept.
     bookmark: Callable[[], Replay] | None = None
 
 
