@@ -95,11 +95,6 @@ class RankZero:
             self._run = f"{dist.get_rank() - self._rank}/{number}"  # a replica's ranks are neighbours
             self._count = 0
 
-    @property
-    def is_rank_zero(self) -> bool:
-        """Whether this rank works alone."""
-        return self._alone or self._rank == 0
-
     def result_of(self, work: Callable[[], Any], what: str) -> Any:
         """`work()` of rank 0 (to be pickled) on every rank; its AlpaError is raised on every rank.
 

@@ -137,7 +137,12 @@ class Transfer:
         """
         if not self._outgoing and not self._kept:
             return []
-        local = [self._source_tensor(value, tensor) for value, tensor in enumerate(tensors)]
+        local = []
+        for plan, tensor in zip(self._plans, tensors, strict=True):
+            if tensor is None:
+                shape = [stop - start for start, stop in plan.source_boxes[self._rank]]
+                tensor = torch.zeros(shape, dtype=plan.dtype, device=self._device)
+            local.append(tensor.detach())
         if self._kept:
             parts = [self._part(local[value], value, piece) for value, piece in self._kept]
             self._kept_parts.setdefault(tag, deque()).append(parts)
@@ -190,12 +195,6 @@ class Transfer:
         for piece, part in parts:
             result[_within(piece.box, box)].copy_(part)
         return result
-
-    def _source_tensor(self, value: int, tensor: Tensor | None) -> Tensor:
-        if tensor is not None:
-            return tensor.detach()
-        shape = [stop - start for start, stop in self._plans[value].source_boxes[self._rank]]
-        return torch.zeros(shape, dtype=self._plans[value].dtype, device=self._device)
 
     def _part(self, tensor: Tensor, value: int, piece: Piece) -> Tensor:
         own = self._plans[value].source_boxes[self._rank]

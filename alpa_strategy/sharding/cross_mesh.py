@@ -9,7 +9,7 @@ all-gather"). No process groups here: `comm/messages.py` carries plans out.
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -103,7 +103,7 @@ def plan_transfer(
         holders.setdefault(box, []).append(rank)
     pieces: list[Piece] = []
     for box, ranks in holders.items():
-        wanted: list[tuple[int, Box]] = []
+        wanted: list[Piece] = []
         for rank, needed in received_boxes.items():
             piece = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, needed, strict=True))
             if any(start >= stop for start, stop in piece):  # nothing in common
@@ -111,7 +111,7 @@ def plan_transfer(
             if rank in ranks:
                 pieces.append(Piece(rank, rank, piece))
             else:  # nothing of it is on `rank`: the boxes of one side are equal or disjoint
-                wanted.append((rank, piece))
+                wanted.append(Piece(ranks[0], rank, piece))  # or from another of them
         pieces += _share_out(wanted, ranks)
     pieces.sort(key=lambda piece: (piece.target, piece.box))
     return TransferPlan(shape, dtype, target, received, tuple(pieces), source_boxes, received_boxes)
@@ -151,22 +151,18 @@ def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
     return Layout(placements)
 
 
-def _share_out(wanted: list[tuple[int, Box]], holders: list[int]) -> list[Piece]:
-    """A sender for each (target, box) among its holders: the largest first, each to the least loaded (Graham's rule).
+def _share_out(wanted: list[Piece], holders: list[int]) -> list[Piece]:
+    """With a sender for each among its holders: the largest first, each to the least loaded (Graham's rule).
 
     Boxes of near-equal chunks are of near-equal size, for which that is optimal.
     """
     load = dict.fromkeys(holders, 0)
     pieces = []
-    for rank, box in sorted(wanted, key=lambda item: (-_size(item[1]), item)):
+    for piece in sorted(wanted, key=lambda piece: (-piece.num_elements, piece.target, piece.box)):
         sender = min(holders, key=lambda holder: (load[holder], holder))
-        load[sender] += _size(box)
-        pieces.append(Piece(sender, rank, box))
+        load[sender] += piece.num_elements
+        pieces.append(replace(piece, source=sender))
     return pieces
-
-
-def _size(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
 
 
 def transfer_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
