@@ -32,9 +32,6 @@ class GradientReducer:
         mesh: the mesh of the stage.
         parameters: all trainable ones, in one order on all devices; those with nothing to reduce as well.
         bucket_bytes: a bucket is closed when it holds so many bytes, or an eighth of all.
-
-    Attributes:
-        enabled: whether the next backward ends with the reduction: False for all micro-batches but the last of a step.
     """
 
     def __init__(self, mesh: MeshComm, parameters: Sequence[ShardedParameter], bucket_bytes: int) -> None:
@@ -45,7 +42,7 @@ class GradientReducer:
         self._rest: list[ShardedParameter] = []  # used, but not in a bucket
         self._unused: list[ShardedParameter] = []
         self._only_somewhere: frozenset[str] = frozenset()  # gradients that some devices had and others not
-        self.enabled = True
+        self.enabled = True  # the next backward ends with the reduction: not for a micro-batch before a step's last
         self.reset()
 
     def reset(self) -> None:
