@@ -196,9 +196,6 @@ def solve_schedules(space: StageSpace, known: float, schedules: Sequence[str] | 
     def best() -> float:
         return min([known, *(c.seconds for c in found)])
 
-    def nearly() -> float:
-        return min(known, ABOVE * best())
-
     def irregular(usual: int | None = None) -> None:
         for schedule in filter(lambda name: SCHEDULES[name].has_one_stage_per_mesh, names):
             found.extend(_any_meshes(space, schedule, best, usual))
@@ -207,9 +204,8 @@ def solve_schedules(space: StageSpace, known: float, schedules: Sequence[str] | 
         irregular()
     for schedule in names:
         # Closed forms are above what is simulated: where there is time, each counts as if nothing else were known.
-        every = best if is_large else lambda: known
-        if not (is_large or SCHEDULES[schedule].has_one_stage_per_mesh):
-            every = nearly
+        slack = math.inf if SCHEDULES[schedule].has_one_stage_per_mesh else ABOVE
+        every = best if is_large else lambda slack=slack: min(known, slack * best())
         found.extend(_regular(space, schedule, every))
     if is_large:
         irregular(min(found, key=lambda c: c.seconds).submesh_of[0] if found else None)

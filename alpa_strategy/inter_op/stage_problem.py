@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from alpa_strategy.cost.flops import is_view
-from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, build
+from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import messages
 from alpa_strategy.intra_op.memory_choices import result_bytes
 from alpa_strategy.intra_op.options import REDUCTIONS, gathers, local_bytes
@@ -165,7 +165,10 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> Parts:
         backward = np.where(is_allowed, transfer.cost - forward, np.inf)
         if span == PER_STEP:  # without gathering again: what is gathered stays to the step's end
             penalty = transfer.cost - (intra.unrestricted or intra.problem).transfers[index].cost
-            kept = np.where(layouts.equal, 0.0, _kept_bytes(intra, layouts))
+            # Of a copy that ops read which run once per step, where their backward keeps it.
+            is_kept = not intra.per_step.ops.isdisjoint(intra.savers(layouts.value))
+            copies = [is_kept * local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets]
+            kept = np.where(layouts.equal, 0.0, copies)
             return Parts(zero, np.where(is_allowed, alone + penalty, np.inf), finite, kept, zero, zero, zero)
     memory = again = transfer.memory
     if made_in == PER_STEP:  # there all the time; what is gathered of it is gathered again for the backward
@@ -188,14 +191,6 @@ def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
         if is_held and not options.saved.results[position]:
             total += result_bytes(intra, op, position)
     return total
-
-
-def _kept_bytes(intra: IntraOp, layouts: TransferLayouts) -> np.ndarray:
-    """[target] bytes of a copy that ops read which run once per step, where their backward keeps it."""
-    if intra.per_step.ops.isdisjoint(intra.savers(layouts.value)):
-        return np.zeros(len(layouts.targets))
-    meta = intra.step.values[layouts.value]
-    return np.array([local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets], dtype=float)
 
 
 def weighted(

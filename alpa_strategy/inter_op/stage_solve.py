@@ -2,10 +2,10 @@
 flight, and where it recomputes, the spans that need least memory."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -113,16 +113,9 @@ class PricedStage:
         intra, pins = RematSpans(self.whole, starts).split(), own_pins(self.job.options, self.whole.step)
         return take_apart(restrict(intra, pins, self.job.optimizer, self.wish.pinned), starts)
 
-    def recomputing(self) -> "PricedStage":
-        """The same with a choice for each activation: keep it, or make it again in the backward."""
-        return replace(self, whole=with_recompute(self.whole), intra=with_recompute(self.intra), known=None)
-
-    def offloading(self, results: bool) -> "PricedStage":
-        """The same with a choice for each parameter, and for `results` of ops: on the device, or in host memory."""
-        whole, intra = (with_offload(each) for each in (self.whole, self.intra))
-        if results and (host := whole.mesh.host) is not None:
-            whole, intra = with_stored_results(whole, host), with_stored_results(intra, host)
-        return replace(self, whole=whole, intra=intra, known=None)
+    def changed(self, change: Callable[[IntraOp], IntraOp]) -> "PricedStage":
+        """The same with other choices."""
+        return replace(self, whole=change(self.whole), intra=change(self.intra), known=None)
 
     def unrestricted(self, starts: tuple[int, ...]) -> StageProblem:
         """The same without pins and penalties: what its assignments really cost."""
@@ -225,7 +218,7 @@ class StageSolver:
         wish, stage = priced.wish, priced.finest
         propagates = self.job.options.solver == PROPAGATION
         if self.job.keeps_by_tensor and not propagates and not self._fits(stage, priced.free, wish):
-            priced = priced.recomputing()
+            priced = priced.changed(with_recompute)  # a choice for each activation: keep it, or make it again
         mesh, is_open = priced.intra.mesh, self._on_host is None and self.job.is_whole_batch
         may_offload = is_open and not propagates and mesh.host is not None and mesh.num_devices <= OFFLOADING_SIZE
         try:
@@ -258,7 +251,9 @@ class StageSolver:
         """The cheapest layouts where parameters may lie in host memory, which gets a price where it is too small."""
         host = priced.intra.mesh.host
         assert host is not None
-        free = priced.offloading(self.job.keeps_by_tensor)
+        free = priced.changed(with_offload)
+        if self.job.keeps_by_tensor:
+            free = free.changed(partial(with_stored_results, host=host))
         offloading = free = replace(free, free=solve(free.intra.problem, self.job.options.solver_seconds))
         for attempt in range(HOST_PRICES):
             found = self._solve(offloading, cutoff)

@@ -163,12 +163,7 @@ def build(step: StepGraph, tables: OptionTables) -> IntraOp:
 
 
 class _Builder:
-    """The problem while it grows: first the choices of parameters and ops, then the fixed ones, then the transfers.
-
-    Attributes:
-        producers: value -> (the choice that makes it, its layout per strategy).
-        constants: see `constant_values`.
-    """
+    """The problem while it grows: first the choices of parameters and ops, then the fixed ones, then the transfers."""
 
     def __init__(self, step: StepGraph, tables: OptionTables) -> None:
         self._step, self._tables, self._mesh = step, tables, tables.mesh
@@ -182,6 +177,7 @@ class _Builder:
         )
         self.ops = tuple(_with_resident_parameters(step, tuple(options), tables.mesh))
         self.choices: list[Choice] = []
+        # value -> (the choice that makes it, its layout per strategy)
         self.producers: dict[int, tuple[int, tuple[DualLayout, ...]]] = {}
         self.transfers: list[Transfer] = []
         self.layouts: list[TransferLayouts] = []

@@ -85,9 +85,7 @@ def step_collectives_of(
 ) -> list[tuple[str, int, int]]:
     """(kind, mesh axis, bytes of the full tensor on the axis) of a parameter's once-per-step collectives."""
     found: list[tuple[str, int, int]] = []
-    source = plan.step_layout(meta.requires_grad)
-    whole = local_bytes(meta, source, mesh_shape)
-    num_bytes = whole
+    num_bytes = local_bytes(meta, plan.step_layout(meta.requires_grad), mesh_shape)
     for axis, mode in enumerate(plan.modes):  # scattering first leaves less for the later axes
         if mode.is_gathered_once:
             found += [("all_gather", axis, num_bytes), ("reduce_scatter", axis, num_bytes)]

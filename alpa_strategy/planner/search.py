@@ -198,24 +198,17 @@ def _timed(spent: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class _Search:
-    """The numbers of micro-batches that are looked at (see `search_microbatches`), and the best candidates of them.
-
-    Attributes:
-        best: candidates over all submeshes, best first.
-        failures: why there are no others.
-        last_job: of which nothing fitted into memory.
-        spent: seconds by phase.
-    """
+    """The numbers of micro-batches that are looked at (see `search_microbatches`), and the best candidates of them."""
 
     def __init__(self, task: PlanTask, several: bool, solve: Callable[..., list[Candidate]]) -> None:
         self.task, self._solve = task, solve
         self.several = several
         self._runs: dict[Hashable, RunCosts] = {}
         self.meshes = submeshes(task.cluster)
-        self.best: list[Candidate] = []
-        self.failures: Failures = []
-        self.last_job: CostJob | None = None
-        self.spent: dict[str, float] = defaultdict(float)
+        self.best: list[Candidate] = []  # over all submeshes, best first
+        self.failures: Failures = []  # why there are no others
+        self.last_job: CostJob | None = None  # of which nothing fitted into memory
+        self.spent: dict[str, float] = defaultdict(float)  # seconds by phase
         self._jobs: dict[int, CostJob | None] = {}
         self._bounds: dict[int, float] = {}  # by number of micro-batches
         self._unlikely: frozenset[tuple[int, int]] = frozenset()  # submeshes of which a bound is enough
