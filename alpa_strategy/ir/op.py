@@ -146,20 +146,14 @@ class InnerCollective:
 
 @dataclass(frozen=True)
 class AxisStrategy:
-    """One way to run an op on one mesh axis: the layouts it takes and gives there.
+    """One way to run an op on one mesh axis: the layouts it takes and gives there."""
 
-    Attributes:
-        inputs: a dual placement per tensor operand.
-        outputs: a dual placement per tensor result.
-        implementation: name of the local implementation (`alpa_strategy.lower.local_ops`) where the plain op on local
-            shards would not be right, else None.
-        collectives: what that implementation communicates.
-    """
-
-    inputs: tuple[DualPlacement, ...]
-    outputs: tuple[DualPlacement, ...]
+    inputs: tuple[DualPlacement, ...]  # of each tensor operand
+    outputs: tuple[DualPlacement, ...]  # of each tensor result
+    # name in `alpa_strategy.lower.local_ops`, where the plain op on local shards would not be right
     implementation: str | None = None
-    collectives: tuple[InnerCollective, ...] = field(default=(), compare=False)  # no part of the text form
+    # what the implementation communicates; no part of the text form
+    collectives: tuple[InnerCollective, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         text = f"{','.join(map(str, self.inputs))}->{','.join(map(str, self.outputs))}"

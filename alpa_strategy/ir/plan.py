@@ -516,8 +516,7 @@ def _read_parameter(text: str, where: str) -> ParameterPlan:
         raise PlanError(f"{where}: {text!r} is not a plan", "write the modes, then `in N segments` where there are")
     num_segments = int(match[1]) if match else 1
     # Files count the module's dims; the step sees segments as one more dim before them.
-    shift = 0 if num_segments == 1 else 1
-    modes = tuple(mode.shifted(shift) for mode in modes)
+    modes = tuple(mode.shifted(int(num_segments > 1)) for mode in modes)
     return ParameterPlan(modes, num_segments, stored.endswith(_ON_HOST), stored != text)
 
 
