@@ -39,14 +39,11 @@ class Compiler:
 
     Args:
         options: keyword arguments of `torch.compile`: `backend`, `mode`, `options`.
-
-    Attributes:
-        segments: the distinct ones.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = segment_options(options)
-        self.segments: dict[Hashable, Segment] = {}
+        self.segments: dict[Hashable, Segment] = {}  # the distinct ones
 
     def compiled(
         self, lines: Sequence[Line], namespace: MutableMapping[str, Any], parameters: Collection[str]

@@ -61,9 +61,6 @@ class PlacedPlan:
         seed: the job's, the same on all ranks.
         loss_scale: what the loss will be scaled by (half precision): gradients that a step makes need it early.
         replica: runs the plan, beside others that hold the same; None: all of the job runs it.
-
-    Attributes:
-        num_steps: training steps that were run.
     """
 
     def __init__(
