@@ -3,8 +3,6 @@
 The import registers the strategy; capture and the planner are loaded by the first use of a name, or the first step.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any, NoReturn
 

@@ -3,8 +3,6 @@
 The planner waits inside the subcommands that need it.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import re

@@ -1,7 +1,5 @@
 """Errors for users: what was written, what was expected, what to do (docs/formulas.md#errors)."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable
@@ -26,7 +24,7 @@ class AlpaError(RuntimeError):
         self.fix = _shown(fix)
         super().__init__(f"{self.problem}\n  What to do: {self.fix}" if fix else self.problem)
 
-    def __reduce__(self) -> tuple[type[AlpaError], tuple[str, str]]:
+    def __reduce__(self) -> "tuple[type[AlpaError], tuple[str, str]]":
         """So that an error can be raised on other ranks."""
         return type(self), (self.problem, self.fix)
 

@@ -4,8 +4,6 @@ A plan, a cluster, a recipe or a store of measured times is input like any other
 deep or hold `1e999`. `read_json` and `read_yaml` say so in a line (`BadFileError`) before anything is made of it.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -355,22 +355,16 @@ _SOLVED = {f.name for f in fields(PlanOptions) if f.default is None}
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """What planning needs to know of the optimizer.
+    """What planning needs to know of the optimizer."""
 
-    Attributes:
-        state_bytes: bytes of optimizer state per parameter element, for parameters of the dtype that the optimizer has
-            (Adam on fp32: 8, on bf16: 4).
-        element_wise: True when its update of a shard equals the shard of its update.
-        name: class name, for messages.
-        parameter_wise: True when it updates every parameter by its own gradient alone: a stage of a pipeline has only
-            its own parameters.
-        gradient_itemsize: bytes of a gradient's element where it is reduced and accumulated; None: the parameter's own.
-    """
-
+    # bytes of optimizer state per parameter element, for parameters of the dtype that the optimizer has (Adam on fp32:
+    # 8, on bf16: 4)
     state_bytes: float = 8.0
-    element_wise: bool = True
-    name: str = "Adam"
+    element_wise: bool = True  # True when its update of a shard equals the shard of its update
+    name: str = "Adam"  # class name, for messages
+    # True when it updates every parameter by its own gradient alone: a stage of a pipeline has only its own parameters
     parameter_wise: bool = True
+    # bytes of a gradient's element where it is reduced and accumulated; None: the parameter's own
     gradient_itemsize: int | None = None
 
     def update_bytes(self, itemsize: int) -> float:

@@ -10,8 +10,6 @@
 is read, so that a misspelt key is an error before anything is built.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -8,8 +8,6 @@ With `v` stages per mesh, stage s of N = v * num_meshes is on mesh s % num_meshe
 m and N - 1 - m on mesh m.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence

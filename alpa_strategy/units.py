@@ -1,7 +1,5 @@
 """Numbers as people read them: three significant digits with a unit."""
 
-from __future__ import annotations
-
 import math
 
 

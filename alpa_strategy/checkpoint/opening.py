@@ -6,8 +6,6 @@ restriction, also where the rest is read with `weights_only=True`. Here only the
 are found, and it may only name files of its own folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -7,8 +7,6 @@ new one. The hidden name holds no part of the checkpoint's own: nothing that lis
 `hpc_ckpt_*`) takes it for one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

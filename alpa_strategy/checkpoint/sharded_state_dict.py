@@ -6,8 +6,6 @@ shape are cut or gathered. Step counters and the like are left alone. Every rank
 parameters; a checkpoint holds all of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Both have the whole tensor's shape and dtype, and stand in a Lightning checkpoin
 any other; here they are taken out of it and put back.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self

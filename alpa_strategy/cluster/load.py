@@ -3,8 +3,6 @@
 Strict on purpose: a mistyped field that is silently ignored would give a plan for another machine.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Mapping
@@ -104,7 +102,7 @@ class Fields:
         holds = _is_finite(value) and value == int(value) and minimum <= value <= maximum
         return int(self.valid(key, value, holds, expected))
 
-    def section(self, key: str, known: tuple[str, ...], expected: str, default: Any = None) -> Fields:
+    def section(self, key: str, known: tuple[str, ...], expected: str, default: Any = None) -> "Fields":
         """The fields of a part, of which only `known` ones may be there."""
         return Fields(self.value(key, expected, default), known, self.file, f"{self.prefix}{key}.")
 

@@ -31,14 +31,11 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p"
 
 @dataclass(frozen=True)
 class Link:
-    """latency in seconds per message, bandwidth in bytes/s per direction.
-
-    hop: seconds that a collective adds for each further device of a ring, or each further level of a tree.
-    """
+    """latency in seconds per message, bandwidth in bytes/s per direction."""
 
     latency: float
     bandwidth: float
-    hop: float = 0.0
+    hop: float = 0.0  # seconds that a collective adds for each further device of a ring, or level of a tree
 
 
 @dataclass(frozen=True)
@@ -72,14 +69,11 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class Host:
-    """A node's host memory, where parameters with their optimizer's state, and activations, may lie.
+    """A node's host memory, where parameters with their optimizer's state, and activations, may lie."""
 
-    link_bandwidth: bytes/s per direction of each device's way to it (PCIe, NVLink-C2C).
-    memory_bytes, memory_bandwidth: what may be used of the node's memory, and bytes/s that its cores reach on it; the
-    node's devices share both.
-    """
-
-    link_bandwidth: float
+    link_bandwidth: float  # bytes/s per direction of each device's way to it (PCIe, NVLink-C2C)
+    # memory_bytes, memory_bandwidth: what may be used of the node's memory, and bytes/s that its cores reach on it; the
+    # node's devices share both
     memory_bytes: float
     memory_bandwidth: float
 
@@ -101,19 +95,16 @@ class CommTable:
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis of a logical mesh: its size and what collectives cost on it.
-
-    `ring`, `tree`: seconds that the further devices of a ring and levels of a tree add to the link's latency.
-    `exchange`: bytes/s of all-to-alls where it is not the link's (devices with links of their own).
-    """
+    """One axis of a logical mesh: its size and what collectives cost on it."""
 
     size: int
     stride: int
     link: Link
     tables: tuple[CommTable, ...] = ()
+    # ring, tree: seconds that the further devices of a ring and levels of a tree add to the link's latency
     ring: float = 0.0
     tree: float = 0.0
-    exchange: float = 0.0
+    exchange: float = 0.0  # bytes/s of all-to-alls where it is not the link's (devices with links of their own)
 
     def seconds(self, kind: str, num_bytes: float) -> float:
         """Time of collective `kind`; `num_bytes` are those of the full tensor on the axis (docs/formulas.md#costs).
@@ -133,15 +124,12 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class LogicalMesh:
-    """A grid of devices: `shape` and one MeshAxis per mesh axis; `overlap`: the cluster's.
-
-    host: a device's share of its node's; None: there is no way to it.
-    """
+    """A grid of devices: `shape` and one MeshAxis per mesh axis; `overlap`: the cluster's."""
 
     shape: tuple[int, ...]
     axes: tuple[MeshAxis, ...]
     overlap: float = 0.0
-    host: Host | None = None
+    host: Host | None = None  # a device's share of its node's; None: there is no way to it
 
     @property
     def num_devices(self) -> int:

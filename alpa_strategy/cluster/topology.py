@@ -5,8 +5,6 @@ devices or nodes may share a way out (`Level`: NVLink pairs, PCIe switches, rack
 collective costs then depends on *which* devices are neighbours on a mesh axis. Plain arithmetic, no process groups.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,17 +24,12 @@ Order = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Level:
-    """Blocks of devices, or of nodes, that share a way out.
-
-    Attributes:
-        unit: what is counted, `devices` (of every node) or `nodes`.
-        blocks: how many consecutive ones are a block, or the blocks' members.
-        latency, bandwidth: of a block's way out: seconds, and bytes/s per direction for all that cross it together.
-    """
+    """Blocks of devices, or of nodes, that share a way out."""
 
     name: str
-    unit: str
-    blocks: int | tuple[Order, ...]
+    unit: str  # what is counted, `devices` (of every node) or `nodes`
+    blocks: int | tuple[Order, ...]  # how many consecutive ones are a block, or the blocks' members
+    # latency, bandwidth: of a block's way out: seconds, and bytes/s per direction for all that cross it together
     latency: float
     bandwidth: float
 
@@ -103,16 +96,12 @@ def read_links(fields: Fields) -> tuple[tuple[float, ...], ...]:
 
 @dataclass(frozen=True)
 class Way:
-    """What a group of devices has for its collectives: seconds per message, bytes/s.
-
-    exchange: bytes/s of its all-to-alls, where pairs without a link of their own go through the host.
-    together: the most devices of one group in a node.
-    """
+    """What a group of devices has for its collectives: seconds per message, bytes/s."""
 
     latency: float
     bandwidth: float
-    exchange: float
-    together: int
+    exchange: float  # bytes/s of its all-to-alls, where pairs without a link of their own go through the host
+    together: int  # the most devices of one group in a node
 
 
 class Topology:

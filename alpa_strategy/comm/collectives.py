@@ -3,8 +3,6 @@
 A `group` says among which ranks: those of a replica, or None, all of the job. At the end: jobs beside the main thread.
 """
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -96,11 +94,6 @@ class RankZero:
             number = self._store.add(f"alpa/rank_zero/runs/{dist.get_rank()}", 1)
             self._run = f"{dist.get_rank() - self._rank}/{number}"  # a replica's ranks are neighbours
             self._count = 0
-
-    @property
-    def is_rank_zero(self) -> bool:
-        """Whether this rank works alone."""
-        return self._alone or self._rank == 0
 
     def result_of(self, work: Callable[[], Any], what: str) -> Any:
         """`work()` of rank 0 (to be pickled) on every rank; its AlpaError is raised on every rank.

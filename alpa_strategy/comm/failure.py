@@ -8,8 +8,6 @@ rank that was killed says nothing: it is named by the others, as the one that gi
 processes in it that are gone, and waits for them in vain. All that are alive agree on a name of their own in it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -4,8 +4,6 @@ All ranks go through the same loops in the same order: every count is a constant
 ranks, never by one rank's clock. What comes out is therefore the same on all ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -185,8 +183,7 @@ def _exact_bytes(n: int, size: int) -> int:
 def _collective(axis: AxisComm, kind: str, size: int, device: torch.device) -> Callable[[], object]:
     """A call of `kind` on a full tensor [axis size, columns] of `_exact_bytes`."""
     n = axis.size
-    columns = _exact_bytes(n, size) // (4 * n)
-    whole = torch.ones(n, columns, device=device)
+    whole = torch.ones(n, _exact_bytes(n, size) // (4 * n), device=device)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: axis.all_reduce(whole),
         "reduce_scatter": lambda: axis.reduce_scatter(whole, 0),

@@ -8,8 +8,6 @@ ranks, and keeps its own. Where a job is divided into replicas (`Replica`), mesh
 groups without the others; its ranks are counted from 0 there.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect
@@ -234,16 +232,12 @@ class MeshComm:
 class Replica:
     """Neighbouring ranks that run the steps of one batch together, as a job of their own would: number `index` of
     `count` equal ones.
-
-    Attributes:
-        group: its ranks; None: all of the job's.
-        across: this rank and those at its place in the other replicas, which hold the same.
     """
 
     index: int
     count: int
-    group: Any
-    across: AxisComm
+    group: Any  # its ranks; None: all of the job's
+    across: AxisComm  # this rank and those at its place in the other replicas, which hold the same
 
 
 def divide(count: int) -> Replica:

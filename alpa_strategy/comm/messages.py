@@ -5,8 +5,6 @@ needed; sends never hold up the sender (`Outbox`). Tags keep bundles, directions
 ignores tags, so there every channel and direction has a group of its own (`mesh.message_groups`).
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -139,7 +137,12 @@ class Transfer:
         """
         if not self._outgoing and not self._kept:
             return []
-        local = [self._source_tensor(value, tensor) for value, tensor in enumerate(tensors)]
+        local = []
+        for plan, tensor in zip(self._plans, tensors, strict=True):
+            if tensor is None:
+                shape = [stop - start for start, stop in plan.source_boxes[self._rank]]
+                tensor = torch.zeros(shape, dtype=plan.dtype, device=self._device)
+            local.append(tensor.detach())
         if self._kept:
             parts = [self._part(local[value], value, piece) for value, piece in self._kept]
             self._kept_parts.setdefault(tag, deque()).append(parts)
@@ -149,7 +152,7 @@ class Transfer:
             ops.append(dist.P2POp(dist.isend, _pack(slots, parts), peer, self._group, tag))
         return ops
 
-    def receive(self, tag: int, start: bool = True) -> Receipt:
+    def receive(self, tag: int, start: bool = True) -> "Receipt":
         """Post the receives of this rank's parts of one bundle; with `start=False` the caller starts `receipt.ops`."""
         ops = []
         for peer, slots in self._incoming.items():
@@ -192,12 +195,6 @@ class Transfer:
         for piece, part in parts:
             result[_within(piece.box, box)].copy_(part)
         return result
-
-    def _source_tensor(self, value: int, tensor: Tensor | None) -> Tensor:
-        if tensor is not None:
-            return tensor.detach()
-        shape = [stop - start for start, stop in self._plans[value].source_boxes[self._rank]]
-        return torch.zeros(shape, dtype=self._plans[value].dtype, device=self._device)
 
     def _part(self, tensor: Tensor, value: int, piece: Piece) -> Tensor:
         own = self._plans[value].source_boxes[self._rank]

@@ -4,8 +4,6 @@ ATen's random ops draw from the device's default generator. So there is one gene
 swapped into the default generator around each op; everything else that draws from it sees nothing of this.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Callable, Iterator

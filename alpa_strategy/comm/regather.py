@@ -36,17 +36,14 @@ _active: contextvars.ContextVar[Regather | None] = contextvars.ContextVar("alpa_
 
 @dataclass
 class _Gathered:
-    """A gathered parameter: its shard and how to gather that again. `storage` keeps the key unique while this lives.
-
-    `before`: what was saved before it; `ahead_bytes`: of that, what is gathered meanwhile.
-    """
+    """A gathered parameter: its shard and how to gather that again. `storage` keeps the key unique while this lives."""
 
     parameter: Tensor
     start: Callable[[], Pending]
     storage: StorageWeakRef
     version: int
     num_bytes: int
-    ahead_bytes: int
+    ahead_bytes: int  # of what was saved `before`: gathered meanwhile
     before: _Gathered | None = None
     is_saved: bool = False
     coming: Pending | None = None
@@ -79,13 +76,10 @@ class _Gathered:
 
 @dataclass
 class _Made:
-    """What an op made, to be made again of what is kept; `uses` are left for which it is not made yet.
-
-    `operands`: the op's tensors as they are saved, in their order.
-    """
+    """What an op made, to be made again of what is kept; `uses` are left for which it is not made yet."""
 
     function: Callable[[list[Tensor]], Tensor]
-    operands: list[Any]
+    operands: list[Any]  # the op's tensors as they are saved, in their order
     storage: StorageWeakRef
     uses: int = 0
     again: Tensor | None = None
@@ -103,17 +97,14 @@ class _Made:
 
 @dataclass
 class _View:
-    """What is saved instead of a view of a gathered parameter, which may read its memory as another dtype.
-
-    `stride`, `offset`: in elements of `dtype`. `is_conj`, `is_neg`: what a complex view does when it is read.
-    """
+    """What is saved instead of a view of a gathered parameter, which may read its memory as another dtype."""
 
     gathered: _Gathered | _Made
     dtype: torch.dtype
     size: torch.Size
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements of `dtype`, as `offset`
     offset: int | torch.SymInt
-    is_conj: bool
+    is_conj: bool  # what a complex view does when it is read, as `is_neg`
     is_neg: bool
 
     def again(self) -> Tensor:

@@ -3,8 +3,6 @@
 The steps are `sharding.redistribute`'s. Nothing is saved for the backward: the gradient takes the steps in reverse.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Formulas for products, convolutions and attention; every other op is taken to be
 Fusions are not modelled. Views move nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

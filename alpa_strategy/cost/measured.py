@@ -4,8 +4,6 @@ Keyed by device name, then op family (op, dtypes, which operands require grad), 
 Measuring is `measured.py`'s, reading between the lines is `model.py`'s.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import platform
@@ -69,7 +67,7 @@ class OpTable:
         self._families: dict[tuple[str, str], dict[str, OpTime]] = defaultdict(dict)  # (device, family) -> by call
 
     @classmethod
-    def load(cls, path: str | Path) -> OpTable:
+    def load(cls, path: str | Path) -> "OpTable":
         """The table in `path`; empty when there is none. An unreadable or older file is reported and measured anew."""
         table = cls(path)
         file = Path(path)

@@ -1,7 +1,5 @@
 """Seconds and bytes of one local op call: the only place where op costs come from (docs/formulas.md#costs)."""
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Progress: what planning is doing now, and what each phase took. A spinner on a terminal, else a line a phase."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

@@ -1,8 +1,6 @@
 """The plan as a rich table: what it costs, what it beats, how each parameter lies, what is communicated; the same as a
 picture and as a page; and what `alpa plan --tune batch_size` found."""
 
-from __future__ import annotations
-
 import io
 import math
 import re
@@ -55,8 +53,7 @@ def plan_table(plan: Plan, memory_limit: float | None = None, process_bytes: int
 
 def plan_svg(plan: Plan) -> str:
     """The table as an SVG picture, which loads nothing from elsewhere."""
-    picture = _printed(plan).export_svg(title="alpa")
-    return _WEB_FONTS.sub("", picture)
+    return _WEB_FONTS.sub("", _printed(plan).export_svg(title="alpa"))
 
 
 def plan_html(plan: Plan) -> str:
@@ -104,8 +101,7 @@ def _headline(plan: Plan) -> Text:
         text.append(recomputes(plan.stages[0]))
     else:
         text.append(f", {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}")
-    proof = proof_of(plan)
-    text.append(f", {proof}", style="green" if plan.gap <= 1e-6 else "yellow")
+    text.append(f", {proof_of(plan)}", style="green" if plan.gap <= 1e-6 else "yellow")
     return text
 
 
@@ -282,7 +278,9 @@ def parameter_groups(plans: Mapping[str, ParameterPlan], shapes: Mapping[str, Sh
         if len(names) == 1:
             pattern = names[0]
         elif patterns.count(pattern) > 1:
-            pattern = _with_ranges(names)
+            # Only the first index is spelled out: blocks.{0-2}.experts.*
+            indices = [int(part) for name in names for part in re.findall(r"(?<![^.])\d+(?![^.])", name)[:1]]
+            pattern = pattern.replace("*", f"{{{index_ranges(indices)}}}", 1)
         groups.append(ParameterGroup(pattern, tuple(names), modes, shape, on_host))
     return tuple(groups)
 
@@ -290,14 +288,6 @@ def parameter_groups(plans: Mapping[str, ParameterPlan], shapes: Mapping[str, Sh
 def collapse_indices(name: str) -> str:
     """Every part of a dotted name that is a number becomes `*`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _with_ranges(names: list[str]) -> str:
-    indices = [int(part) for name in names for part in re.findall(r"(?<![^.])\d+(?![^.])", name)[:1]]
-    parts = collapse_indices(names[0]).split(".")
-    # Only the first index is spelled out: blocks.{0-2}.experts.*
-    parts[parts.index("*")] = f"{{{index_ranges(indices)}}}"
-    return ".".join(parts)
 
 
 def index_ranges(indices: Iterable[int]) -> str:

@@ -1,7 +1,5 @@
 """A pipeline's schedule on the clock: who works when, who waits; as lines for a terminal."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -21,8 +21,6 @@ last micro-batch as far as the cluster's `overlap` says: what is left is below e
 price. One thing is taken for granted: no layouts take less a micro-batch than those with the fastest step.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from dataclasses import dataclass
@@ -63,26 +61,17 @@ def step_bound(space: StageSpace) -> float:
 
 @dataclass(frozen=True)
 class _Costs:
-    """The least that stages may take; arrays [first layer, last + 1, submesh], inf where there is none.
-
-    Attributes:
-        sizes: [submesh] devices.
-        work: seconds of a step.
-        seconds: of a micro-batch.
-        wires: [cut, submesh] of a micro-batch's messages there and back, from a stage on this submesh to another one.
-        near: [cut, submesh] likewise, to a stage on an equal mesh, or on the same.
-        overhead: seconds of a micro-batch in each stage beside its ops, in `work` and `seconds`.
-        may_be: which stages pins leave; the rest holds for all.
-    """
+    """The least that stages may take; arrays [first layer, last + 1, submesh], inf where there is none."""
 
     job: CostJob
-    sizes: np.ndarray
-    work: np.ndarray
-    seconds: np.ndarray
+    sizes: np.ndarray  # [submesh] devices
+    work: np.ndarray  # seconds of a step
+    seconds: np.ndarray  # of a micro-batch
+    # [cut, submesh] of a micro-batch's messages there and back, from a stage on this submesh to another one
     wires: np.ndarray
-    near: np.ndarray
-    overhead: float
-    may_be: np.ndarray
+    near: np.ndarray  # [cut, submesh] likewise, to a stage on an equal mesh, or on the same
+    overhead: float  # seconds of a micro-batch in each stage beside its ops, in `work` and `seconds`
+    may_be: np.ndarray  # which stages pins leave; the rest holds for all
 
 
 def _costs(space: StageSpace) -> _Costs:

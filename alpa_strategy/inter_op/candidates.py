@@ -3,8 +3,6 @@
 Priced on the costs of `stage_costs.py` and the schedules' closed forms; `search.py` solves the best of them exactly.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -42,12 +40,9 @@ Stages = tuple[StageRange, ...]  # in pipeline order
 
 @dataclass(frozen=True)
 class Candidate:
-    """Stages with what they were chosen for; `alive` per stage, in (micro-batch, stage) pairs of its mesh.
+    """Stages with what they were chosen for."""
 
-    `seconds`: simulated, from the costs of the tables. `solved`: its stages, where their layouts are known already.
-    """
-
-    seconds: float
+    seconds: float  # simulated, from the costs of the tables
     job: CostJob
     schedule: str
     stages_per_mesh: int
@@ -55,24 +50,19 @@ class Candidate:
     submesh_of: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     remat: tuple[bool, ...]
-    alive: tuple[int, ...]
+    alive: tuple[int, ...]  # per stage, in (micro-batch, stage) pairs of its mesh
     wires: tuple[float, ...]
-    solved: tuple[SolvedStage, ...] = ()
+    solved: tuple[SolvedStage, ...] = ()  # its stages, where their layouts are known already
 
 
 @dataclass(frozen=True, eq=False)
 class StageSpace:
-    """The stages that a job's pipelines may have: runs of layers on submeshes, priced.
-
-    Attributes:
-        runs: per submesh of `meshes`.
-        allowed: [first layer, last + 1, submesh] which stages there may be; None: all.
-    """
+    """The stages that a job's pipelines may have: runs of layers on submeshes, priced."""
 
     job: CostJob
     meshes: Sequence[tuple[int, int]]
-    runs: Sequence[RunCosts]
-    allowed: np.ndarray | None = None
+    runs: Sequence[RunCosts]  # per submesh of `meshes`
+    allowed: np.ndarray | None = None  # [first layer, last + 1, submesh] which stages there may be; None: all
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -206,9 +196,6 @@ def solve_schedules(space: StageSpace, known: float, schedules: Sequence[str] | 
     def best() -> float:
         return min([known, *(c.seconds for c in found)])
 
-    def nearly() -> float:
-        return min(known, ABOVE * best())
-
     def irregular(usual: int | None = None) -> None:
         for schedule in filter(lambda name: SCHEDULES[name].has_one_stage_per_mesh, names):
             found.extend(_any_meshes(space, schedule, best, usual))
@@ -217,9 +204,8 @@ def solve_schedules(space: StageSpace, known: float, schedules: Sequence[str] | 
         irregular()
     for schedule in names:
         # Closed forms are above what is simulated: where there is time, each counts as if nothing else were known.
-        every = best if is_large else lambda: known
-        if not (is_large or SCHEDULES[schedule].has_one_stage_per_mesh):
-            every = nearly
+        slack = math.inf if SCHEDULES[schedule].has_one_stage_per_mesh else ABOVE
+        every = best if is_large else lambda slack=slack: min(known, slack * best())
         found.extend(_regular(space, schedule, every))
     if is_large:
         irregular(min(found, key=lambda c: c.seconds).submesh_of[0] if found else None)

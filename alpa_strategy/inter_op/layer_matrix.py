@@ -5,8 +5,6 @@ several values that cross a boundary the largest chooses its layout; the others 
 changes from one boundary to the next. The stages that are chosen are solved by the ILP itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -55,16 +53,13 @@ class LayerMatrix:
 
 @dataclass(frozen=True)
 class Ends:
-    """The boundary values of a layer: which leads, and its layouts. None: nothing crosses, one state.
-
-    `passing`: values that cross both boundaries.
-    """
+    """The boundary values of a layer: which leads, and its layouts. None: nothing crosses, one state."""
 
     entering: int | None
     leaving: int | None
     entering_layouts: tuple[DualLayout, ...]
     leaving_layouts: tuple[DualLayout, ...]
-    passing: tuple[int, ...] = ()
+    passing: tuple[int, ...] = ()  # values that cross both boundaries
 
 
 def passing_seconds(graph: StepGraph, ends: Ends, tables: OptionTables) -> tuple[np.ndarray, np.ndarray]:
@@ -84,7 +79,7 @@ def passing_seconds(graph: StepGraph, ends: Ends, tables: OptionTables) -> tuple
 
 
 def layer_matrix(
-    joined: Joined, prices: Sequence[Price], num_microbatches: int, passing: tuple[np.ndarray, np.ndarray]
+    joined: "Joined", prices: Sequence[Price], num_microbatches: int, passing: tuple[np.ndarray, np.ndarray]
 ) -> LayerMatrix:
     """Solve the layer once per price, for all pairs of boundary layouts together; `passing`: of `passing_seconds`."""
     shape = (len(prices), len(joined.entering_bytes), len(joined.leaving_bytes))
@@ -106,7 +101,7 @@ def layer_matrix(
     return LayerMatrix(objective, parts)
 
 
-def _problem_at(joined: Joined, price: Price, num_microbatches: int) -> Problem:
+def _problem_at(joined: "Joined", price: Price, num_microbatches: int) -> Problem:
     choices = _priced(joined.choices, price, num_microbatches)
     tables = _priced(joined.transfers, price, num_microbatches)
     return Problem(
@@ -115,7 +110,7 @@ def _problem_at(joined: Joined, price: Price, num_microbatches: int) -> Problem:
     )
 
 
-def _by_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> list[Pairs] | None:
+def _by_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> "list[Pairs] | None":
     """[p, q] of every problem, exact; None where that would take too large tables."""
     order: list[int] | None = None
     found: list[Pairs] = []
@@ -131,10 +126,7 @@ def _by_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> list[
 
 @dataclass(frozen=True)
 class Joined:
-    """A stage problem whose boundary values all follow two choices, `entering` and `leaving`.
-
-    gathered: per transfer of `IntraOp.gathered_again`, [source, target] bytes of what is gathered; None for others.
-    """
+    """A stage problem whose boundary values all follow two choices, `entering` and `leaving`."""
 
     stage: StageProblem
     choices: tuple[Parts, ...]
@@ -144,6 +136,7 @@ class Joined:
     leaving: int
     entering_bytes: np.ndarray
     leaving_bytes: np.ndarray
+    # per transfer of `IntraOp.gathered_again`, [source, target] bytes of what is gathered; None for others
     gathered: tuple[np.ndarray | None, ...]
 
 

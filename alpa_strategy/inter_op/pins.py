@@ -1,7 +1,5 @@
 """What a user pinned for a pipeline, checked before anything is solved: which pin cannot be met, why, and what can."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

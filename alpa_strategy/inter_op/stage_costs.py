@@ -6,8 +6,6 @@ prices of memory (layer_matrix.py). All runs follow by min-plus products; what i
 candidates for growing numbers of micro-batches in flight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -36,34 +34,24 @@ PRICES = ((0.05, 1), (0.5, 1), (0.5, 16), (5.0, 1), (5.0, 16), (1e3, 4))
 
 @dataclass(frozen=True)
 class RunCosts:
-    """Candidates for every run of layers on one submesh; arrays [first layer, last + 1, candidate].
-
-    Attributes:
-        least: [layer] seconds a step that a layer takes in the best layouts, whatever they need of memory.
-        least_each: [layer] likewise, seconds a micro-batch.
-        seconds, once: per micro-batch and once per step; inf where there is no candidate.
-        always, in_flight: bytes per device, whatever is in flight and per micro-batch in flight.
-        shape: index of the logical shape in `shapes`.
-        remat: whether the stage recomputes its activations.
-    """
+    """Candidates for every run of layers on one submesh; arrays [first layer, last + 1, candidate]."""
 
     shapes: tuple[tuple[int, ...], ...]
-    least: np.ndarray
-    least_each: np.ndarray
+    least: np.ndarray  # [layer] seconds a step that a layer takes in the best layouts, whatever they need of memory
+    least_each: np.ndarray  # [layer] likewise, seconds a micro-batch
+    # seconds, once: per micro-batch and once per step; inf where there is no candidate
     seconds: np.ndarray
     once: np.ndarray
+    # always, in_flight: bytes per device, whatever is in flight and per micro-batch in flight
     always: np.ndarray
     in_flight: np.ndarray
-    shape: np.ndarray
-    remat: np.ndarray
+    shape: np.ndarray  # index of the logical shape in `shapes`
+    remat: np.ndarray  # whether the stage recomputes its activations
 
 
 @dataclass(frozen=True)
 class CostJob:
-    """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself on all devices.
-
-    places: of each layer, the meshes (first place, devices) that are pinned for it (`pins.layers_of`); (): none.
-    """
+    """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself on all devices."""
 
     graph: StepGraph
     cuts: tuple[int, ...]
@@ -75,6 +63,7 @@ class CostJob:
     memory_limit: float
     remat: bool | None = None
     is_whole_batch: bool = False
+    # of each layer, the meshes (first place, devices) that are pinned for it (`pins.layers_of`); (): none
     places: tuple[frozenset[tuple[int, int]], ...] = ()
 
     @property

@@ -18,8 +18,6 @@ takes the place of max_i t_i: c = 1/2 is the case of two equal stages, the sums 
 pipeline best depends on where its slow links are; the simulated schedule decides (candidates.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,29 +31,23 @@ GRID = 1e-3  # relative distance of the round trips' seconds that are tried
 
 @dataclass(frozen=True)
 class StageTables:
-    """What every stage would cost. L layers, m submeshes, c candidates (logical shapes, remat, memory thrift, ...).
+    """What every stage would cost. L layers, m submeshes, c candidates (logical shapes, remat, memory thrift, ...)."""
 
-    Attributes:
-        num_devices: [m] devices of a submesh.
-        seconds: [L, L + 1, m, c] seconds of one micro-batch of layers [first, last); inf where there is no such stage.
-        once_seconds: same shape, seconds once per step.
-        bytes_always, bytes_in_flight: same shape; a stage needs always + in_flight * (micro-batches alive).
-        boundary: [link, L + 1, m, m] seconds of a micro-batch's transfer, both ways, at the cut before a layer, from a
-            stage on the first submesh to one on the second; charged to the sender.
-        fits: [devices left, m] whether a stage may start where so many devices are left (its own included).
-        link_at: [devices left] which of the links a stage has to the one before it that starts where so many are left.
-        starts: [L, L + 1] the place at which layers [first, last) are pinned to start, -1 where they are not, and
-            [devices left] that at which a stage does; None: nothing is pinned.
-    """
-
-    num_devices: np.ndarray
+    num_devices: np.ndarray  # [m] devices of a submesh
+    # [L, L + 1, m, c] seconds of one micro-batch of layers [first, last); inf where there is no such stage
     seconds: np.ndarray
-    once_seconds: np.ndarray
+    once_seconds: np.ndarray  # same shape, seconds once per step
+    # bytes_always, bytes_in_flight: same shape; a stage needs always + in_flight * (micro-batches alive)
     bytes_always: np.ndarray
     bytes_in_flight: np.ndarray
+    # [link, L + 1, m, m] seconds of a micro-batch's transfer, both ways, at the cut before a layer, from a stage on the
+    # first submesh to one on the second; charged to the sender
     boundary: np.ndarray
-    fits: np.ndarray
+    fits: np.ndarray  # [devices left, m] whether a stage may start where so many devices are left (its own included)
+    # [devices left] which of the links a stage has to the one before it that starts where so many are left
     link_at: np.ndarray
+    # [L, L + 1] the place at which layers [first, last) are pinned to start, -1 where they are not, and [devices left]
+    # that at which a stage does; None: nothing is pinned
     starts: tuple[np.ndarray, np.ndarray] | None = None
 
     def may_begin(self, first: int, last: int, submesh: int, left: int) -> bool:
@@ -137,21 +129,13 @@ def solve_stages(
 
 @dataclass(frozen=True)
 class _Way:
-    """Stages on one submesh that some next submeshes may follow, or none; candidates come first: [c, first, last].
+    """Stages on one submesh that some next submeshes may follow, or none; candidates come first: [c, first, last]."""
 
-    Attributes:
-        column: [last] seconds of the messages to the next stage, both ways; 0 after the last stage.
-        following: submeshes of the next stage.
-        left: [devices left] whether the next stage may start there.
-        first_term: of the objective, inf where there is no such stage.
-        second_term: of each stage.
-    """
-
-    column: np.ndarray
-    following: np.ndarray
-    left: np.ndarray
-    first_term: np.ndarray
-    second_term: np.ndarray
+    column: np.ndarray  # [last] seconds of the messages to the next stage, both ways; 0 after the last stage
+    following: np.ndarray  # submeshes of the next stage
+    left: np.ndarray  # [devices left] whether the next stage may start there
+    first_term: np.ndarray  # of the objective, inf where there is no such stage
+    second_term: np.ndarray  # of each stage
 
 
 @dataclass(eq=False)

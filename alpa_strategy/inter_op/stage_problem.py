@@ -5,8 +5,6 @@ of which so many are alive at once, with or without recomputation: the problem t
 stage recomputes, it does so span by span (`RematSpans`).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from alpa_strategy.cost.flops import is_view
-from alpa_strategy.intra_op.build import IntraOp, OptionTables, TransferLayouts, build
+from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import messages
 from alpa_strategy.intra_op.memory_choices import result_bytes
 from alpa_strategy.intra_op.options import REDUCTIONS, gathers, local_bytes
@@ -27,23 +25,16 @@ from alpa_strategy.sharding.redistribute import reshard_table
 
 @dataclass(frozen=True)
 class Parts:
-    """Arrays per strategy of a choice, or [source, target] of a transfer. Seconds and bytes.
+    """Arrays per strategy of a choice, or [source, target] of a transfer. Seconds and bytes."""
 
-    Attributes:
-        forward, backward: seconds of one micro-batch.
-        once: seconds once per step.
-        always: bytes whatever is in flight.
-        saved: bytes of one micro-batch between its forward and its backward.
-        kept: bytes of these that recomputation keeps: what is received, and what passes from span to span.
-        again: bytes of the graph that recomputing makes, in the span `StageProblem.choice_spans` or `transfer_spans`.
-    """
-
+    # forward, backward: seconds of one micro-batch
     forward: np.ndarray
     backward: np.ndarray
-    once: np.ndarray
-    always: np.ndarray
-    saved: np.ndarray
-    kept: np.ndarray
+    once: np.ndarray  # seconds once per step
+    always: np.ndarray  # bytes whatever is in flight
+    saved: np.ndarray  # bytes of one micro-batch between its forward and its backward
+    kept: np.ndarray  # bytes of these that recomputation keeps: what is received, and what passes from span to span
+    # bytes of the graph that recomputing makes, in the span `StageProblem.choice_spans` or `transfer_spans`
     again: np.ndarray
 
     @cached_property
@@ -162,7 +153,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
     )
 
 
-def _transfer_parts(intra: IntraOp, spans: RematSpans, index: int) -> Parts:
+def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> Parts:
     transfer, layouts = intra.problem.transfers[index], intra.transfers[index]
     span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
     meta = intra.step.values[layouts.value]
@@ -174,7 +165,10 @@ def _transfer_parts(intra: IntraOp, spans: RematSpans, index: int) -> Parts:
         backward = np.where(is_allowed, transfer.cost - forward, np.inf)
         if span == PER_STEP:  # without gathering again: what is gathered stays to the step's end
             penalty = transfer.cost - (intra.unrestricted or intra.problem).transfers[index].cost
-            kept = np.where(layouts.equal, 0.0, _kept_bytes(intra, layouts))
+            # Of a copy that ops read which run once per step, where their backward keeps it.
+            is_kept = not intra.per_step.ops.isdisjoint(intra.savers(layouts.value))
+            copies = [is_kept * local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets]
+            kept = np.where(layouts.equal, 0.0, copies)
             return Parts(zero, np.where(is_allowed, alone + penalty, np.inf), finite, kept, zero, zero, zero)
     memory = again = transfer.memory
     if made_in == PER_STEP:  # there all the time; what is gathered of it is gathered again for the backward
@@ -197,14 +191,6 @@ def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
         if is_held and not options.saved.results[position]:
             total += result_bytes(intra, op, position)
     return total
-
-
-def _kept_bytes(intra: IntraOp, layouts: TransferLayouts) -> np.ndarray:
-    """[target] bytes of a copy that ops read which run once per step, where their backward keeps it."""
-    if intra.per_step.ops.isdisjoint(intra.savers(layouts.value)):
-        return np.zeros(len(layouts.targets))
-    meta = intra.step.values[layouts.value]
-    return np.array([local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets], dtype=float)
 
 
 def weighted(

@@ -1,13 +1,11 @@
 """A chosen stage solved exactly: the ILP of a single stage, weighted for micro-batches, with memory by those in
 flight, and where it recomputes, the spans that need least memory."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -51,22 +49,18 @@ LARGE = 0.9  # of the largest span's graph: spans that count for the memory limi
 
 @dataclass(frozen=True)
 class StageWish:
-    """What the DP chose: ops [first, last) on a submesh and logical shape.
-
-    `alive`: (micro-batch, stage) pairs alive on the mesh at once; `stages_per_mesh`: stages that share the mesh;
-    `pinned`: how parameters are stored that another stage on the mesh uses too. `cuts`: op positions inside the stage
-    at which spans may begin that are recomputed one by one.
-    """
+    """What the DP chose: ops [first, last) on a submesh and logical shape."""
 
     first: int
     last: int
     submesh: tuple[int, int]
     shape: tuple[int, ...]
     remat: bool
-    alive: int
-    stages_per_mesh: int = 1
+    alive: int  # (micro-batch, stage) pairs on the mesh at once
+    stages_per_mesh: int = 1  # that share the mesh
+    # how parameters are stored that another stage on the mesh uses too
     pinned: Mapping[str, ParameterPlan] = field(default_factory=dict)
-    cuts: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()  # op positions inside the stage at which spans may begin that are recomputed one by one
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -85,35 +79,27 @@ class _Solved:
 
 @dataclass(frozen=True)
 class SolvedStage:
-    """The stage's plan (`first_device` 0) with its parts of cost and proved gap.
-
-    `objective` is what the solver minimised, by `method`: seconds plus the penalties of named plans, which the rest
-    excludes. `is_free`: memory does not bind.
-    """
+    """The stage's plan (`first_device` 0) with its parts of cost and proved gap."""
 
     plan: StagePlan
     cost: StageCost
     gap: float
-    objective: float
+    objective: float  # what the solver minimised: seconds plus the penalties of named plans, which the rest excludes
     method: str
-    is_free: bool
+    is_free: bool  # memory does not bind
 
 
 @dataclass(frozen=True)
 class PricedStage:
-    """A stage's problem on its mesh, and the optimum `free` if memory were: no plan of the stage is faster than that.
-
-    `whole`: not restricted, one transfer per value; `intra`: restricted, cut at all of the wish's starts;
-    `known`: its parts, where they are there already.
-    """
+    """A stage's problem on its mesh, and the optimum `free` if memory were: no plan of the stage is faster."""
 
     job: CostJob
     wish: StageWish
-    whole: IntraOp
-    intra: IntraOp
+    whole: IntraOp  # not restricted, one transfer per value
+    intra: IntraOp  # restricted, cut at all of the wish's starts
     free: Solution
     derives_again: bool
-    known: StageProblem | None = None
+    known: StageProblem | None = None  # the parts of `intra`, where they are there already
 
     @cached_property
     def finest(self) -> StageProblem:
@@ -127,16 +113,9 @@ class PricedStage:
         intra, pins = RematSpans(self.whole, starts).split(), own_pins(self.job.options, self.whole.step)
         return take_apart(restrict(intra, pins, self.job.optimizer, self.wish.pinned), starts)
 
-    def recomputing(self) -> PricedStage:
-        """The same with a choice for each activation: keep it, or make it again in the backward."""
-        return replace(self, whole=with_recompute(self.whole), intra=with_recompute(self.intra), known=None)
-
-    def offloading(self, results: bool) -> PricedStage:
-        """The same with a choice for each parameter, and for `results` of ops: on the device, or in host memory."""
-        whole, intra = (with_offload(each) for each in (self.whole, self.intra))
-        if results and (host := whole.mesh.host) is not None:
-            whole, intra = with_stored_results(whole, host), with_stored_results(intra, host)
-        return replace(self, whole=whole, intra=intra, known=None)
+    def changed(self, change: Callable[[IntraOp], IntraOp]) -> "PricedStage":
+        """The same with other choices."""
+        return replace(self, whole=change(self.whole), intra=change(self.intra), known=None)
 
     def unrestricted(self, starts: tuple[int, ...]) -> StageProblem:
         """The same without pins and penalties: what its assignments really cost."""
@@ -156,7 +135,7 @@ class StageSolver:
         self._whole: dict[tuple[int, ...], IntraOp] = {}  # of a whole batch, by logical shape
         self._free: dict[tuple, Solution] = {}  # optima without a memory limit
 
-    def under(self, options: PlanOptions) -> StageSolver:
+    def under(self, options: PlanOptions) -> "StageSolver":
         """A solver of the same job under other options; what does not depend on them is shared."""
         other = StageSolver(replace(self.job, options=options))
         other._tables, other._whole = self._tables, self._whole
@@ -239,7 +218,7 @@ class StageSolver:
         wish, stage = priced.wish, priced.finest
         propagates = self.job.options.solver == PROPAGATION
         if self.job.keeps_by_tensor and not propagates and not self._fits(stage, priced.free, wish):
-            priced = priced.recomputing()
+            priced = priced.changed(with_recompute)  # a choice for each activation: keep it, or make it again
         mesh, is_open = priced.intra.mesh, self._on_host is None and self.job.is_whole_batch
         may_offload = is_open and not propagates and mesh.host is not None and mesh.num_devices <= OFFLOADING_SIZE
         try:
@@ -272,7 +251,9 @@ class StageSolver:
         """The cheapest layouts where parameters may lie in host memory, which gets a price where it is too small."""
         host = priced.intra.mesh.host
         assert host is not None
-        free = priced.offloading(self.job.keeps_by_tensor)
+        free = priced.changed(with_offload)
+        if self.job.keeps_by_tensor:
+            free = free.changed(partial(with_stored_results, host=host))
         offloading = free = replace(free, free=solve(free.intra.problem, self.job.options.solver_seconds))
         for attempt in range(HOST_PRICES):
             found = self._solve(offloading, cutoff)

@@ -4,8 +4,6 @@ A stage's inputs are those parameters, buffers, constants and batch leaves that 
 earlier stages make. What later stages read is `sent`.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence

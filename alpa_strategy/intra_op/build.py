@@ -4,8 +4,6 @@ Choices are the parameters' storage modes and the ops' strategies; transfers are
 given (batch, buffers, constants) and what leaves the graph (loss, logs) are choices with a single strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,15 +37,12 @@ from alpa_strategy.sharding.strategies import is_random
 
 @dataclass(frozen=True)
 class TransferLayouts:
-    """The layouts behind a Transfer's indices: of value `value`, rows `sources`, columns `targets`.
-
-    `hidden`: seconds [source, target] of the forward that run beside products.
-    """
+    """The layouts behind a Transfer's indices: of value `value`, rows `sources`, columns `targets`."""
 
     value: int
     sources: tuple[DualLayout, ...]
     targets: tuple[DualLayout, ...]
-    hidden: np.ndarray
+    hidden: np.ndarray  # seconds [source, target] of the forward that run beside products
 
     @property
     def equal(self) -> np.ndarray:
@@ -76,7 +71,7 @@ class IntraOp:
     """
 
     step: StepGraph
-    tables: OptionTables
+    tables: "OptionTables"
     problem: Problem
     parameters: tuple[ParameterOptions, ...]
     ops: tuple[OpOptions, ...]
@@ -168,12 +163,7 @@ def build(step: StepGraph, tables: OptionTables) -> IntraOp:
 
 
 class _Builder:
-    """The problem while it grows: first the choices of parameters and ops, then the fixed ones, then the transfers.
-
-    Attributes:
-        producers: value -> (the choice that makes it, its layout per strategy).
-        constants: see `constant_values`.
-    """
+    """The problem while it grows: first the choices of parameters and ops, then the fixed ones, then the transfers."""
 
     def __init__(self, step: StepGraph, tables: OptionTables) -> None:
         self._step, self._tables, self._mesh = step, tables, tables.mesh
@@ -187,6 +177,7 @@ class _Builder:
         )
         self.ops = tuple(_with_resident_parameters(step, tuple(options), tables.mesh))
         self.choices: list[Choice] = []
+        # value -> (the choice that makes it, its layout per strategy)
         self.producers: dict[int, tuple[int, tuple[DualLayout, ...]]] = {}
         self.transfers: list[Transfer] = []
         self.layouts: list[TransferLayouts] = []

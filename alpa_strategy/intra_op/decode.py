@@ -1,7 +1,5 @@
 """Reads a solved intra-op problem back: strategies, parameter plans, collectives, parts of its time and memory."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -73,16 +71,13 @@ def used_transfers(
 
 @dataclass(frozen=True)
 class Message:
-    """One collective of an assignment: `num_bytes` of the full tensor on the mesh axis.
-
-    `of_parameter`: it gathers a parameter for use, or brings its gradient back: nothing else waits for it.
-    """
+    """One collective of an assignment: `num_bytes` of the full tensor on the mesh axis."""
 
     kind: str
     axis: int
     phase: str
     num_bytes: int
-    of_parameter: bool = False
+    of_parameter: bool = False  # it gathers a parameter for use, or brings its gradient back: nothing else waits for it
 
     def seconds(self, intra: IntraOp) -> float:
         """What it takes alone."""

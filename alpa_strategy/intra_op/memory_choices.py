@@ -12,8 +12,6 @@ step where its gradient is reduced once per step, and leaves no byte on the devi
 steps on the host.
 """
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

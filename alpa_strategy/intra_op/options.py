@@ -3,8 +3,6 @@
 Everything here depends only on an op's `OpCall` or a parameter's metadata, so identical layers share it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -29,52 +27,38 @@ BESIDE_BACKWARD = 0.99  # of a message's own price: how much is hidden is not kn
 
 @dataclass(frozen=True)
 class ParameterOptions:
-    """The ways to store one parameter; all arrays and tuples are indexed by option.
+    """The ways to store one parameter; all arrays and tuples are indexed by option."""
 
-    Attributes:
-        plans: modes per mesh axis.
-        sources: the dual layout that its uses start from.
-        seconds: once-per-step collectives and optimizer; of a problem with `with_offload`, all of the following too.
-        num_bytes: parameter, gradient, optimizer state and gathered copies.
-        fetch_seconds, return_seconds: from host memory for a use, and of a gradient back; each micro-batch.
-        backward_seconds: of both, the backward's part.
-        update_seconds: the optimizer's part of `seconds`.
-    """
-
-    plans: tuple[ParameterPlan, ...]
-    sources: tuple[DualLayout, ...]
+    plans: tuple[ParameterPlan, ...]  # modes per mesh axis
+    sources: tuple[DualLayout, ...]  # the dual layout that its uses start from
+    # once-per-step collectives and optimizer; of a problem with `with_offload`, all of the following too
     seconds: np.ndarray
-    num_bytes: np.ndarray
+    num_bytes: np.ndarray  # parameter, gradient, optimizer state and gathered copies
+    # fetch_seconds, return_seconds: from host memory for a use, and of a gradient back; each micro-batch
     fetch_seconds: np.ndarray
     return_seconds: np.ndarray
-    backward_seconds: np.ndarray
+    backward_seconds: np.ndarray  # of both, the backward's part
     host_bytes: np.ndarray
-    update_seconds: np.ndarray
+    update_seconds: np.ndarray  # the optimizer's part of `seconds`
 
 
 @dataclass(frozen=True)
 class OpOptions:
-    """The strategies of one op.
+    """The strategies of one op."""
 
-    Attributes:
-        strategies: one AxisStrategy per mesh axis, per option.
-        inputs, outputs: dual layout per operand or result, per option.
-        compute_seconds, comm_seconds: compute (forward and backward), and the collectives inside implementations.
-        num_bytes: what autograd keeps besides operands: masks, statistics, saved results.
-        temporary_bytes: largest short-lived memory of an option: gradients of operands and results, and those of them
-            that are not kept for the backward anyway.
-        forward_seconds: the forward's part of compute and collectives (what recomputation repeats).
-    """
-
-    strategies: tuple[tuple[AxisStrategy, ...], ...]
+    strategies: tuple[tuple[AxisStrategy, ...], ...]  # one AxisStrategy per mesh axis, per option
+    # inputs, outputs: dual layout per operand or result, per option
     inputs: tuple[tuple[DualLayout, ...], ...]
     outputs: tuple[tuple[DualLayout, ...], ...]
     saved: Saved
+    # compute_seconds, comm_seconds: compute (forward and backward), and the collectives inside implementations
     compute_seconds: np.ndarray
     comm_seconds: np.ndarray
-    num_bytes: np.ndarray
+    num_bytes: np.ndarray  # what autograd keeps besides operands: masks, statistics, saved results
+    # largest short-lived memory of an option: gradients of operands and results, and those of them that are not kept
+    # for the backward anyway
     temporary_bytes: np.ndarray
-    forward_seconds: np.ndarray
+    forward_seconds: np.ndarray  # the forward's part of compute and collectives (what recomputation repeats)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -101,9 +85,7 @@ def step_collectives_of(
 ) -> list[tuple[str, int, int]]:
     """(kind, mesh axis, bytes of the full tensor on the axis) of a parameter's once-per-step collectives."""
     found: list[tuple[str, int, int]] = []
-    source = plan.step_layout(meta.requires_grad)
-    whole = local_bytes(meta, source, mesh_shape)
-    num_bytes = whole
+    num_bytes = local_bytes(meta, plan.step_layout(meta.requires_grad), mesh_shape)
     for axis, mode in enumerate(plan.modes):  # scattering first leaves less for the later axes
         if mode.is_gathered_once:
             found += [("all_gather", axis, num_bytes), ("reduce_scatter", axis, num_bytes)]

@@ -9,8 +9,6 @@ result of the second. Devices have no other work meanwhile but the products them
 What runs beside compute costs no time as far as the cluster's `overlap` says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -46,17 +44,13 @@ _PRODUCTS: dict[Any, tuple[str, str, str | None, bool]] = {
 
 @dataclass(frozen=True)
 class Product:
-    """Of rows with a weight.
+    """Of rows with a weight."""
 
-    Attributes:
-        rows, weight, bias: numbers of the op's operands.
-        is_transposed: whether the weight is [k, n], else [*segments, n, k].
-    """
-
+    # rows, weight, bias: numbers of the op's operands
     rows: int
     weight: int
     bias: int | None
-    is_transposed: bool
+    is_transposed: bool  # whether the weight is [k, n], else [*segments, n, k]
 
 
 def product_of(call: OpCall) -> Product | None:

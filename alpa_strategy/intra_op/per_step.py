@@ -2,8 +2,6 @@
 as casts, transposed copies and weight norm. Planner and lowering both ask here which ops these are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,17 +14,11 @@ from alpa_strategy.sharding.strategies import is_random
 
 @dataclass(frozen=True)
 class Derivation:
-    """Ops that make values of parameters, and share values with each other: run together, once per step.
+    """Ops that make values of parameters, and share values with each other: run together, once per step."""
 
-    Attributes:
-        ops: positions in the graph, constants that they need included.
-        parameters: names of those that they read.
-        values: what the rest of the graph takes of their results.
-    """
-
-    ops: tuple[int, ...]
-    parameters: tuple[str, ...]
-    values: tuple[int, ...]
+    ops: tuple[int, ...]  # positions in the graph, constants that they need included
+    parameters: tuple[str, ...]  # names of those that they read
+    values: tuple[int, ...]  # what the rest of the graph takes of their results
 
 
 @dataclass(frozen=True)

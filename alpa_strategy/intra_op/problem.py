@@ -8,8 +8,6 @@ over the *distinct* target layouts that the consumers of t ask for: a value brou
 is paid for once (docs/formulas.md#intra-op, the y and z variables).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,21 +33,14 @@ class Use:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One value from its producer to its consumers.
-
-    Attributes:
-        producer: index of the producing choice.
-        source: `source[k]` is the source layout index that the producer's strategy k gives.
-        cost: seconds, [num_source_layouts, num_target_layouts]; `inf` where there is no way.
-        memory: bytes kept because of the target copy, same shape.
-    """
+    """One value from its producer to its consumers."""
 
     name: str
-    producer: int
-    source: np.ndarray
+    producer: int  # index of the producing choice
+    source: np.ndarray  # `source[k]` is the source layout index that the producer's strategy k gives
     uses: tuple[Use, ...]
-    cost: np.ndarray
-    memory: np.ndarray
+    cost: np.ndarray  # seconds, [num_source_layouts, num_target_layouts]; `inf` where there is no way
+    memory: np.ndarray  # bytes kept because of the target copy, same shape
 
 
 @dataclass(frozen=True)
@@ -163,7 +154,7 @@ class Presolved:
         places = [np.flatnonzero(kept == k) for kept, k in zip(self.kept, assignment, strict=True)]
         return [int(place[0]) for place in places] if all(map(len, places)) else None
 
-    def restrict(self, live: Sequence[np.ndarray]) -> Presolved:
+    def restrict(self, live: Sequence[np.ndarray]) -> "Presolved":
         """Keep only the strategies `live[c]` (sorted indices) of every choice."""
         kept = tuple(old[new] for old, new in zip(self.kept, live, strict=True))
         return Presolved(with_only(self.problem, live), kept)

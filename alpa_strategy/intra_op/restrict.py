@@ -4,8 +4,6 @@ A named plan (`data`, `zero3`, `tensor`, ...) forbids parameter modes per mesh a
 dear, so that a model that cannot follow it everywhere gets the nearest plan. A pinned placement is a hard constraint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase

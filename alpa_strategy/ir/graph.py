@@ -4,8 +4,6 @@ Pure single assignment: ops read and write numbered values, nothing is mutated. 
 is an output that the runtime writes back. Shapes are those of the **global** batch: the step as one device runs it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -234,61 +232,46 @@ def values_of(node: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """A captured step.
+    """A captured step."""
 
-    Attributes:
-        values: metadata of every value; inputs first, then op results, in order of definition.
-        parameters, buffers, batch, constants: the inputs.
-        ops: in execution order.
-        loss: value index of the loss (a scalar); -1 in a stage that does not make it.
-        output: what the step returned, tensors replaced by ValueRefs: a plain ValueRef, or a dict with "loss".
-        logs: the step's `self.log` calls, in order.
-        metrics: the step's torchmetrics calls, in order.
-        batch_size: rows of the global batch.
-        received: for a stage: values that earlier stages (or a prologue) hand in. They arrive in the layout that the
-            stage's plan asks for. Numbering is that of the whole step.
-        sent: for a stage: values that later stages need.
-        batch_scope: `rank`: every rank brings its own rows of the batched leaves; `global`: every rank brings all.
-        notes: things that the user should know (shown with the plan).
-        guards: what the step's Python asked of its counters; when one no longer holds, capture again.
-        attributes: what else the step read: attributes of the module, globals, closures, the Trainer's values; when
-            one changed, capture again.
-        leaves: leaves of the batch, no tensors, that the step read, with their values as text; as for attributes.
-        numbers: what changes from step to step, read where it is when one begins: counters by their labels.
-        checks: conditions that must hold whenever the step has run.
-        stored: attributes that the step sets, each time to the same value.
-        appended: what the step appended to lists of the module.
-    """
-
-    values: tuple[TensorMeta, ...]
+    values: tuple[TensorMeta, ...]  # metadata of every value; inputs first, then op results, in order of definition
+    # parameters, buffers, batch, constants: the inputs
     parameters: tuple[ParameterInput, ...]
     buffers: tuple[BufferInput, ...]
     batch: tuple[BatchInput, ...]
     constants: tuple[ConstantInput, ...]
-    ops: tuple[Op, ...]
-    loss: int
-    output: Any
-    logs: tuple[LogRecord, ...] = ()
-    metrics: tuple[MetricRecord, ...] = ()
-    batch_size: int = 0
+    ops: tuple[Op, ...]  # in execution order
+    loss: int  # value index of the loss (a scalar); -1 in a stage that does not make it
+    output: Any  # what the step returned, tensors replaced by ValueRefs: a plain ValueRef, or a dict with "loss"
+    logs: tuple[LogRecord, ...] = ()  # the step's `self.log` calls, in order
+    metrics: tuple[MetricRecord, ...] = ()  # the step's torchmetrics calls, in order
+    batch_size: int = 0  # rows of the global batch
+    # `rank`: every rank brings its own rows of the batched leaves; `global`: every rank brings all
     batch_scope: str = "rank"
+    # for a stage: values that earlier stages (or a prologue) hand in. They arrive in the layout that the stage's plan
+    # asks for. Numbering is that of the whole step.
     received: tuple[int, ...] = ()
-    sent: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
+    sent: tuple[int, ...] = ()  # for a stage: values that later stages need
+    notes: tuple[str, ...] = ()  # things that the user should know (shown with the plan)
+    # what the step's Python asked of its counters; when one no longer holds, capture again
     guards: tuple[Guard, ...] = ()
+    # what else the step read: attributes of the module, globals, closures, the Trainer's values; when one changed,
+    # capture again
     attributes: tuple[ValueGuard, ...] = ()
+    # leaves of the batch, no tensors, that the step read, with their values as text; as for attributes
     leaves: tuple[tuple[int, str], ...] = ()
+    # what changes from step to step, read where it is when one begins: counters by their labels
     numbers: tuple[Place, ...] = ()
-    checks: tuple[Check, ...] = ()
-    stored: tuple[ValueGuard, ...] = ()
-    appended: tuple[AppendRecord, ...] = ()
+    checks: tuple[Check, ...] = ()  # conditions that must hold whenever the step has run
+    stored: tuple[ValueGuard, ...] = ()  # attributes that the step sets, each time to the same value
+    appended: tuple[AppendRecord, ...] = ()  # what the step appended to lists of the module
 
     @property
     def constant_inputs(self) -> tuple[BufferInput | ConstantInput, ...]:
         """What is neither a parameter nor of the batch: whole on every device."""
         return *self.buffers, *self.constants
 
-    def part(self, ops: Sequence[Op], leaving: Iterable[int] = ()) -> StepGraph:
+    def part(self, ops: Sequence[Op], leaving: Iterable[int] = ()) -> "StepGraph":
         """Some of the ops with those inputs that they, or what leaves, need: without records, nothing else leaves."""
         leaving = tuple(dict.fromkeys(leaving))
         read = {value for op in ops for value in op.operands}.union(leaving)
@@ -303,7 +286,7 @@ class StepGraph:
             sent=(),
         ).bare(leaving)
 
-    def bare(self, leaving: Iterable[int], loss: int = -1) -> StepGraph:
+    def bare(self, leaving: Iterable[int], loss: int = -1) -> "StepGraph":
         """The graph without records: what leaves it is its output. (A loss of its own is part of what leaves.)"""
         output = tuple(ValueRef(value) for value in dict.fromkeys(leaving))
         return replace(self, output=output, logs=(), metrics=(), checks=(), appended=(), loss=loss)

@@ -7,8 +7,6 @@ A captured graph is one path through the user's Python. Where the path depends o
 recorded; where it depends on an attribute, the value. The strategy captures again when one would come out differently.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,7 +31,7 @@ class CounterRef:
     args: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, function: Callable[..., Any], args: tuple[Any, ...]) -> CounterRef:
+    def of(cls, function: Callable[..., Any], args: tuple[Any, ...]) -> "CounterRef":
         """`function(*args)`."""
         return cls(getattr(function, "__name__", repr(function)), function, args)
 
@@ -96,7 +94,7 @@ class SymbolicScalar:
     def __repr__(self) -> str:
         return f"<{self.made!r}>"
 
-    def __neg__(self) -> SymbolicInt | SymbolicFloat:
+    def __neg__(self) -> "SymbolicInt | SymbolicFloat":
         return _made(operator.neg, self)
 
 

@@ -5,8 +5,6 @@ and saved-tensor findings are remembered: identical layers share all of it. At t
 calls rebuilt with other arguments.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +37,7 @@ class TensorMeta:
         """Bytes of the elements."""
         return self.num_elements * self.dtype.itemsize
 
-    def with_shape(self, shape: tuple[int, ...]) -> TensorMeta:
+    def with_shape(self, shape: tuple[int, ...]) -> "TensorMeta":
         """The same kind of tensor in another shape."""
         return TensorMeta(tuple(shape), self.dtype, self.requires_grad)
 
@@ -91,7 +89,7 @@ class OpCall:
         kwargs = {k: map_slots(v, lambda s: operands[s.index]) for k, v in self.kwargs}
         return self.target(*args, **kwargs)
 
-    def on(self, device: torch.device) -> OpCall:
+    def on(self, device: torch.device) -> "OpCall":
         """The same call as `device` is to make it: `arange` and its like have no operand that says where.
 
         A 1x1 convolution gets holes in its kernel, which has none, on CPUs: so PyTorch gives it to oneDNN. It would let
@@ -112,15 +110,10 @@ class OpCall:
 
 @dataclass(frozen=True)
 class CustomOp:
-    """What is known of an op that stands for the user's Python code.
+    """What is known of an op that stands for the user's Python code."""
 
-    Attributes:
-        shared_name: name in plans, the same in every process; torch's own may end in a number.
-        function: the autograd.Function behind it.
-    """
-
-    shared_name: str
-    function: type[torch.autograd.Function]
+    shared_name: str  # name in plans, the same in every process; torch's own may end in a number
+    function: type[torch.autograd.Function]  # the autograd.Function behind it
 
 
 # By op: nothing is stuck onto torch's OpOverload objects.
@@ -144,42 +137,30 @@ def aten_name(target: Any) -> str:
 
 @dataclass(frozen=True)
 class InnerCollective:
-    """A collective that a strategy's local implementation runs itself, on its axis (for costing).
+    """A collective that a strategy's local implementation runs itself, on its axis (for costing)."""
 
-    Attributes:
-        kind: `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`.
-        num_bytes: bytes of the full tensor on the axis.
-        phase: `forward` or `backward`.
-    """
-
-    kind: str
-    num_bytes: int
-    phase: str
+    kind: str  # `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
+    num_bytes: int  # bytes of the full tensor on the axis
+    phase: str  # `forward` or `backward`
 
 
 @dataclass(frozen=True)
 class AxisStrategy:
-    """One way to run an op on one mesh axis: the layouts it takes and gives there.
+    """One way to run an op on one mesh axis: the layouts it takes and gives there."""
 
-    Attributes:
-        inputs: a dual placement per tensor operand.
-        outputs: a dual placement per tensor result.
-        implementation: name of the local implementation (`alpa_strategy.lower.local_ops`) where the plain op on local
-            shards would not be right, else None.
-        collectives: what that implementation communicates.
-    """
-
-    inputs: tuple[DualPlacement, ...]
-    outputs: tuple[DualPlacement, ...]
+    inputs: tuple[DualPlacement, ...]  # of each tensor operand
+    outputs: tuple[DualPlacement, ...]  # of each tensor result
+    # name in `alpa_strategy.lower.local_ops`, where the plain op on local shards would not be right
     implementation: str | None = None
-    collectives: tuple[InnerCollective, ...] = field(default=(), compare=False)  # no part of the text form
+    # what the implementation communicates; no part of the text form
+    collectives: tuple[InnerCollective, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         text = f"{','.join(map(str, self.inputs))}->{','.join(map(str, self.outputs))}"
         return f"{text}@{self.implementation}" if self.implementation else text
 
     @classmethod
-    def parse(cls, text: str) -> AxisStrategy:
+    def parse(cls, text: str) -> "AxisStrategy":
         """Read the text form (collectives are not part of it: they only matter to costs)."""
         text, _, implementation = text.partition("@")
         left, _, right = text.partition("->")
@@ -189,19 +170,13 @@ class AxisStrategy:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """An op as one device runs it.
+    """An op as one device runs it."""
 
-    Attributes:
-        call: the call with local operand and result shapes and local size arguments.
-        implementation: name in `alpa_strategy.lower.local_ops`, or None for the plain op.
-        axes: the mesh axes over which `implementation` works.
-        random_axes: for random ops, the mesh axes whose devices must draw different numbers (the others must draw the
-            same); None for ops that draw none.
-    """
-
-    call: OpCall
-    implementation: str | None = None
-    axes: tuple[int, ...] = ()
+    call: OpCall  # the call with local operand and result shapes and local size arguments
+    implementation: str | None = None  # name in `alpa_strategy.lower.local_ops`, or None for the plain op
+    axes: tuple[int, ...] = ()  # the mesh axes over which `implementation` works
+    # for random ops, the mesh axes whose devices must draw different numbers (the others must draw the same); None for
+    # ops that draw none
     random_axes: tuple[int, ...] | None = None
 
 

@@ -5,8 +5,6 @@ know: where the value lies and where its gradient will lie on the same axis. Chu
 `size % n` of `n` chunks hold one element more, so that any dim with at least `n` elements can be sharded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -39,7 +37,7 @@ class Layout(tuple[Placement, ...]):
     """One placement per mesh axis, for example `Layout.parse("S0 R")` on a 2-D mesh."""
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> "Layout":
         """Read the short form: placements separated by blanks."""
         return value_layout(dual_layout(text))
 
@@ -101,7 +99,7 @@ class DualPlacement:
 
     @classmethod
     @cache
-    def parse(cls, text: str) -> DualPlacement:
+    def parse(cls, text: str) -> "DualPlacement":
         """Read `R`, `R*`, `P`, `S<d>`."""
         if (named := {"R": INVARIANT, "R*": REPLICATE, "P": PARTIAL}.get(text)) is not None:
             return named

@@ -128,15 +128,12 @@ class ParameterPlan:
 
     Dims are those that the step sees: where it sees a fused projection in `num_segments` segments (query, key and value
     in one weight: 3), one more than the module's own.
-
-    on_host: what a device stores of it, its gradient and the optimizer's state lie in host memory.
-    sums_in_fp32: its gradient is summed over devices in fp32 at least, however it was computed.
     """
 
     modes: tuple[ParameterMode, ...]
     num_segments: int = 1
-    on_host: bool = False
-    sums_in_fp32: bool = False
+    on_host: bool = False  # what a device stores of it, its gradient and the optimizer's state lie in host memory
+    sums_in_fp32: bool = False  # its gradient is summed over devices in fp32 at least, however it was computed
 
     @classmethod
     def parse(cls, text: str, num_segments: int = 1) -> ParameterPlan:
@@ -206,14 +203,12 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind on one mesh axis: `num_bytes` and `seconds` are totals per step, `count` calls per step.
-
-    phase: `forward`, `backward` (both per micro-batch) or `step` (once per optimizer step; where gradients are
-    accumulated over several training steps, `seconds` is a training step's share).
-    """
+    """Collectives of one kind on one mesh axis; `count`, `num_bytes` and `seconds` are totals per step."""
 
     kind: str
     axis: int
+    # `forward`, `backward` (both per micro-batch) or `step` (once per optimizer step; where gradients are accumulated
+    # over several training steps, `seconds` is a training step's share)
     phase: str
     count: int
     num_bytes: int
@@ -233,59 +228,44 @@ class Predicted:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: a run of the graph's ops on a submesh.
+    """One stage: a run of the graph's ops on a submesh."""
 
-    Attributes:
-        submesh: (n_nodes, n_devices per node).
-        first_device: place of the stage's first device in the job, whose meshes lie one after the other.
-        devices: global ranks of the logical mesh, row-major, where links differ (`ClusterSpec.orders`); (): as many
-            as there are, from `first_device` on.
-        logical_mesh: shape of the grid.
-        ops: (first, last + 1) op indices of the stage.
-        parameter_plans: parameter name -> ParameterPlan.
-        shapes: parameter name -> shape in the module.
-        strategies: op name -> one AxisStrategy per mesh axis.
-        collectives: what the stage communicates per step.
-        predicted: the stage's own prediction.
-        remat: whether activations are recomputed in the backward.
-        remat_cuts: op indices, ascending and inside `ops`, that cut the stage into the spans which are recomputed one
-            by one; (): as a whole.
-        recomputed: names of ops of a stage that keeps its activations whose results are not kept but made again.
-        stored: names of such ops whose results wait in host memory for the backward.
-        derives_again: whether what the stage makes of its parameters alone (casts to half precision) is made again for
-            every micro-batch, which takes less memory where activations are recomputed; else once per step.
-        ahead_bytes: of parameters that are gathered before they are used (ZeRO-3), in the forward as in the backward.
-        in_parts: product -> in how many parts its result is summed, one while the next is multiplied.
-        received: value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives. Only `R` and
-            `S<d>` with even chunks occur, here and in `sent`.
-        sent: value that later stages need -> dual layout in which it is handed on.
-        forward_seconds, backward_seconds: of one micro-batch (recomputation counts as backward); 0 where not known.
-        boundary_seconds: of one micro-batch's values to the next stage and their gradients back; 0 where not known.
-        layers: the modules whose ops it holds, for display: `embed to blocks.3`.
-    """
-
-    submesh: tuple[int, int]
-    first_device: int
-    logical_mesh: tuple[int, ...]
-    ops: tuple[int, int]
-    parameter_plans: dict[str, ParameterPlan]
-    strategies: dict[str, tuple[AxisStrategy, ...]]
-    collectives: tuple[Collective, ...]
-    predicted: Predicted
-    remat: bool = False
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    submesh: tuple[int, int]  # (n_nodes, n_devices per node)
+    first_device: int  # place of the stage's first device in the job, whose meshes lie one after the other
+    logical_mesh: tuple[int, ...]  # shape of the grid
+    ops: tuple[int, int]  # (first, last + 1) op indices of the stage
+    parameter_plans: dict[str, ParameterPlan]  # parameter name -> ParameterPlan
+    strategies: dict[str, tuple[AxisStrategy, ...]]  # op name -> one AxisStrategy per mesh axis
+    collectives: tuple[Collective, ...]  # what the stage communicates per step
+    predicted: Predicted  # the stage's own prediction
+    remat: bool = False  # whether activations are recomputed in the backward
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameter name -> shape in the module
+    # value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives. Only `R` and `S<d>` with
+    # even chunks occur, here and in `sent`.
     received: dict[int, DualLayout] = field(default_factory=dict)
+    # value that later stages need -> dual layout in which it is handed on
     sent: dict[int, DualLayout] = field(default_factory=dict)
+    # forward_seconds, backward_seconds: of one micro-batch (recomputation counts as backward); 0 where not known
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    # of one micro-batch's values to the next stage and their gradients back; 0 where not known
     boundary_seconds: float = 0.0
-    layers: str = ""
+    layers: str = ""  # the modules whose ops it holds, for display: `embed to blocks.3`
+    # op indices, ascending and inside `ops`, that cut the stage into the spans which are recomputed one by one; (): as
+    # a whole
     remat_cuts: tuple[int, ...] = ()
+    # names of ops of a stage that keeps its activations whose results are not kept but made again
     recomputed: tuple[str, ...] = ()
-    stored: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()  # names of such ops whose results wait in host memory for the backward
+    # whether what the stage makes of its parameters alone (casts to half precision) is made again for every micro-
+    # batch, which takes less memory where activations are recomputed; else once per step
     derives_again: bool = False
+    # global ranks of the logical mesh, row-major, where links differ (`ClusterSpec.orders`); (): as many as there are,
+    # from `first_device` on
     devices: tuple[int, ...] = ()
+    # of parameters that are gathered before they are used (ZeRO-3), in the forward as in the backward
     ahead_bytes: int = 0
+    # product -> in how many parts its result is summed, one while the next is multiplied
     in_parts: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -536,8 +516,7 @@ def _read_parameter(text: str, where: str) -> ParameterPlan:
         raise PlanError(f"{where}: {text!r} is not a plan", "write the modes, then `in N segments` where there are")
     num_segments = int(match[1]) if match else 1
     # Files count the module's dims; the step sees segments as one more dim before them.
-    shift = 0 if num_segments == 1 else 1
-    modes = tuple(mode.shifted(shift) for mode in modes)
+    modes = tuple(mode.shifted(int(num_segments > 1)) for mode in modes)
     return ParameterPlan(modes, num_segments, stored.endswith(_ON_HOST), stored != text)
 
 

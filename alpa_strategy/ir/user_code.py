@@ -3,8 +3,6 @@
 Nothing is run. A name that code mentions is a may, not a must: it may stand on a path that is never taken.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import inspect

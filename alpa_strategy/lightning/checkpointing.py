@@ -6,8 +6,6 @@ another strategy, so the functions by which they open a checkpoint are wrapped, 
 other checkpoints go on to Lightning's own.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps

@@ -1,7 +1,5 @@
 """What a module, its callbacks and a Trainer must be for the strategy, and which hooks they bring of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

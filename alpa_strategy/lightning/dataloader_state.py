@@ -6,8 +6,6 @@ own state (`state_dict`) are left to it. All of it lies where Lightning keeps th
 reads such a checkpoint and passes it over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ The strategy records what builds and fills the module (`runtime/deferred.py`); n
 part of each parameter this rank keeps. Then parameters are made one after the other, cut, and the rest is freed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -29,14 +27,10 @@ RESETS = ("reset_parameters", "_reset_parameters")
 
 
 class DeferredInit:
-    """What a strategy still has to make of a module that was built without memory; most modules need nothing.
-
-    Attributes:
-        was_needed: whether the module of the running training was built without memory.
-    """
+    """What a strategy still has to make of a module that was built without memory; most modules need nothing."""
 
     def __init__(self) -> None:
-        self.was_needed = False
+        self.was_needed = False  # whether the module of the running training was built without memory
         self._device = torch.device("cpu")  # this rank's
         self._recorder: Recorder | None = None  # as long as there is something to make
         self._loaded: dict[nn.Parameter, Tensor] = {}

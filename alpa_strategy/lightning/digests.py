@@ -5,8 +5,6 @@ What no one device would have can then be told from the training's own: it begin
 parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
@@ -179,18 +177,14 @@ class GradientCheck:
 
     Args:
         divided: as for `report`.
-
-    Attributes:
-        batch: of the step under way.
-        copies: compares gradients of what several ranks hold.
     """
 
-    copies: CopyCheck
+    copies: CopyCheck  # compares gradients of what several ranks hold
 
     def __init__(self, divided: bool) -> None:
         self._divided = divided
-        self.batch: Any = None
-        self._losses: list[Tensor] = []
+        self.batch: Any = None  # of the step under way
+        self.losses: list[Tensor] = []  # of the step under way
         self._own: list[tuple[str, Tensor]] = []  # in the backward's order, each micro-batch's
         self._was_finite = True
 
@@ -198,10 +192,6 @@ class GradientCheck:
         """A hook of the backward: `used.grad` is this rank's own. Nothing is waited for."""
         assert used.grad is not None
         self._own.append((name, _is_bad(used.grad)))
-
-    def look_at_loss(self, loss: Tensor) -> None:
-        """Before its backward."""
-        self._losses.append(loss.detach())  # sums over devices may be under way
 
     def finish(self, gradients: Mapping[str, Tensor | None], step: int) -> None:
         """Report what is not finite, at the first of such steps; else compare. Collective.
@@ -213,7 +203,7 @@ class GradientCheck:
             RuntimeMismatchError: on all ranks: gradients of which they should hold copies differ.
         """
         summed = [(name, _is_bad(grad)) for name, grad in gradients.items() if grad is not None]
-        flags = [list(map(_is_bad, self._losses)), [flag for _, flag in self._own], [flag for _, flag in summed]]
+        flags = [list(map(_is_bad, self.losses)), [flag for _, flag in self._own], [flag for _, flag in summed]]
         # Some gradients may lie in host memory.
         bad = [bool(torch.stack([flag.to(each[0].device) for flag in each]).any()) if each else False for each in flags]
         if any(any_rank(bad)):
@@ -226,7 +216,7 @@ class GradientCheck:
         else:
             self._was_finite = True
             self.copies.compare(f"at step {step}")
-        self._losses.clear()
+        self.losses.clear()
         self._own.clear()
         self.batch = None
 

@@ -4,8 +4,6 @@ Lightning reduces what was logged when a loader ends, and a rank without a batch
 wait, or add up what belongs to other loaders.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, of_all_ranks

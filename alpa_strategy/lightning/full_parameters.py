@@ -6,8 +6,6 @@ mentions, so that all ranks decide alike; what a hook changes goes back into the
 clips by the norm of whole gradients, and agrees on overflow, without having them whole.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -31,18 +29,13 @@ from alpa_strategy.runtime.parameters import ParameterStore
 
 
 class FullParameters:
-    """Context in which the module holds whole parameters; what is changed in them is kept. May be entered again inside.
-
-    Attributes:
-        store: the run's parameters.
-        on_use: gathers parameters where they are used, as long as it is active: they are as good as whole then.
-    """
+    """Context in which the module holds whole parameters; changes to them are kept. May be entered again inside."""
 
     def __init__(self, store: ParameterStore) -> None:
         self.store = store
         self._parts: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # parameter, its part, its gradient's part
         self._is_entered = False
-        self.on_use: GatherOnUse | None = None
+        self.on_use: GatherOnUse | None = None  # as long as it is active, parameters are as good as whole
 
     @property
     def is_active(self) -> bool:

@@ -1,7 +1,5 @@
 """Job: where a run takes place, and what the user asked of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The copies are casts that autograd knows. Captured, they are ops of the step lik
 cast before it is gathered, and its gradient summed over the ranks before it is cast back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

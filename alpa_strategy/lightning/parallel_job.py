@@ -13,8 +13,6 @@ the next training batch all ranks agree that one was asked to end (or to save an
 together, as Lightning would. What has not come to that point in time (planning, a hanging collective) is ended.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -94,7 +92,10 @@ def watch_children(children: Sequence[subprocess.Popen], first_rank: int, ending
             return
     for rank, (child, code) in enumerate(zip(children, codes, strict=True), start=first_rank):
         if code is not None and code != 0:
-            how = _how(-code) if code < 0 else f"ended with exit code {code}"
+            how = f"ended with exit code {code}"
+            if code < 0:  # some signals have no name
+                name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
+                how = f"was ended by {name}" + "; out of memory is a common reason" * (-code == signal.SIGKILL)
             print(f"\nalpa: rank {rank} (process {child.pid}) {how}", file=sys.stderr, flush=True)
     if ending.wait(REPORT_SECONDS):
         return
@@ -112,12 +113,6 @@ def _say_ended(rank: int) -> None:
     """Of a rank that knows nothing of the lost one: it plans, say, or waits for whoever does."""
     text = f"\nalpa: rank {rank} is ended: it was still at work {REPORT_SECONDS:.0f} s after another was lost"
     print(text, file=sys.stderr, flush=True)
-
-
-def _how(number: int) -> str:
-    name = next((each.name for each in signal.Signals if each == number), f"signal {number}")  # some have no name
-    hint = "; out of memory is a common reason" if number == signal.SIGKILL else ""
-    return f"was ended by {name}{hint}"
 
 
 def _say_once(error: AlpaError, rank: int) -> None:

@@ -3,8 +3,6 @@
 How steps run is said by its two kinds: `Run` has them captured and planned, `WrittenRun` runs them as they are written.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -39,17 +37,12 @@ from alpa_strategy.units import format_bytes
 
 @dataclass(frozen=True)
 class Unplaced:
-    """A module whose parameters are whole, or not made yet, and what it is to be trained with.
+    """A module whose parameters are whole, or not made yet, and what it is to be trained with."""
 
-    Attributes:
-        module: the LightningModule; its Parameter objects stay.
-        optimizers: made on the whole parameters; none: for an evaluation.
-        sharding: context around what shards the module; gives what makes all of a parameter or of optimizer state.
-    """
-
-    module: Any
-    optimizers: tuple[Optimizer, ...]
+    module: Any  # the LightningModule; its Parameter objects stay
+    optimizers: tuple[Optimizer, ...]  # made on the whole parameters; none: for an evaluation
     job: Job
+    # context around what shards the module; gives what makes all of a parameter or of optimizer state
     sharding: Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
 
 
@@ -62,12 +55,6 @@ class PlacedModule(ABC):
         limit: bytes of a device that may be used.
         values: gives the whole of a parameter, or of a tensor of optimizer state.
         buffers: of which all ranks are to hold the same, as they do of parameters.
-
-    Attributes:
-        on_use: gathers parameters in parts where a step that runs as it is written uses them.
-        syncs: what `sync` was last given.
-        calls: of submodules, recorded for the run that follows.
-        peers: whose values code of the step under way exchanges with its own, as a group for the strategy's `reduce`.
     """
 
     def __init__(
@@ -89,11 +76,11 @@ class PlacedModule(ABC):
         for optimizer in optimizers:
             shard_state(optimizer, store, values)
         self.whole = FullParameters(store)
-        self.on_use: GatherOnUse | None = None
+        self.on_use: GatherOnUse | None = None  # for a step that runs as it is written
         self._group: Any = None  # of all evaluations: each group of gloo's keeps connections and threads until the end
         self._evaluation = ExitStack()
         self._optimizer_info, self._limit = optimizer_info, limit
-        self.syncs = True
+        self.syncs = True  # what `sync` was last given
         self.metrics = MetricStates(job.replica)
         self._parameters = ParametersAsTheyWere(module, toggled(module, optimizers) if plan.is_as_written else ())
         self.buffers_differ = plan.is_as_written  # perhaps
@@ -103,8 +90,8 @@ class PlacedModule(ABC):
             check.copies = CopyCheck(store, module, (), 1, job.device, GRADIENT)
         self._adapted = ExitStack()  # see `adapt_trainer`
         self._by_bucket = [StepByBucket(each) for each in optimizers]
-        self.calls: Sequence[Call] | None = None
-        self.peers: Any = None
+        self.calls: Sequence[Call] | None = None  # of submodules, recorded for the run that follows
+        self.peers: Any = None  # values of the step under way are exchanged with theirs: a group for `reduce`
 
     @abstractmethod
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
@@ -199,7 +186,7 @@ class PlacedModule(ABC):
         if (check := self._gradient_check) is not None:
             check.batch = check.batch if batch is None else batch
             if loss is not None:
-                check.look_at_loss(loss)
+                check.losses.append(loss.detach())  # looked at later: sums over devices may be under way
 
     def check_gradients(self) -> None:
         """Where that is asked for, and they are complete. Collective."""

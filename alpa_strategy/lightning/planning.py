@@ -1,7 +1,5 @@
 """Planning inside a running job: every rank captures, rank 0 finds or makes the plan, all ranks get the same one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress

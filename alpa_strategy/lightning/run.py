@@ -1,7 +1,5 @@
 """Run: a prepared training. The plan, the sharded parameters, and one program per shape of batch."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time
@@ -46,6 +44,16 @@ MANY_SHAPES, STEPS_PER_SHAPE = 10, 200
 # The same for what a step reads besides shapes: values of attributes and buffers, paths that Python takes.
 CHANGES = 8
 MAX_PROGRAMS = 16  # of one batch shape
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A captured step, what runs it here, and what of the module it was captured with."""
+
+    step: StepGraph
+    program: StepProgram
+    leaves: LeafAgreement  # what must be the same in the batches of all ranks
+    own_rows: Mapping[int, State]  # see `rows_of_ranks`
 
 
 class Run(PlacedModule):
@@ -285,16 +293,3 @@ class Run(PlacedModule):
             if self._job.device.type == "cuda":  # single starts are the host's; both ends were waited for
                 seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
             self._job.progress.say(measured_line(self.plan, seconds))
-
-
-# Captured steps and what runs them, by what they serve
-
-
-@dataclass(frozen=True)
-class CapturedStep:
-    """A captured step, what runs it here, and what of the module it was captured with."""
-
-    step: StepGraph
-    program: StepProgram
-    leaves: LeafAgreement  # what must be the same in the batches of all ranks
-    own_rows: Mapping[int, State]  # see `rows_of_ranks`

@@ -4,8 +4,6 @@ Where a module changes, the ranks meet in the job's store, not in a collective: 
 the collectives of their step.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -43,19 +43,13 @@ class Session:
     Args:
         make_job: the job as it is now.
         checkpoints: what they hold is put in place when the module is sharded.
-
-    Attributes:
-        run: what holds the shards, of a training or of an evaluation; None while the module is whole.
-        plan: that of the last run.
-        process_bytes: of the host's memory, what this process took beside its tensors when that run began.
-        deferred_init: what was built without memory and is not made yet.
     """
 
     def __init__(self, make_job: Callable[[], Job], checkpoints: Checkpoints) -> None:
         self._make_job, self._checkpoints = make_job, checkpoints
-        self.run: PlacedModule | None = None
-        self.plan: Plan | None = None
-        self.process_bytes = 0
+        self.run: PlacedModule | None = None  # of a training or of an evaluation; None while the module is whole
+        self.plan: Plan | None = None  # that of the last run
+        self.process_bytes = 0  # of the host's memory, what this process took beside its tensors when that run began
         self.deferred_init = DeferredInit()
         self._why_written: CaptureError | None = None
         self._told: CaptureError | None = None  # of these, what the user knows

@@ -5,8 +5,6 @@ then. Steps that run as they are written add their own rank's rows, and the metr
 `MetricStates` knows whose rows a metric's state stands for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -95,7 +93,7 @@ def update_metrics_and_log(
     values: Mapping[int, Tensor],
     leaves: Sequence[Any],
     counters: Mapping[str, int],
-    metrics: MetricStates,
+    metrics: "MetricStates",
 ) -> None:
     """Repeat the step's torchmetrics and `self.log` calls with the user's arguments and this step's values.
 

@@ -5,8 +5,6 @@ programs. Gradients are complete when they are made, and averaged over replicas,
 first step runs whole and shows which submodules can be planned.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -229,18 +227,15 @@ def _trained(given: Any) -> set[int]:
 
 
 class Forwards:
-    """Forwards of submodules: as they are written, recorded or not, or as a program does them. Copies are inactive.
-
-    Attributes:
-        recorded: calls, callers first, where they are recorded.
-        is_active: in a step, and in its backward, where forwards may run again.
-    """
+    """Forwards of submodules: as they are written, recorded or not, or as a program does them. Copies are inactive."""
 
     def __init__(self, programs: Sequence[Program] = (), job: Job | None = None, records: bool = False) -> None:
-        self._programs, self.recorded = programs, list[Call]() if records else None
+        self._programs = programs
+        self.recorded = list[Call]() if records else None  # callers first
         self._places: dict[Any, int] = {}  # of recorded calls, by what they are
         self._callers: list[int] = []
-        self.is_active, self._device = False, "cpu" if job is None else job.device.type
+        self.is_active = False  # True in a step, and in its backward, where forwards may run again
+        self._device = "cpu" if job is None else job.device.type
         with nullcontext() if job is None else job.context():
             self._casts = _casts(self._device)
 

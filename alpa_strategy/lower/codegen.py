@@ -4,8 +4,6 @@ The program is plain generated Python, one line an op, every value dropped after
 code, readable in a traceback (`LoweredStep.source`), and traceable by `torch.compile`. It never dispatches on layouts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,18 +88,14 @@ def lower(
 
 @dataclass(frozen=True)
 class LoweredStage:
-    """A stage that runs micro-batches.
+    """A stage that runs micro-batches."""
 
-    Attributes:
-        per_step: what of it is made of the parameters alone, once per step.
-        per_step_programs: one per derivation of `per_step`; each gives its values as what is `made`.
-        spans: what it runs for every micro-batch, one after the other, each with its graph: one, or those that it
-            recomputes one by one (`StagePlan.spans`). A span's `received` includes what earlier spans make; it takes
-            the per-step values as parameters of the name `per_step_name(value)`.
-    """
-
-    per_step: PerStep
+    per_step: PerStep  # what of it is made of the parameters alone, once per step
+    # one per derivation of `per_step`; each gives its values as what is `made`
     per_step_programs: tuple[LoweredStep, ...]
+    # what it runs for every micro-batch, one after the other, each with its graph: one, or those that it recomputes one
+    # by one (`StagePlan.spans`). A span's `received` includes what earlier spans make; it takes the per-step values as
+    # parameters of the name `per_step_name(value)`.
     spans: tuple[tuple[StepGraph, LoweredStep], ...]
 
 

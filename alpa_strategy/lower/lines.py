@@ -1,7 +1,5 @@
 """Lines of a generated program, and what is done to them as text: their order, and when values are dropped."""
 
-from __future__ import annotations
-
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,27 +13,19 @@ from alpa_strategy.ir.op import OpCall
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a program.
-
-    Attributes:
-        defines, reads: variables.
-        note: a comment.
-        module: path of the submodule that it runs for.
-        call: the op on local shards, where the line is nothing but a deterministic call of it; else None.
-        is_resharding: whether it brings a value into another layout.
-        gathers: bytes of the parameter that it makes whole, which nothing but parameters are needed for; else 0.
-        is_early: whether it is a resharding that begins before all else.
-    """
+    """One line of a program."""
 
     code: str
+    # defines, reads: variables
     defines: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
-    note: str = ""
-    module: str = ""
+    note: str = ""  # a comment
+    module: str = ""  # path of the submodule that it runs for
+    # the op on local shards, where the line is nothing but a deterministic call of it; else None
     call: OpCall | None = None
-    is_resharding: bool = False
-    gathers: int = 0
-    is_early: bool = False
+    is_resharding: bool = False  # whether it brings a value into another layout
+    gathers: int = 0  # bytes of the parameter that it makes whole, which nothing but parameters are needed for; else 0
+    is_early: bool = False  # whether it is a resharding that begins before all else
 
     def __str__(self) -> str:
         return f"{self.code}  # {self.note}" if self.note else self.code

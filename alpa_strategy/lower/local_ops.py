@@ -4,8 +4,6 @@ Each keeps the dual-placement contract of `sharding.layout` forward and backward
 gradient, a sharded one its shard; an operand's gradient is its shard, this device's summand (`R*`) or complete (`R`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ PyTorch makes both gradients of a product in one autograd node, after which noth
 of one input, with its resharding, are one node here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +19,11 @@ from alpa_strategy.intra_op.overlap import Product
 
 @dataclass(frozen=True)
 class Multiplied:
-    """A product of an input [*rows, k] with a weight.
-
-    Attributes:
-        adds_bias: whether this device does, where there is one: of results that are summed, only the first.
-        summed: sums the result, where that is done here: in `parts` chunks of `dim`.
-    """
+    """A product of an input [*rows, k] with a weight."""
 
     product: Product
-    adds_bias: bool
-    summed: Reshard | None = None
+    adds_bias: bool  # whether this device does, where there is one: of results that are summed, only the first
+    summed: Reshard | None = None  # sums the result, where that is done here: in `parts` chunks of `dim`
     dim: int = 0
     parts: int = 1
 

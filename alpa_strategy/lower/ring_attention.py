@@ -6,8 +6,6 @@ are exchanged before and after, so that of 2 n halves of chunks device i compute
 Then every step is as much work on every device: two of four quarters, whole, or the diagonal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

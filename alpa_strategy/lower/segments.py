@@ -6,8 +6,6 @@ while the backward goes on. A segment is a function of tensors alone. Those that
 blocks of a model, are one function and compiled once; Inductor's cache on disk serves other ranks and the next start.
 """
 
-from __future__ import annotations
-
 import ast
 import warnings
 from collections import Counter
@@ -41,14 +39,11 @@ class Compiler:
 
     Args:
         options: keyword arguments of `torch.compile`: `backend`, `mode`, `options`.
-
-    Attributes:
-        segments: the distinct ones.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = segment_options(options)
-        self.segments: dict[Hashable, Segment] = {}
+        self.segments: dict[Hashable, Segment] = {}  # the distinct ones
 
     def compiled(
         self, lines: Sequence[Line], namespace: MutableMapping[str, Any], parameters: Collection[str]

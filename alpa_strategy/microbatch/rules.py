@@ -5,8 +5,6 @@ On that axis nothing is ever resharded, and `R` and `R*` are one state: gradient
 so whatever is whole has a gradient that is a summand. Nothing here knows of a graph.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -80,22 +78,15 @@ def joined(parts: Sequence[Tensor], how: State, num_ranks: int = 1) -> Tensor:
 
 @dataclass(frozen=True)
 class TimeStrategy:
-    """One way to run an op on micro-batches.
+    """One way to run an op on micro-batches."""
 
-    Attributes:
-        inputs, outputs: state per operand and result. Rows in `ANY` number of segments: the same number in all of them.
-        mean: the results are means over the micro-batch's part: they count for 1/M of the whole's.
-        added: the operand that is added to a sum over micro-batches, so that each adds 1/M of it.
-        adds_number: the second argument is a number that is added to a sum over micro-batches: likewise.
-        sequential: results that are running statistics, carried from one micro-batch to the next.
-    """
-
+    # inputs, outputs: state per operand and result. Rows in `ANY` number of segments: the same number in all of them.
     inputs: tuple[State, ...]
     outputs: tuple[State, ...]
-    mean: bool = False
-    added: int | None = None
-    adds_number: bool = False
-    sequential: tuple[int, ...] = ()
+    mean: bool = False  # the results are means over the micro-batch's part: they count for 1/M of the whole's
+    added: int | None = None  # the operand that is added to a sum over micro-batches, so that each adds 1/M of it
+    adds_number: bool = False  # the second argument is a number that is added to a sum over micro-batches: likewise
+    sequential: tuple[int, ...] = ()  # results that are running statistics, carried from one micro-batch to the next
 
 
 @depends_on_rules

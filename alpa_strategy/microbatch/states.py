@@ -8,8 +8,6 @@ At the end (`rows_of_ranks`): which part of a step's results belongs to one rank
 beside that rank's batch.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,19 +53,13 @@ class Chosen:
 
 @dataclass(frozen=True)
 class States:
-    """The finding.
+    """The finding."""
 
-    Attributes:
-        state: value -> its state in the micro graph (whole for values of moved ops, which the prologue gives).
-        chosen: op index -> how it runs in the micro graph.
-        moved: ops whose results only the prologue makes.
-        late: ops that run once on the combined values, after all micro-batches.
-    """
-
+    # value -> its state in the micro graph (whole for values of moved ops, which the prologue gives)
     state: dict[int, State]
-    chosen: dict[int, Chosen]
-    moved: frozenset[int]
-    late: frozenset[int]
+    chosen: dict[int, Chosen]  # op index -> how it runs in the micro graph
+    moved: frozenset[int]  # ops whose results only the prologue makes
+    late: frozenset[int]  # ops that run once on the combined values, after all micro-batches
 
 
 def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> States:

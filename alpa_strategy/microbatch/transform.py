@@ -4,8 +4,6 @@ Micro-batches are one more mesh axis, in time: the sharding rules say how every 
 a state for every value; here the graphs are written down: prologue, micro graph, epilogue (`MicroStep`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -30,30 +28,27 @@ class MicroStep:
     combined ones and the epilogue's together: with them logs, metrics, the output and buffer updates are done once, as
     the whole step's records say. `graph`, `prologue` and `epilogue` have no records of their own: `output` of each is a
     tuple with a ValueRef of everything that must leave it.
-
-    Attributes:
-        num_microbatches: M.
-        graph: the step on one micro-batch, at global shapes divided by M along the batch. Its loss is a summand: the
-            sum over the micro-batches is the whole step's. The gradients of its parameters add up over them.
-        prologue: what must be known of the whole batch before any micro-batch runs and depends on no parameter (the
-            number of targets that are not ignored, a random mask): a step over the whole batch whose `escaping` values
-            are handed to `graph` or belong to the step's results, or None.
-        given: value in `graph` (one of `graph.received`) -> value in `prologue` that fills it.
-        states: of every value of `given` and every escaping one of `graph`, what a micro-batch has of it. Rows are cut
-            and joined (see `cut`), like those of a batch leaf; sums are added up; of what escapes whole the last
-            micro-batch's is taken (all are equal, but for updates of sequential buffers).
-        sequential_buffers: buffers that every micro-batch updates and the next one reads (BatchNorm statistics, as in
-            plain gradient accumulation). All other buffers keep their values until the step's end.
-        epilogue: logs and outputs that are no sums over micro-batches (`loss.exp()`): a step over combined and prologue
-            values (its `received`), or None.
     """
 
-    num_microbatches: int
+    num_microbatches: int  # M
+    # the step on one micro-batch, at global shapes divided by M along the batch. Its loss is a summand: the sum over
+    # the micro-batches is the whole step's. The gradients of its parameters add up over them.
     graph: StepGraph
+    # what must be known of the whole batch before any micro-batch runs and depends on no parameter (the number of
+    # targets that are not ignored, a random mask): a step over the whole batch whose `escaping` values are handed to
+    # `graph` or belong to the step's results, or None
     prologue: StepGraph | None = None
+    # value in `graph` (one of `graph.received`) -> value in `prologue` that fills it
     given: dict[int, int] = field(default_factory=dict)
+    # of every value of `given` and every escaping one of `graph`, what a micro-batch has of it. Rows are cut and joined
+    # (see `cut`), like those of a batch leaf; sums are added up; of what escapes whole the last micro-batch's is taken
+    # (all are equal, but for updates of sequential buffers).
     states: dict[int, State] = field(default_factory=dict)
+    # buffers that every micro-batch updates and the next one reads (BatchNorm statistics, as in plain gradient
+    # accumulation). All other buffers keep their values until the step's end.
     sequential_buffers: tuple[str, ...] = ()
+    # logs and outputs that are no sums over micro-batches (`loss.exp()`): a step over combined and prologue values (its
+    # `received`), or None
     epilogue: StepGraph | None = None
 
 

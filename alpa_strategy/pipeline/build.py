@@ -4,8 +4,6 @@ The stages' meshes, then a `ParameterStore` (the caller shards it), then `build_
 shape of batch takes the same meshes and parameters.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

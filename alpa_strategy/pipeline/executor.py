@@ -3,8 +3,6 @@
 Every rank of the job makes the same `Pipeline` from the same `PipelineSpec` and calls `step` together; only `own`
 (programs, parameters and meshes of the stages that this rank takes part in) differs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce

@@ -2,8 +2,6 @@
 micro-batches. To a micro-batch's autograd they are one node between the parameters and their uses, so that gradients
 reach the parameters micro-batch by micro-batch, in the order and precision in which they would without this."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ a path leads to weights only. The second half starts there. Everything is done i
 devices of a mesh, since the graph may hold collectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

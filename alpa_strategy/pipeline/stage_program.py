@@ -6,8 +6,6 @@ All devices of the stage run the same forwards and backwards in the same order, 
 saved tensors (`torch.utils.checkpoint`) cannot promise: devices save different tensors. Knows no schedule, no messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,15 +49,12 @@ class Span:
 
 @dataclass(frozen=True)
 class StageProgram:
-    """A stage as its spans, in order.
-
-    loss: value index of the step's loss, whichever stage makes it.
-    bookmark: of the stage's random numbers (`ShardedRandom.bookmark`) where it recomputes. None: it is one span, whose
-        activations are kept.
-    """
+    """A stage as its spans, in order."""
 
     spans: Sequence[Span]
-    loss: int
+    loss: int  # value index of the step's loss, whichever stage makes it
+    # of the stage's random numbers (`ShardedRandom.bookmark`) where it recomputes. None: it is one span, whose
+    # activations are kept.
     bookmark: Callable[[], Replay] | None = None
 
 

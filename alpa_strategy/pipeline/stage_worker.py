@@ -4,8 +4,6 @@ The executor calls `forward`, then `backward`, of the inputs alone before `backw
 its schedule's order. Between the two the worker keeps what the backward needs, and nothing more.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ shards. For each captured step it makes a `StepProgram`, whatever the number of 
 - whole: what the stages cannot run, a last smaller batch perhaps. Every rank computes all of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -45,16 +43,12 @@ ONE_STAGE_SCHEDULE = "1F1B"  # micro-batches without a pipeline: each one's back
 
 @dataclass(frozen=True)
 class StepProgram:
-    """What runs a captured step here.
+    """What runs a captured step here."""
 
-    Attributes:
-        run: (this rank's batch, the counters' values) -> the step's escaping values by number, whole on every rank; the
-            loss can be differentiated.
-        makes_gradients: whether it makes the gradients too.
-    """
-
+    # (this rank's batch, the counters' values) -> the step's escaping values by number, whole on every rank; the loss
+    # can be differentiated
     run: Callable[[Any, Mapping[str, int]], Values]
-    makes_gradients: bool = True
+    makes_gradients: bool = True  # whether it makes the gradients too
 
 
 class PlacedPlan:
@@ -67,9 +61,6 @@ class PlacedPlan:
         seed: the job's, the same on all ranks.
         loss_scale: what the loss will be scaled by (half precision): gradients that a step makes need it early.
         replica: runs the plan, beside others that hold the same; None: all of the job runs it.
-
-    Attributes:
-        num_steps: training steps that were run.
     """
 
     def __init__(

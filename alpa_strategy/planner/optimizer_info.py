@@ -4,8 +4,6 @@ Both are found by experiment, on a copy of the optimizer's class with the user's
 an optimizer is element-wise when training the shards of a parameter gives the shards of training the whole.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import Counter

@@ -7,8 +7,6 @@ the whole step's values and gradients (docs/formulas.md#sharding-rules): that is
 (`Plan.load` has seen to it that all of a stage speaks of as many mesh axes.)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise

@@ -4,8 +4,6 @@ One stage over all devices is the pipeline of one: `search.py` makes plans of bo
 decided which is looked at and which is taken. No process groups, no Trainer.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress

@@ -4,8 +4,6 @@ The step is cut where the running stages' parameters allow it and least has to p
 parameters. Needs no process groups.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import math

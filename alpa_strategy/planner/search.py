@@ -6,8 +6,6 @@ of pipelines are chosen on the costs of `inter_op/stage_costs.py` and then solve
 open is searched: number of micro-batches, schedule, stages, submeshes, logical shapes, recomputation and layouts.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict
@@ -200,24 +198,17 @@ def _timed(spent: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class _Search:
-    """The numbers of micro-batches that are looked at (see `search_microbatches`), and the best candidates of them.
-
-    Attributes:
-        best: candidates over all submeshes, best first.
-        failures: why there are no others.
-        last_job: of which nothing fitted into memory.
-        spent: seconds by phase.
-    """
+    """The numbers of micro-batches that are looked at (see `search_microbatches`), and the best candidates of them."""
 
     def __init__(self, task: PlanTask, several: bool, solve: Callable[..., list[Candidate]]) -> None:
         self.task, self._solve = task, solve
         self.several = several
         self._runs: dict[Hashable, RunCosts] = {}
         self.meshes = submeshes(task.cluster)
-        self.best: list[Candidate] = []
-        self.failures: Failures = []
-        self.last_job: CostJob | None = None
-        self.spent: dict[str, float] = defaultdict(float)
+        self.best: list[Candidate] = []  # over all submeshes, best first
+        self.failures: Failures = []  # why there are no others
+        self.last_job: CostJob | None = None  # of which nothing fitted into memory
+        self.spent: dict[str, float] = defaultdict(float)  # seconds by phase
         self._jobs: dict[int, CostJob | None] = {}
         self._bounds: dict[int, float] = {}  # by number of micro-batches
         self._unlikely: frozenset[tuple[int, int]] = frozenset()  # submeshes of which a bound is enough
@@ -311,7 +302,7 @@ class _Search:
         seconds = sum(sum(self.task.op_costs.op_seconds(op.call)) for op in job.graph.ops)
         return count * seconds / self.task.cluster.num_devices
 
-    def _look(self, count: int, used: Submeshes | None, known: float) -> Look:
+    def _look(self, count: int, used: "Submeshes | None", known: float) -> "Look":
         """On all submeshes: remember the best candidates. On those in use: only how good the best one is."""
         if used is None and count in self._bounds:
             return Look()  # it has been looked at on all of them

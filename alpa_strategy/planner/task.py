@@ -1,7 +1,5 @@
 """PlanTask: what is planned, for which cluster, and under which wishes. Every way to plan takes one."""
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Callable
@@ -23,19 +21,15 @@ Progress = Callable[[str], AbstractContextManager[object]]  # around a phase of 
 
 @dataclass(frozen=True)
 class PlanTask:
-    """See the module's docstring.
-
-    Attributes:
-        costs: op costs where the options name no model; None: the roofline of `cluster.device`.
-        stage_costs: makes those of pipelines, when they are looked at; None: the same.
-    """
+    """See the module's docstring."""
 
     step: StepGraph
     cluster: ClusterSpec
     options: PlanOptions
     optimizer: OptimizerInfo
-    costs: OpCosts | None = None
+    costs: OpCosts | None = None  # op costs where the options name no model; None: the roofline of `cluster.device`
     progress: Progress = nullcontext
+    # makes those of pipelines, when they are looked at; None: the same
     stage_costs: Callable[[], OpCosts] | None = None
 
     def __post_init__(self) -> None:
@@ -48,7 +42,7 @@ class PlanTask:
         own = self.options.costs or self.costs
         return own or RooflineCosts(self.cluster.device, compiled=self.options.compile)
 
-    def for_stages(self) -> PlanTask:
+    def for_stages(self) -> "PlanTask":
         """The task with the costs of pipelines."""
         return self if self.stage_costs is None else replace(self, costs=self.stage_costs(), stage_costs=None)
 

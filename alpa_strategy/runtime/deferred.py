@@ -5,8 +5,6 @@ Random ops draw their numbers into memory that is freed at once, so that generat
 `whole` makes a tensor later, from the states that they had. Small tensors are real: they may be read by Python.
 """
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_left
 from collections import defaultdict
@@ -63,25 +61,18 @@ class Given:
 
 @dataclass
 class RecordedOp:
-    """One recorded op.
-
-    Attributes:
-        reads: storages whose contents it needs.
-        writes: storage -> whether all of it is overwritten (and nothing of it read).
-        results: the tensors that it makes, in the order of the tensor leaves of what it returns; None for one that
-            lies in storage which was there before.
-        default_dtype: torch's when it ran: what a factory makes that is not told, and numbers become.
-        random: of an op that draws numbers, the states of `generators_of` it.
-    """
+    """One recorded op."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    reads: tuple[int, ...]
-    writes: dict[int, bool]
+    reads: tuple[int, ...]  # storages whose contents it needs
+    writes: dict[int, bool]  # storage -> whether all of it is overwritten (and nothing of it read)
+    # the tensors that it makes, in the order of the tensor leaves of what it returns; None for one that lies in storage
+    # which was there before
     results: tuple[View | None, ...]
-    default_dtype: torch.dtype
-    random: Sequence[Tensor] = ()
+    default_dtype: torch.dtype  # torch's when it ran: what a factory makes that is not told, and numbers become
+    random: Sequence[Tensor] = ()  # of an op that draws numbers, the states of `generators_of` it
 
     def text(self) -> str:
         """What is the same on all ranks: everything but numbers drawn and data given."""
@@ -97,9 +88,6 @@ class Recorder(TorchDispatchMode):
     Args:
         device: where tensors really lie that are asked for without a device, or on `meta`.
         min_bytes: smaller tensors are made as they are.
-
-    Attributes:
-        lines: the recorded ops.
     """
 
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES) -> None:
@@ -178,22 +166,21 @@ class Recorder(TorchDispatchMode):
     # What the mode does with an op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs `func` for real, or records it and gives meta tensors."""
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            return self.run(func, args, kwargs or {})
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if not any(tensor.is_meta for tensor in tensors):
+                if not self._makes_big_tensor(func, args, kwargs, tensors):
+                    return func(*args, **_on_real_device(kwargs, self.device))
+            elif func is torch.ops.aten._local_scalar_dense.default:
+                return func(self.whole(tensors[0]))
+            return self._record(func, args, kwargs)
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func` for real, or record it and return meta tensors."""
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not any(tensor.is_meta for tensor in tensors):
-            if not self._makes_big_tensor(func, args, kwargs):
-                return func(*args, **_on_real_device(kwargs, self.device))
-        elif func is torch.ops.aten._local_scalar_dense.default:
-            return func(self.whole(tensors[0]))
-        return self._record(func, args, kwargs)
-
-    def _makes_big_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an op on real tensors, or on none, makes a tensor that is to be deferred."""
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    def _makes_big_tensor(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
+    ) -> bool:
+        """Whether an op on real `tensors`, or on none, makes a tensor that is to be deferred."""
         if tensors:  # only what goes to the device of a deferred tensor
             return _asks_for_meta(kwargs) and any(tensor.nbytes >= self.min_bytes for tensor in tensors)
         if not any("Tensor" in str(result.type) for result in func._schema.returns):
@@ -225,8 +212,8 @@ class Recorder(TorchDispatchMode):
     def _line(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, written: list[tuple[Tensor, bool]]
     ) -> RecordedOp:
-        described = pytree.tree_map(self._argument, (args, _on_real_device(kwargs, self.device)))
-        views = [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, View)]
+        given, named = pytree.tree_map(self._argument, (args, _on_real_device(kwargs, self.device)))
+        views = [leaf for leaf in pytree.tree_leaves((given, named)) if isinstance(leaf, View)]
         writes: dict[int, bool] = {}
         unread: set[int] = set()
         for tensor, whole in written:
@@ -236,7 +223,7 @@ class Recorder(TorchDispatchMode):
             if only_target:
                 unread.add(view.storage)
         of_first = self._devices[views[0].storage] if views else torch.device("cpu")
-        device = described[1].get("device") or of_first
+        device = named.get("device") or of_first
         results: list[View | None] = []
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -248,7 +235,6 @@ class Recorder(TorchDispatchMode):
                 if is_new:
                     writes[view.storage] = True
         reads = tuple(dict.fromkeys(view.storage for view in views if view.storage not in unread))
-        given, named = described
         return RecordedOp(func, given, named, reads, writes, tuple(results), torch.get_default_dtype())
 
     def _argument(self, leaf: Any) -> Any:
@@ -385,8 +371,7 @@ class _LooksReal(TorchFunctionMode):
             if target.is_meta == data.is_meta:
                 func(target, data)
             else:  # which `data = ...` refuses; the object stays the same
-                other = data.detach().requires_grad_(target.requires_grad)
-                torch._C._swap_tensor_impl(target, other)
+                torch._C._swap_tensor_impl(target, data.detach().requires_grad_(target.requires_grad))
             self._recorder.new_data(target, before)
             return None
         return func(*args, **(kwargs or {}))

@@ -7,8 +7,6 @@ which parameters get gradients, and when, is then agreed upon between the device
 has no gradient in it keeps none, as on one device (optimizers pass it over), and what is new gets buckets of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -34,9 +32,6 @@ class GradientReducer:
         mesh: the mesh of the stage.
         parameters: all trainable ones, in one order on all devices; those with nothing to reduce as well.
         bucket_bytes: a bucket is closed when it holds so many bytes, or an eighth of all.
-
-    Attributes:
-        enabled: whether the next backward ends with the reduction: False for all micro-batches but the last of a step.
     """
 
     def __init__(self, mesh: MeshComm, parameters: Sequence[ShardedParameter], bucket_bytes: int) -> None:
@@ -47,7 +42,7 @@ class GradientReducer:
         self._rest: list[ShardedParameter] = []  # used, but not in a bucket
         self._unused: list[ShardedParameter] = []
         self._only_somewhere: frozenset[str] = frozenset()  # gradients that some devices had and others not
-        self.enabled = True
+        self.enabled = True  # the next backward ends with the reduction: not for a micro-batch before a step's last
         self.reset()
 
     def reset(self) -> None:
@@ -154,15 +149,11 @@ class GradientReducer:
 
 @dataclass(frozen=True)
 class Replicas:
-    """How ranks with steps of their own average gradients.
+    """How ranks with steps of their own average gradients."""
 
-    Attributes:
-        mesh: of all of them.
-        agree: the largest of some numbers over all ranks; a collective of its own group, as other ranks may have
-            started more buckets than this one.
-    """
-
-    mesh: MeshComm
+    mesh: MeshComm  # of all of them
+    # the largest of some numbers over all ranks; a collective of its own group, as other ranks may have started more
+    # buckets than this one
     agree: Callable[[Sequence[int]], list[int]]
 
 
@@ -229,7 +220,7 @@ class ReplicaReducer(GradientReducer):
             rows = torch.zeros(each.shape[:1], dtype=torch.bool, device=each.parameter.device)
         each.make_sparse(self._mesh.whole.all_reduce(rows.int(), "max").bool())
 
-    def _start(self, buckets: Sequence[_Bucket], needed: Set[str]) -> list[_Bucket]:
+    def _start(self, buckets: "Sequence[_Bucket]", needed: Set[str]) -> "list[_Bucket]":
         """Those that hold what is needed, all of them started."""
         running = [bucket for bucket in buckets if not needed.isdisjoint(each.name for each in bucket.parameters)]
         for bucket in running:  # one that has left already has all that it needs
@@ -272,7 +263,7 @@ def average(parameters: Iterable[nn.Parameter], axis: AxisComm, device: torch.de
             p.grad = part.view(p.shape).to(p.device)
 
 
-def _run(buckets: list[_Bucket], completed: Completed | None = None) -> None:
+def _run(buckets: "list[_Bucket]", completed: Completed | None = None) -> None:
     """Wait for buckets that have started; all devices go through them in the same order."""
     while buckets:
         running = []

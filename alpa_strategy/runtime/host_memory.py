@@ -7,8 +7,6 @@ PyTorch wants multiples of 64 bytes, for which glibc looks for more than it free
 that is more than it may, all that is free goes back at once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

@@ -5,8 +5,6 @@ changes of these is taken back, so that statistics are updated once. What it can
 changed in between) is an error. Works on steps as they are written, which nobody has captured.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -61,7 +59,7 @@ class MadeAgain:
         room: says which modules run again; None: all.
     """
 
-    def __init__(self, root: nn.Module | None = None, room: Room | None = None) -> None:
+    def __init__(self, root: nn.Module | None = None, room: "Room | None" = None) -> None:
         self._root, self._room = root, room
 
     def installed(self, modules: Mapping[str, nn.Module]) -> AbstractContextManager[None]:

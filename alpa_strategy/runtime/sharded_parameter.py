@@ -1,7 +1,5 @@
 """ShardedParameter: one parameter on one mesh: what it is as a whole, which part this device holds, how it moves."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,45 +24,31 @@ class Chunk(NamedTuple):
 
 @dataclass(eq=False)
 class ShardedParameter:
-    """The first fields are for good; those with a default are the state of one training step.
+    """The first fields are for good; those with a default are the state of one training step."""
 
-    Attributes:
-        name: the step's first name of it.
-        plan: how it is stored; its layout has dims of `shape`.
-        shape: of the whole in the step.
-        module_shape: of the whole in the module: `shape`, or with its first two dims in one (a segmented weight).
-        to_use, to_whole: from storage to where the step uses it, and to the whole on every device.
-        is_gathered_once: the step uses a copy on the device, `leaf`, which is made once per step.
-        link: of a parameter in host memory, once it is there.
-        accumulator: autograd's node that adds to `grad`; kept alive, as it carries our hook.
-        gathering: of the copy, begun with the step.
-        leaf: the gathered copy, from the first use in a step to the optimizer's step.
-        read_in: dtypes that programs read it in; where they are one, the copy is gathered in it.
-        partial: the gradient of a copy in another dtype, which this step has made before.
-        complete: an earlier, already reduced gradient, set aside while a new one is made.
-        is_complete: whether `parameter.grad` was left by a reduction.
-        is_taken: whether this backward's gradient is on its way through a reduction.
-        sparse_rows: of a gradient that was sparse: which rows it has, bool [rows]. It is summed as a dense one.
-    """
-
-    name: str
-    plan: ParameterPlan
+    name: str  # the step's first name of it
+    plan: ParameterPlan  # how it is stored; its layout has dims of `shape`
     parameter: nn.Parameter
     mesh: MeshComm
-    shape: torch.Size
+    shape: torch.Size  # of the whole in the step
+    # of the whole in the module: `shape`, or with its first two dims in one (a segmented weight)
     module_shape: torch.Size
+    # to_use, to_whole: from storage to where the step uses it, and to the whole on every device
     to_use: Reshard
     to_whole: Reshard
-    is_gathered_once: bool
-    link: HostLink | None = None
+    is_gathered_once: bool  # the step uses a copy on the device, `leaf`, which is made once per step
+    link: HostLink | None = None  # of a parameter in host memory, once it is there
+    # autograd's node that adds to `grad`; kept alive, as it carries our hook
     accumulator: torch.autograd.graph.Node | None = None
-    gathering: Pending | None = None
-    leaf: Tensor | None = None
+    gathering: Pending | None = None  # of the copy, begun with the step
+    leaf: Tensor | None = None  # the gathered copy, from the first use in a step to the optimizer's step
+    # dtypes that programs read it in; where they are one, the copy is gathered in it
     read_in: frozenset[torch.dtype] = frozenset()
-    partial: Tensor | None = None
-    complete: Tensor | None = None
-    is_complete: bool = False
-    is_taken: bool = False
+    partial: Tensor | None = None  # the gradient of a copy in another dtype, which this step has made before
+    complete: Tensor | None = None  # an earlier, already reduced gradient, set aside while a new one is made
+    is_complete: bool = False  # whether `parameter.grad` was left by a reduction
+    is_taken: bool = False  # whether this backward's gradient is on its way through a reduction
+    # of a gradient that was sparse: which rows it has, bool [rows]. It is summed as a dense one.
     sparse_rows: Tensor | None = None
 
     @classmethod
@@ -75,7 +59,7 @@ class ShardedParameter:
         parameter: nn.Parameter,
         mesh: MeshComm,
         replicas: MeshComm | None = None,
-    ) -> ShardedParameter:
+    ) -> "ShardedParameter":
         """The module's `parameter` under its plan.
 
         Args:

@@ -3,8 +3,6 @@
 What is seen is one step: the gradients that it used are back when it ends, its hooks and schedulers are called once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

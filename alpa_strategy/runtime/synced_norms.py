@@ -1,7 +1,5 @@
 """SyncBatchNorm on any device, in steps as written: captured ones have the whole batch's statistics anyway."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

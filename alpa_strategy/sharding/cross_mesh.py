@@ -6,12 +6,10 @@ Destination devices that hold the same box may each receive a part of it and gat
 all-gather"). No process groups here: `comm/messages.py` carries plans out.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -59,22 +57,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """How one tensor gets from one mesh to another.
+    """How one tensor gets from one mesh to another."""
 
-    Attributes:
-        shape, dtype: of the whole tensor.
-        target: where it lies after it.
-        received: layout on the target's mesh right after the messages; where it differs from `target.layout`,
-            all-gathers on the target's mesh follow.
-        pieces: in one order on all ranks: by target, then by box.
-        source_boxes, received_boxes: rank -> box.
-    """
-
+    # shape, dtype: of the whole tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
-    target: MeshSide
+    target: MeshSide  # where it lies after it
+    # layout on the target's mesh right after the messages; where it differs from `target.layout`, all-gathers on the
+    # target's mesh follow
     received: Layout
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # in one order on all ranks: by target, then by box
+    # source_boxes, received_boxes: rank -> box
     source_boxes: Mapping[int, Box]
     received_boxes: Mapping[int, Box]
 
@@ -110,7 +103,7 @@ def plan_transfer(
         holders.setdefault(box, []).append(rank)
     pieces: list[Piece] = []
     for box, ranks in holders.items():
-        wanted: list[tuple[int, Box]] = []
+        wanted: list[Piece] = []
         for rank, needed in received_boxes.items():
             piece = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, needed, strict=True))
             if any(start >= stop for start, stop in piece):  # nothing in common
@@ -118,7 +111,7 @@ def plan_transfer(
             if rank in ranks:
                 pieces.append(Piece(rank, rank, piece))
             else:  # nothing of it is on `rank`: the boxes of one side are equal or disjoint
-                wanted.append((rank, piece))
+                wanted.append(Piece(ranks[0], rank, piece))  # or from another of them
         pieces += _share_out(wanted, ranks)
     pieces.sort(key=lambda piece: (piece.target, piece.box))
     return TransferPlan(shape, dtype, target, received, tuple(pieces), source_boxes, received_boxes)
@@ -158,22 +151,18 @@ def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
     return Layout(placements)
 
 
-def _share_out(wanted: list[tuple[int, Box]], holders: list[int]) -> list[Piece]:
-    """A sender for each (target, box) among its holders: the largest first, each to the least loaded (Graham's rule).
+def _share_out(wanted: list[Piece], holders: list[int]) -> list[Piece]:
+    """With a sender for each among its holders: the largest first, each to the least loaded (Graham's rule).
 
     Boxes of near-equal chunks are of near-equal size, for which that is optimal.
     """
     load = dict.fromkeys(holders, 0)
     pieces = []
-    for rank, box in sorted(wanted, key=lambda item: (-_size(item[1]), item)):
+    for piece in sorted(wanted, key=lambda piece: (-piece.num_elements, piece.target, piece.box)):
         sender = min(holders, key=lambda holder: (load[holder], holder))
-        load[sender] += _size(box)
-        pieces.append(Piece(sender, rank, box))
+        load[sender] += piece.num_elements
+        pieces.append(replace(piece, source=sender))
     return pieces
-
-
-def _size(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
 
 
 def transfer_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
@@ -227,24 +216,18 @@ def boundary_link(
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What every rank knows of every stage.
+    """What every rank knows of every stage."""
 
-    Attributes:
-        ranks: global ranks, ascending; two stages have the same ranks or no rank in common.
-        received: value -> layout in which the stage wants it (`R`, `S<d>`): from an earlier stage, or given. The stage
-            may have to pass it on to a later one on its mesh.
-        sent: value -> layout in which the stage makes it.
-        batch: index of a batch tensor -> layout in which the stage wants a micro-batch of it.
-        escaping: values that leave the step from here, whole on every device of the stage.
-        buffer_updates: buffer name -> escaping value that replaces it after each micro-batch.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # global ranks, ascending; two stages have the same ranks or no rank in common
     mesh_shape: tuple[int, ...]
+    # value -> layout in which the stage wants it (`R`, `S<d>`): from an earlier stage, or given. The stage may have to
+    # pass it on to a later one on its mesh.
     received: Mapping[int, Layout] = field(default_factory=dict)
-    sent: Mapping[int, Layout] = field(default_factory=dict)
+    sent: Mapping[int, Layout] = field(default_factory=dict)  # value -> layout in which the stage makes it
+    # index of a batch tensor -> layout in which the stage wants a micro-batch of it
     batch: Mapping[int, Layout] = field(default_factory=dict)
-    escaping: tuple[int, ...] = ()
+    escaping: tuple[int, ...] = ()  # values that leave the step from here, whole on every device of the stage
+    # buffer name -> escaping value that replaces it after each micro-batch
     buffer_updates: Mapping[str, int] = field(default_factory=dict)
 
     def side(self, layout: Layout) -> MeshSide:

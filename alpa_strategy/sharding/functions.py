@@ -5,8 +5,6 @@ dim, which its ops prove: nothing is tried on data. All others run whole on ever
 says more.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -61,7 +59,7 @@ def _cut(call: OpCall, dim: int, length: int) -> OpCall:
 
 
 @lru_cache(maxsize=4096)
-def _recorded(call: OpCall) -> _Recorder | None:
+def _recorded(call: OpCall) -> "_Recorder | None":
     """What the call runs, forward and backward; None where tensors without data are not enough for it."""
     with torch.inference_mode(False), torch.enable_grad():
         with torch.device("meta"):

@@ -7,8 +7,6 @@ depend on it; the length of `*b` is that of the argument of the same name, if th
 found from the operands' ranks; cutting `v@name` needs the local implementation `name`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,7 +117,7 @@ def _keys(term: Term, lengths: Mapping[str, int]) -> list[tuple[Key, Index]]:
     return keys
 
 
-def read(rule: str, call: OpCall) -> tuple[Split, ...] | None:
+def read(rule: str, call: OpCall) -> "tuple[Split, ...] | None":
     """The splits that `rule` gives for `call`; None when the call's ranks do not fit the rule."""
     signature = parse(rule)
     arguments = flat_tensor_arguments(call)
@@ -189,41 +187,31 @@ WHOLE = "R"  # result marker: every device ends up with the whole result
 
 @dataclass(frozen=True)
 class Split:
-    """One way to divide an op's work over the devices of an axis.
+    """One way to divide an op's work over the devices of an axis."""
 
-    Attributes:
-        operands: per operand the dim that is cut; None: every device needs all of it (`R*` if it gets a gradient).
-        results: per result the dim that is cut, or `SUM`, or `WHOLE`.
-        even: the cut dims must be divisible by the axis size (grouped dims, heads that share keys, conv groups).
-        implementation, collectives: as in AxisStrategy.
-    """
-
+    # per operand the dim that is cut; None: every device needs all of it (`R*` if it gets a gradient)
     operands: tuple[int | None, ...]
-    results: tuple[int | str, ...]
+    results: tuple[int | str, ...]  # per result the dim that is cut, or `SUM`, or `WHOLE`
+    # the cut dims must be divisible by the axis size (grouped dims, heads that share keys, conv groups)
     even: bool = False
+    # implementation, collectives: as in AxisStrategy
     implementation: str | None = None
     collectives: tuple[InnerCollective, ...] = ()
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a rule says about one call.
+    """What a rule says about one call."""
 
-    Attributes:
-        splits: the ways to divide the work; None (see `split_from_dims`) is none.
-        linear: sets of operands in which the op is jointly linear: all of a set may be `P`, the result is then `P`.
-        carries: offer `R*` on all operands -> `R*`: the work is repeated, the gradient stays partial. Right for every
-            op (backward is linear in the gradient); offered only where it can save a collective: for what is often
-            applied to parameters before they meet the data (casts, views, tables, statistics).
-        origin: `rule_origin`'s answer.
-        extra: strategies that are no splits (of tensors made from nothing).
-    """
-
-    splits: Sequence[Split | None] = ()
+    splits: Sequence[Split | None] = ()  # the ways to divide the work; None (see `split_from_dims`) is none
+    # sets of operands in which the op is jointly linear: all of a set may be `P`, the result is then `P`
     linear: tuple[frozenset[int], ...] = ()
+    # offer `R*` on all operands -> `R*`: the work is repeated, the gradient stays partial. Right for every op (backward
+    # is linear in the gradient); offered only where it can save a collective: for what is often applied to parameters
+    # before they meet the data (casts, views, tables, statistics).
     carries: bool = False
-    origin: str = "notation"
-    extra: tuple[AxisStrategy, ...] = ()
+    origin: str = "notation"  # `rule_origin`'s answer
+    extra: tuple[AxisStrategy, ...] = ()  # strategies that are no splits (of tensors made from nothing)
 
 
 def split_from_dims(

@@ -4,8 +4,6 @@ First come matrices in batches, images, losses over rows and recurrent networks:
 business (`i!`), and those in front of them are independent. `NOTATION` at the end holds all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -150,17 +148,13 @@ BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
 
 @dataclass(frozen=True)
 class Notation:
-    """A rule in index notation. A function picks the line from the call and axis size where one is not enough.
-
-    linear: sets of tensor argument positions in which the op is jointly linear (they may be `P`).
-    carries: offer `R*` -> `R*` (see `Found`).
-    more: splits that no line says.
-    """
+    """A rule in index notation. A function picks the line from the call and axis size where one is not enough."""
 
     line: str | Callable[[OpCall, int], str]
+    # sets of tensor argument positions in which the op is jointly linear (they may be `P`)
     linear: tuple[tuple[int, ...], ...] = ()
-    carries: bool = False
-    more: Callable[[OpCall, int], tuple[Split | None, ...]] | None = None
+    carries: bool = False  # offer `R*` -> `R*` (see `Found`)
+    more: Callable[[OpCall, int], tuple[Split | None, ...]] | None = None  # splits that no line says
 
     def line_for(self, call: OpCall, axis_size: int) -> str:
         """The line for this call."""

@@ -1,7 +1,5 @@
 """An op's shards against the whole op, by experiment: what `prove_sharding` does with each strategy on each data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ one that moves the fewest bytes is taken (shrink first, gather last), bytes on e
 apart, weighing more.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Sequence
@@ -28,17 +26,13 @@ _LOCAL_WEIGHT = 1e-6
 
 @dataclass(frozen=True)
 class AxisStep:
-    """One axis of a tensor changes its dual placement.
-
-    Attributes:
-        src, dst: its dual placement before and after.
-        share: of the whole tensor, what the devices of that axis hold together at that moment.
-    """
+    """One axis of a tensor changes its dual placement."""
 
     axis: int
+    # src, dst: its dual placement before and after
     src: DualPlacement
     dst: DualPlacement
-    share: float
+    share: float  # of the whole tensor, what the devices of that axis hold together at that moment
 
     def collectives(self, differentiable: bool = True) -> tuple[tuple[str, str], ...]:
         """(kind, phase) of each; `backward` ones only when differentiable."""

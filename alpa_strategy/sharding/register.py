@@ -4,8 +4,6 @@ For ops that ATen does not have (`torch.library`) and for a user's `autograd.Fun
 on every device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

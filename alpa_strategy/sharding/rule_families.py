@@ -7,8 +7,6 @@ dims with groups of result dims that hold the same elements in the same order. A
 cut anyhow; of a larger group only the leading dims, and only into equal chunks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Keys are `namespace.op.overload`, or `namespace.op` for all overloads. Ops tagged pointwise by ATen need no entry.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache

@@ -4,8 +4,6 @@ And what one device then runs of it (`localize`): local shapes, size arguments r
 and randomness. At the end: the note in the plan that names ops without any way to divide their work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache

@@ -4,8 +4,6 @@ It minimises seconds; the memory limit is not seen here (solve.py puts a price o
 The order is planned on sizes alone, so an instance that is too wide costs little time to decline.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Collection, Iterable, Sequence

@@ -4,8 +4,6 @@ The best price is found by the secant method on the lower hull of (bytes, second
 eliminations); the two assignments that meet there are spliced into one that fits the limit.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -96,7 +94,7 @@ def best_price(
     return Dual(best.price, best.bound, over, under)
 
 
-def splice(problem: Problem, over: Solution, under: Solution, near: Neighbourhood) -> Solution:
+def splice(problem: Problem, over: Solution, under: Solution, near: "Neighbourhood") -> Solution:
     """The first choices (in the order of the graph) of one point and the last of the other, as much of `over` as fits.
 
     In a deep model of equal layers the two points differ in every layer and are connected throughout, so that no group

@@ -5,8 +5,6 @@ the consumer's target layouts; where several uses share the transfer, z[p, q] >=
 (docs/formulas.md#intra-op, the y and z variables in their tightest disaggregated form).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

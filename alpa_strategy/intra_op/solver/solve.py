@@ -4,8 +4,6 @@ Without a binding memory limit: exact elimination, else the LP relaxation (usual
 the LP with the memory row, rounding and local search for an incumbent, then the MIP for what is left of the gap.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, replace
 
