@@ -23,6 +23,7 @@ from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage, modes_t
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
 RUNNING = "the running plan"
+TIE = 1e-15  # seconds a byte: decides between what costs the same
 
 
 def restrict(
@@ -87,6 +88,16 @@ def restrict(
             extra += _use_penalty(rule, read.meta, layouts, axis, penalty)
         transfers[index] = replace(transfers[index], cost=transfers[index].cost + extra)
     problem = replace(intra.problem, choices=tuple(choices), transfers=tuple(transfers))
+    return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
+
+
+def handing_least(intra: IntraOp) -> IntraOp:
+    """The same problem where, of layouts that cost the same, those are better in which less is handed in and on."""
+    choices = list(intra.problem.choices)
+    for boundary in (*intra.received.values(), *intra.sent.values()):
+        given = choices[boundary.choice]
+        choices[boundary.choice] = replace(given, cost=given.cost + TIE * given.memory)
+    problem = replace(intra.problem, choices=tuple(choices))
     return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
 
 
