@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import lightning
 import pytest
 import torch
 from torch import nn
 
 from alpa_strategy import ClusterSpec, Phase, Plan, PlanOptions, make_plan
+from alpa_strategy.cli import main
 from alpa_strategy.errors import CaptureError, PlanError
 from alpa_strategy.planner.phases import capture_phases
 
@@ -141,3 +144,12 @@ def test_just_one_phase_trains():
 def test_what_fits_in_no_layout_is_said():
     with pytest.raises(PlanError, match="no plan fits"):
         planned(memory_limit=LAYER / 4, num_stages=1, remat=False)
+
+
+def test_the_command_shows_a_recipe_s_phases(capsys):
+    command = ["plan", "grpo_tiny", "--cluster", "pcie_8gpu", "cluster.num_nodes=1", "cluster.devices_per_node=2"]
+    assert main([*command, "model.policy.num_layers=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "if all parameters stay as they lie for training" in shown
+    for name, times in {"prompt": 1, "answer": 7, "old": 1, "reference": 1, "update": 2}.items():
+        assert re.search(rf"^{name} +2 R\*? +{times} ", shown, re.MULTILINE), name
