@@ -91,12 +91,13 @@ def restrict(
     return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
 
 
-def handing_least(intra: IntraOp) -> IntraOp:
-    """The same problem where, of layouts that cost the same, those are better in which less is handed in and on."""
+def least_of_equals(intra: IntraOp) -> IntraOp:
+    """The same problem where, of layouts of parameters and of what is handed in and on that cost the same, those are
+    better in which a device has less."""
     choices = list(intra.problem.choices)
-    for boundary in (*intra.received.values(), *intra.sent.values()):
-        given = choices[boundary.choice]
-        choices[boundary.choice] = replace(given, cost=given.cost + TIE * given.memory)
+    boundary = (given.choice for given in (*intra.received.values(), *intra.sent.values()))
+    for index in (*range(len(intra.parameters)), *boundary):
+        choices[index] = replace(choices[index], cost=choices[index].cost + TIE * choices[index].memory)
     problem = replace(intra.problem, choices=tuple(choices))
     return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
 

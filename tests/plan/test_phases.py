@@ -21,12 +21,12 @@ LAYER = 4 * WIDTH**2  # bytes
 class Actor(lightning.LightningModule):
     """Acts often on few rows, is judged twice by a frozen net, and learns."""
 
-    def __init__(self, acts: int = 50, learns: int = 1) -> None:
+    def __init__(self, acts: int = 50, learns: int = 1, width: int = WIDTH) -> None:
         super().__init__()
         self.acts, self.learns = acts, learns
         self.automatic_optimization = False
-        self.actor = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-        self.judge = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.actor = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+        self.judge = nn.Linear(width, width, bias=False).requires_grad_(False)
 
     def act(self, x_NW, past):
         return [self.actor(x_NW)[:, None] + old_NTW for old_NTW in past]
@@ -35,7 +35,7 @@ class Actor(lightning.LightningModule):
         (x_NW,) = batch
         update = Phase(lambda x_NW: self.actor(x_NW).square().mean(), (x_NW.repeat(8, 1),), trains=True)
         judge = Phase(self.judge, (x_NW,))
-        past = [torch.empty(len(x_NW), 384, WIDTH)]
+        past = [x_NW.new_empty(len(x_NW), 384, x_NW.shape[1])]
         named = {"judge": judge, "again": judge, "act": Phase(self.act, (x_NW, past), times=self.acts)}
         return named | {f"learn{number}": update for number in range(self.learns)}
 
@@ -89,7 +89,8 @@ def test_what_is_gathered_often_is_moved_once():
     act = phases["act"]
     axis = cluster().logical_mesh((DEVICES,)).axes[0]
     assert is_whole(act)
-    assert act.moved_seconds == pytest.approx(axis.seconds("all_gather", LAYERS * LAYER))
+    most = axis.seconds("all_gather", LAYERS * LAYER)
+    assert most / 2 < act.moved_seconds <= most
     assert act.total_seconds < act.times * act.staying_seconds
     # Of training, the shards with their state stay; the copy comes on top.
     assert act.peak_bytes >= LAYERS * LAYER * 3 / DEVICES
@@ -127,6 +128,20 @@ def test_training_in_stages_leaves_others_their_own_layout():
     act = phases["act"]
     assert act.staying_seconds is None
     assert act.moved_seconds > 0
+
+
+def test_a_decoding_step_on_few_rows_is_tensor_parallel():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            module, batch = Actor(acts=500, width=8192), (torch.zeros(1, 8192),)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    plan = make_plan(module, batch, cluster("dgx_h100"), PlanOptions.from_user(parallel="zero2", num_stages=1))
+    act = next(phase for phase in plan.phases if phase.name == "act")
+    assert set(act.layout.split()[1:]) == {"S"}
+    assert 0 < act.moved_seconds < act.seconds * act.times / 10
+    assert act.seconds < 0.8 * act.staying_seconds
 
 
 def test_a_plan_file_has_the_phases(tmp_path):
