@@ -23,6 +23,7 @@ from alpa_strategy.strategy import AlpaStrategy
 
 if TYPE_CHECKING:
     from alpa_strategy.capture.capture import capture_step
+    from alpa_strategy.planner.phases import Phase
     from alpa_strategy.planner.planner import make_plan
     from alpa_strategy.sharding.register import prove_sharding, register_sharding
 
@@ -33,6 +34,7 @@ __all__ = [
     "ClusterSpec",
     "OpCall",
     "OpCosts",
+    "Phase",
     "Plan",
     "PlanOptions",
     "RooflineCosts",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Phase": "alpa_strategy.planner.phases",
     "capture_step": "alpa_strategy.capture.capture",
     "make_plan": "alpa_strategy.planner.planner",
     "prove_sharding": "alpa_strategy.sharding.register",

@@ -19,9 +19,9 @@ class KeyValues:
     """Keys and values of the tokens that one attention has seen: [B, H, S, D / H] each. Fill it from the first token
     on, then add one token at a time."""
 
-    def __init__(self) -> None:
-        self.k_BHSK: Tensor | None = None
-        self.v_BHSK: Tensor | None = None
+    def __init__(self, k_BHSK: Tensor | None = None, v_BHSK: Tensor | None = None) -> None:
+        self.k_BHSK = k_BHSK
+        self.v_BHSK = v_BHSK
 
     def extend(self, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
         if self.k_BHSK is not None and self.v_BHSK is not None:

@@ -7,7 +7,8 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lightning
@@ -16,6 +17,8 @@ from dpo import answer_log_probs, frozen_copy
 from gpt import GPT, KeyValues, decay_groups
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from alpa_strategy import Phase
 
 
 def ascending(prompts_NP: Tensor, answers_NA: Tensor) -> Tensor:
@@ -67,11 +70,15 @@ class GRPO(lightning.LightningModule):
         caches = [KeyValues() for _ in self.policy.blocks]
         next_NT, answers = prompts_NP, []
         for noise_NV in noise_NAV.unbind(1):
-            logits_NV = self.policy(next_NT, caches)[:, -1]
-            # The largest of logits / temperature + Gumbel noise is a draw from their softmax.
-            next_NT = (logits_NV + self.hparams.temperature * noise_NV).argmax(-1, keepdim=True)
+            next_NT = self.next_token(next_NT, noise_NV, caches)
             answers.append(next_NT)
         return torch.cat(answers, 1)
+
+    def next_token(self, tokens_NT: Tensor, noise_NV: Tensor, caches: Sequence[KeyValues]) -> Tensor:
+        """The token [N, 1] after `tokens_NT`, which go on where `caches` end and are added to them."""
+        logits_NV = self.policy(tokens_NT, caches)[:, -1]
+        # The largest of logits / temperature + Gumbel noise is a draw from their softmax.
+        return (logits_NV + self.hparams.temperature * noise_NV).argmax(-1, keepdim=True)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         h, (prompts_BP, seeds_B) = self.hparams, batch
@@ -103,6 +110,34 @@ class GRPO(lightning.LightningModule):
         surrogate = torch.minimum(ratio_NA * advantages_N1, clipped_NA * advantages_N1).mean()
         away_NA = reference_NA - new_NA
         return self.hparams.beta * (torch.exp(away_NA) - away_NA - 1).mean() - surrogate
+
+    def iteration_phases(self, batch: tuple[Tensor, Tensor]) -> dict[str, Phase]:
+        """What a training step consists of, for `alpa plan`. A token is written after half of the answer, typically."""
+        h, heads = self.hparams, self.hparams.policy["num_heads"]
+        prompts_NP = batch[0].repeat_interleave(h.group_size, 0)
+        (N, P), A = prompts_NP.shape, h.answer_length
+        noise_NV, answers_NA = torch.empty(N, h.policy["vocab_size"]), torch.empty(N, A)
+        tokens_NT = prompts_NP.new_empty(N, P + A)
+        past_NHSK = torch.empty(N, heads, P + A // 2, h.policy["hidden"] // heads, dtype=self.policy.embed.weight.dtype)
+
+        def write(tokens_NT: Tensor, noise_NV: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> Any:
+            caches = [KeyValues(*each) for each in past] or [KeyValues() for _ in self.policy.blocks]
+            return self.next_token(tokens_NT, noise_NV, caches), [(each.k_BHSK, each.v_BHSK) for each in caches]
+
+        past = [(past_NHSK, past_NHSK) for _ in self.policy.blocks]
+        log_probs = partial(answer_log_probs, prompt_length=P)
+        return {
+            "prompt": Phase(write, (prompts_NP, noise_NV, ())),
+            "answer": Phase(write, (prompts_NP[:, :1], noise_NV, past), times=A - 1),
+            "old": Phase(partial(log_probs, self.policy), (tokens_NT,)),
+            "reference": Phase(partial(log_probs, self.reference), (tokens_NT,)),
+            "update": Phase(
+                lambda tokens_NT, *rest: self.loss(log_probs(self.policy, tokens_NT), *rest),
+                (tokens_NT, answers_NA, answers_NA, answers_NA[:, :1]),
+                times=h.num_updates,
+                trains=True,
+            ),
+        }
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(decay_groups(self.policy, 0.0), lr=self.hparams.lr)

@@ -88,7 +88,8 @@ def capture_step(
     if not module.automatic_optimization:
         raise CaptureError(
             "the module uses manual optimization (automatic_optimization = False)",
-            "return the loss from training_step and let Lightning step one optimizer",
+            "return the loss from training_step and let Lightning step one optimizer; for `alpa plan`, say what a step "
+            "consists of (iteration_phases)",
         )
     register_batch_types(batch)
     rows_factor = world_size if batch_scope == "rank" else 1

@@ -34,7 +34,8 @@ MODE_MEANINGS = {
 def plan_table(plan: Plan, memory_limit: float | None = None, process_bytes: int = 0) -> RenderableType:
     """The whole plan. What is shown where it is known: `memory_limit` and `process_bytes` (host memory that the process
     takes beside the plan's tensors) in bytes."""
-    parts: list[RenderableType] = [_headline(plan), _summary(plan, memory_limit, process_bytes)]
+    parts: list[RenderableType] = [_phases(plan, memory_limit), Text()] if plan.phases else []
+    parts += [_headline(plan), _summary(plan, memory_limit, process_bytes)]
     if len(plan.stages) > 1:
         parts += [Text(), stage_overview(plan)]
     if (clock := plan_timeline(plan, MAX_DRAWN)) is not None:
@@ -150,6 +151,22 @@ def _bar(parts: Mapping[str, float]) -> Text:
         bar.append("━" * (end - drawn), style=PART_STYLES[name])
         drawn = end
     return bar
+
+
+def _phases(plan: Plan, memory_limit: float | None) -> RenderableType:
+    """One row a phase of the iteration, and what it takes altogether."""
+    table = _plain_table("phase", "layout")
+    _add_columns(table, (), ("times", "each", "if it stays", "moving", "together", "memory"))
+    for phase in plan.phases:
+        seconds = (phase.seconds, phase.staying_seconds, phase.moved_seconds, phase.total_seconds)
+        each = ["" if value is None else format_seconds(value) for value in seconds]
+        memory = Text(format_bytes(phase.peak_bytes), "red" if phase.peak_bytes > (memory_limit or math.inf) else "")
+        table.add_row(phase.name, phase.layout, str(phase.times), *each, memory)
+    stays = [phase.times * phase.staying_seconds for phase in plan.phases if phase.staying_seconds is not None]
+    text = Text.assemble(("Iteration", "bold"), f"  {format_seconds(plan.iteration_seconds)}")
+    if len(stays) == len(plan.phases):
+        text.append(f", {format_seconds(sum(stays))} if all parameters stay as they lie for training", "dim")
+    return Group(text, table)
 
 
 def stage_overview(plan: Plan) -> Table:
@@ -358,7 +375,7 @@ def tune_table(found: Mapping[int, Plan | Exception], best: int | None, num_rank
         if not isinstance(plan, Plan):
             table.add_row(str(size), str(rows), str(plan).splitlines()[0][:60], *[""] * 4, style="dim")
             continue
-        seconds, parts = plan.predicted.step_seconds, plan.num_microbatches
+        seconds, parts = plan.iteration_seconds, plan.num_microbatches
         table.add_row(
             str(size),
             str(rows),

@@ -34,7 +34,7 @@ from alpa_strategy.intra_op.memory_choices import (
     with_stored_results,
 )
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
-from alpa_strategy.intra_op.restrict import restrict
+from alpa_strategy.intra_op.restrict import least_of_equals, restrict
 from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, propagate, solve
 from alpa_strategy.ir.plan import Collective, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.options import PROPAGATION, PlanOptions
@@ -180,6 +180,8 @@ class StageSolver:
             whole = stage_build(graph, tables, derives_again)
         intra = RematSpans(whole, wish.starts).split()
         intra = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
+        if job.is_whole_batch and graph.received:  # its neighbours have other problems
+            intra = least_of_equals(intra)
         whole, intra = self._pinned(whole), self._pinned(intra)
         if job.is_whole_batch:  # most are not looked at again
             return PricedStage(job, wish, whole, intra, self._free_layouts(intra.problem), derives_again)

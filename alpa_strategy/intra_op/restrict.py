@@ -21,6 +21,7 @@ from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage, modes_t
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
 RUNNING = "the running plan"
+TIE = 1e-15  # seconds a byte: decides between what costs the same
 
 
 def restrict(
@@ -85,6 +86,17 @@ def restrict(
             extra += _use_penalty(rule, read.meta, layouts, axis, penalty)
         transfers[index] = replace(transfers[index], cost=transfers[index].cost + extra)
     problem = replace(intra.problem, choices=tuple(choices), transfers=tuple(transfers))
+    return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
+
+
+def least_of_equals(intra: IntraOp) -> IntraOp:
+    """The same problem where, of layouts of parameters and of what is handed in and on that cost the same, those are
+    better in which a device has less."""
+    choices = list(intra.problem.choices)
+    boundary = (given.choice for given in (*intra.received.values(), *intra.sent.values()))
+    for index in (*range(len(intra.parameters)), *boundary):
+        choices[index] = replace(choices[index], cost=choices[index].cost + TIE * choices[index].memory)
+    problem = replace(intra.problem, choices=tuple(choices))
     return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
 
 

@@ -297,6 +297,29 @@ def job_ranks(stages: Iterable[StagePlan]) -> tuple[int, ...]:
     return tuple(rank for ranks in meshes for rank in ranks)
 
 
+@dataclass(frozen=True)
+class PhaseCost:
+    """What a phase of an iteration takes (`planner/phases.py`): seconds of each of its `times`.
+
+    layout: its mesh, and how most of its parameters lie. peak_bytes: with all else that a device has. moved_seconds: of
+    bringing parameters into this layout, once an iteration; None: they lie so. staying_seconds: of each time, with
+    parameters as they lie without it; None: that does not fit.
+    """
+
+    name: str
+    times: int
+    layout: str
+    peak_bytes: int
+    seconds: float
+    moved_seconds: float | None
+    staying_seconds: float | None
+
+    @property
+    def total_seconds(self) -> float:
+        """Of an iteration."""
+        return self.times * self.seconds + (self.moved_seconds or 0.0)
+
+
 AS_WRITTEN = "as written"  # the schedule of a plan whose steps are not captured
 
 
@@ -316,6 +339,7 @@ class Plan:
         notes: things that a user should know (replicated ops, unproved optimality, ...).
         solver_seconds: how long planning took, by phase.
         cluster_name: for display.
+        phases: of an iteration of which the plan's own step is one.
     """
 
     fingerprint: Fingerprint
@@ -328,6 +352,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     solver_seconds: dict[str, float] = field(default_factory=dict)
     cluster_name: str = ""
+    phases: tuple[PhaseCost, ...] = ()
 
     @property
     def is_pipelined(self) -> bool:
@@ -338,6 +363,11 @@ class Plan:
     def is_as_written(self) -> bool:
         """Whether every rank runs the user's own step, on its own batch."""
         return self.schedule == AS_WRITTEN
+
+    @property
+    def iteration_seconds(self) -> float:
+        """Of all phases, which are the step alone where there are none."""
+        return sum(phase.total_seconds for phase in self.phases) or self.predicted.step_seconds
 
     def collectives(self) -> list[Collective]:
         """Every kind of collective of every stage, with kind, mesh axis, bytes and times per step."""
@@ -399,11 +429,11 @@ _KIND_NAMES = {
 }
 _FIX = "correct the file by hand, or delete it: the run then makes a new plan"
 
-_CLASSES = (Plan, StagePlan, Fingerprint, Predicted, Collective)  # objects of the file
+_CLASSES = (Plan, PhaseCost, StagePlan, Fingerprint, Predicted, Collective)  # objects of the file
 _NAMES = {"parameter_plans": "parameters"}  # fields that the file calls otherwise
 # What older plans do not have.
 _LATER = {"devices", "remat_cuts", "recomputed", "stored", "received", "sent", "layers"}
-_LATER |= {"forward_seconds", "backward_seconds", "boundary_seconds", "ahead_bytes", "in_parts"}
+_LATER |= {"forward_seconds", "backward_seconds", "boundary_seconds", "ahead_bytes", "in_parts", "phases"}
 _LARGE = ("predicted", "parameter_plans", "shapes", "collectives", "strategies", "received", "sent", "stages")
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from traceback import clear_frames
 from typing import Any
 
@@ -21,6 +22,7 @@ from alpa_strategy.ir.plan import ParameterPlan, Plan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
+from alpa_strategy.planner.phases import capture_phases, plan_iteration
 from alpa_strategy.planner.plan_check import check_devices
 from alpa_strategy.planner.replan import pinned_task, replan
 from alpa_strategy.planner.search import hidden_seconds, microbatch_counts, plan_one_stage, plan_pipeline
@@ -45,6 +47,8 @@ def make_plan(
 ) -> Plan:
     """Capture `module.training_step` on `batch` and plan it for `cluster`. Needs no devices; tensors may be meta.
 
+    Of a module with `iteration_phases` these are captured instead (see `phases.Phase`) and the one that trains planned.
+
     Args:
         batch: one rank's batch (`options.batch_scope == "rank"`), or the whole one (`"global"`).
         optimizer: taken from `module.configure_optimizers()` when None, for a Trainer without clipping, callbacks and
@@ -62,11 +66,16 @@ def make_plan(
         options = replace(options, costs=costs)
     started = time.perf_counter()
     with progress("capture"):
-        step = capture_step(module, batch, world_size=cluster.num_devices, batch_scope=options.rows, context=context)
+        scope: dict[str, Any] = {"world_size": cluster.num_devices, "batch_scope": options.rows}
+        scope["context"] = context or nullcontext
+        phases = capture_phases(module, batch, **scope) if hasattr(module, "iteration_phases") else {}
+        trained = next((step for phase, step in phases.values() if phase.trains), None)
+        step = trained or capture_step(module, batch, **scope)
     capture_seconds = time.perf_counter() - started
     optimizer = optimizer or optimizer_info_of(module)
     task = PlanTask(step, cluster, options, optimizer, progress=progress)
-    plan = (choose or choose_plan)(task) if around is None else plan_around(task, around)
+    find = (choose or choose_plan) if around is None else partial(plan_around, running=around)
+    plan = plan_iteration(phases, task, find) if phases else find(task)
     return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
 
 
@@ -263,7 +272,7 @@ def tune_batch(plan_at: Callable[[int], Plan], given: int) -> dict[int, Plan | P
             except PlanError as error:
                 found[batch_size] = error
         plan = found[batch_size]
-        return 0.0 if isinstance(plan, PlanError) else batch_size / plan.predicted.step_seconds
+        return 0.0 if isinstance(plan, PlanError) else batch_size / plan.iteration_seconds
 
     up = given
     while rate(up) and rate(2 * up) > rate(up) * (1 + LEAST_GAIN):
@@ -277,5 +286,5 @@ def tune_batch(plan_at: Callable[[int], Plan], given: int) -> dict[int, Plan | P
 
 def best_batch(found: dict[int, Plan | PlanError]) -> int | None:
     """The batch size with the most samples a second, of equals within `LEAST_GAIN` the smallest; None: nothing fits."""
-    rates = {n: n / plan.predicted.step_seconds for n, plan in found.items() if not isinstance(plan, PlanError)}
+    rates = {n: n / plan.iteration_seconds for n, plan in found.items() if not isinstance(plan, PlanError)}
     return next((n for n, rate in rates.items() if rate * (1 + LEAST_GAIN) >= max(rates.values())), None)

@@ -15,7 +15,7 @@ def planner(seconds, most=10**9):
     def plan_at(batch_size):
         if batch_size > most:
             raise DoesNotFitError(f"{batch_size} rows do not fit")
-        return SimpleNamespace(predicted=SimpleNamespace(step_seconds=seconds(batch_size)))
+        return SimpleNamespace(iteration_seconds=seconds(batch_size))
 
     return plan_at
 
