@@ -32,6 +32,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from alpa_strategy.capture.ops import apply_as_op
+from alpa_strategy.capture.python_reads import refuse_iterator
 from alpa_strategy.capture.python_state import attributes_kept, globals_kept, is_metric, patched
 from alpa_strategy.capture.symbolic_scalars import StepCounter, TraceNumbers, as_tensor, functions_of_counters, made_of
 from alpa_strategy.errors import CaptureError
@@ -369,11 +370,7 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
 
     def check_iterator(iterator: Any, *_: Any) -> None:
         if id(iterator) in held:
-            raise CaptureError(
-                f"the step takes the next of an iterator that it has not made ({user_frame()}): the captured step "
-                "would use the first one forever",
-                "let the loader yield it (CombinedLoader), or take it in on_train_batch_start and keep a buffer",
-            )
+            refuse_iterator()
 
     def check_mode(file: Any, mode: str = "r", *_: Any, **__: Any) -> None:
         if not set("wax+").isdisjoint(mode):

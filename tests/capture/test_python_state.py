@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -310,6 +312,83 @@ class Answers(dict):
 
 
 ANSWERS, KIND = Answers(scale=2.0), types.FunctionType
+
+
+class Turns(list):
+    """A list of a kind of its own."""
+
+    def turn(self) -> float:
+        self.append(self.pop(0))
+        return self[0]
+
+
+class Annealed:
+    def __init__(self) -> None:
+        self.value, self.seen, self.recent, self.table = 1.0, {"steps": 1}, deque([1.0, 2.0]), np.ones(2)
+
+    def now(self) -> float:
+        self.value *= 0.5
+        return self.value
+
+    def count(self) -> int:
+        self.seen["steps"] += 1
+        return self.seen["steps"]
+
+
+class Changes(LightningModule):
+    """Its step changes what `change` does, and computes with it."""
+
+    annealed = Annealed()
+
+    def __init__(self, change: Callable[[Any], float], beta: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters("beta")
+        self.change, self.linear, self.stream = change, nn.Linear(4, 4), itertools.count(1)
+        self.answers, self.turns, self.holder = Answers(scale=1.0), Turns([1.0, 2.0]), Annealed()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.linear(batch).sum() * self.change(self)
+
+    def shown(self) -> str:
+        held = vars(self.annealed), vars(self.holder), dict(self.answers), list(self.turns)
+        return repr((*held, dict(self.hparams), self.stream))
+
+
+def taken(module: Changes) -> float:
+    return next(1.0 / number for number in module.stream)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("annealed.value", lambda m: m.annealed.now()),
+        ("holder.value", lambda m: m.holder.now()),
+        (r"holder\['seen'\]", lambda m: m.holder.count()),
+        (r"holder\['recent'\]", lambda m: m.holder.recent.popleft()),
+        (r"holder\['table'\]", lambda m: float(m.holder.table.__imul__(0.5)[0])),
+        ("answers", lambda m: m.answers.update(scale=2.0) or m.answers.scale),
+        ("turns", lambda m: m.turns.turn()),
+        ("_hparams", lambda m: m.hparams.update(beta=2.0) or m.hparams.beta),
+        ("next of an iterator", taken),
+    ],
+)
+def test_what_a_step_changes_is_refused_and_put_back(name: str, change: Callable[[Any], float]) -> None:
+    """Wherever Python keeps it: a class's object, containers of own kinds and in objects, arrays, iterators."""
+    module = Changes(change)
+    before = module.shown()
+    with pytest.raises(CaptureError, match=name):
+        capture_step(module, torch.randn(6, 4))
+    assert module.shown() == before
+
+
+def test_a_hook_of_all_modules_is_noticed() -> None:
+    step = capture_step(Reader(), torch.randn(6, 4))
+    assert changed_value(step.attributes) is None
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, given, output: None)
+    try:
+        assert changed_value(step.attributes) == "hooks of modules"
+    finally:
+        handle.remove()
 
 
 class SaysAndAsks(Settled):
