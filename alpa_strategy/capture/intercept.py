@@ -33,7 +33,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from alpa_strategy.capture.ops import apply_as_op
 from alpa_strategy.capture.python_reads import refuse_iterator
-from alpa_strategy.capture.python_state import attributes_kept, globals_kept, is_metric, patched
+from alpa_strategy.capture.python_state import attributes_kept, changed_attributes, globals_kept, is_metric, patched
 from alpa_strategy.capture.symbolic_scalars import StepCounter, TraceNumbers, as_tensor, functions_of_counters, made_of
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import MetricRef, Place
@@ -297,10 +297,14 @@ def _recording_class(
     shadowed: dict[str, Any] = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
     for name in shadowed:
         del vars(module)[name]
+    kind = type(original.__name__, (original,), members)
+    names = set(vars(kind))
     # nn.Module's own __setattr__ would look at the value first.
-    object.__setattr__(module, "__class__", type(original.__name__, (original,), members))
+    object.__setattr__(module, "__class__", kind)
     try:
         yield
+        if stored := vars(kind).keys() - names:  # `type(self).calls += 1`
+            raise changed_attributes(f"{original.__name__}.{name}" for name in stored)
     finally:
         object.__setattr__(module, "__class__", original)
         vars(module).update(shadowed)

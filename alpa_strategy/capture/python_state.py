@@ -74,6 +74,8 @@ def snapshot(value: Any, depth: int = 0) -> Any:
         return Same(value, version_of)
     if isinstance(value, np.ndarray):
         return Same(value, lambda array: array.ravel()[:: 1 + array.size // _MAX_COMPARED].tobytes())
+    if isinstance(value, partial):
+        return Same(value, lambda call: (call.args, call.keywords), snapshot((value.args, value.keywords), depth + 1))
     if isinstance(value, list | dict | set) and len(value) > _MAX_ITEMS:
         return Same(value, len)
     if depth < MAX_DEPTH:
@@ -256,7 +258,8 @@ class KeptNames(_Kept):
     @override
     def changes(self) -> dict[str, Any]:
         is_torch = type(self.owner).__module__.startswith("torch.nn.")  # whose own business they are, but for new ones
-        counted = [n for n in self._changed() if not (is_torch if n in self.before else _is_cached(self.owner, n))]
+        own = {*self.before} - {"training"} if is_torch else set()
+        counted = [n for n in self._changed() if n not in own and (n in self.before or not _is_cached(self.owner, n))]
         return {f"{self.place}.{name}".lstrip("."): self.items.get(name, MISSING) for name in counted}
 
     @override
@@ -265,7 +268,7 @@ class KeptNames(_Kept):
 
 
 class KeptAttributes(_Kept):
-    """A class, or an object with slots; `before`: its attributes."""
+    """A class, an object with slots, or the variable of a closure; `before`: its attributes."""
 
     @override
     def differs(self) -> bool:
@@ -280,7 +283,8 @@ class KeptAttributes(_Kept):
 def _attributes_of(owner: Any) -> dict[str, Any]:
     if isinstance(owner, type):
         return {name: value for name, value in vars(owner).items() if name[:1] != "_"}
-    return {name: getattr(owner, name) for name in copyreg._slotnames(type(owner)) if hasattr(owner, name)}  # type: ignore[attr-defined]
+    names = ["cell_contents"] if isinstance(owner, types.CellType) else copyreg._slotnames(type(owner))  # type: ignore[attr-defined]
+    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
 
 
 class KeptState(_Kept):
@@ -377,7 +381,9 @@ def kept_in(
             yield _Kept(label, value, container(value), None, own, is_noticed, is_inside)
         elif isinstance(value, Iterator):
             seen.add(id(value))
-        elif not is_object and (is_user_class(value) or (is_user_class(kind) and not isinstance(value, tuple))):
+        elif isinstance(value, types.CellType) or (
+            not is_object and (is_user_class(value) or (is_user_class(kind) and not isinstance(value, tuple)))
+        ):
             seen.add(id(value))
             yield KeptAttributes(label, value, _attributes_of(value), is_noticed=is_noticed)
         has_items = isinstance(value, list | dict | deque | tuple) and len(value) <= _MAX_ITEMS
@@ -399,8 +405,8 @@ def fields_kept(owner: Any, *functions: Any) -> AbstractContextManager[dict[str,
 
 def _held_by(function: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
     """(place, name, value) of what a function closes over, and of its defaults."""
-    cells = closure_values(function).items()
-    yield from ((f"{name} of {function.__qualname__}", name, cell.cell_contents) for name, cell in cells)
+    for name, cell in closure_values(function).items():
+        yield from ((f"{name} of {function.__qualname__}", name, each) for each in (cell, cell.cell_contents))
     defaults = (function.__defaults__, function.__kwdefaults__)
     yield from ((f"defaults of {function.__qualname__}", "defaults", each) for each in defaults)
 
@@ -431,13 +437,14 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
     nothing but numbers, texts and flags, these go to `stored` instead, by dotted name: it may be what a first call does
     once (`initialized`). Lists of the module that only grew go to `appended`, what is found to `seen`.
     """
-    framework = framework_attributes()  # what Lightning and nn.Module keep for themselves changes in every step
+    # What Lightning and nn.Module keep for themselves changes in every step.
+    framework = framework_attributes() - {"_hparams", "training"}
     metrics = {id(m) for _, root in outermost_metrics(module) for m in root.modules()}
     kept: list[_Kept] = []
     seen |= set(map(id, module.modules()))  # others, in lists and objects, are looked at as objects are
     for path, child in module.named_modules():
         if id(child) not in metrics:
-            before = {n: value for n, value in vars(child).items() if n not in framework or n == "_hparams"}
+            before = {name: value for name, value in vars(child).items() if name not in framework}
             kept.append(KeptNames(path, vars(child), before, child, skipped=framework))
             # Hooks, layers and buffers that a first call would install: with them goes a flag, which is put back.
             held = {n: v for n, v in vars(child).items() if n[:9] == "_forward_" or n in _MEMBERS}

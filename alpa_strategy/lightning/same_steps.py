@@ -146,7 +146,7 @@ class ParametersAsTheyWere:
                 return f"{name} was {'frozen' if trains else 'unfrozen'}"
         for path, child, before in self._owners:
             now = child._parameters
-            if len(now) != len(before) or any(now.get(name) is not p for name, p in before):
+            if len(now) != len(before) or any(name not in now or now[name] is not p for name, p in before):
                 return f"the parameters of {path or 'the module'} were replaced"
         is_other = any(tuple(now.values()) != before for now, before in self._members)
         if is_other and set(self._module.parameters()) != self._all:

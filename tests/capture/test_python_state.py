@@ -85,7 +85,7 @@ class Reader(LightningModule):
         self.register_buffer("offset", torch.zeros(4))
         self.schedule, self.kept, self.slotted = Schedule(), {"a": [Schedule()]}, Slotted()
         self.scaled = partial(lambda schedule: schedule.now(), Schedule())
-        self.last = deque([1.0], maxlen=1)
+        self.last, self.raised = deque([1.0], maxlen=1), partial(pow, exp=2)
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -93,7 +93,7 @@ class Reader(LightningModule):
         scale = self.weights["a"] + self.weights["b"][0] + self.config.scale + self.gamma + self.hparams.beta
         h = h * self.settings.sign + self.settings.shift
         h = h / self.tokens[1] * self.schedule.now() * self.kept["a"][0].value * self.slotted.value
-        h = h * self.scaled() * self.last[0] * self.optimizer.defaults["lr"]
+        h = h * self.scaled() * self.raised(1.0) * self.last[0] * self.optimizer.defaults["lr"]
         scale = scale * getattr(self, "later", 1.0) * getattr(self.block, "later", 1.0)
         scale = scale * getattr(self.block.linear, "later", 1.0) * getattr(self.schedule, "later", 1.0)
         return self.beta * h.pow(self.space.power).sum() * scale
@@ -120,6 +120,7 @@ def changes() -> dict[str, tuple[str, Callable[[Reader], Any]]]:
         "object with functions": ("Schedule.value", lambda m: setattr(m.schedule, "value", 1.0)),
         "object in containers": ("Schedule.value", lambda m: setattr(m.kept["a"][0], "value", 1.0)),
         "object of a partial": ("Schedule.value", lambda m: setattr(m.scaled.args[0], "value", 1.0)),
+        "keywords of a partial": ("raised", lambda m: m.raised.keywords.update(exp=3)),
         "slots": ("Slotted.value", lambda m: setattr(m.slotted, "value", 2.0)),
         "deque": ("last", lambda m: m.last.append(2.0)),
         "optimizer": ("SGD.defaults", lambda m: m.optimizer.defaults.update(lr=0.2)),
@@ -379,6 +380,27 @@ def test_what_a_step_changes_is_refused_and_put_back(name: str, change: Callable
     with pytest.raises(CaptureError, match=name):
         capture_step(module, torch.randn(6, 4))
     assert module.shown() == before
+
+
+class LeavesEval(LightningModule):
+    """Its first step trains, and those after it evaluate; or (`looks`) it cannot be captured, and raises in between."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.net, self.looks = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), looks
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch).sum()
+        self.net.eval()
+        return loss if not self.looks or loss.item() else -loss
+
+
+@pytest.mark.parametrize(("looks", "why"), [(False, "net.training"), (True, "a tensor's value")])
+def test_modes_of_modules_are_put_back(looks: bool, why: str) -> None:
+    module = LeavesEval(looks)
+    with pytest.raises(CaptureError, match=why):
+        capture_step(module, torch.randn(6, 4))
+    assert all(each.training for each in module.modules())
 
 
 def test_a_hook_of_all_modules_is_noticed() -> None:
