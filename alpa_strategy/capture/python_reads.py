@@ -153,7 +153,7 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
             continue
         label = type(owner).__name__ if path is None else path
         attributes, is_library = getattr(owner, "__dict__", {}), type(owner).__module__.startswith(LIBRARIES)
-        if path is not None and attributes["_modules"]:
+        if path is not None and (attributes["_modules"] or (identity, "_modules") in reads):
             submodules = ValueGuard(f"{path}._modules".lstrip("."), "_modules", attributes, {**attributes["_modules"]})
             found.setdefault((identity, "_modules"), submodules)
         if name in skipped or Place(label, name) in appended:

@@ -354,8 +354,8 @@ def kept_in(
     value: Any, place: str, seen: set[int], attribute: Place | None = None, is_noticed: bool = True
 ) -> Iterator[_Kept]:
     """What is to be kept of what lies at `place`: its fields, its containers, its generators of random numbers, and
-    those inside them, each once. Inside of objects only changed lists are noticed. `seen` gets their ids, and those of
-    iterators, whose state cannot be kept."""
+    those inside them, each once. Caches inside of objects, which only fill, are not noticed. `seen` gets their ids, and
+    those of iterators, whose state cannot be kept."""
     waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(value, (), False)]
     while waiting:
         value, keys, is_inside = waiting.pop()
@@ -364,28 +364,23 @@ def kept_in(
         kind = type(value)
         if id(value) in seen or kind in PLAIN:
             continue
+        label, found = place + "".join(f"[{key!r}]" for key in keys), list[_Kept]()
         is_object = has_fields(value) or isinstance(value, types.FunctionType | nn.Module)
-        label = place + "".join(f"[{key!r}]" for key in keys)
+        container = next((each for each in _CONTAINERS if isinstance(value, each)), None)
         is_small = kind is np.ndarray and value.size <= _MAX_ITEMS and value.flags.writeable
         if isinstance(value, _GENERATORS) or is_small:
-            seen.add(id(value))
-            yield KeptState(label, value, state_of(value), is_noticed=is_noticed)
-            continue
-        if is_object and len(keys) < MAX_DEPTH:
-            seen.add(id(value))
-            yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed)
+            found.append(KeptState(label, value, state_of(value), is_noticed=is_noticed))
+        elif is_object and len(keys) < MAX_DEPTH:
+            found.append(_Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed))
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
-        if (container := next((each for each in _CONTAINERS if isinstance(value, each)), None)) is not None:
-            seen.add(id(value))
+        elif kind is types.CellType or is_user_class(value) or (is_user_class(kind) and not isinstance(value, tuple)):
+            found.append(KeptAttributes(label, value, _attributes_of(value), is_noticed=is_noticed))
+        if container is not None:
             own = None if keys else attribute
-            yield _Kept(label, value, container(value), None, own, is_noticed, is_inside)
-        elif isinstance(value, Iterator):
+            found.append(_Kept(label, value, container(value), None, own, is_noticed, is_inside))
+        if found or isinstance(value, Iterator):
             seen.add(id(value))
-        elif isinstance(value, types.CellType) or (
-            not is_object and (is_user_class(value) or (is_user_class(kind) and not isinstance(value, tuple)))
-        ):
-            seen.add(id(value))
-            yield KeptAttributes(label, value, _attributes_of(value), is_noticed=is_noticed)
+            yield from found
         has_items = isinstance(value, list | dict | deque | tuple) and len(value) <= _MAX_ITEMS
         if has_items and len(keys) < MAX_DEPTH:
             items = value.items() if container is dict else enumerate(value)

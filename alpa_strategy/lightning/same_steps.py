@@ -136,7 +136,7 @@ class ParametersAsTheyWere:
         self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters() if id(p) not in left_out]
         children = list(module.named_modules())
         self._owners = [(path, child, tuple(child._parameters.items())) for path, child in children]
-        self._members = [(child._modules, tuple(child._modules.values())) for _, child in children if child._modules]
+        self._members = [(child._modules, tuple(child._modules.values())) for _, child in children]
         self._all = set(module.parameters())
 
     def changed(self) -> str | None:

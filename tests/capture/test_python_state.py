@@ -85,6 +85,7 @@ class Reader(LightningModule):
         self.register_buffer("offset", torch.zeros(4))
         self.schedule, self.kept, self.slotted = Schedule(), {"a": [Schedule()]}, Slotted()
         self.scaled = partial(lambda schedule: schedule.now(), Schedule())
+        self.added = nn.ModuleList()
         self.last, self.raised = deque([1.0], maxlen=1), partial(pow, exp=2)
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -92,6 +93,8 @@ class Reader(LightningModule):
         h = self.function(self.block(batch)) * self.mask * self.masks[0] + self.offset
         scale = self.weights["a"] + self.weights["b"][0] + self.config.scale + self.gamma + self.hparams.beta
         h = h * self.settings.sign + self.settings.shift
+        for layer in self.added:
+            h = layer(h)
         h = h / self.tokens[1] * self.schedule.now() * self.kept["a"][0].value * self.slotted.value
         h = h * self.scaled() * self.raised(1.0) * self.last[0] * self.optimizer.defaults["lr"]
         scale = scale * getattr(self, "later", 1.0) * getattr(self.block, "later", 1.0)
@@ -134,6 +137,7 @@ def changes() -> dict[str, tuple[str, Callable[[Reader], Any]]]:
         "list of tensors": ("masks", lambda m: m.masks.clear()),
         "function": ("function", lambda m: setattr(m, "function", torch.tanh)),
         "submodule": ("_modules", lambda m: setattr(m, "block", Block())),
+        "first of a list": ("added._modules", lambda m: m.added.append(Block())),
         "inner submodule": ("block._modules", lambda m: setattr(m.block, "dropout", nn.Identity())),
     }
 
