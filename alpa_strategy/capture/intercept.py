@@ -298,12 +298,12 @@ def _recording_class(
     for name in shadowed:
         del vars(module)[name]
     kind = type(original.__name__, (original,), members)
-    names = set(vars(kind))
+    own = set(vars(kind))
     # nn.Module's own __setattr__ would look at the value first.
     object.__setattr__(module, "__class__", kind)
     try:
         yield
-        if stored := vars(kind).keys() - names:  # `type(self).calls += 1`
+        if stored := vars(kind).keys() - own:  # `type(self).calls += 1`
             raise changed_attributes(f"{original.__name__}.{name}" for name in stored)
     finally:
         object.__setattr__(module, "__class__", original)

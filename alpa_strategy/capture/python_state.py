@@ -497,7 +497,7 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
     kinds = _user_classes(module)
     members = [member for kind in kinds for member in vars(kind).values()]
     trainer: Any = getattr(module, "_trainer", None)
-    methods = reached_functions([module.training_step, *_functions_in(kinds)])
+    methods = reached_functions([cast(Any, module.training_step), *_functions_in(kinds)])
     files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
     named = {name for method in methods for name in code_names(method.__code__)}
     every = [(f"{where}.{name}", name, value) for where, names in files.items() for name, value in names.items()]

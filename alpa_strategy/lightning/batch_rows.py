@@ -105,8 +105,9 @@ class WatchedCollate:
         """Two batches of the same samples, more than once, which differ where random numbers are drawn."""
         order = _more_rows(len(samples))
         try:
-            owner = getattr(self.collate, "__self__", self.collate)
-            with isolate_rng(include_cuda=False), fields_kept(owner, self.collate, self.collate.__call__):
+            collate: Any = self.collate
+            owner = getattr(collate, "__self__", collate)
+            with isolate_rng(include_cuda=False), fields_kept(owner, collate, collate.__call__):
                 first, second = ([copy.deepcopy(samples[i]) for i in order] for _ in range(2))
                 return self.collate(first), self.collate(second)
         except Exception:  # what it says of its own samples is for the real call to raise; here nothing is known
