@@ -32,7 +32,8 @@ from torchmetrics import MetricCollection
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from alpa_strategy.capture.ops import apply_as_op
-from alpa_strategy.capture.python_state import attributes_kept, globals_kept, is_metric, patched
+from alpa_strategy.capture.python_reads import refuse_iterator
+from alpa_strategy.capture.python_state import attributes_kept, changed_attributes, globals_kept, is_metric, patched
 from alpa_strategy.capture.symbolic_scalars import StepCounter, TraceNumbers, as_tensor, functions_of_counters, made_of
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import MetricRef, Place
@@ -296,10 +297,14 @@ def _recording_class(
     shadowed: dict[str, Any] = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
     for name in shadowed:
         del vars(module)[name]
+    kind = type(original.__name__, (original,), members)
+    own = set(vars(kind))
     # nn.Module's own __setattr__ would look at the value first.
-    object.__setattr__(module, "__class__", type(original.__name__, (original,), members))
+    object.__setattr__(module, "__class__", kind)
     try:
         yield
+        if stored := vars(kind).keys() - own:  # `type(self).calls += 1`
+            raise changed_attributes(f"{original.__name__}.{name}" for name in stored)
     finally:
         object.__setattr__(module, "__class__", original)
         vars(module).update(shadowed)
@@ -369,11 +374,7 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
 
     def check_iterator(iterator: Any, *_: Any) -> None:
         if id(iterator) in held:
-            raise CaptureError(
-                f"the step takes the next of an iterator that it has not made ({user_frame()}): the captured step "
-                "would use the first one forever",
-                "let the loader yield it (CombinedLoader), or take it in on_train_batch_start and keep a buffer",
-            )
+            refuse_iterator()
 
     def check_mode(file: Any, mode: str = "r", *_: Any, **__: Any) -> None:
         if not set("wax+").isdisjoint(mode):

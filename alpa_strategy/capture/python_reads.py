@@ -22,7 +22,7 @@ from enum import Enum
 from functools import partial
 from io import IOBase
 from threading import get_ident
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -84,6 +84,8 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
                     f"the step uses an open file ({user_frame()}): captured, it would write once and never again",
                     "write files in a hook such as on_train_batch_end (what the step returns arrives there)",
                 )
+            if is_first and isinstance(value, Iterator) and not is_user_class(type(value)):
+                refuse_iterator()
             return value
 
         return kind, "__getattribute__", read
@@ -97,6 +99,15 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
     # On the classes and not by swapping those of objects: `type(module)` stays what the user's code expects.
     with patched([*map(watching, _watched_classes(module)), (type(os.environ), "__getitem__", variable)]):
         yield reads
+
+
+def refuse_iterator() -> NoReturn:
+    """CaptureError for an iterator that lives longer than the step."""
+    raise CaptureError(
+        f"the step takes the next of an iterator that it has not made ({user_frame()}): the captured step would use "
+        "the first one forever",
+        "let the loader yield it (CombinedLoader), or take it in on_train_batch_start and keep a buffer",
+    )
 
 
 def _watched_classes(module: nn.Module) -> list[type]:
@@ -142,7 +153,7 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
             continue
         label = type(owner).__name__ if path is None else path
         attributes, is_library = getattr(owner, "__dict__", {}), type(owner).__module__.startswith(LIBRARIES)
-        if path is not None and attributes["_modules"]:
+        if path is not None and (attributes["_modules"] or (identity, "_modules") in reads):
             submodules = ValueGuard(f"{path}._modules".lstrip("."), "_modules", attributes, {**attributes["_modules"]})
             found.setdefault((identity, "_modules"), submodules)
         if name in skipped or Place(label, name) in appended:
@@ -164,6 +175,7 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
         found[identity, name] = ValueGuard(f"{label}.{name}".lstrip("."), name, namespace, snapshot(value))
     fields = [vars(child) for child in module.modules()]
     held = [each[name] for each in fields for name in _HOOKS]
+    held += [vars(nn.modules.module)[f"_global{name}"] for name in _HOOKS]  # of all modules
     hooks = Values(lambda _: [dict(each) for each in held if each] + [v["forward"] for v in fields if "forward" in v])
     return (*found.values(), ValueGuard("hooks of modules", "hooks", hooks, hooks.get("hooks")))
 

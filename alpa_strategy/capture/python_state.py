@@ -9,6 +9,7 @@ watching them run.
 from __future__ import annotations
 
 import argparse
+import copy
 import copyreg
 import dataclasses
 import operator
@@ -18,7 +19,7 @@ import re
 import sys
 import types
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -47,13 +48,13 @@ from alpa_strategy.ir.user_code import (
 )
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (list, dict, set, defaultdict, OrderedDict, Counter, deque)
+_CONTAINERS = (list, dict, set, deque)
 LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _BATCH_SIZE = re.compile("^batch_?size$|^bsz?$", re.IGNORECASE)
 _GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState, torch.Generator)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 MAX_DEPTH = 6
-_MAX_ITEMS = 1000
+_MAX_ITEMS, _MAX_COMPARED = 1000, 10_000
 
 
 # Snapshots
@@ -72,14 +73,16 @@ def snapshot(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Tensor):
         return Same(value, version_of)
     if isinstance(value, np.ndarray):
-        return Same(value, lambda array: array.tobytes() if array.size <= _MAX_ITEMS else b"")
+        return Same(value, lambda array: array.ravel()[:: 1 + array.size // _MAX_COMPARED].tobytes())
+    if isinstance(value, partial):
+        return Same(value, lambda call: (call.args, call.keywords), snapshot((value.args, value.keywords), depth + 1))
     if isinstance(value, list | dict | set) and len(value) > _MAX_ITEMS:
         return Same(value, len)
     if depth < MAX_DEPTH:
         if isinstance(value, dict):
             return {k: snapshot(v, depth + 1) for k, v in value.items()}
-        if kind in (list, tuple, deque):
-            return kind(snapshot(v, depth + 1) for v in value)
+        if (sequence := next((each for each in (list, tuple, deque) if isinstance(value, each)), None)) is not None:
+            return sequence(snapshot(v, depth + 1) for v in value)
         if kind in (set, frozenset):
             return kind(value)
         if is_configuration(value):
@@ -111,7 +114,7 @@ def has_fields(value: Any) -> bool:
     """True for an object of a user's class with fields in its `__dict__`: no nn.Module, function, class or tensor."""
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType):
         return False
-    if type(value) in _CONTAINERS:
+    if isinstance(value, _CONTAINERS) and type(value).__module__ == "collections":
         return False
     return hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "builtins", *LIBRARIES))
 
@@ -187,7 +190,8 @@ class _Kept:
     """A container, or the fields of an object, as it was before the step: `before` is a copy of `items`.
 
     place: how messages call it. owner: the object whose fields they are. attribute: where it is an attribute itself.
-    is_noticed: whether it is a change of the user's; all is restored.
+    is_noticed: whether it is a change of the user's; all is restored. is_inside: whether it lies inside of an object,
+    and may be its cache.
     """
 
     place: str
@@ -196,6 +200,7 @@ class _Kept:
     owner: Any = None
     attribute: Place | None = None
     is_noticed: bool = True
+    is_inside: bool = False
 
     def differs(self) -> bool:
         """Whether it holds other things now: objects count, not whether they are equal (tensors do not compare)."""
@@ -211,9 +216,16 @@ class _Kept:
         if not (self.is_noticed and self.differs()):
             return {}
         if self.owner is None:
-            return {self.place: self.items}
+            return {} if self.is_inside and self._only_cached() else {self.place: self.items}
         own = [n for n in changed_names(self.items, self.before) if n[:2] != "__"]  # not torch's `__dynamo_disable`
         return {f"{self.place}.{n}": self.items.get(n, MISSING) for n in own}
+
+    def _only_cached(self) -> bool:
+        """Whether nothing came but new entries of a dict or a set that are no numbers: these fill themselves again."""
+        old, new = self.before, self.items
+        if isinstance(new, dict):
+            return all(n not in old and type(new[n]) not in (int, float) for n in changed_names(new, old))
+        return isinstance(new, set) and old <= new and not any(type(item) in (int, float) for item in new - old)
 
     def only_grew(self) -> bool:
         """Whether it is a list that was appended to, and an attribute itself."""
@@ -246,7 +258,8 @@ class KeptNames(_Kept):
     @override
     def changes(self) -> dict[str, Any]:
         is_torch = type(self.owner).__module__.startswith("torch.nn.")  # whose own business they are, but for new ones
-        counted = [n for n in self._changed() if not (is_torch if n in self.before else _is_cached(self.owner, n))]
+        own = {*self.before} - {"training"} if is_torch else set()
+        counted = [n for n in self._changed() if n not in own and (n in self.before or not _is_cached(self.owner, n))]
         return {f"{self.place}.{name}".lstrip("."): self.items.get(name, MISSING) for name in counted}
 
     @override
@@ -255,7 +268,7 @@ class KeptNames(_Kept):
 
 
 class KeptAttributes(_Kept):
-    """A class, or an object with slots; `before`: its attributes."""
+    """A class, an object with slots, or the variable of a closure; `before`: its attributes."""
 
     @override
     def differs(self) -> bool:
@@ -270,11 +283,12 @@ class KeptAttributes(_Kept):
 def _attributes_of(owner: Any) -> dict[str, Any]:
     if isinstance(owner, type):
         return {name: value for name, value in vars(owner).items() if name[:1] != "_"}
-    return {name: getattr(owner, name) for name in copyreg._slotnames(type(owner)) if hasattr(owner, name)}  # type: ignore[attr-defined]
+    names = ["cell_contents"] if isinstance(owner, types.CellType) else copyreg._slotnames(type(owner))  # type: ignore[attr-defined]
+    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
 
 
-class KeptGenerator(_Kept):
-    """A generator of random numbers, of Python, NumPy or torch; `before` is its state (`state_of`)."""
+class KeptState(_Kept):
+    """A generator of random numbers, of Python, NumPy or torch, or a small array; `before` is its `state_of`."""
 
     @override
     def differs(self) -> bool:
@@ -282,12 +296,18 @@ class KeptGenerator(_Kept):
 
     @override
     def restore(self) -> None:
-        is_torchs = isinstance(self.items, torch.Generator)
-        self.items.set_state(torch.from_numpy(self.before)) if is_torchs else self.items.__setstate__(self.before)
+        if isinstance(self.items, np.ndarray):
+            self.items[...] = self.before
+        elif isinstance(self.items, torch.Generator):
+            self.items.set_state(torch.from_numpy(self.before))
+        else:
+            self.items.__setstate__(self.before)
 
 
-def state_of(generator: Any) -> Any:
-    return generator.get_state().numpy() if isinstance(generator, torch.Generator) else generator.__getstate__()
+def state_of(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return copy.copy(value)
+    return value.get_state().numpy() if isinstance(value, torch.Generator) else value.__getstate__()
 
 
 def put_all_back(kept: Iterable[_Kept]) -> dict[str, Any]:
@@ -334,49 +354,69 @@ def kept_in(
     value: Any, place: str, seen: set[int], attribute: Place | None = None, is_noticed: bool = True
 ) -> Iterator[_Kept]:
     """What is to be kept of what lies at `place`: its fields, its containers, its generators of random numbers, and
-    those inside them, each once. Inside of objects only changed lists are noticed. `seen` gets their ids, and those of
-    iterators, whose state cannot be kept."""
+    those inside them, each once. Caches inside of objects, which only fill, are not noticed. `seen` gets their ids, and
+    those of iterators, whose state cannot be kept."""
     waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(value, (), False)]
     while waiting:
         value, keys, is_inside = waiting.pop()
         value = value.bit_generator if isinstance(value, np.random.Generator) else value
         value = (value.args, value.keywords) if isinstance(value, partial) else value
         kind = type(value)
-        if id(value) in seen:
+        if id(value) in seen or kind in PLAIN:
             continue
-        label = place + "".join(f"[{key!r}]" for key in keys)
-        if isinstance(value, _GENERATORS):
-            seen.add(id(value))
-            yield KeptGenerator(label, value, state_of(value), is_noticed=is_noticed)
-        elif (has_fields(value) or isinstance(value, types.FunctionType | nn.Module)) and len(keys) < MAX_DEPTH:
-            seen.add(id(value))
-            yield _Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed)
+        label, found = place + "".join(f"[{key!r}]" for key in keys), list[_Kept]()
+        is_object = has_fields(value) or isinstance(value, types.FunctionType | nn.Module)
+        container = next((each for each in _CONTAINERS if isinstance(value, each)), None)
+        is_small = kind is np.ndarray and value.size <= _MAX_ITEMS and value.flags.writeable
+        if isinstance(value, _GENERATORS) or is_small:
+            found.append(KeptState(label, value, state_of(value), is_noticed=is_noticed))
+        elif is_object and len(keys) < MAX_DEPTH:
+            found.append(_Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed))
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
-        elif kind in _CONTAINERS:
+        elif kind is types.CellType or is_user_class(value) or (is_user_class(kind) and not isinstance(value, tuple)):
+            found.append(KeptAttributes(label, value, _attributes_of(value), is_noticed=is_noticed))
+        if container is not None:
+            own = None if keys else attribute
+            found.append(_Kept(label, value, container(value), None, own, is_noticed, is_inside))
+        if found or isinstance(value, Iterator):
             seen.add(id(value))
-            counts = is_noticed and (not is_inside or kind is list)
-            yield _Kept(label, value, value.copy(), attribute=None if keys else attribute, is_noticed=counts)
-        elif isinstance(value, Iterator):
-            seen.add(id(value))
-        elif is_user_class(value) or (is_user_class(kind) and not isinstance(value, nn.Module | tuple)):
-            seen.add(id(value))
-            yield KeptAttributes(label, value, _attributes_of(value), is_noticed=is_noticed)
-        elif kind is not tuple:
-            continue
-        if kind in (*_CONTAINERS, tuple) and kind is not set and len(keys) < MAX_DEPTH and len(value) <= _MAX_ITEMS:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from found
+        has_items = isinstance(value, list | dict | deque | tuple) and len(value) <= _MAX_ITEMS
+        if has_items and len(keys) < MAX_DEPTH:
+            items = value.items() if container is dict else enumerate(value)
             waiting += [(item, (*keys, key), is_inside) for key, item in items]
 
 
-def fields_kept(owner: Any) -> AbstractContextManager[dict[str, Any]]:
-    """The fields of an object, and the containers and generators in them, are afterwards what they were."""
-    return restored(list(kept_in(getattr(owner, "__dict__", {}), "", set())))
+def fields_kept(owner: Any, *functions: Any) -> AbstractContextManager[dict[str, Any]]:
+    """The fields of an object, what functions name or hold from outside, and the containers and generators in these,
+    are afterwards what they were."""
+    seen: set[int] = set()
+    found = [("", "", getattr(owner, "__dict__", {})), ("", "", type(owner))]
+    for function in reached_functions(functions):
+        names = function.__globals__
+        found += [*_held_by(function), *((n, n, names[n]) for n in code_names(function.__code__) if n in names)]
+    return restored([each for at, name, v in found if _may_change(name, v) for each in kept_in(v, at, seen)])
 
 
-def _class_containers(kind: type) -> dict[str, Any]:
-    """By name, the containers that the user's classes of a module hold."""
+def _held_by(function: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
+    """(place, name, value) of what a function closes over, and of its defaults."""
+    for name, cell in closure_values(function).items():
+        yield from ((f"{name} of {function.__qualname__}", name, each) for each in (cell, cell.cell_contents))
+    defaults = (function.__defaults__, function.__kwdefaults__)
+    yield from ((f"defaults of {function.__qualname__}", "defaults", each) for each in defaults)
+
+
+def _may_change(name: str, value: Any) -> bool:
+    """Not for objects of libraries: a logger, a console."""
+    is_users = is_user_module(sys.modules.get(type(value).__module__))
+    return name[:2] != "__" and (is_users or not has_fields(value) or isinstance(value, _GENERATORS))
+
+
+def _class_values(kind: type) -> dict[str, Any]:
+    """By name, what the user's classes of a module hold beside functions."""
     bases = (base for base in reversed(kind.__mro__) if not base.__module__.startswith((*LIBRARIES, "builtins", "abc")))
-    return {k: v for base in bases for k, v in vars(base).items() if type(v) in _CONTAINERS and not k.startswith("__")}
+    values = ((k, v) for base in bases for k, v in vars(base).items() if not k.startswith("__"))
+    return {k: v for k, v in values if not isinstance(v, types.FunctionType)}
 
 
 def _is_cached(owner: Any, name: str) -> bool:
@@ -392,7 +432,8 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
     nothing but numbers, texts and flags, these go to `stored` instead, by dotted name: it may be what a first call does
     once (`initialized`). Lists of the module that only grew go to `appended`, what is found to `seen`.
     """
-    framework = framework_attributes()  # what Lightning and nn.Module keep for themselves changes in every step
+    # What Lightning and nn.Module keep for themselves changes in every step.
+    framework = framework_attributes() - {"_hparams", "training"}
     metrics = {id(m) for _, root in outermost_metrics(module) for m in root.modules()}
     kept: list[_Kept] = []
     seen |= set(map(id, module.modules()))  # others, in lists and objects, are looked at as objects are
@@ -404,7 +445,7 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
             held = {n: v for n, v in vars(child).items() if n[:9] == "_forward_" or n in _MEMBERS}
             kept += [_Kept(f"{path}.{n}".lstrip("."), v, dict(v)) for n, v in held.items() if isinstance(v, dict)]
             is_noticed = not type(child).__module__.startswith("torch.nn.")  # RNNs keep their weights in a list
-            for name, value in {**_class_containers(type(child)), **before}.items():
+            for name, value in {**_class_values(type(child)), **before}.items():
                 place = Place(path, name)
                 kept += kept_in(value, place.attribute, seen, place, is_noticed)
     try:
@@ -456,14 +497,12 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
     kinds = _user_classes(module)
     members = [member for kind in kinds for member in vars(kind).values()]
     trainer: Any = getattr(module, "_trainer", None)
-    methods = reached_functions(_functions_in(kinds))
+    methods = reached_functions([cast(Any, module.training_step), *_functions_in(kinds)])
     files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
     named = {name for method in methods for name in code_names(method.__code__)}
     every = [(f"{where}.{name}", name, value) for where, names in files.items() for name, value in names.items()]
-    found = [each for each in every if each[1] in named or type(each[2]) in _CONTAINERS]
-    for method in methods:
-        cells = closure_values(method).items()
-        found += [(f"{name} of {method.__qualname__}", name, cell.cell_contents) for name, cell in cells]
+    found = [each for each in every if each[1] in named or isinstance(each[2], _CONTAINERS)]
+    found += [each for method in methods for each in _held_by(method)]
     found += [(kind.__name__, "", kind) for kind in kinds]
     # What threads work on beside the step (a monitor's, a loader's) only where the step sets or fills such attributes.
     beside = [("trainer.callbacks", "callback", each) for each in getattr(trainer, "callbacks", ())]
@@ -477,8 +516,7 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
     installed = {where for where, each in foreign.items() if is_installed(each.get("__file__", ""))}
     kept: list[_Kept] = [KeptNames(where, names, dict(names)) for where, names in files.items()]
     for place, name, value in found:
-        is_users = is_user_module(sys.modules.get(type(value).__module__))  # no library's: a logger, a console
-        if name[:2] != "__" and (is_users or not has_fields(value) or isinstance(value, _GENERATORS)):
+        if _may_change(name, value):
             where = place.rpartition(".")[0]
             kept += kept_in(value, place, seen, is_noticed=where not in installed)
     cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if hasattr(type(v), "cache_info")]

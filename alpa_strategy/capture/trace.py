@@ -28,7 +28,7 @@ from alpa_strategy.capture import python_reads
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
 from alpa_strategy.capture.non_tensor_inputs import UnreadLeaf, index_of, may_be_unread, traced_with_leaves, value_text
-from alpa_strategy.capture.python_state import KeptGenerator, patched, restored, state_of
+from alpa_strategy.capture.python_state import KeptState, patched, restored, state_of
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
@@ -326,9 +326,9 @@ def _batch_size(leaves: list[Any], rows_flags: tuple[bool, ...]) -> int:
 def generators_kept() -> Iterator[None]:
     """Restore all generators; refuse a step that draws from Python's or NumPy's, whose numbers capture would freeze."""
     refused = {"random": random.random.__self__, "numpy.random": np.random.rand.__self__}  # type: ignore[attr-defined]
-    kept = [KeptGenerator(name, each, state_of(each)) for name, each in refused.items()]
+    kept = [KeptState(name, each, state_of(each)) for name, each in refused.items()]
     of_torch = torch.default_generator
-    kept.append(KeptGenerator("torch", of_torch, state_of(of_torch), is_noticed=False))
+    kept.append(KeptState("torch", of_torch, state_of(of_torch), is_noticed=False))
     with restored(kept) as drawn:
         yield
     if drawn:

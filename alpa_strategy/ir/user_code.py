@@ -159,10 +159,10 @@ def reached_functions(functions: Iterable[Callable[..., Any]]) -> list[types.Fun
 
     Names are looked up in globals, closures, and on the object that a method is bound to.
     """
-    found: dict[types.CodeType, types.FunctionType] = {}
+    found: dict[types.FunctionType, None] = {}
     for function in functions:
         _reach(function, found, 0)
-    return list(found.values())
+    return list(found)
 
 
 def code_names(code: types.CodeType) -> Iterator[str]:
@@ -187,6 +187,12 @@ def is_user_code(function: Any) -> bool:
 
 def unwrapped(function: Any) -> Any:
     """The function behind methods, partials and decorators that use `functools.wraps`."""
+    return _layers(function)[-1]
+
+
+def _layers(function: Any) -> list[Any]:
+    """A function, and what is behind it, one after the other."""
+    layers = [function]
     while True:
         inner: Any
         if isinstance(function, functools.partial):
@@ -196,26 +202,28 @@ def unwrapped(function: Any) -> Any:
         else:  # dicts with attributes, `torch.classes` and mocks answer whatever they are asked for
             inner = getattr(function, "__dict__", {}).get("__wrapped__")
         if inner is None:
-            return function
-        function = inner
+            return layers
+        layers.append(function := inner)
 
 
-def _reach(function: Any, found: dict[types.CodeType, types.FunctionType], depth: int) -> None:
-    owner = getattr(function, "__self__", None)
-    function = unwrapped(function)
-    if not isinstance(function, types.FunctionType) or function.__code__ in found or depth > MAX_DEPTH:
-        return
-    found[function.__code__] = function
-    names = set(code_names(function.__code__))
-    held = [cell.cell_contents for cell in closure_values(function).values()]
-    held += [function.__globals__[name] for name in names if name in function.__globals__]
-    if owner is not None:
-        attributes = getattr(owner, "__dict__", {})
-        held += [attributes[name] for name in names if name in attributes]
-        held.append(owner)
-    for value in held:
-        for callee in _functions_of(value, names):
-            _reach(callee, found, depth + 1)
+def _reach(function: Any, found: dict[types.FunctionType, None], depth: int) -> None:
+    owner, layers = getattr(function, "__self__", None), _layers(function)
+    for layer in layers if depth <= MAX_DEPTH else ():
+        if not isinstance(layer, types.FunctionType) or layer in found:
+            continue
+        if layer is not layers[-1] and not is_user_file(layer.__code__.co_filename):  # torch's decorators
+            continue
+        found[layer] = None
+        names = set(code_names(layer.__code__))
+        held = [cell.cell_contents for cell in closure_values(layer).values()]
+        held += [layer.__globals__[name] for name in names if name in layer.__globals__]
+        if owner is not None:
+            attributes = getattr(owner, "__dict__", {})
+            held += [attributes[name] for name in names if name in attributes]
+            held.append(owner)
+        for value in held:
+            for callee in _functions_of(value, names):
+                _reach(callee, found, depth + 1)
 
 
 def _functions_of(value: Any, names: set[str]) -> Iterator[Any]:

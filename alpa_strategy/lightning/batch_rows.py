@@ -105,7 +105,9 @@ class WatchedCollate:
         """Two batches of the same samples, more than once, which differ where random numbers are drawn."""
         order = _more_rows(len(samples))
         try:
-            with isolate_rng(include_cuda=False), fields_kept(getattr(self.collate, "__self__", self.collate)):
+            collate: Any = self.collate
+            owner = getattr(collate, "__self__", collate)
+            with isolate_rng(include_cuda=False), fields_kept(owner, collate, collate.__call__):
                 first, second = ([copy.deepcopy(samples[i]) for i in order] for _ in range(2))
                 return self.collate(first), self.collate(second)
         except Exception:  # what it says of its own samples is for the real call to raise; here nothing is known
@@ -316,7 +318,7 @@ def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
         with ExitStack() as stack:
             stack.enter_context(isolate_rng(include_cuda=owners[0].device.type == "cuda"))
             for each in modules:
-                stack.enter_context(fields_kept(each))
+                stack.enter_context(fields_kept(each, *(getattr(each, name, None) for name in _TRANSFER_HOOKS)))
             yield changed
     finally:  # a hook that fails may have changed them as well
         for tensor, data, old in tensors:

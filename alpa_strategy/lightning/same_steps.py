@@ -134,7 +134,7 @@ class ParametersAsTheyWere:
         self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters() if id(p) not in left_out]
         children = list(module.named_modules())
         self._owners = [(path, child, tuple(child._parameters.items())) for path, child in children]
-        self._members = [(child._modules, tuple(child._modules.values())) for _, child in children if child._modules]
+        self._members = [(child._modules, tuple(child._modules.values())) for _, child in children]
         self._all = set(module.parameters())
 
     def changed(self) -> str | None:
@@ -144,7 +144,7 @@ class ParametersAsTheyWere:
                 return f"{name} was {'frozen' if trains else 'unfrozen'}"
         for path, child, before in self._owners:
             now = child._parameters
-            if len(now) != len(before) or any(now.get(name) is not p for name, p in before):
+            if len(now) != len(before) or any(name not in now or now[name] is not p for name, p in before):
                 return f"the parameters of {path or 'the module'} were replaced"
         is_other = any(tuple(now.values()) != before for now, before in self._members)
         if is_other and set(self._module.parameters()) != self._all:

@@ -287,7 +287,9 @@ class GatherOnUse:
     def _install(self) -> None:
         """Units are the parameters of a block, or of a module outside of blocks, up to a bucket's bytes."""
         known = set(self._sharded)
-        block_of = _blocks(self._module)
+        block_of, scripted = _blocks(self._module), dict[nn.Module, nn.Module]()  # TorchScript runs without Python
+        for outer in (each for each in self._module.modules() if isinstance(each, torch.jit.ScriptModule)):
+            scripted |= {inner: scripted.get(inner, outer) for inner in outer.modules()}
         units_of: dict[nn.Module, dict[int, None]] = {}  # that a module needs: of its own, and of its block
         of_block: dict[tuple[nn.Module, torch.dtype], int] = {}  # the unit that is not full yet
         for owner in self._module.modules():
@@ -305,7 +307,7 @@ class GatherOnUse:
                         self._units.append([])
                     self._units[unit].append(parameter)
                     self._unit_of[parameter] = unit
-                for module in (owner, block):
+                for module in (owner, block, scripted.get(owner, owner)):
                     units_of.setdefault(module, {})[self._unit_of[parameter]] = None
         for module, units in units_of.items():
             if module is not self._module:  # the step itself is no forward of the root's
@@ -313,7 +315,9 @@ class GatherOnUse:
 
     def _watch(self, module: nn.Module, units: list[int]) -> None:
         """Let its parameters be whole while it runs, and what they are gathered with as well."""
-        own = [p for p in dict.values(module._parameters) if p is not None and p in self._unit_of]
+        is_scripted = isinstance(module, torch.jit.ScriptModule)
+        named = module.parameters() if is_scripted else dict.values(module._parameters)
+        own = [p for p in named if p is not None and p in self._unit_of]
 
         @contextmanager
         def running() -> Iterator[None]:

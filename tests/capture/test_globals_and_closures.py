@@ -339,7 +339,38 @@ def changes_a_class(model: Any, loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def counts_in_a_default(model: Any, loss: torch.Tensor, state: dict[str, int] = {"calls": 0}) -> torch.Tensor:  # noqa: B006
+    state["calls"] += 1
+    return loss * state["calls"]
+
+
+def halves_an_array(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    TABLE[0] *= 0.5
+    return loss * float(TABLE[0])
+
+
+def counting() -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    calls = 0
+
+    def counts_in_a_closure(model: Any, loss: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return loss * calls
+
+    return counts_in_a_closure
+
+
+def counts_in_its_class(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    type(model).calls = getattr(type(model), "calls", 0) + 1
+    return loss * type(model).calls
+
+
+counts_in_a_closure = counting()
 REFUSED = {
+    counts_in_a_closure: "calls of counting",
+    counts_in_its_class: "Model.calls",
+    counts_in_a_default: "defaults of counts_in_a_default",
+    halves_an_array: "TABLE",
     sets_a_global: "COUNT",
     fills_a_list: "SEEN",
     fills_a_dict: "SCHEDULE",
@@ -370,6 +401,9 @@ def test_a_step_that_changes_something_outside_is_refused_and_undone(change: Any
     with pytest.raises(CaptureError, match=REFUSED[change]):
         capture_step(model, torch.randn(6, 4))
     assert (COUNT, SEEN, SCHEDULE, CONFIG.depth) == (0, [], {"start": [1.0, 2.0]}, 2)
+    assert counts_in_a_closure.__closure__[0].cell_contents == 0
+    assert not hasattr(Model, "calls")
+    assert (TABLE.tolist(), counts_in_a_default.__defaults__) == ([1.0, 2.0], ({"calls": 0},))
     assert state == (RANDOM.bit_generator.state["state"], model.rng.getstate(), repr(STREAM), repr(model.stream))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,15 +85,18 @@ class Reader(LightningModule):
         self.register_buffer("offset", torch.zeros(4))
         self.schedule, self.kept, self.slotted = Schedule(), {"a": [Schedule()]}, Slotted()
         self.scaled = partial(lambda schedule: schedule.now(), Schedule())
-        self.last = deque([1.0], maxlen=1)
+        self.added = nn.ModuleList()
+        self.last, self.raised = deque([1.0], maxlen=1), partial(pow, exp=2)
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         h = self.function(self.block(batch)) * self.mask * self.masks[0] + self.offset
         scale = self.weights["a"] + self.weights["b"][0] + self.config.scale + self.gamma + self.hparams.beta
         h = h * self.settings.sign + self.settings.shift
+        for layer in self.added:
+            h = layer(h)
         h = h / self.tokens[1] * self.schedule.now() * self.kept["a"][0].value * self.slotted.value
-        h = h * self.scaled() * self.last[0] * self.optimizer.defaults["lr"]
+        h = h * self.scaled() * self.raised(1.0) * self.last[0] * self.optimizer.defaults["lr"]
         scale = scale * getattr(self, "later", 1.0) * getattr(self.block, "later", 1.0)
         scale = scale * getattr(self.block.linear, "later", 1.0) * getattr(self.schedule, "later", 1.0)
         return self.beta * h.pow(self.space.power).sum() * scale
@@ -118,6 +123,7 @@ def changes() -> dict[str, tuple[str, Callable[[Reader], Any]]]:
         "object with functions": ("Schedule.value", lambda m: setattr(m.schedule, "value", 1.0)),
         "object in containers": ("Schedule.value", lambda m: setattr(m.kept["a"][0], "value", 1.0)),
         "object of a partial": ("Schedule.value", lambda m: setattr(m.scaled.args[0], "value", 1.0)),
+        "keywords of a partial": ("raised", lambda m: m.raised.keywords.update(exp=3)),
         "slots": ("Slotted.value", lambda m: setattr(m.slotted, "value", 2.0)),
         "deque": ("last", lambda m: m.last.append(2.0)),
         "optimizer": ("SGD.defaults", lambda m: m.optimizer.defaults.update(lr=0.2)),
@@ -131,6 +137,7 @@ def changes() -> dict[str, tuple[str, Callable[[Reader], Any]]]:
         "list of tensors": ("masks", lambda m: m.masks.clear()),
         "function": ("function", lambda m: setattr(m, "function", torch.tanh)),
         "submodule": ("_modules", lambda m: setattr(m, "block", Block())),
+        "first of a list": ("added._modules", lambda m: m.added.append(Block())),
         "inner submodule": ("block._modules", lambda m: setattr(m.block, "dropout", nn.Identity())),
     }
 
@@ -310,6 +317,104 @@ class Answers(dict):
 
 
 ANSWERS, KIND = Answers(scale=2.0), types.FunctionType
+
+
+class Turns(list):
+    """A list of a kind of its own."""
+
+    def turn(self) -> float:
+        self.append(self.pop(0))
+        return self[0]
+
+
+class Annealed:
+    def __init__(self) -> None:
+        self.value, self.seen, self.recent, self.table = 1.0, {"steps": 1}, deque([1.0, 2.0]), np.ones(2)
+
+    def now(self) -> float:
+        self.value *= 0.5
+        return self.value
+
+    def count(self) -> int:
+        self.seen["steps"] += 1
+        return self.seen["steps"]
+
+
+class Changes(LightningModule):
+    """Its step changes what `change` does, and computes with it."""
+
+    annealed = Annealed()
+
+    def __init__(self, change: Callable[[Any], float], beta: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters("beta")
+        self.change, self.linear, self.stream = change, nn.Linear(4, 4), itertools.count(1)
+        self.answers, self.turns, self.holder = Answers(scale=1.0), Turns([1.0, 2.0]), Annealed()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.linear(batch).sum() * self.change(self)
+
+    def shown(self) -> str:
+        held = vars(self.annealed), vars(self.holder), dict(self.answers), list(self.turns)
+        return repr((*held, dict(self.hparams), self.stream))
+
+
+def taken(module: Changes) -> float:
+    return next(1.0 / number for number in module.stream)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("annealed.value", lambda m: m.annealed.now()),
+        ("holder.value", lambda m: m.holder.now()),
+        (r"holder\['seen'\]", lambda m: m.holder.count()),
+        (r"holder\['recent'\]", lambda m: m.holder.recent.popleft()),
+        (r"holder\['table'\]", lambda m: float(m.holder.table.__imul__(0.5)[0])),
+        ("answers", lambda m: m.answers.update(scale=2.0) or m.answers.scale),
+        ("turns", lambda m: m.turns.turn()),
+        ("_hparams", lambda m: m.hparams.update(beta=2.0) or m.hparams.beta),
+        ("next of an iterator", taken),
+    ],
+)
+def test_what_a_step_changes_is_refused_and_put_back(name: str, change: Callable[[Any], float]) -> None:
+    """Wherever Python keeps it: a class's object, containers of own kinds and in objects, arrays, iterators."""
+    module = Changes(change)
+    before = module.shown()
+    with pytest.raises(CaptureError, match=name):
+        capture_step(module, torch.randn(6, 4))
+    assert module.shown() == before
+
+
+class LeavesEval(LightningModule):
+    """Its first step trains, and those after it evaluate; or (`looks`) it cannot be captured, and raises in between."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.net, self.looks = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), looks
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch).sum()
+        self.net.eval()
+        return loss if not self.looks or loss.item() else -loss
+
+
+@pytest.mark.parametrize(("looks", "why"), [(False, "net.training"), (True, "a tensor's value")])
+def test_modes_of_modules_are_put_back(looks: bool, why: str) -> None:
+    module = LeavesEval(looks)
+    with pytest.raises(CaptureError, match=why):
+        capture_step(module, torch.randn(6, 4))
+    assert all(each.training for each in module.modules())
+
+
+def test_a_hook_of_all_modules_is_noticed() -> None:
+    step = capture_step(Reader(), torch.randn(6, 4))
+    assert changed_value(step.attributes) is None
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, given, output: None)
+    try:
+        assert changed_value(step.attributes) == "hooks of modules"
+    finally:
+        handle.remove()
 
 
 class SaysAndAsks(Settled):

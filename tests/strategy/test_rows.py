@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,6 +96,22 @@ class Counting:
         x = torch.stack([s.pop("x") for s in samples])
         noise = torch.tensor([self.generator.random() for _ in samples])
         return {"x": x + torch.randn_like(x), "noise": noise, "call": self.calls}
+
+
+GENERATOR, DRAWN = np.random.default_rng(0), {"calls": 0}
+
+
+def drawing(samples: list[dict[str, Any]], counts: dict[str, int] = DRAWN) -> dict[str, Any]:
+    """A collate function that draws from a global, and counts in its default."""
+    counts["calls"] += 1
+    return {"x": torch.stack([s["x"] for s in samples]) * GENERATOR.random(), "call": counts["calls"]}
+
+
+def test_looking_leaves_no_trace_outside_of_a_function() -> None:
+    first = next(iter(DataLoader(Samples(), ROWS, collate_fn=drawing)))
+    GENERATOR.bit_generator.state, DRAWN["calls"] = np.random.default_rng(0).bit_generator.state, 0
+    watched = next(iter(watch(DataLoader(Samples(), ROWS, collate_fn=drawing))))
+    torch.testing.assert_close(first, watched, rtol=0.0, atol=0.0)
 
 
 def test_looking_leaves_no_trace_in_random_numbers_counters_and_samples() -> None:

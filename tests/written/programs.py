@@ -596,6 +596,29 @@ class Functions(Program):
         return torch.func.vmap(task)(x, label).mean() + tangent.square().mean() + jacobian.square().mean()
 
 
+class Scripted(Program):
+    """TorchScript, whose modules keep their parameters elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.jit.script(self.net)
+
+
+class EvaluatesInside(Program):
+    """A direction for the inputs by a net that evaluates within the step, and trains again after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(8))
+
+    def loss(self, x: Tensor, label: Tensor) -> Tensor:
+        logits, near = self.net(x), x.clone().requires_grad_()
+        self.net.eval()
+        (direction,) = torch.autograd.grad(F.cross_entropy(self.net(near), label), near)
+        self.net.train()
+        return F.cross_entropy(logits, label) + self.net(x + direction.sign()).square().mean()
+
+
 class TimesRanks(Program):
     """A sum over rows, times the ranks that DDP will divide it by."""
 
@@ -788,6 +811,8 @@ PROGRAMS = {
         Annealed,
         SparseAdjacency,
         Functions,
+        Scripted,
+        EvaluatesInside,
         TimesRanks,
         TimesRanksByGroup,
         LengthsLater,
