@@ -35,12 +35,12 @@ class FullParameters:
         self.store = store
         self._parts: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # parameter, its part, its gradient's part
         self._is_entered = False
-        self.on_use: GatherOnUse | None = None  # as long as it is active, parameters are as good as whole
+        self.on_use: list[GatherOnUse] = []  # as long as one is active, parameters are as good as whole
 
     @property
     def is_active(self) -> bool:
         """Whether the module holds whole parameters now."""
-        return self._is_entered or (self.on_use is not None and self.on_use.is_active)
+        return self._is_entered or any(each.is_active for each in self.on_use)
 
     @contextmanager
     def entered(self, with_gradients: bool = False) -> Iterator[None]:
@@ -68,8 +68,8 @@ class FullParameters:
 
         is_stepping: gradients and values may be others afterwards, which are then whole. Collective in the context.
         """
-        if self.on_use is not None and self.on_use.is_active:
-            with self.on_use.suspended():
+        if (on_use := next((each for each in self.on_use if each.is_active), None)) is not None:
+            with on_use.suspended():
                 yield
             return
         self._take_changes(is_stepping)

@@ -77,6 +77,7 @@ class PlacedModule(ABC):
             shard_state(optimizer, store, values)
         self.whole = FullParameters(store)
         self.on_use: GatherOnUse | None = None  # for a step that runs as it is written
+        self._evaluates: GatherOnUse | None = None
         self._group: Any = None  # of all evaluations: each group of gloo's keeps connections and threads until the end
         self._evaluation = ExitStack()
         self._optimizer_info, self._limit = optimizer_info, limit
@@ -151,9 +152,8 @@ class PlacedModule(ABC):
 
     def meet(self) -> None:
         """The step's own code begins a collective of all ranks: in parts, others may still need parameters first."""
-        for each in (self.on_use, self.whole.on_use):
-            if each is not None:
-                each.meet()
+        for each in self.whole.on_use:
+            each.meet()
 
     def end_of_backward(self) -> None:
         """This rank's backward is done: in parts, others may still need parameters. Within `in_step`."""
@@ -167,7 +167,7 @@ class PlacedModule(ABC):
             self.end_of_backward()
             self.finish_backward()
             self.check_gradients()
-        with self.whole.suspended(True), nullcontext() if self.on_use is None else self.on_use.suspended():
+        with self.whole.suspended(True):
             yield
 
     def stepped(self) -> None:
@@ -218,9 +218,10 @@ class PlacedModule(ABC):
             return
         if any_rank([self.no_room_for_evaluation() is not None])[0]:
             self._group = self._group or cpu_group()
-            self.whole.on_use = GatherOnUse(self.module, self.store, self._group)
-            self._evaluation.callback(self.whole.on_use.remove)
-            self._evaluation.enter_context(self.whole.on_use.in_use())
+            self._evaluates = GatherOnUse(self.module, self.store, self._group)
+            self.whole.on_use.append(self._evaluates)
+            self._evaluation.callback(self._evaluates.remove)
+            self._evaluation.enter_context(self._evaluates.in_use())
         else:
             self._evaluation.enter_context(self.whole.entered())
 
@@ -230,7 +231,7 @@ class PlacedModule(ABC):
         Args:
             args: (batch, batch_idx, dataloader_idx) as the Trainer gives them, or the first of these.
         """
-        on_use = self.whole.on_use
+        on_use = self._evaluates
         if on_use is not None:
             on_use.rounds.begin()
         output = as_written()
@@ -242,8 +243,9 @@ class PlacedModule(ABC):
     def end_evaluation(self) -> None:
         """The loop has ended. Collective."""
         self.metrics.make_local()
-        on_use, self.whole.on_use = self.whole.on_use, None
+        on_use, self._evaluates = self._evaluates, None
         if on_use is not None:
+            self.whole.on_use.remove(on_use)
             on_use.rounds.finish(for_good=True)
         self._evaluation.close()
 

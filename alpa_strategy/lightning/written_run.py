@@ -155,6 +155,7 @@ class WrittenRun(PlacedModule):
         self.buffers_differ = self._shares_buffers  # perhaps
         if store.sharded_parameters and optimizers:
             self.on_use = GatherOnUse(module, store, cpu_group(), not any(each.uses_shards for each in parameter_plans))
+            self.whole.on_use.append(self.on_use)
             if job.compile is not None and say:
                 rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")
         elif job.compile is not None:

@@ -74,6 +74,22 @@ class ReadsItsLoss(Program):
         return loss
 
 
+class LooksAtItsWeights(Program):
+    """Whole parameters for what it generates, a gradient step and a checkpoint in the midst of a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, label = batch
+        whole = getattr(self.trainer.strategy, "whole_parameters", contextlib.nullcontext)
+        with whole(), torch.no_grad():
+            guessed = self.net(x).argmax(-1)
+            size = sum(float(p.abs().sum()) for p in self.parameters())
+        loss = self.loss(x, label)
+        if batch_idx == 2:
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/in_step.ckpt")
+        self.log_dict({"right": (guessed == label).double().mean(), "size": size}, sync_dist=True)
+        return loss * (1 + size / 1000)
+
+
 class KeepsARunningMean(Program):
     def __init__(self) -> None:
         super().__init__()
@@ -783,6 +799,7 @@ PROGRAMS = {
     program.__name__: program
     for program in (
         ReadsItsLoss,
+        LooksAtItsWeights,
         FrozenCritic,
         FreezesInItsStep,
         KeepsARunningMean,
