@@ -26,7 +26,7 @@ from alpa_strategy.cluster.spec import Host
 from alpa_strategy.cost.flops import PRODUCTS, is_plain_view, is_view, op_base_name
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp
-from alpa_strategy.intra_op.options import joined, local_bytes, picked
+from alpa_strategy.intra_op.options import gathers, joined, local_bytes, picked
 from alpa_strategy.intra_op.problem import Problem, repeated
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
@@ -34,6 +34,7 @@ from alpa_strategy.ir.guards import is_symbolic
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.options import SELECTIVE, PlanOptions
+from alpa_strategy.sharding.redistribute import reshard_table
 from alpa_strategy.sharding.strategies import is_random
 
 
@@ -83,7 +84,18 @@ def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> Int
     again = {i: which for i in wanted if len(which := _again(intra, i))}
     seconds = {i: intra.ops[i].forward_seconds[which] for i, which in again.items()}
     firsts = {i: len(intra.ops[i].strategies) for i in again}
-    return replace(_extended(intra, again, seconds, pinned is not None), recomputes=firsts)
+    return replace(_extended(intra, again, seconds, _gatherings(intra), pinned is not None), recomputes=firsts)
+
+
+def _gatherings(intra: IntraOp) -> dict[int, np.ndarray]:
+    """Transfer of a parameter -> [source, target] seconds of gathering it for use: a second run does so once more."""
+    found = {}
+    for index, each in enumerate(intra.transfers):
+        gathered, meta = gathers(each.sources, each.targets), intra.step.values[each.value]
+        if each.value in intra.gathered_again and gathered.any():
+            forward, _ = reshard_table(each.sources, each.targets, meta.num_bytes, False, intra.mesh)
+            found[index] = np.where(gathered, forward, 0.0)
+    return found
 
 
 def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
@@ -93,7 +105,7 @@ def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
     """
     stored = {i: which for i in range(len(intra.ops)) if len(which := _storable(intra, i))}
     seconds = {i: 2 / host.link_bandwidth * result_bytes(intra, i)[which] for i, which in stored.items()}
-    return replace(_extended(intra, stored, seconds), stores={i: len(intra.ops[i].strategies) for i in stored})
+    return replace(_extended(intra, stored, seconds, {}), stores={i: len(intra.ops[i].strategies) for i in stored})
 
 
 def result_bytes(intra: IntraOp, index: int, position: int = 0) -> np.ndarray:
@@ -103,11 +115,16 @@ def result_bytes(intra: IntraOp, index: int, position: int = 0) -> np.ndarray:
 
 
 def _extended(
-    intra: IntraOp, more: Mapping[int, np.ndarray], seconds: Mapping[int, np.ndarray], only: bool = False
+    intra: IntraOp,
+    more: Mapping[int, np.ndarray],
+    seconds: Mapping[int, np.ndarray],
+    gathered: Mapping[int, np.ndarray],
+    only: bool = False,
 ) -> IntraOp:
     """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with nothing kept of the result.
 
-    only: an op that has them has no others.
+    gathered: transfer -> [source, target] seconds that its value costs them as well. only: an op that has them has no
+    others.
     """
     ops, offset = list(intra.ops), len(intra.parameters)
     for i, which in more.items():
@@ -116,29 +133,35 @@ def _extended(
     again, extra = ({offset + i: each for i, each in given.items()} for given in (more, seconds))
 
     def longer(problem: Problem, only: bool) -> Problem:
-        """Results get rows of their own in transfers: they are not there in the backward as they were made."""
+        """Results get rows of their own in transfers: they are not there in the backward as they were made. What is
+        gathered for them gets columns."""
         found = repeated(problem, again, extra, only=only)
         transfers = list(found.transfers)
         for index, (given, named) in enumerate(zip(problem.transfers, intra.transfers, strict=True)):
+            own, cost, memory = transfers[index], given.cost, given.memory  # [source, target]
+            source, uses = own.source, own.uses
+            if index in gathered:
+                cost, memory = np.hstack([cost, cost + gathered[index]]), np.tile(memory, (1, 2))
+                starts = [len(use.layout) for use in given.uses]
+                behind = [np.arange(len(use.layout)) >= first for use, first in zip(uses, starts, strict=True)]
+                width = len(named.targets)
+                uses = tuple(replace(u, layout=u.layout + width * b) for u, b in zip(uses, behind, strict=True))
             if given.producer in again:
-                added = transfers[index].source[len(given.source) :] + len(named.sources)
-                transfers[index] = replace(
-                    transfers[index],
-                    source=np.concatenate([given.source, added]),
-                    cost=np.vstack([given.cost, given.cost]),
-                    memory=np.vstack([given.memory, np.where(named.equal, 0.0, given.memory)]),
-                )
+                source = source + len(named.sources) * (np.arange(len(source)) >= len(given.source))
+                equal = np.tile(named.equal, (1, memory.shape[1] // len(named.targets)))
+                cost, memory = np.vstack([cost, cost]), np.vstack([memory, np.where(equal, 0.0, memory)])
+            transfers[index] = replace(own, source=source, uses=uses, cost=cost, memory=memory)
         return replace(found, transfers=tuple(transfers))
 
+    transfers = list(intra.transfers)
+    for index, (each, transfer) in enumerate(zip(intra.transfers, intra.problem.transfers, strict=True)):
+        rows, columns = 1 + (transfer.producer in again), 1 + (index in gathered)
+        hidden = np.tile(each.hidden, (rows, columns))
+        transfers[index] = replace(each, sources=each.sources * rows, targets=each.targets * columns, hidden=hidden)
     return replace(
         intra,
         ops=tuple(ops),
-        transfers=tuple(
-            replace(each, sources=each.sources * 2, hidden=np.tile(each.hidden, (2, 1)))
-            if transfer.producer in again
-            else each
-            for each, transfer in zip(intra.transfers, intra.problem.transfers, strict=True)
-        ),
+        transfers=tuple(transfers),
         problem=longer(intra.problem, only),
         unrestricted=intra.unrestricted and longer(intra.unrestricted, False),
     )
@@ -162,14 +185,9 @@ def _taken(intra: IntraOp, firsts: Mapping[int, int], assignment: Sequence[int])
 def _again(intra: IntraOp, index: int) -> np.ndarray:
     """The strategies of an op that may be had with a second run."""
     op, plain = intra.step.ops[index], _plain(intra, index)
-    if not len(plain):
-        return plain
-    alone = all(size == 1 for size in intra.mesh.shape)  # elsewhere matrices may be gathered at use, and so once more
-    matrices = {p.value for p in intra.step.parameters if len(p.meta.shape) > 1 and not alone}
-    here = {p.value for p in intra.step.parameters} | {given.value for given in intra.step.constant_inputs}
+    here = {given.value for given in (*intra.step.parameters, *intra.step.constant_inputs)}
     operands = zip(op.operands, intra.ops[index].saved.operands, strict=True)
-    are_there = all((keeps or value in here) and value not in matrices for value, keeps in operands)
-    return plain if are_there else plain[:0]
+    return plain if all(keeps or value in here for value, keeps in operands) else plain[:0]
 
 
 def _storable(intra: IntraOp, index: int) -> np.ndarray:
