@@ -37,6 +37,11 @@ from alpa_strategy.options import SELECTIVE, PlanOptions
 from alpa_strategy.sharding.redistribute import reshard_table
 from alpa_strategy.sharding.strategies import is_random
 
+VIEWS = frozenset(  # never copies, as a reshape may be
+    ["view", "transpose", "permute", "t", "squeeze", "unsqueeze", "movedim", "mT", "unflatten", "select", "split"]
+    + ["split_with_sizes", "chunk", "unbind", "slice", "narrow"]
+)
+
 
 def can_run_again(call: OpCall) -> bool:
     """Whether a second run gives the same tensor, memory of its own, whatever the step's counters are."""
@@ -84,7 +89,8 @@ def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> Int
     again = {i: which for i in wanted if len(which := _again(intra, i))}
     seconds = {i: intra.ops[i].forward_seconds[which] for i, which in again.items()}
     firsts = {i: len(intra.ops[i].strategies) for i in again}
-    return replace(_extended(intra, again, seconds, _gatherings(intra), pinned is not None), recomputes=firsts)
+    found = _extended(intra, again, seconds, _views(intra, again), _gatherings(intra), pinned is not None)
+    return replace(found, recomputes=firsts)
 
 
 def _gatherings(intra: IntraOp) -> dict[int, np.ndarray]:
@@ -98,6 +104,24 @@ def _gatherings(intra: IntraOp) -> dict[int, np.ndarray]:
     return found
 
 
+def _views(intra: IntraOp, ops: Collection[int]) -> dict[int, np.ndarray]:
+    """The views of results of `ops`, and of such views -> all of their strategies."""
+    found: dict[int, np.ndarray] = {}
+    for i, op in enumerate(intra.step.ops):
+        if op_base_name(op.call) in VIEWS and op.operands[0] not in intra.gathered_again:
+            maker = intra.step.makers.get(op.operands[0], -1)
+            if maker in ops or maker in found:
+                found[i] = np.arange(len(intra.ops[i].strategies))
+    return found
+
+
+def _is_kept(intra: IntraOp, value: int) -> bool:
+    """Whether some op's backward keeps a value, or a view of it."""
+    readers = {op: intra.step.ops[op] for op, _ in intra.step.consumers.get(value, ())}
+    views = (op.results for op in readers.values() if op_base_name(op.call) in VIEWS)
+    return bool(intra.savers(value)) or any(_is_kept(intra, view) for results in views for view in results)
+
+
 def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
     """The same with strategies whose result waits in host memory behind the others (`IntraOp.stores`).
 
@@ -105,7 +129,8 @@ def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
     """
     stored = {i: which for i in range(len(intra.ops)) if len(which := _storable(intra, i))}
     seconds = {i: 2 / host.link_bandwidth * result_bytes(intra, i)[which] for i, which in stored.items()}
-    return replace(_extended(intra, stored, seconds, {}), stores={i: len(intra.ops[i].strategies) for i in stored})
+    found = _extended(intra, stored, seconds, _views(intra, stored))
+    return replace(found, stores={i: len(intra.ops[i].strategies) for i in stored})
 
 
 def result_bytes(intra: IntraOp, index: int, position: int = 0) -> np.ndarray:
@@ -118,44 +143,57 @@ def _extended(
     intra: IntraOp,
     more: Mapping[int, np.ndarray],
     seconds: Mapping[int, np.ndarray],
-    gathered: Mapping[int, np.ndarray],
+    views: Mapping[int, np.ndarray],
+    gathered: Mapping[int, np.ndarray] | None = None,
     only: bool = False,
 ) -> IntraOp:
     """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with nothing kept of the result.
 
-    gathered: transfer -> [source, target] seconds that its value costs them as well. only: an op that has them has no
-    others.
+    Args:
+        views: the same of their results' views, which are not kept then either, nor there otherwise.
+        gathered: transfer -> [source, target] seconds that its value costs `more` as well.
+        only: an op that has them has no others.
     """
-    ops, offset = list(intra.ops), len(intra.parameters)
+    ops, offset, gathered = list(intra.ops), len(intra.parameters), gathered or {}
     for i, which in more.items():
         added = picked(ops[i], which)
         ops[i] = joined(ops[i], replace(added, compute_seconds=added.compute_seconds + seconds[i]))
-    again, extra = ({offset + i: each for i, each in given.items()} for given in (more, seconds))
+    ops = [joined(own, picked(own, views[i])) if i in views else own for i, own in enumerate(ops)]
+    seen = {offset + i: which for i, which in views.items()}
+    again = {offset + i: which for i, which in more.items()} | seen
+    extra = {offset + i: each for i, each in seconds.items()} | {i: np.zeros(len(each)) for i, each in seen.items()}
+    # What such strategies ask for in columns of their own: (transfer -> what it costs more, of the results of others)
+    wide: dict[int, np.ndarray | float] = {**gathered}
+    for index, transfer in enumerate(intra.problem.transfers):
+        if any(use.choice in seen for use in transfer.uses):
+            wide[index] = np.inf
 
     def longer(problem: Problem, only: bool) -> Problem:
-        """Results get rows of their own in transfers: they are not there in the backward as they were made. What is
-        gathered for them gets columns."""
+        """Results get rows of their own in transfers: they are not there in the backward as they were made."""
         found = repeated(problem, again, extra, only=only)
         transfers = list(found.transfers)
         for index, (given, named) in enumerate(zip(problem.transfers, intra.transfers, strict=True)):
-            own, cost, memory = transfers[index], given.cost, given.memory  # [source, target]
-            source, uses = own.source, own.uses
-            if index in gathered:
-                cost, memory = np.hstack([cost, cost + gathered[index]]), np.tile(memory, (1, 2))
-                starts = [len(use.layout) for use in given.uses]
-                behind = [np.arange(len(use.layout)) >= first for use, first in zip(uses, starts, strict=True)]
-                width = len(named.targets)
-                uses = tuple(replace(u, layout=u.layout + width * b) for u, b in zip(uses, behind, strict=True))
+            own, (rows, columns) = transfers[index], given.cost.shape
+            cost, memory, equal = given.cost, given.memory, named.equal  # [source, target]
+            source, uses = own.source, list(own.uses)
+            if index in wide:
+                cost, memory, equal = np.hstack([cost, cost + wide[index]]), *np.tile([memory, equal], (1, 1, 2))
+                for place, use in enumerate(given.uses):
+                    if index in gathered or use.choice in seen:
+                        behind = np.arange(len(uses[place].layout)) >= len(use.layout)
+                        uses[place] = replace(use, layout=uses[place].layout + columns * behind)
             if given.producer in again:
-                source = source + len(named.sources) * (np.arange(len(source)) >= len(given.source))
-                equal = np.tile(named.equal, (1, memory.shape[1] // len(named.targets)))
-                cost, memory = np.vstack([cost, cost]), np.vstack([memory, np.where(equal, 0.0, memory)])
-            transfers[index] = replace(own, source=source, uses=uses, cost=cost, memory=memory)
+                source = source + rows * (np.arange(len(source)) >= len(given.source))
+                made = cost.copy()
+                if index in wide and index not in gathered:
+                    made[:, columns:] = np.where(named.equal, 0.0, np.inf)
+                cost, memory = np.vstack([cost, made]), np.vstack([memory, np.where(equal, 0.0, memory)])
+            transfers[index] = replace(own, source=source, uses=tuple(uses), cost=cost, memory=memory)
         return replace(found, transfers=tuple(transfers))
 
     transfers = list(intra.transfers)
     for index, (each, transfer) in enumerate(zip(intra.transfers, intra.problem.transfers, strict=True)):
-        rows, columns = 1 + (transfer.producer in again), 1 + (index in gathered)
+        rows, columns = 1 + (transfer.producer in again), 1 + (index in wide)
         hidden = np.tile(each.hidden, (rows, columns))
         transfers[index] = replace(each, sources=each.sources * rows, targets=each.targets * columns, hidden=hidden)
     return replace(
@@ -201,7 +239,7 @@ def _plain(intra: IntraOp, index: int) -> np.ndarray:
     does so itself."""
     op, options = intra.step.ops[index], intra.ops[index]
     is_able = can_run_again(op.call) and index not in intra.per_step.ops
-    is_kept = is_able and not options.saved.results[0] and bool(intra.savers(op.results[0]))
+    is_kept = is_able and not options.saved.results[0] and _is_kept(intra, op.results[0])
     strategies = options.strategies if is_kept else ()
     return np.array([k for k, each in enumerate(strategies) if all(s.implementation is None for s in each)], dtype=int)
 
