@@ -23,7 +23,7 @@ from itertools import accumulate
 import numpy as np
 
 from alpa_strategy.cluster.spec import Host
-from alpa_strategy.cost.flops import PRODUCTS, is_plain_view, is_view, op_base_name
+from alpa_strategy.cost.flops import MAY_COPY, PART_VIEWS, PLAIN_VIEWS, PRODUCTS, is_plain_view, is_view, op_base_name
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.options import gathers, joined, local_bytes, picked
@@ -37,10 +37,7 @@ from alpa_strategy.options import SELECTIVE, PlanOptions
 from alpa_strategy.sharding.redistribute import reshard_table
 from alpa_strategy.sharding.strategies import is_random
 
-VIEWS = frozenset(  # never copies, as a reshape may be
-    ["view", "transpose", "permute", "t", "squeeze", "unsqueeze", "movedim", "mT", "unflatten", "select", "split"]
-    + ["split_with_sizes", "chunk", "unbind", "slice", "narrow"]
-)
+VIEWS = (PLAIN_VIEWS | PART_VIEWS) - MAY_COPY
 
 
 def can_run_again(call: OpCall) -> bool:
