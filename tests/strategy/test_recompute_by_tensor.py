@@ -112,6 +112,16 @@ def test_a_pin_changes_no_result(pool, tmp_path: Path, world_size: int, options:
     check(pool, tmp_path, "llama", world_size, {**options, "remat": "selective"})
 
 
+def test_what_is_read_through_views_is_made_again(pool, tmp_path: Path) -> None:
+    """All products of a block, its fused projection too, of which views alone are read: within what that spares."""
+    kept, again = (plan("gpt", remat=remat) for remat in (False, ["blocks.*.qkv"]))
+    (name,) = {name.rpartition("_")[0] for name in again.stages[0].recomputed}
+    assert name == "linear"
+    spared = 2 * 8 * SIZES["seq_len"] * 3 * SIZES["d_model"] * 8  # layers, rows, bytes
+    assert kept.predicted.peak_bytes - again.predicted.peak_bytes > 0.9 * spared
+    check(pool, tmp_path, "gpt", 2, {"parallel": "zero3", "num_stages": 1, "remat": ["blocks.*"]})
+
+
 def noted(strategy: dict[str, Any]) -> int:
     """How many results were left to be made again in two steps."""
     noted, note = [], Regather.note_made
