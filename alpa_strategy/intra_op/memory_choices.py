@@ -86,8 +86,7 @@ def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> Int
     again = {i: which for i in wanted if len(which := _again(intra, i))}
     seconds = {i: intra.ops[i].forward_seconds[which] for i, which in again.items()}
     firsts = {i: len(intra.ops[i].strategies) for i in again}
-    found = _extended(intra, again, seconds, _views(intra, again), _gatherings(intra), pinned is not None)
-    return replace(found, recomputes=firsts)
+    return replace(_extended(intra, again, seconds, _gatherings(intra), pinned is not None), recomputes=firsts)
 
 
 def _gatherings(intra: IntraOp) -> dict[int, np.ndarray]:
@@ -126,8 +125,7 @@ def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
     """
     stored = {i: which for i in range(len(intra.ops)) if len(which := _storable(intra, i))}
     seconds = {i: 2 / host.link_bandwidth * result_bytes(intra, i)[which] for i, which in stored.items()}
-    found = _extended(intra, stored, seconds, _views(intra, stored))
-    return replace(found, stores={i: len(intra.ops[i].strategies) for i in stored})
+    return replace(_extended(intra, stored, seconds, {}), stores={i: len(intra.ops[i].strategies) for i in stored})
 
 
 def result_bytes(intra: IntraOp, index: int, position: int = 0) -> np.ndarray:
@@ -140,30 +138,26 @@ def _extended(
     intra: IntraOp,
     more: Mapping[int, np.ndarray],
     seconds: Mapping[int, np.ndarray],
-    views: Mapping[int, np.ndarray],
-    gathered: Mapping[int, np.ndarray] | None = None,
+    gathered: Mapping[int, np.ndarray],
     only: bool = False,
 ) -> IntraOp:
-    """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with nothing kept of the result.
+    """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with nothing kept of the result, nor
+    of its views.
 
-    Args:
-        views: the same of their results' views, which are not kept then either, nor there otherwise.
-        gathered: transfer -> [source, target] seconds that its value costs `more` as well.
-        only: an op that has them has no others.
+    gathered: transfer -> [source, target] seconds that its value costs them as well. only: an op that has them has no
+    others.
     """
-    ops, offset, gathered = list(intra.ops), len(intra.parameters), gathered or {}
+    ops, offset, views = list(intra.ops), len(intra.parameters), _views(intra, more)
+    more, seconds = {**more, **views}, {**seconds, **{i: np.zeros(len(which)) for i, which in views.items()}}
     for i, which in more.items():
         added = picked(ops[i], which)
         ops[i] = joined(ops[i], replace(added, compute_seconds=added.compute_seconds + seconds[i]))
-    ops = [joined(own, picked(own, views[i])) if i in views else own for i, own in enumerate(ops)]
-    seen = {offset + i: which for i, which in views.items()}
-    again = {offset + i: which for i, which in more.items()} | seen
-    extra = {offset + i: each for i, each in seconds.items()} | {i: np.zeros(len(each)) for i, each in seen.items()}
-    # What such strategies ask for in columns of their own: (transfer -> what it costs more, of the results of others)
+    again, extra = ({offset + i: each for i, each in given.items()} for given in (more, seconds))
+    seen = {offset + i for i in views}
+    # What they ask for in columns of their own -> what these cost more: a view of what is kept is none that is not.
     wide: dict[int, np.ndarray | float] = {**gathered}
-    for index, transfer in enumerate(intra.problem.transfers):
-        if any(use.choice in seen for use in transfer.uses):
-            wide[index] = np.inf
+    uses = ((index, use) for index, transfer in enumerate(intra.problem.transfers) for use in transfer.uses)
+    wide.update((index, np.inf) for index, use in uses if use.choice in seen)
 
     def longer(problem: Problem, only: bool) -> Problem:
         """Results get rows of their own in transfers: they are not there in the backward as they were made."""
