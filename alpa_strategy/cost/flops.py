@@ -40,6 +40,7 @@ PART_VIEWS = _names(
     "slice select split split_with_sizes chunk narrow unbind tensor_split diagonal unfold as_strided expand expand_as "
     "broadcast_to hsplit vsplit dsplit"
 )
+MAY_COPY = _names("reshape _unsafe_view flatten ravel reshape_as lift_fresh_copy")  # of both, where strides ask for it
 CASTS = _names("to _to_copy type_as float half bfloat16 double")
 DROPOUTS = _names("dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout")
 GATHERS = _names("embedding bag_lookup index_select gather index take_along_dim take")

@@ -78,7 +78,7 @@ class OpCosts(Protocol):
 # --- What autograd keeps of one op: asked of a run on fake CPU tensors, not guessed (docs/formulas.md#costs).
 #
 # Two conventions differ from what such a run shows, because the devices that matter run other kernels: attention
-# keeps what flash and memory-efficient kernels keep (query, key, value, result, and the log-sum-exp per row), and
+# keeps what flash and memory-efficient kernels keep (query, key, value, mask, result, the log-sum-exp per row), and
 # dropout on an accelerator keeps a mask of one byte per element.
 
 
@@ -100,9 +100,11 @@ def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = Fals
     if not any(meta.requires_grad for meta in call.operands) or not any(meta.requires_grad for meta in call.results):
         return nothing
     name, num_rows = op_base_name(call), math.prod(call.operands[0].shape[:-1])
-    if name in ATTENTION:  # with the log-sum-exp per row (float32)
-        kept = tuple(index < 3 for index in range(len(call.operands)))
-        return Saved(kept, (True, *nothing.results[1:]), 4 * num_rows)
+    learned = any(meta.requires_grad for meta in call.operands[3:])  # a bias added to scores: CPUs write these out then
+    if name in ATTENTION and (on_accelerator or not learned):  # with the log-sum-exp per row (float32)
+        kept = tuple(meta.dtype != torch.bool for meta in call.operands)
+        flags = sum(meta.num_elements for meta in call.operands if meta.dtype == torch.bool)  # kept as numbers
+        return Saved(kept, (True, *nothing.results[1:]), 4 * num_rows + flags * call.operands[0].dtype.itemsize)
     if on_accelerator and name in DROPOUTS and not is_view(call):
         return Saved(nothing.operands, nothing.results, call.results[0].num_elements)
     if on_accelerator and name == "rms_norm":  # one kernel there, which keeps a reciprocal per row (in float32)

@@ -5,14 +5,14 @@ given (batch, buffers, constants) and what leaves the graph (loss, logs) are cho
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
 import numpy as np
 
 from alpa_strategy.cluster.spec import LogicalMesh
-from alpa_strategy.cost.flops import is_plain_view
+from alpa_strategy.cost.flops import is_plain_view, is_view
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.intra_op.options import (
     OpOptions,
@@ -216,7 +216,7 @@ class _Builder:
         sink = self._add_fixed("output")
         casts = casts_of_parameters(self._step)
         escaping, kept = set(self._step.escaping), kept_values(self._step, self.ops, self.constants)
-        kept_by_maker = set(received)
+        kept_by_maker, held = set(received), set[int]()  # `held`: constants, as they are made
         for op, options in zip(self._step.ops, self.ops, strict=True):
             if not options.saved.fuses:
                 kept_by_maker.update(v for v, keep in zip(op.results, options.saved.results, strict=True) if keep)
@@ -231,15 +231,27 @@ class _Builder:
             if value in sent:
                 asks.append((sent[value].choice, sent[value].layouts))
             is_whole = value in self.constants and all(p == INVARIANT for layout in produced for p in layout)
+            saved = value in kept or any(self.ops[op].saved.operands[position] for op, position in consumers)
+            if is_whole and saved:
+                held.add(self._memory_of(value))
             if not asks or is_whole:
                 continue  # whole on every device: each takes its part for nothing
-            saved = value in kept or any(self.ops[op].saved.operands[position] for op, position in consumers)
             # Received values are kept as they came until the backward has run, results that their own op keeps (of a
             # ReLU) as they were made, and others are made again so: using them as they are needs no other copy.
             is_there = value in kept_by_maker or value not in kept
             transfer, layouts = self._transfer(value, asks, saved, is_there, value in casts)
             self.transfers.append(transfer)
             self.layouts.append(layouts)
+        for value in held & self._step.makers.keys():  # others are inputs, which are there in any case
+            choice = self.producers[value][0]
+            memory = self.choices[choice].memory + self._step.values[value].num_bytes
+            self.choices[choice] = replace(self.choices[choice], memory=memory)
+
+    def _memory_of(self, value: int) -> int:
+        """The value whose memory `value` is a view of."""
+        while value in self._step.makers and is_view((op := self._step.ops[self._step.makers[value]]).call):
+            value = op.operands[0]
+        return value
 
     def _transfer(
         self, value: int, asks: list[tuple[int, tuple[DualLayout, ...]]], saved: bool, is_there: bool, is_cast: bool

@@ -64,9 +64,9 @@ def used_transfers(
     """
     for transfer, layouts in zip(intra.problem.transfers, intra.transfers, strict=True):
         source = layouts.sources[transfer.source[assignment[transfer.producer]]]
-        targets = dict.fromkeys(int(use.layout[assignment[use.choice]]) for use in transfer.uses)
+        targets = dict.fromkeys(layouts.targets[int(use.layout[assignment[use.choice]])] for use in transfer.uses)
         first = transfer.uses[0].choice - len(intra.parameters)  # uses are in the order of the ops
-        yield first, layouts.value, source, tuple(layouts.targets[q] for q in targets)
+        yield first, layouts.value, source, tuple(targets)
 
 
 @dataclass(frozen=True)
@@ -108,21 +108,24 @@ def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, 
 def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
     """Everything that the assignment communicates per step, one by one."""
     step, mesh = intra.step, intra.mesh
-    # ZeRO-3 keeps no gathered copy: what a backward needs is gathered once more there.
-    reads = (zip(op.operands, run.saved.operands, strict=True) for op, run in zip(step.ops, intra.ops, strict=True))
-    regathered = intra.gathered_again & {value for pairs in reads for value, keep in pairs if keep}
-    for op, value, source, targets in used_transfers(intra, assignment):
-        meta, own, once = step.values[value], value in intra.gathered_again, op in intra.per_step.ops
+    # ZeRO-3 keeps no gathered copy: what a backward needs is gathered once more there, for an op's second run as well.
+    runs_again = set(recomputed(intra, assignment))
+    saved, again = set[int](), set[int]()
+    for op, options in zip(step.ops, intra.ops, strict=True):
+        saved.update(value for value, keep in zip(op.operands, options.saved.operands, strict=True) if keep)
+        again.update(op.operands if op.name in runs_again else ())
+    for first, value, source, targets in used_transfers(intra, assignment):
+        meta, own, once = step.values[value], value in intra.gathered_again, first in intra.per_step.ops
         for target in targets:
-            regather = not once and value in regathered and is_gather(source, target)
+            more = (value in saved) + (value in again) if own and not once and is_gather(source, target) else 0
             for reshard in reshard_steps(source, target, mesh.shape):
                 for kind, phase in reshard.collectives(meta.requires_grad):
                     num_bytes = round(reshard.share * meta.num_bytes)
                     if own and phase == "backward":
                         num_bytes = _gradient_bytes(intra, kind, num_bytes, meta)
                     yield Message(kind, reshard.axis, "step" if once and phase == "forward" else phase, num_bytes, own)
-                    if regather and phase == "forward":
-                        yield Message(kind, reshard.axis, "backward", num_bytes, own)
+                    if phase == "forward":
+                        yield from [Message(kind, reshard.axis, "backward", num_bytes, own)] * more
     for i, options in enumerate(intra.ops):
         once = i in intra.per_step.ops
         for axis, strategy in enumerate(options.strategies[assignment[len(intra.parameters) + i]]):

@@ -21,10 +21,10 @@ from itertools import accumulate
 import numpy as np
 
 from alpa_strategy.cluster.spec import Host
-from alpa_strategy.cost.flops import PRODUCTS, is_plain_view, is_view, op_base_name
+from alpa_strategy.cost.flops import MAY_COPY, PART_VIEWS, PLAIN_VIEWS, PRODUCTS, is_plain_view, is_view, op_base_name
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp
-from alpa_strategy.intra_op.options import joined, local_bytes, picked
+from alpa_strategy.intra_op.options import gathers, joined, local_bytes, picked
 from alpa_strategy.intra_op.problem import Problem, repeated
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
@@ -32,7 +32,10 @@ from alpa_strategy.ir.guards import is_symbolic
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.options import SELECTIVE, PlanOptions
+from alpa_strategy.sharding.redistribute import reshard_table
 from alpa_strategy.sharding.strategies import is_random
+
+VIEWS = (PLAIN_VIEWS | PART_VIEWS) - MAY_COPY
 
 
 def can_run_again(call: OpCall) -> bool:
@@ -81,7 +84,36 @@ def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> Int
     again = {i: which for i in wanted if len(which := _again(intra, i))}
     seconds = {i: intra.ops[i].forward_seconds[which] for i, which in again.items()}
     firsts = {i: len(intra.ops[i].strategies) for i in again}
-    return replace(_extended(intra, again, seconds, pinned is not None), recomputes=firsts)
+    return replace(_extended(intra, again, seconds, _gatherings(intra), pinned is not None), recomputes=firsts)
+
+
+def _gatherings(intra: IntraOp) -> dict[int, np.ndarray]:
+    """Transfer of a parameter -> [source, target] seconds of gathering it for use: a second run does so once more."""
+    found = {}
+    for index, each in enumerate(intra.transfers):
+        gathered, meta = gathers(each.sources, each.targets), intra.step.values[each.value]
+        if each.value in intra.gathered_again and gathered.any():
+            forward, _ = reshard_table(each.sources, each.targets, meta.num_bytes, False, intra.mesh)
+            found[index] = np.where(gathered, forward, 0.0)
+    return found
+
+
+def _views(intra: IntraOp, ops: Collection[int]) -> dict[int, np.ndarray]:
+    """The views of results of `ops`, and of such views -> all of their strategies."""
+    found: dict[int, np.ndarray] = {}
+    for i, op in enumerate(intra.step.ops):
+        if op_base_name(op.call) in VIEWS and op.operands[0] not in intra.gathered_again:
+            maker = intra.step.makers.get(op.operands[0], -1)
+            if maker in ops or maker in found:
+                found[i] = np.arange(len(intra.ops[i].strategies))
+    return found
+
+
+def _is_kept(intra: IntraOp, value: int) -> bool:
+    """Whether some op's backward keeps a value, or a view of it."""
+    readers = {op: intra.step.ops[op] for op, _ in intra.step.consumers.get(value, ())}
+    views = (op.results for op in readers.values() if op_base_name(op.call) in VIEWS)
+    return bool(intra.savers(value)) or any(_is_kept(intra, view) for results in views for view in results)
 
 
 def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
@@ -91,7 +123,7 @@ def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
     """
     stored = {i: which for i in range(len(intra.ops)) if len(which := _storable(intra, i))}
     seconds = {i: 2 / host.link_bandwidth * result_bytes(intra, i)[which] for i, which in stored.items()}
-    return replace(_extended(intra, stored, seconds), stores={i: len(intra.ops[i].strategies) for i in stored})
+    return replace(_extended(intra, stored, seconds, {}), stores={i: len(intra.ops[i].strategies) for i in stored})
 
 
 def result_bytes(intra: IntraOp, index: int, position: int = 0) -> np.ndarray:
@@ -101,42 +133,62 @@ def result_bytes(intra: IntraOp, index: int, position: int = 0) -> np.ndarray:
 
 
 def _extended(
-    intra: IntraOp, more: Mapping[int, np.ndarray], seconds: Mapping[int, np.ndarray], only: bool = False
+    intra: IntraOp,
+    more: Mapping[int, np.ndarray],
+    seconds: Mapping[int, np.ndarray],
+    gathered: Mapping[int, np.ndarray],
+    only: bool = False,
 ) -> IntraOp:
-    """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with nothing kept of the result.
+    """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with nothing kept of the result, nor
+    of its views.
 
-    only: an op that has them has no others.
+    gathered: transfer -> [source, target] seconds that its value costs them as well. only: an op that has them has no
+    others.
     """
-    ops, offset = list(intra.ops), len(intra.parameters)
+    ops, offset, views = list(intra.ops), len(intra.parameters), _views(intra, more)
+    more, seconds = {**more, **views}, {**seconds, **{i: np.zeros(len(which)) for i, which in views.items()}}
     for i, which in more.items():
         added = picked(ops[i], which)
         ops[i] = joined(ops[i], replace(added, compute_seconds=added.compute_seconds + seconds[i]))
     again, extra = ({offset + i: each for i, each in given.items()} for given in (more, seconds))
+    seen = {offset + i for i in views}
+    # What they ask for in columns of their own -> what these cost more: a view of what is kept is none that is not.
+    wide: dict[int, np.ndarray | float] = {**gathered}
+    uses = ((index, use) for index, transfer in enumerate(intra.problem.transfers) for use in transfer.uses)
+    wide.update((index, np.inf) for index, use in uses if use.choice in seen)
 
     def longer(problem: Problem, only: bool) -> Problem:
         """Results get rows of their own in transfers: they are not there in the backward as they were made."""
         found = repeated(problem, again, extra, only=only)
         transfers = list(found.transfers)
         for index, (given, named) in enumerate(zip(problem.transfers, intra.transfers, strict=True)):
+            own, (rows, columns) = transfers[index], given.cost.shape
+            cost, memory, equal = given.cost, given.memory, named.equal  # [source, target]
+            source, uses = own.source, list(own.uses)
+            if index in wide:
+                cost, memory, equal = np.hstack([cost, cost + wide[index]]), *np.tile([memory, equal], (1, 1, 2))
+                for place, use in enumerate(given.uses):
+                    if index in gathered or use.choice in seen:
+                        behind = np.arange(len(uses[place].layout)) >= len(use.layout)
+                        uses[place] = replace(use, layout=uses[place].layout + columns * behind)
             if given.producer in again:
-                added = transfers[index].source[len(given.source) :] + len(named.sources)
-                transfers[index] = replace(
-                    transfers[index],
-                    source=np.concatenate([given.source, added]),
-                    cost=np.vstack([given.cost, given.cost]),
-                    memory=np.vstack([given.memory, np.where(named.equal, 0.0, given.memory)]),
-                )
+                source = source + rows * (np.arange(len(source)) >= len(given.source))
+                made = cost.copy()
+                if index in wide and index not in gathered:
+                    made[:, columns:] = np.where(named.equal, 0.0, np.inf)
+                cost, memory = np.vstack([cost, made]), np.vstack([memory, np.where(equal, 0.0, memory)])
+            transfers[index] = replace(own, source=source, uses=tuple(uses), cost=cost, memory=memory)
         return replace(found, transfers=tuple(transfers))
 
+    transfers = list(intra.transfers)
+    for index, (each, transfer) in enumerate(zip(intra.transfers, intra.problem.transfers, strict=True)):
+        rows, columns = 1 + (transfer.producer in again), 1 + (index in wide)
+        hidden = np.tile(each.hidden, (rows, columns))
+        transfers[index] = replace(each, sources=each.sources * rows, targets=each.targets * columns, hidden=hidden)
     return replace(
         intra,
         ops=tuple(ops),
-        transfers=tuple(
-            replace(each, sources=each.sources * 2, hidden=np.tile(each.hidden, (2, 1)))
-            if transfer.producer in again
-            else each
-            for each, transfer in zip(intra.transfers, intra.problem.transfers, strict=True)
-        ),
+        transfers=tuple(transfers),
         problem=longer(intra.problem, only),
         unrestricted=intra.unrestricted and longer(intra.unrestricted, False),
     )
@@ -160,14 +212,9 @@ def _taken(intra: IntraOp, firsts: Mapping[int, int], assignment: Sequence[int])
 def _again(intra: IntraOp, index: int) -> np.ndarray:
     """The strategies of an op that may be had with a second run."""
     op, plain = intra.step.ops[index], _plain(intra, index)
-    if not len(plain):
-        return plain
-    alone = all(size == 1 for size in intra.mesh.shape)  # elsewhere matrices may be gathered at use, and so once more
-    matrices = {p.value for p in intra.step.parameters if len(p.meta.shape) > 1 and not alone}
-    here = {p.value for p in intra.step.parameters} | {given.value for given in intra.step.constant_inputs}
+    here = {given.value for given in (*intra.step.parameters, *intra.step.constant_inputs)}
     operands = zip(op.operands, intra.ops[index].saved.operands, strict=True)
-    are_there = all((keeps or value in here) and value not in matrices for value, keeps in operands)
-    return plain if are_there else plain[:0]
+    return plain if all(keeps or value in here for value, keeps in operands) else plain[:0]
 
 
 def _storable(intra: IntraOp, index: int) -> np.ndarray:
@@ -181,7 +228,7 @@ def _plain(intra: IntraOp, index: int) -> np.ndarray:
     does so itself."""
     op, options = intra.step.ops[index], intra.ops[index]
     is_able = can_run_again(op.call) and index not in intra.per_step.ops
-    is_kept = is_able and not options.saved.results[0] and bool(intra.savers(op.results[0]))
+    is_kept = is_able and not options.saved.results[0] and _is_kept(intra, op.results[0])
     strategies = options.strategies if is_kept else ()
     return np.array([k for k, each in enumerate(strategies) if all(s.implementation is None for s in each)], dtype=int)
 

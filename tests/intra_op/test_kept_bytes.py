@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from alpa_strategy import ClusterSpec, PlanOptions, make_plan
 
-WIDTH, ROWS = 64, 256
+WIDTH, ROWS, TOKENS = 64, 256, 96
 
 
 def softmax(hidden: Tensor) -> Tensor:
@@ -52,6 +53,28 @@ def conv() -> nn.Module:
     return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
 
 
+def attention(mask: str) -> Callable[[], nn.Module]:
+    """With a mask that every layer makes of nothing, or a bias that it learns."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.bias = nn.Parameter(torch.zeros(TOKENS, TOKENS)) if mask == "learned" else None
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            query = self.linear(hidden).unflatten(-1, (4, -1)).transpose(1, 2)  # [rows, heads, tokens, width]
+            seen = self.bias
+            if mask == "flags":
+                seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=hidden.device).tril()
+            elif mask == "numbers":
+                seen = torch.full((TOKENS, TOKENS), -torch.inf, device=hidden.device).triu(1)
+            made = F.scaled_dot_product_attention(query, query, query, attn_mask=seen)
+            return hidden + made.transpose(1, 2).flatten(2)
+
+    return Layer
+
+
 def really_kept(module: Layers, batch: Tensor) -> int:
     """Bytes of the storages that the graph of a step keeps, without the parameters'."""
     given = {p.untyped_storage().data_ptr() for p in module.parameters()}
@@ -63,6 +86,7 @@ def really_kept(module: Layers, batch: Tensor) -> int:
 
 
 CASES = {activation.__name__: (linear(activation), (ROWS, WIDTH)) for activation in ACTIVATIONS}
+CASES |= {f"attention, {mask}": (attention(mask), (4, TOKENS, WIDTH)) for mask in ("flags", "numbers", "learned")}
 CASES["convolution"] = conv, (16, 4, 16, 16)
 
 
@@ -71,6 +95,7 @@ def test_what_a_layer_keeps_is_what_autograd_keeps(name: str) -> None:
     """Of four layers more: what is there once, and the largest op's own, is the same."""
     make, shape = CASES[name]
     cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 1})
+    cluster = replace(cluster, device=replace(cluster.device, name="cpu"))  # where it is looked at
     batch, options = torch.randn(shape), PlanOptions(remat=False)
     few, many = Layers(4, make), Layers(8, make)
     planned = [make_plan(each, batch, cluster, options).predicted.peak_bytes for each in (few, many)]

@@ -18,12 +18,12 @@ from alpa_strategy.planner import planner
 SIZES = {"vocab_size": 32, "d_model": 32, "num_layers": 2, "seq_len": 64}
 
 
-def plan(model: str, layers: int = 2, **options: Any) -> Plan:
-    """For one device and the harness's batch in float64."""
+def plan(model: str, layers: int = 2, devices: int = 1, **options: Any) -> Plan:
+    """For the harness's batch in float64."""
     torch.set_default_dtype(torch.float64)
     try:
         module = MODELS[model](**{**SIZES, "num_layers": layers})
-        cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 1})
+        cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": devices})
         given = PlanOptions.from_user(batch_scope="global", num_stages=1, **options)
         return make_plan(module, module.example_batch(8), cluster, given)
     finally:
@@ -45,6 +45,34 @@ def test_less_memory_costs_less_than_recomputing_everything(model: str) -> None:
     assert chosen.predicted.peak_bytes <= limit
     assert kept.predicted.step_seconds <= chosen.predicted.step_seconds < everything.predicted.step_seconds
     assert Plan.from_dict(chosen.to_dict()) == chosen
+
+
+def test_products_are_made_again_on_several_devices_too() -> None:
+    """Between what norms and pointwise ops spare, and recomputing everything."""
+    alone = {"devices": 2, "num_microbatches": 1, "offload": False}
+    selective, everything = (plan("llama", remat=remat, **alone) for remat in ("selective", True))
+    limit = (selective.predicted.peak_bytes + everything.predicted.peak_bytes) / 2
+    chosen = plan("llama", memory_limit=limit, **alone)
+    assert any(name.startswith("linear") for name in chosen.stages[0].recomputed)
+    assert not chosen.stages[0].remat
+    assert chosen.predicted.peak_bytes <= limit
+    assert chosen.predicted.step_seconds < everything.predicted.step_seconds
+
+
+def test_what_a_second_run_gathers_is_priced() -> None:
+    """Under ZeRO-3 a matrix is gathered for the forward, for the second run and for the backward."""
+
+    def gathered(remat: Any) -> tuple[float, float]:
+        """(bytes, seconds of all communication)"""
+        found = plan("llama", devices=2, parallel="zero3", num_microbatches=1, remat=remat)
+        moved = [c.num_bytes for c in found.collectives() if (c.kind, c.phase) == ("all_gather", "backward")]
+        return sum(moved), found.predicted.communication_seconds
+
+    name = "blocks.0"
+    weights = {n: p.numel() * 8 for n, p in MODELS["llama"](**SIZES).named_parameters() if n.startswith(name)}
+    kept, again = gathered(False), gathered([name])
+    assert again[0] - kept[0] >= max(weights.values())
+    assert again[1] > kept[1]
 
 
 def test_on_many_devices_stages_of_pipelines_recompute_and_not_tensors(monkeypatch) -> None:
@@ -82,6 +110,16 @@ def test_what_is_made_again_is_the_same(pool, tmp_path: Path, model: str, parall
 )
 def test_a_pin_changes_no_result(pool, tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
     check(pool, tmp_path, "llama", world_size, {**options, "remat": "selective"})
+
+
+def test_what_is_read_through_views_is_made_again(pool, tmp_path: Path) -> None:
+    """All products of a block, its fused projection too, of which views alone are read: within what that spares."""
+    kept, again = (plan("gpt", remat=remat) for remat in (False, ["blocks.*.qkv"]))
+    (name,) = {name.rpartition("_")[0] for name in again.stages[0].recomputed}
+    assert name == "linear"
+    spared = 2 * 8 * SIZES["seq_len"] * 3 * SIZES["d_model"] * 8  # layers, rows, bytes
+    assert kept.predicted.peak_bytes - again.predicted.peak_bytes > 0.9 * spared
+    check(pool, tmp_path, "gpt", 2, {"parallel": "zero3", "num_stages": 1, "remat": ["blocks.*"]})
 
 
 def noted(strategy: dict[str, Any]) -> int:
