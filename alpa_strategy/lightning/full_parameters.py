@@ -34,13 +34,13 @@ class FullParameters:
     def __init__(self, store: ParameterStore) -> None:
         self.store = store
         self._parts: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # parameter, its part, its gradient's part
-        self._is_entered = False
+        self.is_entered = False
         self.on_use: list[GatherOnUse] = []  # as long as one is active, parameters are as good as whole
 
     @property
     def is_active(self) -> bool:
         """Whether the module holds whole parameters now."""
-        return self._is_entered or any(each.is_active for each in self.on_use)
+        return self.is_entered or any(each.is_active for each in self.on_use)
 
     @contextmanager
     def entered(self, with_gradients: bool = False) -> Iterator[None]:
@@ -53,12 +53,12 @@ class FullParameters:
             yield
             return
         self._gather(with_gradients)
-        self._is_entered = True
+        self.is_entered = True
         try:
             yield
             self._take_changes(with_gradients)
         finally:
-            self._is_entered = False
+            self.is_entered = False
             _put(self._parts)
             self._parts = []
 
@@ -73,16 +73,16 @@ class FullParameters:
                 yield
             return
         self._take_changes(is_stepping)
-        is_entered, parts, is_renewed = self._is_entered, self._parts, False
+        is_entered, parts, is_renewed = self.is_entered, self._parts, False
         whole = [(parameter, parameter.data, parameter.grad) for parameter, _, _ in parts]
-        self._is_entered, self._parts = False, []
+        self.is_entered, self._parts = False, []
         _put(parts)
         try:
             yield
             if is_renewed := is_entered and is_stepping:
                 self._gather(with_gradients=True)
         finally:
-            self._is_entered = is_entered
+            self.is_entered = is_entered
             if not is_renewed:
                 self._parts = parts
                 _put(whole)
@@ -237,7 +237,7 @@ def use_whole_norms(plugin: Any, whole: FullParameters) -> AbstractContextManage
 
     def clip(optimizer: Optimizer, clip_val: float) -> None:
         parameters = plugin.main_params(optimizer)
-        if whole.is_active:  # for a hook that sees gradients so
+        if whole.is_entered:  # for a hook that sees gradients so
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
         else:
             clip_by_norm(whole.store, float(clip_val), parameters)
