@@ -112,7 +112,8 @@ def plan_as_written(
         plans = {name: replace(plan, sums_in_fp32=options.fp32_reduction) for name, plan in plans.items()}
         if peak <= limit:
             break
-    room = min(ahead, max(0.0, limit - peak)) if way == "zero3" else 0.0  # no times are known: as much again, if it may
+    # No times are known that would say how much gathering hides: twice as much ahead, where memory has room.
+    room = min(ahead, max(0.0, limit - peak))
     peak, ahead = peak + room, ahead + room
     predicted = Predicted(step_seconds=0.0, peak_bytes=int(peak))
     stage = StagePlan(

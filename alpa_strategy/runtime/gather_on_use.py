@@ -112,8 +112,9 @@ class Rounds:
 
     def _fill(self) -> None:
         """Begin what is waited for next, and what may go on beside it."""
-        for unit in list(self._agreed)[len(self._under_way) :]:
-            if self._under_way and not self._may_start(unit, list(islice(self._agreed, 1, len(self._under_way)))):
+        while (count := len(self._under_way)) < len(self._agreed):
+            unit = self._agreed[count]
+            if count and not self._may_start(unit, list(islice(self._agreed, 1, count))):
                 return
             self._under_way.append(self._start(unit))
 
@@ -152,6 +153,7 @@ class GatherOnUse:
         self._module, self._store, self._keeps = module, store, keeps
         self._sharded = store.sharded_parameters
         self._units: list[list[nn.Parameter]] = []
+        self._unit_bytes: list[int] = []
         self._unit_of: dict[nn.Parameter, int] = {}
         self._parts: dict[nn.Parameter, Tensor] = {}
         self._whole: dict[nn.Parameter, Tensor] = {}
@@ -302,10 +304,13 @@ class GatherOnUse:
             for parameter in own:
                 if parameter not in self._unit_of:
                     unit = of_block.get((block, parameter.dtype))
-                    if unit is None or self._store.whole_bytes([*self._units[unit], parameter]) > BUCKET_BYTES:
+                    num_bytes = self._store.whole_bytes([parameter])
+                    if unit is None or self._unit_bytes[unit] + num_bytes > BUCKET_BYTES:
                         unit = of_block[block, parameter.dtype] = len(self._units)
                         self._units.append([])
+                        self._unit_bytes.append(0)
                     self._units[unit].append(parameter)
+                    self._unit_bytes[unit] += num_bytes
                     self._unit_of[parameter] = unit
                 for module in (owner, block, scripted.get(owner, owner)):
                     units_of.setdefault(module, {})[self._unit_of[parameter]] = None
@@ -351,8 +356,7 @@ class GatherOnUse:
 
     def _may_start(self, unit: int, ahead: list[int]) -> bool:
         """Always the next, more where they fit. What is or will be whole may change until it is gathered again."""
-        num_bytes = sum(self._store.whole_bytes(self._units[each]) for each in (*ahead, unit))
-        has_room = not ahead or num_bytes <= self._store.ahead_bytes
+        has_room = not ahead or sum(self._unit_bytes[each] for each in (*ahead, unit)) <= self._store.ahead_bytes
         return has_room and unit not in ahead and not any(p in self._whole for p in self._units[unit])
 
     def _take_changes(self, parameter: nn.Parameter) -> None:
