@@ -92,6 +92,14 @@ class IntraOp:
         """Ops whose backward keeps what they read of a value."""
         return [op for op, position in self.step.consumers.get(value, ()) if self.ops[op].saved.operands[position]]
 
+    def with_costs(self, more: Mapping[int, np.ndarray]) -> "IntraOp":
+        """The same with so many seconds added to what is minimised: choice -> [strategy]."""
+        choices = list(self.problem.choices)
+        for index, seconds in more.items():
+            choices[index] = replace(choices[index], cost=choices[index].cost + seconds)
+        problem = replace(self.problem, choices=tuple(choices))
+        return replace(self, problem=problem, unrestricted=self.unrestricted or self.problem)
+
     @cached_property
     def gathered_again(self) -> frozenset[int]:
         """Values that are not kept where they are gathered for use: parameters, and what is made of them per step."""

@@ -294,15 +294,12 @@ def with_offload(intra: IntraOp, pinned: Collection[str] | None = None) -> Intra
 
 def with_host_price(intra: IntraOp, price: float) -> IntraOp:
     """The same with so many seconds a byte of host memory added to what is minimised."""
-    choices = list(intra.problem.choices)
-    for index, own in enumerate(intra.parameters):
-        choices[index] = replace(choices[index], cost=choices[index].cost + price * own.host_bytes)
+    more = {index: price * own.host_bytes for index, own in enumerate(intra.parameters)}
     for op, first in intra.stores.items():
-        choice, num_bytes = len(intra.parameters) + op, result_bytes(intra, op)
+        num_bytes = result_bytes(intra, op)
         num_bytes[:first] = 0
-        choices[choice] = replace(choices[choice], cost=choices[choice].cost + price * num_bytes)
-    problem = replace(intra.problem, choices=tuple(choices))
-    return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
+        more[len(intra.parameters) + op] = price * num_bytes
+    return intra.with_costs(more)
 
 
 def host_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:

@@ -92,12 +92,9 @@ def restrict(
 def least_of_equals(intra: IntraOp) -> IntraOp:
     """The same problem where, of layouts of parameters and of what is handed in and on that cost the same, those are
     better in which a device has less."""
-    choices = list(intra.problem.choices)
-    boundary = (given.choice for given in (*intra.received.values(), *intra.sent.values()))
-    for index in (*range(len(intra.parameters)), *boundary):
-        choices[index] = replace(choices[index], cost=choices[index].cost + TIE * choices[index].memory)
-    problem = replace(intra.problem, choices=tuple(choices))
-    return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
+    boundary = {given.choice for given in (*intra.received.values(), *intra.sent.values())}
+    given = {index: intra.problem.choices[index] for index in (*range(len(intra.parameters)), *boundary)}
+    return intra.with_costs({index: TIE * choice.memory for index, choice in given.items()})
 
 
 def derived_values(step: StepGraph) -> dict[int, ParameterInput]:
