@@ -95,7 +95,7 @@ class Run(PlacedModule):
             super().__init__(given, info, plan, self._placed.store, limit, values, buffers)
             program = self._program(step)
         if job.device.type == "cpu":
-            hold_to_plan(self, plan, limit, module, given.optimizers)
+            self._adapted.callback(hold_to_plan(self, plan, limit, module, given.optimizers))
         self._same = SameSteps(rank_zero, job.group)
         # By what kind of batch they are for, those used last at the end; of a kind, those captured last.
         self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()

@@ -146,7 +146,7 @@ class WrittenRun(PlacedModule):
             store = _store(module, parameters, plan, job)
             super().__init__(given, largest, plan, store, limit, values)
         if job.device.type == "cpu":
-            hold_to_plan(self, plan, limit, module, optimizers)
+            self._adapted.callback(hold_to_plan(self, plan, limit, module, optimizers))
         if optimizers and world_size() > 1:
             every = module.trainer.strategy._layer_sync is not None  # Trainer(sync_batchnorm=True)
             norms = synced(module, every, lambda: build_mesh((world_size(),), job.backend, own_group=True).axes[0])

@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,9 +49,9 @@ def tuned(device: torch.device) -> Iterator[None]:
 
 def hold_to_plan(
     owner: object, plan: Plan, limit_bytes: float, module: nn.Module, optimizers: Sequence[Optimizer]
-) -> None:
-    """As long as `owner` lives, give free memory back where this process holds as much as it may besides itself: what
-    is planned, or the limit where that is not far away.
+) -> Callable[[], object]:
+    """Until what is returned is called, or `owner` is gone, give free memory back where this process holds as much as
+    it may besides itself: what is planned, or the limit where that is not far away.
 
     Nothing is done where the limit has room for all that may be kept and little is planned, nor without glibc.
     """
@@ -60,13 +60,13 @@ def hold_to_plan(
     is_whole = all(p.is_whole for stage in plan.stages for p in stage.parameter_plans.values())
     # Activations of steps as written are in no plan: only the limit can be held to.
     keeps_little = peak < LARGE_BYTES or (not plan.is_pipelined and is_whole) or plan.is_as_written
-    if _glibc("malloc_trim") is None or (keeps_little and not is_tight):
-        return
     slack, ended = int(SLACK * peak), threading.Event()
+    if _glibc("malloc_trim") is None or (keeps_little and not is_tight):
+        return ended.set
     itself = max(0, _held_bytes(psutil.Process()) - _tensor_bytes(module, optimizers))
     most = itself + int(limit_bytes if is_tight else peak) - slack
     threading.Thread(target=_trim_beyond, args=(most, slack, ended), name=THREAD, daemon=True).start()
-    weakref.finalize(owner, ended.set)
+    return weakref.finalize(owner, ended.set)
 
 
 def _trim_beyond(most: int, slack: int, ended: threading.Event) -> None:

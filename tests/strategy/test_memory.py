@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import subprocess
@@ -122,7 +121,7 @@ class Most(pl.Callback):
     """The most that this process held within the steps after the first, beyond what it held before the first."""
 
     def __init__(self) -> None:
-        self.num_bytes, self._steps, self._before = 0, 0, 0
+        self.num_bytes, self._steps, self._before, self.threads = 0, 0, 0, 0
 
     def on_train_batch_start(self, *unused: object) -> None:
         self._steps += 1
@@ -136,7 +135,7 @@ class Most(pl.Callback):
             time.sleep(0.002)
 
     def on_train_end(self, *unused: object) -> None:
-        self._steps = 0
+        self._steps, self.threads = 0, threads_that_trim()
 
     @staticmethod
     def held() -> int:
@@ -144,8 +143,12 @@ class Most(pl.Callback):
         return info.rss - info.shared
 
 
+def threads_that_trim() -> int:
+    return sum(thread.name == THREAD for thread in threading.enumerate())
+
+
 def held_under_limit(root: str, limit: float) -> tuple[int, int, int, float]:
-    """(most bytes held, threads that give memory back: now, and when the trainer is gone; bytes planned)."""
+    """(most bytes held, threads that give memory back: in the fit, and after it; bytes planned)."""
     most = Most()
     strategy = AlpaStrategy(
         cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, memory_limit=limit, num_stages=1
@@ -155,13 +158,9 @@ def held_under_limit(root: str, limit: float) -> tuple[int, int, int, float]:
     )
     torch.manual_seed(1)
     trainer.fit(Deep(), DataLoader(torch.randn(6 * 12288, 128), batch_size=12288))
-    now = sum(thread.name == THREAD for thread in threading.enumerate())
+    time.sleep(0.2)  # it looks every few milliseconds
     assert strategy.plan is not None
-    planned = strategy.plan.predicted.peak_bytes
-    del strategy, trainer
-    gc.collect()
-    time.sleep(0.2)
-    return most.num_bytes, now, sum(thread.name == THREAD for thread in threading.enumerate()), planned
+    return most.num_bytes, most.threads, threads_that_trim(), strategy.plan.predicted.peak_bytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
