@@ -1,9 +1,10 @@
-"""How long ranks wait for a small collective of gloo's between computations: woken by its thread, or by a timer.
+"""How long ranks wait for a small collective between computations: gloo's, or through shared memory.
 
     python scripts/bench_waits.py [--ranks 2 4] [--milliseconds 5] [--rounds 3]
 
-The handle's own `wait` sleeps until gloo's thread wakes it, `comm.mesh.Pending` asks every 50 microseconds. The ways
-take turns. The ideal time is that of the computations alone, where each rank has a core.
+The handle's own `wait` sleeps until gloo's thread wakes it, `comm.mesh.Pending` asks every 50 microseconds, ranks of
+one host look at each other's memory. The ways take turns. The ideal time is that of the computations alone, where each
+rank has a core.
 """
 
 from __future__ import annotations
@@ -13,24 +14,28 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from alpa_strategy.comm.mesh import Pending
+from alpa_strategy.comm.mesh import AxisComm, build_mesh
 
 STEPS, ELEMENTS = 100, 512
-WAYS: dict[str, Callable[[Any], object]] = {
-    "woken by gloo": lambda work: work.wait(),
-    "asking": lambda work: Pending(lambda: torch.empty(0), work, is_polled=True).wait(),
+Way = Callable[[AxisComm, Tensor], object]
+WAYS: dict[str, Way] = {
+    "woken by gloo": lambda axis, tensor: dist.all_reduce(tensor, async_op=True).wait(),
+    "asking gloo": lambda axis, tensor: axis.start_all_reduce(tensor).wait(),
+    "shared memory": lambda axis, tensor: axis.all_reduce(tensor),
 }
 
 
-def seconds(wait: Callable[[Any], object], busy_seconds: float) -> tuple[float, list[float]]:
+def seconds(
+    way: Callable[[AxisComm, Tensor], object], axis: AxisComm, busy_seconds: float
+) -> tuple[float, list[float]]:
     """Of STEPS computations of `busy_seconds`, each followed by an all_reduce; and each wait's."""
     matrix, tensor, waits = torch.randn(100, 100), torch.randn(ELEMENTS), []
     dist.barrier()
@@ -40,7 +45,7 @@ def seconds(wait: Callable[[Any], object], busy_seconds: float) -> tuple[float, 
         while time.perf_counter() < until:
             matrix @ matrix
         started = time.perf_counter()
-        wait(dist.all_reduce(tensor, async_op=True))
+        way(axis, tensor)
         waits.append(time.perf_counter() - started)
     return time.perf_counter() - began, waits
 
@@ -49,10 +54,11 @@ def rank_main(rank: int, ranks: int, file: str, args: argparse.Namespace) -> Non
     """One rank of a job; the first prints the table."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+    axis = build_mesh((ranks,)).whole
     found: dict[str, list[tuple[float, list[float]]]] = {way: [] for way in WAYS}
     for _ in range(args.rounds):
-        for way, wait in WAYS.items():
-            found[way].append(seconds(wait, args.milliseconds / 1e3))
+        for name, way in WAYS.items():
+            found[name].append(seconds(way, axis, args.milliseconds / 1e3))
     if rank == 0:
         table = Table("way", "ms in all", "mean wait", "median", "90th percentile", title=f"{ranks} ranks")
         for way, rounds in found.items():

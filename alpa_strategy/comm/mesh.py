@@ -8,6 +8,7 @@ ranks, and keeps its own. Where a job is divided into replicas (`Replica`), mesh
 groups without the others; its ranks are counted from 0 there.
 """
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alpa_strategy.comm.collectives import rank_in, world_size
+from alpa_strategy.comm.shared_memory import shared_memory_group
 from alpa_strategy.errors import OptionError, RuntimeMismatchError, check_names
 from alpa_strategy.ir.placement import chunk_sizes
 
@@ -63,7 +65,9 @@ class Pending:
 class AxisComm:
     """Collectives among the devices that differ only in one mesh coordinate. None is differentiable.
 
-    None but `start_all_reduce` writes into what it is given; what is begun by `start_*` is not waited for.
+    None but `start_all_reduce` writes into what it is given; what is begun by `start_*` is not waited for, and may come
+    in another order among that of other axes; what is waited for takes shared memory where it can. Making one is
+    collective over its devices.
 
     Args:
         size, index: of the axis, and this device's coordinate on it.
@@ -78,7 +82,13 @@ class AxisComm:
         self._library = library
         self._all_gather = _renamed(library, "all_gather_single", "all_gather_into_tensor")
         self._reduce_scatter = _renamed(library, "reduce_scatter_single", "reduce_scatter_tensor")
-        self._is_gloo = size > 1 and dist.get_backend(group) == "gloo"
+        self._is_gloo = self._is_polled = size > 1 and dist.get_backend(group) == "gloo"
+        shared = shared_memory_group(group, index, size) if self._is_gloo else None
+        self._shared: AxisComm | None = None  # the same axis, for collectives that are waited for
+        if shared is not None:
+            self._shared = copy.copy(self)
+            self._shared.group, self._shared._is_polled = shared, False
+            self._shared_bytes = shared.most_bytes
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Element-wise `sum` or `max` over the axis; the result has the same bits on each of its devices."""
@@ -88,12 +98,15 @@ class AxisComm:
             return self.all_reduce(tensor.to(torch.uint8), "max").to(torch.bool)
         # A copy: the collective writes where it reads.
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        work = self._library.all_reduce(result, getattr(self._library.ReduceOp, op.upper()), self.group, True)
-        return Pending(lambda: result, work, self._is_gloo).wait()
+        return self._now(result, result.nbytes)._start_all_reduce(result, op).wait()
 
     def all_gather(self, tensor: Tensor, dim: int, total: int) -> Tensor:
         """Concatenate the axis' chunks along `dim`; chunk i has `chunk_sizes(total, size)[i]` rows (uneven is fine)."""
-        return self.start_all_gather(tensor, dim, total).wait()
+        return (
+            self._now(tensor, _chunks_bytes(tensor, dim, 1, total, self.size))
+            .start_all_gather(tensor, dim, total)
+            .wait()
+        )
 
     def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
         """As `all_gather`."""
@@ -110,11 +123,12 @@ class AxisComm:
                 return torch.cat([gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim)
             return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
-        return Pending(finish, work, self._is_gloo)
+        return Pending(finish, work, self._is_polled)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Sum over the axis, keep this device's chunk (`chunk_range(shape[dim], size, index)`) of `dim`."""
-        return self.start_reduce_scatter_of(tensor, dim).wait()
+        num_bytes = _chunks_bytes(tensor, dim, self.size, tensor.shape[dim], self.size)
+        return self._now(tensor, num_bytes).start_reduce_scatter_of(tensor, dim).wait()
 
     def start_reduce_scatter_of(self, tensor: Tensor, dim: int) -> Pending:
         """As `reduce_scatter`."""
@@ -145,8 +159,11 @@ class AxisComm:
             shape = [*tensor.shape]
             shape[gather_dim], shape[split_dim] = size, split_sizes[self.index]
             shapes.append(shape)
-        received = [math.prod(shape) for shape in shapes]
-        output = self.start_exchange(torch.cat(sent), [part.numel() for part in sent], received).wait()
+        received, flat = [math.prod(shape) for shape in shapes], torch.cat(sent)
+        if len({*gather_sizes}) == len({*split_sizes}) == 1:
+            output = self._now(flat, flat.nbytes)._start_even_exchange(flat).wait()
+        else:
+            output = self.start_exchange(flat, [part.numel() for part in sent], received).wait()
         parts = [part.view(shape) for part, shape in zip(output.split(received), shapes, strict=True)]
         return torch.cat(parts, gather_dim)
 
@@ -159,14 +176,17 @@ class AxisComm:
         output, width = flat.new_empty(sum(received)), flat.dtype.itemsize
         splits = [n * width for n in received], [n * width for n in sent]
         work = self._library.all_to_all_single(_as_bytes(output), _as_bytes(flat), *splits, self.group, True)
-        return Pending(lambda: output, work, self._is_gloo)
+        return Pending(lambda: output, work, self._is_polled)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Sum `tensor` (contiguous) over the axis in place."""
         if self.size == 1:
             return Pending(lambda: tensor)
-        work = self._library.all_reduce(tensor, self._library.ReduceOp.SUM, self.group, True)
-        return Pending(lambda: tensor, work, self._is_gloo)
+        return self._start_all_reduce(tensor, "sum")
+
+    def _start_all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        work = self._library.all_reduce(tensor, getattr(self._library.ReduceOp, op.upper()), self.group, True)
+        return Pending(lambda: tensor, work, self._is_polled)
 
     def start_reduce_scatter(self, rows: Tensor) -> Pending:
         """Sum `rows` [size, ...], contiguous, over the axis; this device keeps row `index`."""
@@ -174,12 +194,22 @@ class AxisComm:
             return Pending(lambda: rows[0])
         if self._is_gloo:
             # gloo does reduce_scatter as a whole all_reduce: all_to_all and a local sum move half the bytes.
-            received = torch.empty_like(rows)
-            work = self._library.all_to_all_single(_as_bytes(received), _as_bytes(rows), None, None, self.group, True)
-            return Pending(lambda: received.sum(0, dtype=rows.dtype), work, self._is_gloo)
+            coming = self._start_even_exchange(rows)
+            return Pending(lambda: coming.wait().sum(0, dtype=rows.dtype))
         own = torch.empty_like(rows[0])
         work = self._reduce_scatter(own.view(-1), rows.view(-1), self._library.ReduceOp.SUM, self.group, True)
-        return Pending(lambda: own, work, self._is_gloo)
+        return Pending(lambda: own, work, self._is_polled)
+
+    def _start_even_exchange(self, rows: Tensor) -> Pending:
+        """Part i of `rows`, contiguous, goes to device i, parts being equal; what comes, of the same shape."""
+        received = torch.empty_like(rows)
+        work = self._library.all_to_all_single(_as_bytes(received), _as_bytes(rows), None, None, self.group, True)
+        return Pending(lambda: received, work, self._is_polled)
+
+    def _now(self, tensor: Tensor, num_bytes: float) -> "AxisComm":
+        """What is quickest for a collective that is waited for at once; `num_bytes`: that each device gives, of all."""
+        shared = self._shared
+        return self if shared is None or tensor.is_cuda or num_bytes > self._shared_bytes else shared
 
     def _check_size(self, tensor: Tensor, dim: int, expected: int) -> None:
         if tensor.shape[dim] != expected:
@@ -188,6 +218,12 @@ class AxisComm:
                 f"the plan says {expected}",
                 "shapes at run time must be those that were planned; drop the odd last batch or plan for it",
             )
+
+
+def _chunks_bytes(tensor: Tensor, dim: int, count: int, total: int, size: int) -> int:
+    """Bytes of `count` chunks of `total` rows of `dim`, cut for `size` devices: of the largest on each."""
+    row = math.prod(tensor.shape[:dim]) * math.prod(tensor.shape[dim:][1:]) * tensor.element_size()
+    return row * count * chunk_sizes(total, size)[0]
 
 
 def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:

@@ -105,9 +105,9 @@ class OpTable:
         """Remember a measurement, in seconds."""
         self._families[device, call_family(call)][call_key(call)] = OpTime(forward, backward, *op_work(call))
 
-    def family(self, device: str, family: str) -> tuple[OpTime, ...]:
-        """Every measurement of a family (`call_family`)."""
-        return tuple(self._families.get((device, family), {}).values())
+    def family(self, device: str, family: str) -> dict[str, OpTime]:
+        """Every measurement of a family (`call_family`), by `call_key`."""
+        return self._families.get((device, family), {})
 
     def __len__(self) -> int:
         return sum(map(len, self._families.values()))
@@ -142,9 +142,15 @@ MEASURED_DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "cuda": ("float32"
 
 
 def measure_ops(
-    calls: Iterable[OpCall], device: torch.device | str, budget_seconds: float, table: OpTable, name: str | None = None
+    calls: Iterable[OpCall],
+    device: torch.device | str,
+    budget_seconds: float,
+    table: OpTable,
+    name: str | None = None,
+    later: Iterable[OpCall] = (),
 ) -> OpTable:
-    """Time the distinct calls that `table` does not hold, longest expected first, until the budget is spent.
+    """Time the distinct calls that `table` does not hold, longest expected first (and `later` ones after the others),
+    until the budget is spent.
 
     Returns `table`, with the new times under the device's name (`device_name`, or `name`). Views are skipped; so are
     calls that do not run by themselves on random data, and calls that would need more than half of the free memory.
@@ -156,6 +162,7 @@ def measure_ops(
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     best: dict[OpCall, tuple[float, float]] = {}
     order = sorted(missing, key=_expected, reverse=True)
+    order.sort(key=set(later).__contains__)
     for pass_index in range(PASSES):  # again later, while time is left: a burst of other load passes
         for call in order if pass_index == 0 else list(best):
             left = budget_seconds - (time.perf_counter() - started)

@@ -2,7 +2,9 @@
 
 import logging
 import math
+import re
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +27,7 @@ from alpa_strategy.cost.flops import (
     product_kind,
     product_shape,
 )
-from alpa_strategy.cost.measured import OpTable, call_family
+from alpa_strategy.cost.measured import OpTable, call_family, call_key
 from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, TensorMeta, aten_name, with_slots
 from alpa_strategy.options import OptimizerInfo
 
@@ -398,7 +400,7 @@ class RooflineCosts:
         self.table = table
         self._seconds: dict[OpCall, tuple[float, float]] = {}
         self._saved: dict[OpCall, Saved] = {}
-        self._corrections: dict[str, list[tuple[float, float, float]]] = {}
+        self._corrections: dict[str, list[_Point]] = {}
         self._mode = FakeTensorMode()
 
     @property
@@ -461,26 +463,56 @@ class RooflineCosts:
         return forward * ratio_forward, backward * ratio_backward
 
     def _correction(self, call: OpCall, seconds: float) -> tuple[float, float]:
-        """measured/roofline of the op's measured shapes around one of `seconds`, interpolated in the logarithm."""
+        """measured/roofline of the op's measured calls, those counting most whose shapes are most like the call's: a
+        part of an op runs as the whole does, where another op of its size may reach a third of its rate."""
         family = call_family(call)
         points = self._corrections.get(family)
         if points is None:
             points = self._corrections[family] = self._family_points(family, reached_flops(self.device, call))
         if not points or seconds <= 0:
             return 1.0, 1.0
-        sizes, *ratios = zip(*points, strict=True)
-        forward, backward = (math.exp(np.interp(math.log(seconds), sizes, ratio)) for ratio in ratios)
-        return forward, backward
+        key, size = call_key(call), math.log(seconds)
+        ratios = np.array([(point.forward, point.backward) for point in points])  # [points, 2]
+        weights = np.array([(_unlike(key, point.key) + NEAR * abs(size - point.size) + NEAR) ** -4 for point in points])
+        forward, backward = np.exp(weights @ ratios / weights.sum())
+        return float(forward), float(backward)
 
-    def _family_points(self, family: str, rate: float) -> list[tuple[float, float, float]]:
-        """(log roofline seconds, log ratio forward, log ratio backward) of every measured call, ascending."""
+    def _family_points(self, family: str, rate: float) -> list["_Point"]:
+        """Every measured call of the family."""
         assert self.table is not None
         points = []
-        for entry in self.table.family(self.device.name, family):
+        for key, entry in self.table.family(self.device.name, family).items():
             forward = roofline_seconds(entry.forward_work, self.device, rate)
             backward = roofline_seconds(entry.backward_work, self.device, rate)
             if forward <= 0 or entry.forward <= 0:
                 continue
             ratio = math.log(entry.backward / backward) if backward > 0 and entry.backward > 0 else 0.0
-            points.append((math.log(forward + backward), math.log(entry.forward / forward), ratio))
-        return sorted(points)
+            points.append(_Point(key, math.log(forward + backward), math.log(entry.forward / forward), ratio))
+        return points
+
+
+NEAR = 0.1  # of a factor e: calls as near as that count alike
+OTHER_RANKS = 10.0  # factors of e that lie between calls with other numbers of dims
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A measured call. size: logarithm of its roofline seconds; forward, backward: of measured/roofline."""
+
+    key: str
+    size: float
+    forward: float
+    backward: float
+
+
+@lru_cache(maxsize=2**16)
+def _unlike(one: str, other: str) -> float:
+    """How many factors of e lie between two calls (`call_key`), all dims of all shapes together; other arguments count
+    as one."""
+    (shapes, arguments), (other_shapes, other_arguments) = (key.split(" (", 1) for key in (one, other))
+    dims, other_dims = (re.findall(r"\d+|\]", text) for text in (shapes, other_shapes))
+    pairs = list(zip(dims, other_dims, strict=False))
+    if len(dims) != len(other_dims) or any((a == "]") != (b == "]") for a, b in pairs):
+        return OTHER_RANKS
+    apart = sum(abs(math.log(max(int(a), 1) / max(int(b), 1))) for a, b in pairs if a != "]")
+    return apart + (arguments != other_arguments)

@@ -1,7 +1,7 @@
 """Planning inside a running job: every rank captures, rank 0 finds or makes the plan, all ranks get the same one."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -243,7 +243,8 @@ def _plan_on_rank_zero(
             budget = FIRST_BUDGET if pinned is None else LATER_BUDGET
             shapes = logical_shapes(task.options, task.cluster)
             calls = set().union(*(local_calls(task.step, shape) for shape in shapes))
-            costs = _timed(calls, task.cluster, job, budget)
+            whole = {op.call for op in task.step.ops}  # seldom chosen, and known by their parts
+            costs = _timed(calls, task.cluster, job, budget, later=whole)
 
         costed = replace(task, costs=costs, stage_costs=partial(_measured_stage_costs, task, job))
         return _chosen(costed, job, pinned)
@@ -313,12 +314,17 @@ def _measured_stage_costs(task: PlanTask, job: Job) -> RooflineCosts:
         return _timed(calls, cluster, job, STAGES_BUDGET)
 
 
-def _timed(calls: set[OpCall], cluster: ClusterSpec, job: Job, budget_seconds: float) -> RooflineCosts:
-    """Costs from the table in `job.folder`, after timing what it lacks on this rank's device, within the budget."""
+def _timed(
+    calls: set[OpCall], cluster: ClusterSpec, job: Job, budget_seconds: float, later: Iterable[OpCall] = ()
+) -> RooflineCosts:
+    """Costs from the table in `job.folder`, after timing what it lacks on this rank's device, within the budget.
+
+    later: calls that wait until the others are timed.
+    """
     table = OpTable.load(job.folder / "costs" / "ops.json")
     known = len(table)
     with torch.enable_grad():
-        measure_ops(calls, job.device, budget_seconds, table, name=cluster.device.name)
+        measure_ops(calls, job.device, budget_seconds, table, name=cluster.device.name, later=later)
     if len(table) > known:
         try:
             table.save()

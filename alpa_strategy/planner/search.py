@@ -46,6 +46,7 @@ from alpa_strategy.units import format_bytes
 
 BASELINES = ("data", "zero2", "zero3", "tensor")
 BACKWARD_SHARE = 2 / 3  # of compute
+TOLD_APART = 1.1  # plans by times measured in a running job: noise is seldom more
 MOST_SOLVED = 6  # candidates that are solved exactly, in turn, until one is as good as others promise
 SLACK = 1.5  # plans up to so many times slower than what is known still show where better ones lie
 
@@ -106,8 +107,12 @@ def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = 
         # The ILP adds up what runs side by side: fair to all layouts but to data parallelism's, most of whose
         # communication is hidden.
         other = plan_of(solver.job, fingerprint, [data], [0])
-        if hidden_seconds(other, task.cluster.overlap) < hidden_seconds(plan, task.cluster.overlap):
+        theirs, ours = (hidden_seconds(each, task.cluster.overlap) for each in (other, plan))
+        if theirs < ours:
             note = "data parallel: the reduction of gradients runs beside the backward"
+            plan = replace(other, notes=(*other.notes, note))
+        elif ours < theirs < TOLD_APART * ours and task.cluster.measured:
+            note = f"data parallel: another plan is {theirs / ours - 1:.0%} faster as measured, which may be noise"
             plan = replace(other, notes=(*other.notes, note))
     return replace(
         plan,

@@ -223,11 +223,23 @@ def test_other_shapes_are_scaled_as_their_neighbours_were():
         forward, backward = plain.op_seconds(linear(batch, 64, 64))
         table.put("toy", linear(batch, 64, 64), ratio * forward, 3 * ratio * backward)
     costs = RooflineCosts(DEVICE, table)
-    for batch, low, high in ((1, 2.0, 2.0), (400, 2.0, 8.0), (100000, 8.0, 8.0)):
+    for batch, low, high in ((1, 2.0, 2.02), (400, 2.5, 6.0), (100000, 7.92, 8.0)):
         forward, backward = plain.op_seconds(linear(batch, 64, 64))
         found = costs.op_seconds(linear(batch, 64, 64))
         assert low * (1 - 1e-9) <= found[0] / forward <= high * (1 + 1e-9)
         assert 3 * low * (1 - 1e-9) <= found[1] / backward <= 3 * high * (1 + 1e-9)
+
+
+def test_a_part_of_a_measured_call_is_scaled_as_that_one_not_as_others_of_its_size():
+    """Others had made half of a convolution's rows cost more than all of them, and a plan compute it on every rank."""
+    plain, table = RooflineCosts(DEVICE), OpTable()
+    wide, narrow = linear(1024, 64, 64), linear(1024, 512, 8)  # of equal work
+    table.put("toy", wide, *(2 * seconds for seconds in plain.op_seconds(wide)))
+    table.put("toy", narrow, *(8 * seconds for seconds in plain.op_seconds(narrow)))
+    costs = RooflineCosts(DEVICE, table)
+    for half, ratio in ((linear(512, 64, 64), 2), (linear(1024, 64, 32), 2), (linear(512, 512, 8), 8)):
+        expected = [ratio * seconds for seconds in plain.op_seconds(half)]
+        assert costs.op_seconds(half) == pytest.approx(expected, rel=0.05)
 
 
 def test_a_convolution_is_scaled_as_those_of_its_kernel():

@@ -1,0 +1,113 @@
+"""Collectives through shared memory: gloo's results at every size, nothing left behind, and no wait for a lost rank."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from alpa_strategy.comm import shared_memory
+from alpa_strategy.comm.mesh import build_mesh
+from alpa_strategy.comm.shared_memory import FOLDER, TOTAL_BYTES, SharedMemoryGroup
+from alpa_strategy.errors import LostRankError
+
+DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.uint8)
+pytestmark = pytest.mark.skipif(shared_memory._host() is None, reason="shared memory of x86 alone")
+
+
+def files() -> set[str]:
+    return {path.name for path in FOLDER.glob("alpa-*")}
+
+
+def same_as_gloo(seed: int) -> int:
+    """Collectives of any kind, dtype and size, in one order, with ranks that come late. How many there were."""
+    axis = build_mesh((dist.get_world_size(),), own_group=True).whole
+    assert axis._shared is not None
+    size, rank = axis.size, axis.index
+    common, own = random.Random(seed), random.Random(1000 * seed + rank)
+    calls = 60
+    for call in range(calls):
+        most = 3 * axis._shared_bytes if call % 20 == 0 else common.choice([1, 10, 5000, 200_000])
+        dtype = common.choice(DTYPES)
+        rows = max(1, common.randint(1, most) // dtype.itemsize // size)
+        parts = [torch.randint(0, 9, (size * rows,), generator=_seeded(call, each)).to(dtype) for each in range(size)]
+        mine, total = parts[rank].clone(), torch.stack(parts).double().sum(0).to(dtype)
+        if own.random() < 0.2:
+            time.sleep(own.random() * 0.01)
+        match common.choice(["sum", "max", "gather", "scatter", "exchange"]):
+            case "sum":
+                assert torch.equal(axis.all_reduce(mine), total)
+            case "max":
+                assert torch.equal(axis.all_reduce(mine, "max"), torch.stack(parts).amax(0))
+            case "gather":
+                assert torch.equal(axis.all_gather(mine, 0, size * len(mine)), torch.cat(parts))
+            case "scatter":
+                assert torch.equal(axis.reduce_scatter(mine, 0), total.view(size, rows)[rank])
+            case "exchange":
+                given = [part.view(1, -1) for part in parts]
+                found = axis.all_to_all(given[rank], 0, size, 1)
+                assert torch.equal(found, torch.cat(given).view(size, size, rows)[:, rank])
+        assert torch.equal(mine, parts[rank])
+    return calls
+
+
+def _seeded(call: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 * call + rank)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_results_are_the_sums_and_copies_that_gloo_makes(pool, ranks):
+    before = files()
+    assert pool.run(ranks, same_as_gloo, ranks) == [60] * ranks
+    assert files() == before
+
+
+def without_room() -> tuple[bool, float]:
+    with patch.object(shared_memory, "TOTAL_BYTES", 2**60):
+        axis = build_mesh((dist.get_world_size(),), own_group=True).whole
+    return axis._shared is None, float(axis.all_reduce(torch.ones(3)).sum())
+
+
+def test_where_the_memory_is_not_to_be_had_gloo_is_used(pool):
+    assert pool.run(2, without_room) == [(True, 6.0)] * 2
+
+
+def waits_in_vain(path: str, ends: bool) -> str:
+    """Rank 0 waits for a collective that rank 1 does not begin: why that ends."""
+    rank = dist.get_rank()
+    if rank == 1 and ends:
+        child = os.fork()
+        if child == 0:  # rank 1's part is played by a process that is gone soon
+            group = SharedMemoryGroup(path, 1, 2, 60.0)
+            Path(path + ".here").touch()
+            time.sleep(1.0)
+            group.rank()
+            os._exit(0)
+        os.waitpid(child, 0)
+        return ""
+    group = SharedMemoryGroup(path, rank, 2, 1.5)
+    dist.barrier() if not ends else None
+    while ends and not Path(path + ".here").exists():
+        time.sleep(0.01)
+    if rank == 0:
+        with pytest.raises(LostRankError) as found:
+            dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+        Path(path + ".done").touch()
+        return str(found.value)
+    while not Path(path + ".done").exists():
+        time.sleep(0.05)
+    return ""
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ended", "late"])
+def test_a_lost_rank_is_named_and_a_late_one_not_waited_for_for_ever(pool, tmp_path, ends):
+    path = tmp_path / "shared"
+    path.write_bytes(b"\0" * TOTAL_BYTES)
+    said = pool.run(2, waits_in_vain, str(path), ends)[0]
+    assert ("rank 1 of 2 on this host has ended" if ends else "has not ended within 1.5 s") in said
