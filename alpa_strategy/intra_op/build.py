@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import product
 
 import numpy as np
+import torch
 
 from alpa_strategy.cluster.spec import LogicalMesh
 from alpa_strategy.cost.flops import is_plain_view, is_view
@@ -113,7 +114,7 @@ class OptionTables:
         self.mesh, self.costs, self.optimizer = mesh, costs, optimizer
         self.steps_per_update = steps_per_update
         self._ops: dict[OpCall, OpOptions] = {}
-        self._parameters: dict[tuple[TensorMeta, int, bool], ParameterOptions] = {}
+        self._parameters: dict[tuple[TensorMeta, int, torch.dtype, bool], ParameterOptions] = {}
 
     def op(self, call: OpCall) -> OpOptions:
         """The strategies of an op."""
@@ -121,12 +122,12 @@ class OptionTables:
             self._ops[call] = op_options(call, self.mesh, self.costs)
         return self._ops[call]
 
-    def parameter(self, given: ParameterInput, on_host: bool = False) -> ParameterOptions:
-        """The ways to store a parameter, on the device or in host memory."""
-        key = given.meta, given.num_segments, on_host
+    def parameter(self, given: ParameterInput, step: StepGraph, on_host: bool = False) -> ParameterOptions:
+        """The ways to store a parameter of the step, on the device or in host memory."""
+        key = given.meta, given.num_segments, step.dtypes_read[given.name], on_host
         if key not in self._parameters:
             self._parameters[key] = parameter_options(
-                given, self.mesh, self.costs, self.optimizer, self.steps_per_update, on_host
+                given, key[2], self.mesh, self.costs, self.optimizer, self.steps_per_update, on_host
             )
         return self._parameters[key]
 
@@ -177,7 +178,7 @@ class _Builder:
         self._step, self._tables, self._mesh = step, tables, tables.mesh
         self._whole: DualLayout = (INVARIANT,) * len(tables.mesh.shape)
         self.constants = constant_values(step)
-        self.parameters = tuple(tables.parameter(p) for p in step.parameters)
+        self.parameters = tuple(tables.parameter(p, step) for p in step.parameters)
         options = (
             # What all devices make whole has the first strategy alone, which repeats the op.
             picked(tables.op(op.call), [0]) if self.constants.issuperset(op.results) else tables.op(op.call)

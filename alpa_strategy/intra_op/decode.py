@@ -134,7 +134,8 @@ def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
     for i, parameter in enumerate(step.parameters):
         if parameter.meta.requires_grad:
             plan = intra.parameters[i].plans[assignment[i]]
-            for kind, axis, num_bytes in step_collectives_of(plan, parameter.meta, mesh.shape):
+            read = step.dtypes_read[parameter.name]
+            for kind, axis, num_bytes in step_collectives_of(plan, parameter.meta, read, mesh.shape):
                 yield Message(kind, axis, "step", _gradient_bytes(intra, kind, num_bytes, parameter.meta), True)
 
 

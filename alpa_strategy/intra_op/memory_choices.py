@@ -275,7 +275,7 @@ def with_offload(intra: IntraOp, pinned: Collection[str] | None = None) -> Intra
     twins, seconds, num_bytes = (dict[int, np.ndarray]() for _ in range(3))
     for index, (given, own) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
         if can_be_offloaded(given) and (pinned is None or given.name in pinned):
-            host = intra.tables.parameter(given, on_host=True)
+            host = intra.tables.parameter(given, intra.step, on_host=True)
             # Fetched once more where some op's backward needs it.
             views = (is_plain_view(intra.step.ops[op].call) for op, _ in intra.step.consumers.get(given.value, ()))
             again = 1.0 if intra.savers(given.value) or any(views) else 0.0

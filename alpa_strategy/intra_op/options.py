@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from alpa_strategy.cluster.spec import LogicalMesh, MeshAxis
 from alpa_strategy.cost.flops import is_plain_view, is_view
@@ -81,17 +82,23 @@ def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int) -> list
 
 
 def step_collectives_of(
-    plan: ParameterPlan, meta: TensorMeta, mesh_shape: tuple[int, ...]
+    plan: ParameterPlan, meta: TensorMeta, read: torch.dtype, mesh_shape: tuple[int, ...]
 ) -> list[tuple[str, int, int]]:
-    """(kind, mesh axis, bytes of the full tensor on the axis) of a parameter's once-per-step collectives."""
+    """(kind, mesh axis, bytes of the full tensor on the axis) of a parameter's once-per-step collectives.
+
+    read: what the step takes it in. A copy of it in bfloat16 is gathered, and its gradients are summed, so.
+    """
     found: list[tuple[str, int, int]] = []
     num_bytes = local_bytes(meta, plan.step_layout(meta.requires_grad), mesh_shape)
+    in_half = num_bytes * read.itemsize // meta.dtype.itemsize
+    is_summed_so = plan.is_gathered_once and read == torch.bfloat16 and not plan.sums_in_fp32
+    gathered, reduced = in_half, in_half if is_summed_so else num_bytes
     for axis, mode in enumerate(plan.modes):  # scattering first leaves less for the later axes
         if mode.is_gathered_once:
-            found += [("all_gather", axis, num_bytes), ("reduce_scatter", axis, num_bytes)]
-            num_bytes = -(-num_bytes // mesh_shape[axis])
+            found += [("all_gather", axis, gathered), ("reduce_scatter", axis, reduced)]
+            gathered, reduced = (-(-each // mesh_shape[axis]) for each in (gathered, reduced))
     found += [
-        ("all_reduce", axis, num_bytes) for axis, mode in enumerate(plan.modes) if mode.storage is Storage.REPLICATE
+        ("all_reduce", axis, reduced) for axis, mode in enumerate(plan.modes) if mode.storage is Storage.REPLICATE
     ]
     return found
 
@@ -107,10 +114,17 @@ def bucketed_seconds(axis: MeshAxis, kind: str, num_bytes: int, bucket_bytes: in
 
 
 def parameter_options(
-    given: ParameterInput, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo, num_steps: int, on_host: bool
+    given: ParameterInput,
+    read: torch.dtype,
+    mesh: LogicalMesh,
+    costs: OpCosts,
+    optimizer: OptimizerInfo,
+    num_steps: int,
+    on_host: bool,
 ) -> ParameterOptions:
     """Every combination of modes over the mesh axes, with once-per-step seconds and bytes.
 
+    `read`: what the step takes it in, if that is not its own dtype.
     `num_steps`: gradient accumulation; what happens once per optimizer step is shared by so many steps.
     `on_host`: what is stored lies in host memory.
     """
@@ -134,7 +148,7 @@ def parameter_options(
             scale = optimizer.gradient_scale(meta.dtype.itemsize)
             cost += sum(
                 bucketed_seconds(mesh.axes[a], kind, int(b * (scale if kind in REDUCTIONS else 1)))
-                for kind, a, b in step_collectives_of(plan, meta, mesh.shape)
+                for kind, a, b in step_collectives_of(plan, meta, read, mesh.shape)
             )
             if on_host and mesh.host is not None:  # bound by a device's share of the host's memory
                 update_bytes = stored_meta.num_elements * optimizer.update_bytes(meta.dtype.itemsize)
@@ -145,7 +159,8 @@ def parameter_options(
             grad = int(scale * kept)
             kept += int(stored_meta.num_elements * optimizer.state_bytes) + grad
             if plan.is_gathered_once or (on_host and not plan.is_fetched):
-                gathered = int((1 + scale) * whole)  # the gathered copy and its gradient before the scatter
+                # The gathered copy, and its gradient before the scatter.
+                gathered = whole * read.itemsize // meta.dtype.itemsize + int(scale * whole)
         if on_host and mesh.host is not None:
             fetch, back = (float(size) / mesh.host.link_bandwidth for size in (stored_meta.num_bytes, grad))
             if not plan.is_fetched:

@@ -301,6 +301,18 @@ class StepGraph:
         return found[::-1]
 
     @cached_property
+    def dtypes_read(self) -> dict[str, torch.dtype]:
+        """By name of a parameter the half-precision dtype that all of its uses cast it to, else its own dtype."""
+        kept = {*self.escaping, *self.sent}
+        dtypes: dict[str, torch.dtype] = {}
+        for given in self.parameters:
+            uses = [self.ops[op].call for op, _ in self.consumers.get(given.value, ())]
+            cast = {call.results[0].dtype if call.target is torch.ops.aten.to.dtype else None for call in uses}
+            (dtype,) = cast if len(cast) == 1 and given.value not in kept else (None,)
+            dtypes[given.name] = dtype if dtype in (torch.bfloat16, torch.float16) else given.meta.dtype
+        return dtypes
+
+    @cached_property
     def consumers(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """Value index -> the (op index, operand position) pairs that read it."""
         found: dict[int, list[tuple[int, int]]] = {}

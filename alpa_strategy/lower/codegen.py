@@ -451,18 +451,6 @@ def _not_kept(target: Callable[..., Tensor], is_stored: bool) -> Callable[..., T
     return run
 
 
-def dtypes_read(step: StepGraph) -> dict[str, torch.dtype]:
-    """By name of a parameter the half-precision dtype that all of its uses cast it to, else its own dtype."""
-    kept = {*step.escaping, *step.sent}
-    dtypes: dict[str, torch.dtype] = {}
-    for given in step.parameters:
-        uses = [op.call for op in step.ops if given.value in op.operands]
-        cast = {call.results[0].dtype if call.target is torch.ops.aten.to.dtype else None for call in uses}
-        (dtype,) = cast if len(cast) == 1 and given.value not in kept else (None,)
-        dtypes[given.name] = dtype if dtype in (torch.bfloat16, torch.float16) else given.meta.dtype
-    return dtypes
-
-
 def prefetchable(step: StepGraph) -> frozenset[int]:
     """The batch's leaves and what is computed of them without parameters and random numbers.
 

@@ -29,7 +29,7 @@ from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.ir.graph import ParameterInput, StepGraph, run_step
 from alpa_strategy.ir.guards import COUNTERS
 from alpa_strategy.ir.plan import Plan, stage_ranks
-from alpa_strategy.lower.codegen import dtypes_read, lower
+from alpa_strategy.lower.codegen import lower
 from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms
@@ -97,7 +97,7 @@ class PlacedPlan:
         if not self._plan.is_pipelined:
             stage, mesh = plan.stages[0], places.meshes[0]
             assert mesh is not None
-            of_stage[0].will_read(dtypes_read(step))
+            of_stage[0].will_read(step.dtypes_read)
             overlaps = not self._plan.is_as_written  # else the user's own code may differentiate twice
             lowered = lower(step, stage, mesh, places.device, places.randoms[0], places.compiler, overlaps=overlaps)
             plans = stage.parameter_plans.values()
@@ -113,7 +113,7 @@ class PlacedPlan:
         schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
         micro = microbatch(step, plan.num_microbatches, world_size(self._group))
         for index, held in of_stage.items():
-            held.will_read(dtypes_read(slice_stage(micro.graph, *plan.stages[index].ops)))
+            held.will_read(slice_stage(micro.graph, *plan.stages[index].ops).dtypes_read)
         held_plans = [stage.parameter_plans for stage in self._plan.stages]
         pipeline = build_pipeline(self.module, micro, plan.stages, schedule, places, of_stage, held_plans)
         return StepProgram(partial(self._pipelined, step, micro, pipeline))

@@ -147,7 +147,7 @@ class MeshParameters:
         return sharded.leaf
 
     def will_read(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """A new training program takes parameters in these dtypes, by name; see `lower.codegen.dtypes_read`."""
+        """A new training program takes parameters in these dtypes, by name; see `StepGraph.dtypes_read`."""
         for name, dtype in dtypes.items():
             self._by_name[name].will_be_read_in(dtype)
 

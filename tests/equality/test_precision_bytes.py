@@ -42,8 +42,10 @@ class Counting:
         return call
 
 
-def bytes_of_steps(parallel: str, precision: str, folder: str, wide: bool = False) -> dict[str, int]:
-    """Bytes of the collectives of two training steps after the first, by kind."""
+def bytes_of_steps(
+    parallel: str, precision: str, folder: str, wide: bool = False
+) -> tuple[dict[str, int], dict[bool, int]]:
+    """Bytes of the collectives of two training steps after the first: by kind, and as planned, gathered or summed."""
     Counting.counts = {}
     init = mesh.AxisComm.__init__
 
@@ -75,23 +77,30 @@ def bytes_of_steps(parallel: str, precision: str, folder: str, wide: bool = Fals
         trainer.fit(model, DataLoader(TensorDataset(*model.example_batch(2 * 3 * 32768)), batch_size=32768))
     finally:
         mesh.AxisComm.__init__ = init
-    return steps.found
+    planned = {True: 0, False: 0}
+    for each in strategy.plan.collectives():
+        planned[each.kind == "all_gather"] += 2 * each.num_bytes * (each.num_bytes >= BULK * each.count)
+    return steps.found, planned
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "zero2", "zero3"])
 def test_half_the_bytes_under_bf16(pool, tmp_path, parallel):
-    whole, half = (
+    (whole, planned_whole), (half, planned_half) = (
         pool.run(2, bytes_of_steps, parallel, precision, str(tmp_path / precision))[0]
         for precision in ("32-true", "bf16-mixed")
     )
     assert len(whole) == 2  # gatherings, and sums of gradients
+    for found, planned in ((whole, planned_whole), (half, planned_half)):
+        gathered = found["all_gather"]
+        assert planned[True] == pytest.approx(gathered, rel=0.02)
+        assert planned[False] == pytest.approx(sum(found.values()) - gathered, rel=0.02)
     assert half == {kind: num_bytes // 2 for kind, num_bytes in whole.items()}
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "zero2", "zero3"])
 def test_fp32_reduction_doubles_the_bytes_of_sums_alone(pool, tmp_path, parallel):
     half, wide = (
-        pool.run(2, bytes_of_steps, parallel, "bf16-mixed", str(tmp_path / str(wide)), wide)[0]
+        pool.run(2, bytes_of_steps, parallel, "bf16-mixed", str(tmp_path / str(wide)), wide)[0][0]
         for wide in (False, True)
     )
     gathered = half.pop("all_gather")
