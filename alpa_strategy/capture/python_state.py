@@ -187,20 +187,15 @@ def is_user_module(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A container, or the fields of an object, as it was before the step: `before` is a copy of `items`.
+    """A container, or the fields of an object, as it was before the step."""
 
-    place: how messages call it. owner: the object whose fields they are. attribute: where it is an attribute itself.
-    is_noticed: whether it is a change of the user's; all is restored. is_inside: whether it lies inside of an object,
-    and may be its cache.
-    """
-
-    place: str
+    place: str  # how messages call it
     items: Any
-    before: Any
-    owner: Any = None
-    attribute: Place | None = None
-    is_noticed: bool = True
-    is_inside: bool = False
+    before: Any  # a copy of `items`
+    owner: Any = None  # the object whose fields they are
+    attribute: Place | None = None  # where it is an attribute itself
+    is_noticed: bool = True  # whether it is a change of the user's; all is restored
+    is_inside: bool = False  # whether it lies inside of an object, and may be its cache
 
     def differs(self) -> bool:
         """Whether it holds other things now: objects count, not whether they are equal (tensors do not compare)."""

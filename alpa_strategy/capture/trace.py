@@ -41,44 +41,34 @@ TracedInput = ParameterInput | BufferInput | BatchInput  # `value`: its place am
 
 @dataclass(frozen=True)
 class Trace:
-    """The raw trace. `results`: {"output", "logs", "metrics", "buffers", "checks", "appended"}, a pytree in which
-    ValueRefs number the graph's outputs.
-    `read_leaves`: leaves of the batch that the step's Python looked at, with their values as text.
-    """
+    """The raw trace."""
 
     module: fx.GraphModule
     inputs: tuple[TracedInput, ...]
+    # {"output", "logs", "metrics", "buffers", "checks", "appended"}, in which ValueRefs number the graph's outputs
     results: dict[str, Any]
     recording: Recording
     origins: Mapping[fx.Node, tuple[str, str]]
     device: torch.device
     batch_size: int
-    read_leaves: tuple[tuple[int, str], ...] = ()
+    read_leaves: tuple[tuple[int, str], ...] = ()  # of the batch, that the step's Python looked at; values as text
 
 
 @dataclass(frozen=True)
 class StepCall:
-    """Which call is captured: `module.training_step(batch, batch_idx)`, and under what.
-
-    Attributes:
-        rows_factor: batched leaves are so many times as long in the graph.
-        context, rows: see `capture_step`.
-        appended: lists of which it is known that the step appends to them.
-        numbers: those that change between steps.
-        namespaces: globals of code that computes with counters, see `functions_of_counters`.
-        step: what is called instead.
-    """
+    """Which call is captured: `module.training_step(batch, batch_idx)`, and under what."""
 
     module: LightningModule
     batch: Any
-    rows_factor: int
+    rows_factor: int  # batched leaves are so many times as long in the graph
     batch_idx: int
+    # context, rows: see `capture_step`
     context: Callable[[], AbstractContextManager[Any]]
     rows: tuple[bool, ...] | None = None
-    appended: tuple[Place, ...] = ()
-    namespaces: tuple[dict[str, Any], ...] = ()
-    numbers: tuple[Place, ...] = ()
-    step: Callable[[Any], Any] | None = None
+    appended: tuple[Place, ...] = ()  # lists of which it is known that the step appends to them
+    namespaces: tuple[dict[str, Any], ...] = ()  # of code that computes with counters, see `functions_of_counters`
+    numbers: tuple[Place, ...] = ()  # those that change between steps
+    step: Callable[[Any], Any] | None = None  # what is called instead
 
 
 def trace_step(call: StepCall) -> Trace:
