@@ -574,7 +574,8 @@ def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
             put_back(owner, {name: old}, [name])
 
 
-def standing_in(module: nn.Module, others: Mapping[nn.Parameter, Tensor]) -> AbstractContextManager[None]:
-    """Context in which the module has other tensors in the place of parameters."""
-    places = [(m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items()]
-    return patched((parameters, name, others[p]) for parameters, name, p in places if p is not None and p in others)
+def standing_in(module: nn.Module, others: Mapping[Any, Tensor]) -> AbstractContextManager[None]:
+    """Context in which the module has other tensors in the place of parameters and buffers."""
+    held = [own for child in module.modules() for own in (child._parameters, child._buffers)]
+    places = [(own, name, tensor) for own in held for name, tensor in own.items()]
+    return patched((own, name, others[tensor]) for own, name, tensor in places if tensor in others)

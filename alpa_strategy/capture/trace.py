@@ -28,7 +28,7 @@ from alpa_strategy.capture import python_reads
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
 from alpa_strategy.capture.non_tensor_inputs import UnreadLeaf, index_of, may_be_unread, traced_with_leaves, value_text
-from alpa_strategy.capture.python_state import KeptState, patched, restored, state_of
+from alpa_strategy.capture.python_state import KeptState, patched, restored, standing_in, state_of
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
@@ -112,14 +112,13 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         return UnreadLeaf(index, seen) if may_be_unread(leaf) and index not in read else leaf
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        of_module = zip(names, tensors, strict=False)
-        state = {n: t for (_, tensor_names), t in of_module for n in _one_name_per_owner(module, tensor_names)}
+        of_module = {own: tensor for (own, _), tensor in zip(names, tensors, strict=False)}
         rest = iter(tensors[len(names) :])
         rows = pytree.tree_unflatten(
             [next(rest) if isinstance(x, Tensor) else given(i, x) for i, x in enumerate(leaves)], batch_spec
         )
         with (
-            torch.nn.utils.stateless._reparametrize_module(module, state),
+            standing_in(module, of_module),
             call.context(),
             TracerMode(module, origins, device, known, record),
         ):
@@ -241,16 +240,6 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     if 0 in tensor.stride() and tensor.numel() > 1:
         return torch.empty(tensor.shape, device="meta").stride()
     return tensor.stride()
-
-
-def _one_name_per_owner(module: nn.Module, names: tuple[str, ...]) -> list[str]:
-    """Names of a parameter or buffer, one for each submodule that holds it: a shared submodule has several paths, and
-    swapping its tensor twice would leave the swapped one behind."""
-    owners: dict[tuple[int, str], str] = {}
-    for name in names:
-        owner, _, leaf = name.rpartition(".")
-        owners.setdefault((id(module.get_submodule(owner)), leaf), name)
-    return list(owners.values())
 
 
 def _held(module: nn.Module, inputs: list[TracedInput]) -> list[Any]:
