@@ -187,20 +187,15 @@ def is_user_module(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A container, or the fields of an object, as it was before the step: `before` is a copy of `items`.
+    """A container, or the fields of an object, as it was before the step."""
 
-    place: how messages call it. owner: the object whose fields they are. attribute: where it is an attribute itself.
-    is_noticed: whether it is a change of the user's; all is restored. is_inside: whether it lies inside of an object,
-    and may be its cache.
-    """
-
-    place: str
+    place: str  # how messages call it
     items: Any
-    before: Any
-    owner: Any = None
-    attribute: Place | None = None
-    is_noticed: bool = True
-    is_inside: bool = False
+    before: Any  # a copy of `items`
+    owner: Any = None  # the object whose fields they are
+    attribute: Place | None = None  # where it is an attribute itself
+    is_noticed: bool = True  # whether it is a change of the user's; all is restored
+    is_inside: bool = False  # whether it lies inside of an object, and may be its cache
 
     def differs(self) -> bool:
         """Whether it holds other things now: objects count, not whether they are equal (tensors do not compare)."""
@@ -579,7 +574,8 @@ def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
             put_back(owner, {name: old}, [name])
 
 
-def standing_in(module: nn.Module, others: Mapping[nn.Parameter, Tensor]) -> AbstractContextManager[None]:
-    """Context in which the module has other tensors in the place of parameters."""
-    places = [(m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items()]
-    return patched((parameters, name, others[p]) for parameters, name, p in places if p is not None and p in others)
+def standing_in(module: nn.Module, others: Mapping[Any, Tensor]) -> AbstractContextManager[None]:
+    """Context in which the module has other tensors in the place of parameters and buffers."""
+    held = [own for child in module.modules() for own in (child._parameters, child._buffers)]
+    places = [(own, name, tensor) for own in held for name, tensor in own.items()]
+    return patched((own, name, others[tensor]) for own, name, tensor in places if tensor in others)

@@ -28,19 +28,15 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the submodule at `path` with `given`: (args, kwargs), tensors on the meta device; None: of no use.
-
-    Attributes:
-        caller: the number of the recorded call that it comes from, None where the step itself makes it.
-        step, output: its part of the graph of several, and what it returns; its leaves of the batch begin at `first`.
-    """
+    """A call of the submodule at `path`."""
 
     path: str
-    given: Any
-    caller: int | None = None
+    given: Any  # (args, kwargs), tensors on the meta device; None: of no use
+    caller: int | None = None  # the number of the recorded call that it comes from, None where the step itself makes it
+    # step, output: its part of the graph of several, and what it returns
     step: StepGraph | None = None
     output: Any = None
-    first: int = 0
+    first: int = 0  # where its leaves of the batch begin
 
 
 def capture_calls(module: LightningModule, calls: Sequence[Call], context: Context) -> tuple[StepGraph, list[Call]]:

@@ -28,7 +28,7 @@ from alpa_strategy.capture import python_reads
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
 from alpa_strategy.capture.non_tensor_inputs import UnreadLeaf, index_of, may_be_unread, traced_with_leaves, value_text
-from alpa_strategy.capture.python_state import KeptState, patched, restored, state_of
+from alpa_strategy.capture.python_state import KeptState, patched, restored, standing_in, state_of
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
@@ -41,44 +41,34 @@ TracedInput = ParameterInput | BufferInput | BatchInput  # `value`: its place am
 
 @dataclass(frozen=True)
 class Trace:
-    """The raw trace. `results`: {"output", "logs", "metrics", "buffers", "checks", "appended"}, a pytree in which
-    ValueRefs number the graph's outputs.
-    `read_leaves`: leaves of the batch that the step's Python looked at, with their values as text.
-    """
+    """The raw trace."""
 
     module: fx.GraphModule
     inputs: tuple[TracedInput, ...]
+    # {"output", "logs", "metrics", "buffers", "checks", "appended"}, in which ValueRefs number the graph's outputs
     results: dict[str, Any]
     recording: Recording
     origins: Mapping[fx.Node, tuple[str, str]]
     device: torch.device
     batch_size: int
-    read_leaves: tuple[tuple[int, str], ...] = ()
+    read_leaves: tuple[tuple[int, str], ...] = ()  # of the batch, that the step's Python looked at; values as text
 
 
 @dataclass(frozen=True)
 class StepCall:
-    """Which call is captured: `module.training_step(batch, batch_idx)`, and under what.
-
-    Attributes:
-        rows_factor: batched leaves are so many times as long in the graph.
-        context, rows: see `capture_step`.
-        appended: lists of which it is known that the step appends to them.
-        numbers: those that change between steps.
-        namespaces: globals of code that computes with counters, see `functions_of_counters`.
-        step: what is called instead.
-    """
+    """Which call is captured: `module.training_step(batch, batch_idx)`, and under what."""
 
     module: LightningModule
     batch: Any
-    rows_factor: int
+    rows_factor: int  # batched leaves are so many times as long in the graph
     batch_idx: int
+    # context, rows: see `capture_step`
     context: Callable[[], AbstractContextManager[Any]]
     rows: tuple[bool, ...] | None = None
-    appended: tuple[Place, ...] = ()
-    namespaces: tuple[dict[str, Any], ...] = ()
-    numbers: tuple[Place, ...] = ()
-    step: Callable[[Any], Any] | None = None
+    appended: tuple[Place, ...] = ()  # lists of which it is known that the step appends to them
+    namespaces: tuple[dict[str, Any], ...] = ()  # of code that computes with counters, see `functions_of_counters`
+    numbers: tuple[Place, ...] = ()  # those that change between steps
+    step: Callable[[Any], Any] | None = None  # what is called instead
 
 
 def trace_step(call: StepCall) -> Trace:
@@ -122,14 +112,13 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         return UnreadLeaf(index, seen) if may_be_unread(leaf) and index not in read else leaf
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        of_module = zip(names, tensors, strict=False)
-        state = {n: t for (_, tensor_names), t in of_module for n in _one_name_per_owner(module, tensor_names)}
+        of_module = {own: tensor for (own, _), tensor in zip(names, tensors, strict=False)}
         rest = iter(tensors[len(names) :])
         rows = pytree.tree_unflatten(
             [next(rest) if isinstance(x, Tensor) else given(i, x) for i, x in enumerate(leaves)], batch_spec
         )
         with (
-            torch.nn.utils.stateless._reparametrize_module(module, state),
+            standing_in(module, of_module),
             call.context(),
             TracerMode(module, origins, device, known, record),
         ):
@@ -251,16 +240,6 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     if 0 in tensor.stride() and tensor.numel() > 1:
         return torch.empty(tensor.shape, device="meta").stride()
     return tensor.stride()
-
-
-def _one_name_per_owner(module: nn.Module, names: tuple[str, ...]) -> list[str]:
-    """Names of a parameter or buffer, one for each submodule that holds it: a shared submodule has several paths, and
-    swapping its tensor twice would leave the swapped one behind."""
-    owners: dict[tuple[int, str], str] = {}
-    for name in names:
-        owner, _, leaf = name.rpartition(".")
-        owners.setdefault((id(module.get_submodule(owner)), leaf), name)
-    return list(owners.values())
 
 
 def _held(module: nn.Module, inputs: list[TracedInput]) -> list[Any]:

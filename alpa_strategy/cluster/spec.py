@@ -40,24 +40,20 @@ class Link:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One kind of device. peak_flops: dtype name (`float32`, `bfloat16`, ...) -> FLOP/s.
-
-    efficiency is the share of peak that large matrix products reach (from measurement or experience, 0..1);
-    efficiencies: the same of kinds of products (`PRODUCT_KINDS`) by dtype, where it is another.
-    compute_units: processors among which a product's tiles are dealt out (SMs), 0 where tiles are not looked at.
-    slowdown: how much longer an op takes while all devices of the job compute than while one does (>= 1; ranks that
-    share CPU cores). The other figures are those of one device alone.
-    """
+    """One kind of device."""
 
     name: str
     memory_bytes: int
     memory_bandwidth: float
-    peak_flops: tuple[tuple[str, float], ...]
+    peak_flops: tuple[tuple[str, float], ...]  # dtype name (`float32`, `bfloat16`, ...) -> FLOP/s
     launch_seconds: float
-    efficiency: float = 1.0
+    efficiency: float = 1.0  # the share of peak that large matrix products reach (measurement or experience, 0..1)
+    # how much longer an op takes while all devices of the job compute than while one does (>= 1; ranks that share CPU
+    # cores). The other figures are those of one device alone.
     slowdown: float = 1.0
+    # efficiency of kinds of products (`PRODUCT_KINDS`) by dtype, where it is another
     efficiencies: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
-    compute_units: int = 0
+    compute_units: int = 0  # processors among which a product's tiles are dealt out (SMs), 0: tiles are not looked at
 
     def efficiency_of(self, kind: str, dtype: str) -> float:
         """The share of `dtype`'s peak that large products of a kind reach."""
@@ -138,15 +134,7 @@ class LogicalMesh:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """A cluster of `num_nodes` x `devices_per_node` equal devices.
-
-    overlap: share of the communication beside which devices compute (gradients reduced in buckets) that costs no time;
-    0 where collectives take the devices' own cores, or it is not known.
-    links: bytes/s between each two devices of a node that have a link of their own; `intra_node` is then what the
-    others have. levels: blocks of devices or nodes that share a way out.
-    order: of devices in meshes: `searched`, `numbered`, or their ranks.
-    host: of each node; None: nothing is offloaded.
-    """
+    """A cluster of `num_nodes` x `devices_per_node` equal devices."""
 
     name: str
     num_nodes: int
@@ -156,11 +144,14 @@ class ClusterSpec:
     inter_node: Link  # bandwidth per node, shared by the groups that cross nodes at the same time
     tables: tuple[CommTable, ...] = ()
     measured: bool = False
+    # share of the communication beside which devices compute (gradients reduced in buckets) that costs no time; 0 where
+    # collectives take the devices' own cores, or it is not known
     overlap: float = 0.0
+    # bytes/s between each two devices of a node that have a link of their own; `intra_node` is what the others have
     links: tuple[tuple[float, ...], ...] = ()
-    levels: tuple[Level, ...] = ()
-    order: str | Order = "searched"
-    host: Host | None = None
+    levels: tuple[Level, ...] = ()  # blocks of devices or nodes that share a way out
+    order: str | Order = "searched"  # of devices in meshes: `searched`, `numbered`, or their ranks
+    host: Host | None = None  # of each node; None: nothing is offloaded
 
     @property
     def num_devices(self) -> int:

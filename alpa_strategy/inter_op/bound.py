@@ -1,24 +1,11 @@
 """A bound of whole plans: seconds below which no stages of a job's layers can be, whatever cut, meshes and schedule.
 
-**One stage a mesh.** Under 1F1B, with t_j seconds of a micro-batch in stage j, w_j those of its messages to the next
-one and back, g_j seconds once per step and s_j stages from j to the end, a step takes
+What is bounded by what: docs/formulas.md#inter-op. One stage a mesh: for each maximum that is tried, the least sum is a
+shortest path over (layers, stages and devices left). Several: the mean over the meshes counts, or the one with the
+longest layer, or all cuts are simulated.
 
-    T >= sum_j (t_j + w_j) + max_m ((B - s_m) t_m + g_m + sum_{j > m} t_j + sum_{j >= m} w_j)
-
-as stage m does s_m forwards before the first micro-batch is back, and has as many backwards left when the last one goes
-on: (B - s_m) t_m between, a way there and back before and after it. Where s_m = B, its last forward waits for none that
-is back: take off w_m, as stage m + 1 has that line (all stages wait for the longest g). Where s_m > B, B - 1 backwards
-follow the first. For a given M, the maximum, the least first sum is a shortest path over (layers, stages and devices
-left): of two ways to divide the last layers, the one with the smaller sum is better for both. As that sum falls with M,
-intervals of M are halved until the bound is sharp enough.
-
-**Several stages a mesh**, all meshes equal. A mesh is done no earlier than its first stage's first micro-batch has come
-in, all of its work is done and, where backwards are whole, that stage's last micro-batch has gone back: the mean over
-the meshes counts, or the one with the longest layer. Where the cuts into so many stages are few, all are simulated.
-
-Memory is left out, every layer takes its best logical shape and layouts, and reductions of gradients hide behind the
-last micro-batch as far as the cluster's `overlap` says: what is left is below every plan that the stage costs can
-price. One thing is taken for granted: no layouts take less a micro-batch than those with the fastest step.
+Memory is left out, and every layer takes its best logical shape and layouts: what is left is below every plan that the
+stage costs can price.
 """
 
 import heapq
@@ -137,7 +124,7 @@ def _work_alone(costs: _Costs) -> float:
 
 
 def _least_fill(costs: _Costs, most: float, waits: bool) -> float:
-    """The least sum_j (t_j + w_j) of stages whose maximum (see the module) is at most `most`."""
+    """The least sum_j (t_j + w_j) of stages whose maximum (docs/formulas.md#inter-op) is at most `most`."""
     B, L = costs.job.num_microbatches, costs.job.num_layers
     unit = max(1, costs.job.cluster.num_devices // UNITS)
     total = costs.job.cluster.num_devices // unit

@@ -42,13 +42,10 @@ Price = tuple[float, float]  # weights of one elimination: seconds per byte, mic
 
 @dataclass(frozen=True)
 class LayerMatrix:
-    """`parts[k, p, q]`: every `Part` of the cheapest assignment from layout p to layout q under price k.
+    """Of the cheapest assignment from layout p to layout q under price k."""
 
-    `objective[k, p, q]` is what was minimised (inf where impossible).
-    """
-
-    objective: np.ndarray
-    parts: np.ndarray
+    objective: np.ndarray  # [k, p, q] what was minimised (inf where impossible)
+    parts: np.ndarray  # [k, p, q, part] every `Part`
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,9 @@
 
     minimise  fill * sum_i t_i + max_i (run * t_i + steps * g_i)
 
-over stages i with t_i the seconds of a micro-batch (the transfer to the next stage included), g_i the seconds once per
-step, and the schedule's `fill` and `run` (see schedules.Terms; 1F1B: fill = 1, run = B - 1). Alpa enumerates t_max;
-here the bound is on the whole second term, and only thresholds that can still win are tried. Exact, on plain numpy
-tables.
-
-That takes messages for work of their sender. They run beside it, but a stage can do without them only as far as it has
-other micro-batches: under 1F1B any n stages in a row and the n - 1 boundaries between them take n micro-batches' time
-for one micro-batch. With `sender_share` c below 1, w_i the seconds of a boundary both ways and k_i the micro-batches
-alive in stage i,
-
-    max_i max(t_i + c w_i, w_i / 2, sum_{j >= i} (t_j + w_j) / k_i)
-
-takes the place of max_i t_i: c = 1/2 is the case of two equal stages, the sums are those of the DP. Which c describes a
-pipeline best depends on where its slow links are; the simulated schedule decides (candidates.py).
+In whose terms, and how messages count that run beside their sender's work (`sender_share`): docs/formulas.md#inter-op.
+Alpa enumerates t_max; here the bound is on the whole second term, and only thresholds that can still win are tried.
+Exact, on plain numpy tables.
 """
 
 from collections.abc import Iterator, Sequence
@@ -105,7 +94,7 @@ def solve_stages(
         num_stages: allowed numbers of stages (default: any up to that bound).
         steps: weight of `once_seconds` (stages per mesh).
         tolerance: relative distance from the optimum at which searching on is not worth the time.
-        sender_share: see above; below 1 the optimum is found up to `GRID` more.
+        sender_share: see there; below 1 the optimum is found up to `GRID` more.
     """
     search = _Search(tables, num_devices, terms, in_flight, memory_limit, num_stages, steps, sender_share)
     best: StageChoice | None = None

@@ -62,27 +62,22 @@ class BoundaryChoice:
 
 @dataclass(frozen=True)
 class IntraOp:
-    """A problem with what is needed to read its solution back.
-
-    Choices are ordered: parameters (as in `step.parameters`), ops (as in `step.ops`), then the fixed ones.
-    `received` and `sent` hold the choices of a stage's boundary values. `unrestricted` is the problem without pins and
-    penalties, where `problem` has them. `per_step`: of a stage that runs micro-batches, what it does once for all of
-    them. `recomputes`: op -> the first of its strategies that run it again in the backward, `stores`: that keep its
-    result in host memory, behind them (`memory_choices.py`).
-    """
+    """A problem with what is needed to read its solution back."""
 
     step: StepGraph
     tables: "OptionTables"
-    problem: Problem
+    problem: Problem  # choices: parameters (as in `step.parameters`), ops (as in `step.ops`), then the fixed ones
     parameters: tuple[ParameterOptions, ...]
     ops: tuple[OpOptions, ...]
     transfers: tuple[TransferLayouts, ...]
+    # received, sent: the choices of a stage's boundary values
     received: dict[int, BoundaryChoice] = field(default_factory=dict)
     sent: dict[int, BoundaryChoice] = field(default_factory=dict)
-    unrestricted: Problem | None = None
-    per_step: PerStep = field(default_factory=PerStep)
+    unrestricted: Problem | None = None  # without pins and penalties, where `problem` has them
+    per_step: PerStep = field(default_factory=PerStep)  # what a stage does once for all of its micro-batches
+    # op -> the first of its strategies that run it again in the backward (`memory_choices.py`)
     recomputes: Mapping[int, int] = field(default_factory=dict)
-    stores: Mapping[int, int] = field(default_factory=dict)
+    stores: Mapping[int, int] = field(default_factory=dict)  # that keep its result in host memory, behind them
 
     @property
     def mesh(self) -> LogicalMesh:

@@ -54,16 +54,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """An assignment (strategy index per choice) with its objective and how sure it is.
-
-    `bound` is a proved lower bound on the objective; `gap` = (seconds - bound) / seconds. `method`: how it was found.
-    """
+    """An assignment (strategy index per choice) with its objective and how sure it is."""
 
     assignment: tuple[int, ...]
     seconds: float
     num_bytes: float
-    bound: float
-    method: str
+    bound: float  # a proved lower bound on the objective
+    method: str  # how it was found
 
     @property
     def gap(self) -> float:

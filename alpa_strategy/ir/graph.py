@@ -47,15 +47,13 @@ class Check:
 
 @dataclass(frozen=True)
 class ParameterInput:
-    """A parameter of the module: `names` holds every name it has in the module tree (tied weights: several).
-
-    `meta.shape` is its shape in the step; `module_shape` is set where that views the module's own, whose first dim
-    the step sees as two, segments and rows of a segment (see capture/rewrites.py).
-    """
+    """A parameter of the module."""
 
     value: int
-    names: tuple[str, ...]
-    meta: TensorMeta
+    names: tuple[str, ...]  # every name that it has in the module tree (tied weights: several)
+    meta: TensorMeta  # with its shape in the step
+    # set where the step's shape is a view of the module's own, whose first dim the step sees as two, segments and rows
+    # of a segment (see capture/rewrites.py)
     module_shape: tuple[int, ...] | None = None
 
     @property
@@ -71,25 +69,22 @@ class ParameterInput:
 
 @dataclass(frozen=True)
 class BufferInput:
-    """A buffer (or constant tensor attribute) that the step reads. `update` is the value to write back, if any."""
+    """A buffer (or constant tensor attribute) that the step reads."""
 
     value: int
     name: str
     meta: TensorMeta
-    update: int | None = None
+    update: int | None = None  # the value to write back, if any
 
 
 @dataclass(frozen=True)
 class BatchInput:
-    """One tensor leaf of the batch; `leaf` is its index in `torch.utils._pytree.tree_leaves(batch)`.
-
-    `batch_dim` is 0 when the leaf has one row per sample (its global shape is then world x the loader's), else
-    None: the same tensor on every rank.
-    """
+    """One tensor leaf of the batch."""
 
     value: int
-    leaf: int
+    leaf: int  # its index in `torch.utils._pytree.tree_leaves(batch)`
     meta: TensorMeta
+    # 0: one row per sample (its global shape is then world x the loader's); None: the same tensor on every rank
     batch_dim: int | None
 
 
@@ -105,17 +100,15 @@ class ConstantInput:
 
 @dataclass(frozen=True)
 class Op:
-    """One op of the step: `operands` and `results` are value indices; `results` match `call.results`.
-
-    `module` is the path of the submodule that called it ("" for the LightningModule itself), `source` the user's line.
-    """
+    """One op of the step."""
 
     name: str
     call: OpCall
+    # operands, results: value indices, as `call` has them
     operands: tuple[int, ...]
     results: tuple[int, ...]
-    module: str = ""
-    source: str = ""
+    module: str = ""  # path of the submodule that called it ("" for the LightningModule itself)
+    source: str = ""  # the user's line
 
 
 @dataclass(frozen=True)
@@ -139,13 +132,11 @@ class MetricRecord:
 
 @dataclass(frozen=True)
 class MetricRef:
-    """Stands in log records for a torchmetrics object: `kind` is "metric" (the object itself was logged) or "value"
-    (what its last `forward` or `compute` gave). `key`: the item of a MetricCollection.
-    """
+    """Stands in log records for a torchmetrics object."""
 
     metric: str
-    kind: str = "metric"
-    key: str | None = None
+    kind: str = "metric"  # the object itself was logged, or "value": what its last `forward` or `compute` gave
+    key: str | None = None  # the item of a MetricCollection
 
 
 def stable_text(value: Any) -> str:

@@ -160,14 +160,12 @@ class Guard:
 
 @dataclass(frozen=True)
 class ValueGuard:
-    """`name` of `namespace` (anything with a dict's `get`) was `value` when the step read it; `label`: for messages.
+    """`name` of `namespace` (anything with a dict's `get`) was `value` when the step read it."""
 
-    `value` is a snapshot (see capture/python_state.py): `value == now` tells whether `now` is still the same.
-    """
-
-    label: str
+    label: str  # for messages
     name: str
     namespace: Any = field(compare=False)
+    # a snapshot (see capture/python_state.py): `value == now` tells whether `now` is still the same
     value: Any = field(compare=False)
 
 

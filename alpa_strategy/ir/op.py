@@ -60,23 +60,14 @@ def map_slots(arg: Any, fn: Callable[[Slot], Any]) -> Any:
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of one op.
+    """One call of one op."""
 
-    Attributes:
-        target: an ATen `OpOverload`, or a function of `alpa_strategy.capture.ops` that capture put in its place.
-        args: positional arguments; nested tuples whose leaves are `Slot`s and constants (lists became tuples).
-        kwargs: keyword arguments as sorted (name, value) pairs, same leaves.
-        operands: metadata of the tensor operands, `Slot(i)` refers to `operands[i]`.
-        results: metadata of the tensor results.
-        returns_tuple: True when the op returns a tuple or list of tensors rather than one tensor.
-    """
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    operands: tuple[TensorMeta, ...]
-    results: tuple[TensorMeta, ...]
-    returns_tuple: bool = False
+    target: Any  # an ATen `OpOverload`, or a function of `alpa_strategy.capture.ops` that capture put in its place
+    args: tuple[Any, ...]  # positional; nested tuples whose leaves are `Slot`s and constants (lists became tuples)
+    kwargs: tuple[tuple[str, Any], ...]  # sorted (name, value) pairs, same leaves
+    operands: tuple[TensorMeta, ...]  # of the tensor operands, `Slot(i)` refers to `operands[i]`
+    results: tuple[TensorMeta, ...]  # of the tensor results
+    returns_tuple: bool = False  # True when the op returns a tuple or list of tensors rather than one tensor
 
     @property
     def target_name(self) -> str:

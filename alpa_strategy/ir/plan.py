@@ -299,20 +299,15 @@ def job_ranks(stages: Iterable[StagePlan]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """What a phase of an iteration takes (`planner/phases.py`): seconds of each of its `times`.
-
-    layout: its mesh, and how most of its parameters lie. peak_bytes: with all else that a device has. moved_seconds: of
-    bringing parameters into this layout, once an iteration; None: they lie so. staying_seconds: of each time, with
-    parameters as they lie without it; None: that does not fit.
-    """
+    """What a phase of an iteration takes (`planner/phases.py`)."""
 
     name: str
     times: int
-    layout: str
-    peak_bytes: int
-    seconds: float
-    moved_seconds: float | None
-    staying_seconds: float | None
+    layout: str  # its mesh, and how most of its parameters lie
+    peak_bytes: int  # with all else that a device has
+    seconds: float  # of each time
+    moved_seconds: float | None  # of bringing parameters into this layout, once an iteration; None: they lie so
+    staying_seconds: float | None  # of each time, with parameters as they lie without it; None: that does not fit
 
     @property
     def total_seconds(self) -> float:
@@ -325,34 +320,22 @@ AS_WRITTEN = "as written"  # the schedule of a plan whose steps are not captured
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole decision. Frozen; `save` and `load` are inverse.
+    """The whole decision. Frozen; `save` and `load` are inverse."""
 
-    Attributes:
-        fingerprint: what it was made for.
-        stages: in pipeline order (one for now).
-        num_microbatches, schedule: 1 and "none" for a single stage; `AS_WRITTEN` where nothing but the storage of
-            parameters is decided.
-        predicted: prediction for the whole step on the slowest device.
-        baselines: name -> predicted seconds per step of named alternatives under the same costs (None: does not fit).
-        gap: how far `predicted.step_seconds` is from a lower bound, as a share of it; 0.0 when proved optimal. Of one
-            stage, of all plans of one stage; else of all stages, meshes and layouts with so many micro-batches.
-        notes: things that a user should know (replicated ops, unproved optimality, ...).
-        solver_seconds: how long planning took, by phase.
-        cluster_name: for display.
-        phases: of an iteration of which the plan's own step is one.
-    """
-
-    fingerprint: Fingerprint
-    stages: tuple[StagePlan, ...]
-    predicted: Predicted
+    fingerprint: Fingerprint  # what it was made for
+    stages: tuple[StagePlan, ...]  # in pipeline order
+    predicted: Predicted  # for the whole step on the slowest device
     num_microbatches: int = 1
-    schedule: str = "none"
+    schedule: str = "none"  # of a single stage; `AS_WRITTEN` where nothing but the storage of parameters is decided
+    # name -> predicted seconds per step of named alternatives under the same costs (None: does not fit)
     baselines: dict[str, float | None] = field(default_factory=dict)
+    # how far `predicted.step_seconds` is from a lower bound, as a share of it; 0.0 when proved optimal. Of one stage,
+    # of all plans of one stage; else of all stages, meshes and layouts with so many micro-batches.
     gap: float = 0.0
-    notes: tuple[str, ...] = ()
-    solver_seconds: dict[str, float] = field(default_factory=dict)
-    cluster_name: str = ""
-    phases: tuple[PhaseCost, ...] = ()
+    notes: tuple[str, ...] = ()  # things that a user should know (replicated ops, unproved optimality, ...)
+    solver_seconds: dict[str, float] = field(default_factory=dict)  # how long planning took, by phase
+    cluster_name: str = ""  # for display
+    phases: tuple[PhaseCost, ...] = ()  # of an iteration of which the plan's own step is one
 
     @property
     def is_pipelined(self) -> bool:

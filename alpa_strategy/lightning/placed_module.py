@@ -29,6 +29,7 @@ from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, toggled
 from alpa_strategy.lightning.step_effects import MetricStates
 from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.pipeline.step_programs import PlacedPlan
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
 from alpa_strategy.runtime.parameters import ParameterStore, all_whole
 from alpa_strategy.runtime.step_by_bucket import StepByBucket, can_step_in_parts
@@ -56,6 +57,8 @@ class PlacedModule(ABC):
         values: gives the whole of a parameter, or of a tensor of optimizer state.
         buffers: of which all ranks are to hold the same, as they do of parameters.
     """
+
+    _placed: PlacedPlan | None = None  # what runs programs, where there are any
 
     def __init__(
         self,
@@ -104,7 +107,8 @@ class PlacedModule(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""
-        return {"plan": self.plan.to_dict() if rank_in(None) == 0 else None}
+        streams = {} if self._placed is None else self._placed.state_dict()
+        return {**streams, "plan": self.plan.to_dict() if rank_in(None) == 0 else None}
 
     def changed_parameters(self) -> str | None:
         """What happened to the module's parameters that wants another plan, None when nothing did."""
@@ -112,7 +116,8 @@ class PlacedModule(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, if that was on the same meshes."""
-        return
+        if self._placed is not None:
+            self._placed.load_state_dict(state)
 
     def steps_by_bucket(self) -> StepByBucket | None:
         """What steps the optimizer's parameters as soon as their gradients are complete, None where somebody may look

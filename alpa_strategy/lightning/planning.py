@@ -180,23 +180,18 @@ def find_or_make_plan(
     if running is not None and not running.is_pipelined:
         task, pinned = pinned_task(task, running)
 
+    def follow(running: Plan) -> Plan:
+        """See `replan`."""
+        table = OpTable.load(job.folder / "costs" / "ops.json")  # as it is: nothing is timed
+        costs = RooflineCosts(cluster.device, table) if cluster.measured else None
+        return replan(replace(task, costs=costs), running)
+
     def work() -> Plan:
         if running is not None and running.is_pipelined:
-            return _following_plan(task, job, running)
+            return _stored(replan_fingerprint(task, running), step, job, partial(follow, running))
         return _plan_on_rank_zero(replace(task, progress=job.progress), job, pinned, resumed)
 
     return Plan.from_dict(rank_zero.result_of(lambda: work().to_dict(), "planning"))
-
-
-def _following_plan(task: PlanTask, job: Job, running: Plan) -> Plan:
-    """The plan of another step on the stages that are running (see `replan`), stored or new."""
-
-    def make() -> Plan:
-        table = OpTable.load(job.folder / "costs" / "ops.json")  # as it is: nothing is timed
-        costs = RooflineCosts(task.cluster.device, table) if task.cluster.measured else None
-        return replan(replace(task, costs=costs), running)
-
-    return _stored(replan_fingerprint(task, running), task.step, job, make)
 
 
 def _stored(wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], Plan]) -> Plan:

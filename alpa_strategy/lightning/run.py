@@ -66,6 +66,8 @@ class Run(PlacedModule):
         resumed: as for `find_or_make_plan`.
     """
 
+    _placed: PlacedPlan
+
     def __init__(self, given: Unplaced, batch: Any, batch_idx: int, resumed: Mapping[str, Any] | None) -> None:
         module, job = given.module, given.job
         seed, rank_zero = broadcast_object(torch.initial_seed()), RankZero(job.limits.plan_timeout_seconds)
@@ -264,16 +266,6 @@ class Run(PlacedModule):
         if changed is not None:
             self._same.meet_for_change(changed)
         return changed
-
-    # Checkpoints, the end
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**self._placed.state_dict(), **super().state_dict()}
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._placed.load_state_dict(state)
 
     @override
     def leave_steps(self) -> None:

@@ -6,7 +6,7 @@ first step runs whole and shows which submodules can be planned.
 """
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -55,6 +55,8 @@ class SubmoduleRun(PlacedModule):
     Raises:
         CaptureError: `why`, where no submodule can be planned either.
     """
+
+    _placed: PlacedPlan
 
     def __init__(self, given: Unplaced, why: CaptureError, recorded: Sequence[Call] | None) -> None:
         module, job = given.module, given.job
@@ -169,14 +171,6 @@ class SubmoduleRun(PlacedModule):
             self.calls = self._forwards.recorded
             return "the first step has shown which submodules can be planned"
         return super().changed_parameters()
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self._placed.state_dict()
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._placed.load_state_dict(state)
 
 
 def _captured(module: Any, recorded: Sequence[Call], job: Job, why: CaptureError) -> tuple[StepGraph, list[Call]]:

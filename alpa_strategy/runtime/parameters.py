@@ -205,20 +205,13 @@ class OnDemand(dict[str, Tensor]):
 
 @dataclass
 class _Known:
-    """A parameter of any stage, as this rank sees it. The first stage that uses it owns it.
-
-    Attributes:
-        shape: of the whole, in the module.
-        source: the rank that speaks for the owning stage.
-        owned: as the owning stage has it, where this rank is one of its.
-        held: as any stage of this rank has it.
-    """
+    """A parameter of any stage, as this rank sees it. The first stage that uses it owns it."""
 
     name: str
-    shape: torch.Size
-    source: int
-    owned: ShardedParameter | None
-    held: ShardedParameter | None
+    shape: torch.Size  # of the whole, in the module
+    source: int  # the rank that speaks for the owning stage
+    owned: ShardedParameter | None  # as the owning stage has it, where this rank is one of its
+    held: ShardedParameter | None  # as any stage of this rank has it
 
 
 class ParameterStore:

@@ -26,14 +26,11 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) per dim, in the global tensor
 
 @dataclass(frozen=True)
 class MeshSide:
-    """One end of a transfer: `ranks` (row-major on a mesh of `shape`) hold a tensor as `layout` says.
-
-    The layout has one of `R`, `S<d>` per mesh axis.
-    """
+    """One end of a transfer: `ranks` (row-major on a mesh of `shape`) hold a tensor as `layout` says."""
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
-    layout: Layout
+    layout: Layout  # one of `R`, `S<d>` per mesh axis
 
     def boxes(self, tensor_shape: Sequence[int]) -> dict[int, Box]:
         """Rank -> the box of a tensor of `tensor_shape` that it holds."""
@@ -237,17 +234,14 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Channel:
-    """The values that stage `source` hands to stage `target` with every micro-batch, one bundle.
-
-    `backward` holds the way back of the gradients of `differentiable`, those of `values` that have one.
-    """
+    """The values that stage `source` hands to stage `target` with every micro-batch, one bundle."""
 
     source: int
     target: int
     values: tuple[int, ...]
     forward: tuple[TransferPlan, ...]
-    differentiable: tuple[int, ...]
-    backward: tuple[TransferPlan, ...]
+    differentiable: tuple[int, ...]  # those of `values` that have a gradient
+    backward: tuple[TransferPlan, ...]  # the way back of these gradients
 
 
 def plan_channels(

@@ -16,6 +16,7 @@ from alpa_strategy.sharding.rule_families import EACH, FIRST, linear_sets
 _MATRIX, _VECTOR, _NUMBER = "[*b, i!, j!]", "[*b, i!]", "[*b]"
 _COLUMNS = "[*b, j!, c]"  # right-hand sides: every column is solved by itself
 Rule = TypeVar("Rule")
+Lines = str | tuple[str, ...] | Callable[[OpCall, int], str]  # see `Notation`
 
 
 def _each(names: str, rule: Rule) -> dict[str, Rule]:
@@ -84,14 +85,6 @@ def recurrent(call: OpCall, axis_size: int) -> str:
     return f"{', '.join([outer, *hidden, *weights])} -> {', '.join([result, *hidden])}"
 
 
-def searchsorted(call: OpCall, axis_size: int) -> str:
-    """Every value is looked up by itself: in one sorted sequence, or in that of its own row."""
-    sequence = bind(call)["sorted_sequence"]
-    if len(call.operands[sequence.index].shape) == 1:
-        return "[s!], [*b], [s!]? -> [*b]"
-    return "[*b, s!], [*b, v], [*b, s!]? -> [*b, v]"
-
-
 def embedding_bag(call: OpCall, axis_size: int) -> str:
     """Columns of the table are independent; `max` (mode 2) also says from which row each element came."""
     bound = bind(call)
@@ -102,7 +95,7 @@ def embedding_bag(call: OpCall, axis_size: int) -> str:
 
 _CELL_WEIGHTS = "[g!, i!], [g!, h!], [g!]?, [g!]?"
 
-BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
+BATCHED: dict[str, Lines] = {
     # Matrices.
     **_in_front("linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_inv linalg_inv_ex matrix_exp", 2),
     **_in_front("linalg_matrix_power linalg_det logdet linalg_slogdet linalg_cond linalg_svd svd linalg_qr qr", 2),
@@ -138,7 +131,8 @@ BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
     # One step of them: samples are independent, if there are several.
     **_each("gru_cell rnn_tanh_cell rnn_relu_cell", f"[*b, i!], [*b, h!], {_CELL_WEIGHTS} -> [*b, h!]"),
     **_each("lstm_cell", f"[*b, i!], [*b, h!], [*b, c!], {_CELL_WEIGHTS} -> [*b, h!], [*b, c!]"),
-    "aten.searchsorted.Tensor": searchsorted,
+    # Every value is looked up by itself: in one sorted sequence, or in that of its own row.
+    "aten.searchsorted.Tensor": ("[s!], [*b], [s!]? -> [*b]", "[*b, s!], [*b, v], [*b, s!]? -> [*b, v]"),
     "aten.embedding_bag": embedding_bag,
     "aten.isin.Tensor_Tensor": "[*b], [*s!] -> [*b]",
     "aten.take": "[*s!], [*i] -> [*i]",
@@ -148,9 +142,10 @@ BATCHED: dict[str, str | Callable[[OpCall, int], str]] = {
 
 @dataclass(frozen=True)
 class Notation:
-    """A rule in index notation. A function picks the line from the call and axis size where one is not enough."""
+    """A rule in index notation. Of several lines the first holds that fits the call's ranks, lower ranks first; a
+    function picks the line from the call and axis size where ranks are not enough."""
 
-    line: str | Callable[[OpCall, int], str]
+    line: Lines
     # sets of tensor argument positions in which the op is jointly linear (they may be `P`)
     linear: tuple[tuple[int, ...], ...] = ()
     carries: bool = False  # offer `R*` -> `R*` (see `Found`)
@@ -158,7 +153,10 @@ class Notation:
 
     def line_for(self, call: OpCall, axis_size: int) -> str:
         """The line for this call."""
-        return self.line if isinstance(self.line, str) else self.line(call, axis_size)
+        if callable(self.line):
+            return self.line(call, axis_size)
+        *lines, last = (self.line,) if isinstance(self.line, str) else self.line
+        return next((line for line in lines if read(line, call) is not None), last)
 
     def __call__(self, call: OpCall, axis_size: int) -> Found | None:
         splits = read(self.line_for(call, axis_size), call)
@@ -166,13 +164,6 @@ class Notation:
             return None
         more = self.more(call, axis_size) if self.more else ()
         return Found((*splits, *more), linear_sets(call, self.linear), self.carries)
-
-
-def _matmul(call: OpCall, axis_size: int) -> str:
-    left, right = (len(o.shape) for o in (call.operands[bind(call)[n].index] for n in ("self", "other")))
-    if left == 1:
-        return "[k], [k] -> []" if right == 1 else "[k], [*b, k, n] -> [*b, n]"
-    return "[*b, m, k], [k] -> [*b, m]" if right == 1 else "[*b, m, k], [*b, k, n] -> [*b, m, n]"
 
 
 def _einsum(call: OpCall, axis_size: int) -> str:
@@ -259,17 +250,6 @@ def _embedding(call: OpCall, axis_size: int) -> str:
 def _bag_lookup(call: OpCall, axis_size: int) -> str:
     table = "v!" if bind(call)["mode"] == 2 else "v@vocab_bags"  # a maximum over rows is no sum
     return f"[{table}, d], [n, k!], [n, k!]? -> [n, d]"
-
-
-def _ctc_rows(call: OpCall, axis_size: int) -> str:
-    """Targets are padded to one length, or follow one another."""
-    padded = len(call.operands[bind(call)["targets"].index].shape) == 2
-    return "[t!, b, c!], [b, s!], [b], [b] -> [b]" if padded else "[t!, b!, c!], [s!], [b!], [b!] -> [b!]"
-
-
-def _affine_grid(call: OpCall, axis_size: int) -> str:
-    places = "".join(f"s{d}!, " for d in range(len(call.results[0].shape) - 2))
-    return f"[n, i!, j!] -> [n, {places}k!]"
 
 
 def _row_loss(call: OpCall, axis_size: int) -> str:
@@ -425,11 +405,6 @@ def _write_into(call: OpCall, axis_size: int, lacking: tuple[str, ...] = (), who
     return line_of([own, part + lengths], own)
 
 
-def _stft(call: OpCall, axis_size: int) -> str:
-    parts = ", c!" if len(call.results[0].shape) == len(call.operands[0].shape) + 2 else ""  # real and imaginary
-    return f"[*b, t!], [w!]? -> [*b, f!, k!{parts}]"
-
-
 _NORM = "[*b, *normalized_shape!], [*normalized_shape!]?"
 _TOGETHER = ((0, 1),)  # a tensor and what is written into it
 _WITH_FIRST = ((0, 1), (0, 2))  # of addmm and its relatives: what is added, and one factor
@@ -437,7 +412,14 @@ _WITH_FIRST = ((0, 1), (0, 2))  # of addmm and its relatives: what is added, and
 NOTATION: dict[str, Notation] = {
     **{name: Notation(line) for name, line in BATCHED.items()},
     "aten.linear": Notation("[*b, k], [n, k], +[n]? -> [*b, n]"),
-    "aten.matmul": Notation(_matmul),
+    "aten.matmul": Notation(
+        (
+            "[k], [k] -> []",
+            "[k], [*b, k, n] -> [*b, n]",
+            "[*b, m, k], [k] -> [*b, m]",
+            "[*b, m, k], [*b, k, n] -> [*b, m, n]",
+        )
+    ),
     "aten.mm": Notation("[m, k], [k, n] -> [m, n]"),
     "aten.bmm": Notation("[b, m, k], [b, k, n] -> [b, m, n]"),
     "aten.mv": Notation("[m, k], [k] -> [m]"),
@@ -462,7 +444,7 @@ NOTATION: dict[str, Notation] = {
     "aten.einsum": Notation(_einsum),
     "aten.one_hot": Notation(lambda call, _: f"{'[*b]' if bind(call)['num_classes'] > 0 else '[*b!]'} -> [*b, c!]"),
     **dict.fromkeys(("aten.tril", "aten.triu"), Notation(f"{_MATRIX} -> {_MATRIX}", linear=FIRST, carries=True)),
-    "aten.affine_grid_generator": Notation(_affine_grid),
+    "aten.affine_grid_generator": Notation(("[n, i!, j!] -> [n, h!, w!, k!]", "[n, i!, j!] -> [n, d!, h!, w!, k!]")),
     "aten.prelu": Notation("[n, c, *s], [c] -> [n, c, *s]"),
     **{f"aten.feature_{kind}": Notation(_feature_dropout) for kind in ("dropout", "alpha_dropout")},
     "aten.cross_entropy_loss": Notation(_row_loss),
@@ -495,8 +477,10 @@ NOTATION: dict[str, Notation] = {
     **{f"aten.{name}": Notation(_gather, carries=True) for name in ("gather", "take_along_dim")},
     **_each("scatter scatter_reduce index_copy index_fill index_reduce", Notation(_written_there)),
     **{f"aten.{name}": Notation(partial(_written_there, adds=True)) for name in ("scatter_add", "index_add")},
-    "aten.stft": Notation(_stft, linear=EACH),
-    "alpa.ctc_rows": Notation(_ctc_rows),
+    # Complex numbers, or real and imaginary parts.
+    "aten.stft": Notation(("[*b, t!], [w!]? -> [*b, f!, k!]", "[*b, t!], [w!]? -> [*b, f!, k!, c!]"), linear=EACH),
+    # Targets follow one another, or are padded to one length.
+    "alpa.ctc_rows": Notation(("[t!, b!, c!], [s!], [b!], [b!] -> [b!]", "[t!, b, c!], [b, s!], [b], [b] -> [b]")),
     "alpa.grouped_mm": Notation("[s@groups_of_rows, k], [e@groups_of_rows, k, n], [g!] -> [s, n]"),
     "ops.segmented_linear": Notation("[*b, k], [s!, n, k], +[s!, n]? -> [*b, s!, n]"),
     "ops.bag_lookup": Notation(_bag_lookup),

@@ -18,14 +18,12 @@ _TOLERANCES = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 2e-
 
 @dataclass(frozen=True)
 class WholeRun:
-    """One run of the whole op, forward and backward; `results` are detached.
-
-    `result_grads` are those that the results received, `operand_grads` what the operands got: None where there is none.
-    """
+    """One run of the whole op, forward and backward."""
 
     call: OpCall
     operands: tuple[Tensor, ...]
-    results: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]  # detached
+    # result_grads, operand_grads: what the results received, and what the operands got; None where there is none
     result_grads: Optionals
     operand_grads: Optionals
 

@@ -20,13 +20,10 @@ TARGET_OBJECTIVE = 1e3  # the solver's tolerances (1e-7) are absolute: costs are
 
 @dataclass(frozen=True)
 class LinearProgram:
-    """The relaxation, in units of `seconds_per_unit`: columns within [0, 1].
-
-    The strategies' come first, s[c, k] in column `first[c]` + k.
-    """
+    """The relaxation, in units of `seconds_per_unit`: columns within [0, 1]."""
 
     model: HighsLp
-    first: np.ndarray
+    first: np.ndarray  # the strategies' columns come first, s[c, k] in column `first[c]` + k
     seconds_per_unit: float
 
 
