@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import io
 import logging
 import os
 import random
@@ -376,9 +377,9 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         if id(iterator) in held:
             refuse_iterator()
 
-    def check_mode(file: Any, mode: str = "r", *_: Any, **__: Any) -> None:
-        if not set("wax+").isdisjoint(mode):
-            refusal(f"open({str(file)!r}, {mode!r})", "write files in a hook such as on_train_batch_end")()
+    def check_open(file: Any, mode: str = "r", *_: Any, **__: Any) -> None:
+        if not set("wax+").isdisjoint(mode) or asked_by_user(sys._getframe(2)):
+            refusal(f"open({str(file)!r}, {mode!r})", "read and write files in hooks such as on_train_batch_start")()
 
     def note_message(logger: logging.Logger, message: logging.LogRecord) -> None:
         if is_user_file(message.pathname):
@@ -391,7 +392,7 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
     refuse_backward = refusal("backward()", "return the loss: Lightning calls backward")
     patches: list[tuple[Any, str, Any]] = [
         (builtins, "next", _checked(next, check_iterator)),
-        (builtins, "open", _checked(open, check_mode)),
+        *((owner, "open", _checked(open, check_open)) for owner in (builtins, io)),  # pathlib asks `io`
         (logging.Logger, "handle", note_message),
         (torch.distributions.Distribution, "__init__", init_unchecked),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),

@@ -19,6 +19,7 @@ import re
 import sys
 import types
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -49,6 +50,7 @@ from alpa_strategy.ir.user_code import (
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, deque)
+_ARRAYS = (array, bytearray)
 LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _BATCH_SIZE = re.compile("^batch_?size$|^bsz?$", re.IGNORECASE)
 _GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState, torch.Generator)
@@ -74,6 +76,10 @@ def snapshot(value: Any, depth: int = 0) -> Any:
         return Same(value, version_of)
     if isinstance(value, np.ndarray):
         return Same(value, lambda array: array.ravel()[:: 1 + array.size // _MAX_COMPARED].tobytes())
+    if isinstance(value, _ARRAYS):
+        return Same(value, bytes)
+    if isinstance(value, types.MappingProxyType):  # whoever holds what it shows may change that
+        return snapshot(dict(value), depth)
     if isinstance(value, partial):
         return Same(value, lambda call: (call.args, call.keywords), snapshot((value.args, value.keywords), depth + 1))
     if isinstance(value, list | dict | set) and len(value) > _MAX_ITEMS:
@@ -201,10 +207,15 @@ class _Kept:
         """Whether it holds other things now: objects count, not whether they are equal (tensors do not compare)."""
         old, new = self.before, self.items
         if isinstance(old, dict):
-            return any(name in old or not _is_cached(self.owner, name) for name in changed_names(new, old))
+            is_other = any(name in old or not _is_cached(self.owner, name) for name in changed_names(new, old))
+            return is_other or self._is_moved()
         if isinstance(old, set):
             return {id(item) for item in old} != {id(item) for item in new}
         return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
+
+    def _is_moved(self) -> bool:
+        """Whether a dict that is no object's fields has its items in another order (`OrderedDict.move_to_end`)."""
+        return self.owner is None and not all(map(_is_same, self.items, self.before))
 
     def changes(self) -> dict[str, Any]:
         """What changed, as messages call it, as it is now."""
@@ -219,7 +230,9 @@ class _Kept:
         """Whether nothing came but new entries of a dict or a set that are no numbers: these fill themselves again."""
         old, new = self.before, self.items
         if isinstance(new, dict):
-            return all(n not in old and type(new[n]) not in (int, float) for n in changed_names(new, old))
+            return not self._is_moved() and all(
+                n not in old and type(new[n]) not in (int, float) for n in changed_names(new, old)
+            )
         return isinstance(new, set) and old <= new and not any(type(item) in (int, float) for item in new - old)
 
     def only_grew(self) -> bool:
@@ -293,6 +306,8 @@ class KeptState(_Kept):
     def restore(self) -> None:
         if isinstance(self.items, np.ndarray):
             self.items[...] = self.before
+        elif isinstance(self.items, _ARRAYS):
+            self.items[:] = self.before
         elif isinstance(self.items, torch.Generator):
             self.items.set_state(torch.from_numpy(self.before))
         else:
@@ -300,7 +315,7 @@ class KeptState(_Kept):
 
 
 def state_of(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, (np.ndarray, *_ARRAYS)):
         return copy.copy(value)
     return value.get_state().numpy() if isinstance(value, torch.Generator) else value.__getstate__()
 
@@ -363,6 +378,7 @@ def kept_in(
         is_object = has_fields(value) or isinstance(value, types.FunctionType | nn.Module)
         container = next((each for each in _CONTAINERS if isinstance(value, each)), None)
         is_small = kind is np.ndarray and value.size <= _MAX_ITEMS and value.flags.writeable
+        is_small |= isinstance(value, _ARRAYS) and len(value) <= _MAX_ITEMS
         if isinstance(value, _GENERATORS) or is_small:
             found.append(KeptState(label, value, state_of(value), is_noticed=is_noticed))
         elif is_object and len(keys) < MAX_DEPTH:

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextvars import ContextVar
+from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -294,6 +295,10 @@ def writes(model: Any, loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def reads_a_file(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    return loss * len(Path(__file__).read_text())
+
+
 def counts_calls(model: Any, loss: torch.Tensor) -> torch.Tensor:
     return counted(loss)
 
@@ -380,6 +385,7 @@ REFUSED = {
     takes_the_next: "next of an iterator.*next.STREAM",
     takes_its_own_next: "next of an iterator.*next.model.stream",
     writes: "nowhere",
+    reads_a_file: "open",
     counts_calls: "counted",
     freezes: "freezes or unfreezes",
     freezes_by_flag: "freezes or unfreezes",

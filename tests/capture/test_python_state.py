@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 import types
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -88,6 +89,8 @@ class Reader(LightningModule):
         self.added = nn.ModuleList()
         self.last, self.raised = deque([1.0], maxlen=1), partial(pow, exp=2)
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.numbers, self.under = array("d", [1.0]), {"scale": 1.0}
+        self.shown = types.MappingProxyType(self.under)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         h = self.function(self.block(batch)) * self.mask * self.masks[0] + self.offset
@@ -97,6 +100,7 @@ class Reader(LightningModule):
             h = layer(h)
         h = h / self.tokens[1] * self.schedule.now() * self.kept["a"][0].value * self.slotted.value
         h = h * self.scaled() * self.raised(1.0) * self.last[0] * self.optimizer.defaults["lr"]
+        h = h * self.numbers[0] * self.shown["scale"]
         scale = scale * getattr(self, "later", 1.0) * getattr(self.block, "later", 1.0)
         scale = scale * getattr(self.block.linear, "later", 1.0) * getattr(self.schedule, "later", 1.0)
         return self.beta * h.pow(self.space.power).sum() * scale
@@ -126,6 +130,8 @@ def changes() -> dict[str, tuple[str, Callable[[Reader], Any]]]:
         "keywords of a partial": ("raised", lambda m: m.raised.keywords.update(exp=3)),
         "slots": ("Slotted.value", lambda m: setattr(m.slotted, "value", 2.0)),
         "deque": ("last", lambda m: m.last.append(2.0)),
+        "array": ("numbers", lambda m: m.numbers.__setitem__(0, 2.0)),
+        "what a proxy shows": ("shown", lambda m: m.under.update(scale=2.0)),
         "optimizer": ("SGD.defaults", lambda m: m.optimizer.defaults.update(lr=0.2)),
         "set later": ("later", lambda m: setattr(m, "later", 2.0)),
         "set later in a block": ("block.later", lambda m: setattr(m.block, "later", 2.0)),
@@ -330,6 +336,7 @@ class Turns(list):
 class Annealed:
     def __init__(self) -> None:
         self.value, self.seen, self.recent, self.table = 1.0, {"steps": 1}, deque([1.0, 2.0]), np.ones(2)
+        self.numbers, self.order = array("d", [1.0, 2.0]), OrderedDict(a=1.0, b=2.0)
 
     def now(self) -> float:
         self.value *= 0.5
@@ -371,6 +378,8 @@ def taken(module: Changes) -> float:
         (r"holder\['seen'\]", lambda m: m.holder.count()),
         (r"holder\['recent'\]", lambda m: m.holder.recent.popleft()),
         (r"holder\['table'\]", lambda m: float(m.holder.table.__imul__(0.5)[0])),
+        (r"holder\['numbers'\]", lambda m: m.holder.numbers.pop()),
+        (r"holder\['order'\]", lambda m: m.holder.order.move_to_end("a") or next(iter(m.holder.order.values()))),
         ("answers", lambda m: m.answers.update(scale=2.0) or m.answers.scale),
         ("turns", lambda m: m.turns.turn()),
         ("_hparams", lambda m: m.hparams.update(beta=2.0) or m.hparams.beta),
