@@ -13,7 +13,7 @@ from hypothesis import settings
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # silences DeepSpeed's probe on machines without GPUs
 sys.path.insert(0, str(Path(__file__).parent))
 
-from worker_pool import WorkerPool
+from worker_pool import WorkerPool, look_for_garbage_less_often
 
 # Times are no law: a loaded machine takes five times as long.
 settings.register_profile("alpa", deadline=None)
@@ -59,6 +59,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         slow = "pool" in names or item.get_closest_marker("slow") or folder in NOT_QUICK_FOLDERS
         if not slow and item.name.partition("[")[0] not in NOT_QUICK:
             item.add_marker(pytest.mark.quick)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests are there to stay."""
+    look_for_garbage_less_often()
 
 
 @pytest.fixture(scope="session")

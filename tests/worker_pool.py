@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib.util
 import os
 import pickle
@@ -26,6 +27,18 @@ from typing import Any
 
 MAX_WORKERS = 4
 GRACE_SECONDS = 1.0
+# What jobs import, once for all workers: torch.optim imports Dynamo at the first optimizer, this package its planner at
+# the first step.
+IMPORTED = (
+    "lightning.pytorch",
+    "torch._dynamo",
+    "torch.fx.experimental.proxy_tensor",
+    "torch.distributed.checkpoint",
+    "torchmetrics",
+    "alpa_strategy",
+    "alpa_strategy.capture.capture",
+    "alpa_strategy.planner.planner",
+)
 
 
 class WorkerError(AssertionError):
@@ -156,6 +169,13 @@ class WorkerPool:
             raise WorkerError("the worker pool's template process died")
 
 
+def look_for_garbage_less_often() -> None:
+    """Not in what is imported, which is no garbage, and seldom in the rest: else a sixth of planning goes into it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000)
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -241,11 +261,12 @@ def _template_main(file_descriptor: int) -> None:
     _die_with_parent()
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-    import lightning.pytorch  # noqa: F401
     import torch
-    import torch._dynamo  # torch.optim would import it at the first optimizer, which takes seconds
 
+    for name in IMPORTED:
+        importlib.import_module(name)
     torch.set_num_threads(1)
+    look_for_garbage_less_often()
     children: list[int] = []
     with socket.socket(fileno=file_descriptor) as control:
         while True:
