@@ -52,13 +52,20 @@ NOT_QUICK_FOLDERS = {"checkpoint", "conformance", "equality", "install", "strate
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as `quick` what scripts/test_quick.sh runs: tests of one process, about a second at most."""
+    """Marks as `quick` what scripts/test_quick.sh runs: tests of one process, about a second at most.
+
+    Files with other tests come first: beside the last of these there are short ones left for the other process.
+    """
+    long = set()
     for item in items:
         names = getattr(item, "fixturenames", ())
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         slow = "pool" in names or item.get_closest_marker("slow") or folder in NOT_QUICK_FOLDERS
         if not slow and item.name.partition("[")[0] not in NOT_QUICK:
             item.add_marker(pytest.mark.quick)
+        else:
+            long.add(item.path)
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_collection_finish() -> None:
