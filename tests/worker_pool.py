@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib.util
 import os
 import pickle
@@ -26,6 +27,18 @@ from typing import Any
 
 MAX_WORKERS = 4
 GRACE_SECONDS = 1.0
+# What jobs import, once for all workers: torch.optim imports Dynamo at the first optimizer, this package its planner at
+# the first step.
+IMPORTED = (
+    "lightning.pytorch",
+    "torch._dynamo",
+    "torch.fx.experimental.proxy_tensor",
+    "torch.distributed.checkpoint",
+    "torchmetrics",
+    "alpa_strategy",
+    "alpa_strategy.capture.capture",
+    "alpa_strategy.planner.planner",
+)
 
 
 class WorkerError(AssertionError):
@@ -241,11 +254,12 @@ def _template_main(file_descriptor: int) -> None:
     _die_with_parent()
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-    import lightning.pytorch  # noqa: F401
     import torch
-    import torch._dynamo  # torch.optim would import it at the first optimizer, which takes seconds
 
+    for name in IMPORTED:
+        importlib.import_module(name)
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported is no garbage
     children: list[int] = []
     with socket.socket(fileno=file_descriptor) as control:
         while True:

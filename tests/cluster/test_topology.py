@@ -54,10 +54,11 @@ def test_on_the_cube_mesh_neighbours_are_joined_by_two_links():
     assert bandwidths(found, (8,)) == pytest.approx([6 * ONE])  # three rings over all, in both directions
 
 
-def test_no_order_of_the_cube_mesh_has_a_mesh_that_is_better_off():
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_no_order_of_the_cube_mesh_has_a_mesh_that_is_better_off(every):
     best, *_ = CUBE.orders()
     offers = meshes_of(best)
-    for order in permutations(range(1, 8)):  # links are the same both ways round: 0 may stay first
+    for order in [*permutations(range(1, 8))][::every]:  # links are the same both ways round: 0 may stay first
         found = replace(CUBE, order=(0, *order))
         found.__dict__["topology"] = CUBE.topology  # what groups reach is looked up, not counted again
         assert _as_good(meshes_of(found), offers)

@@ -83,11 +83,26 @@ def bytes_of_steps(
     return steps.found, planned
 
 
+@pytest.fixture(scope="module")
+def counted(pool, tmp_path_factory):
+    """`bytes_of_steps` on rank 0, each training once."""
+    found = {}
+
+    def get(parallel: str, precision: str, wide: bool = False) -> tuple[dict[str, int], dict[bool, int]]:
+        key = parallel, precision, wide
+        if key not in found:
+            folder = str(tmp_path_factory.mktemp("bytes"))
+            found[key] = pool.run(2, bytes_of_steps, parallel, precision, folder, wide)[0]
+        counts, planned = found[key]
+        return dict(counts), planned
+
+    return get
+
+
 @pytest.mark.parametrize("parallel", ["zero1", "zero2", "zero3"])
-def test_half_the_bytes_under_bf16(pool, tmp_path, parallel):
+def test_half_the_bytes_under_bf16(counted, parallel):
     (whole, planned_whole), (half, planned_half) = (
-        pool.run(2, bytes_of_steps, parallel, precision, str(tmp_path / precision))[0]
-        for precision in ("32-true", "bf16-mixed")
+        counted(parallel, precision) for precision in ("32-true", "bf16-mixed")
     )
     assert len(whole) == 2  # gatherings, and sums of gradients
     for found, planned in ((whole, planned_whole), (half, planned_half)):
@@ -98,11 +113,8 @@ def test_half_the_bytes_under_bf16(pool, tmp_path, parallel):
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "zero2", "zero3"])
-def test_fp32_reduction_doubles_the_bytes_of_sums_alone(pool, tmp_path, parallel):
-    half, wide = (
-        pool.run(2, bytes_of_steps, parallel, "bf16-mixed", str(tmp_path / str(wide)), wide)[0][0]
-        for wide in (False, True)
-    )
+def test_fp32_reduction_doubles_the_bytes_of_sums_alone(counted, parallel):
+    half, wide = (counted(parallel, "bf16-mixed", wide)[0] for wide in (False, True))
     gathered = half.pop("all_gather")
     assert wide.pop("all_gather") == pytest.approx(gathered, rel=0.02)  # a bias may lie otherwise at another price
     assert half

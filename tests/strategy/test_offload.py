@@ -64,8 +64,18 @@ def assert_trains_as_one_device(
     return [Plan.from_dict(run["plan"]) for run in runs]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("arguments", [{}, {"clip": 0.1}, {"accumulate": 2}], ids=["plain", "clipped", "accumulated"])
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [
+        pytest.param(1, {}, id="plain-1"),
+        pytest.param(2, {}, id="plain-2"),
+        pytest.param(2, {"clip": 0.1}, id="clipped-2"),
+        pytest.param(2, {"accumulate": 2}, id="accumulated-2"),
+        # Both on one device, in host memory: "one" of the next test.
+        pytest.param(1, {"clip": 0.1}, id="clipped-1", marks=pytest.mark.slow),
+        pytest.param(1, {"accumulate": 2}, id="accumulated-1", marks=pytest.mark.slow),
+    ],
+)
 def test_state_of_four_times_the_limit_trains(pool, tmp_path: Path, world_size: int, arguments: dict[str, Any]) -> None:
     for plan in assert_trains_as_one_device(pool, tmp_path, world_size, {"memory_limit": LIMIT}, arguments):
         assert on_host(plan)
