@@ -38,27 +38,19 @@ Seconds = TypeVar("Seconds", float, np.ndarray)
 
 @dataclass(frozen=True)
 class Schedule:
-    """An order of work, for `schedule=` and `register_schedule`.
+    """An order of work, for `schedule=` and `register_schedule`."""
 
-    Attributes:
-        name: as plans and options name it.
-        orders: (num_stages, num_microbatches, num_meshes) -> every mesh's actions in order: each of its stages does
-            `F` and `B` (or `I` and later `W`) of every micro-batch once.
-        stages_per_mesh: how many stages a mesh may have; several are tried.
-        is_folded: where the stages lie, see the module's docstring.
-        refuses: (num_meshes, num_microbatches) -> why it cannot run these, or None.
-        is_searched: whether the planner tries it where no schedule is asked for.
-        bubble: of the closed form of a step's time (see `terms`); None: the time of equal stages is simulated.
-        alive: (num_meshes, num_microbatches, stages per mesh) -> what `in_flight` is, in closed form; None: counted.
-    """
-
-    name: str
+    name: str  # as plans and options name it
+    # (num_stages, num_microbatches, num_meshes) -> every mesh's actions in order: each of its stages does `F` and `B`
+    # (or `I` and later `W`) of every micro-batch once
     orders: Callable[[int, int, int], Orders]
-    stages_per_mesh: tuple[int, ...] = (1,)
-    is_folded: bool = False
+    stages_per_mesh: tuple[int, ...] = (1,)  # how many stages a mesh may have; several are tried
+    is_folded: bool = False  # where the stages lie, see the module's docstring
+    # (num_meshes, num_microbatches) -> why it cannot run these, or None
     refuses: Callable[[int, int], str | None] = lambda num_meshes, num_microbatches: None
-    is_searched: bool = False
-    bubble: float | None = None
+    is_searched: bool = False  # whether the planner tries it where no schedule is asked for
+    bubble: float | None = None  # of the closed form of a step's time (see `terms`); None: equal stages are simulated
+    # (num_meshes, num_microbatches, stages per mesh) -> what `in_flight` is, in closed form; None: counted
     alive: Callable[[int, int, int], Sequence[int]] | None = None
 
     @property

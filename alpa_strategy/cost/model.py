@@ -36,19 +36,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """What autograd keeps of one op until its backward.
+    """What autograd keeps of one op until its backward."""
 
-    Attributes:
-        operands, results: of each, whether it is saved.
-        extra_bytes: bytes of saved tensors that are neither (dropout masks, log-sum-exp, ...).
-        temporary_bytes: bytes alive only while the op (or its backward) runs, over and above operands, results, grads.
-        fuses: a compiler makes its results again in the backward, where its operands are there: none of them is kept.
-    """
-
+    # of each, whether it is saved
     operands: tuple[bool, ...]
     results: tuple[bool, ...]
-    extra_bytes: int
-    temporary_bytes: int = 0
+    extra_bytes: int  # of saved tensors that are neither (dropout masks, log-sum-exp, ...)
+    temporary_bytes: int = 0  # alive only while the op (or its backward) runs, besides operands, results, grads
+    # a compiler makes its results again in the backward, where its operands are there: none of them is kept
     fuses: bool = False
 
 

@@ -186,19 +186,14 @@ def watch(loader: Any) -> Any:
 
 class BatchHooks:
     """What hooks make of a batch's rows: those around its transfer to the device, which are tried when they are first
-    called, and those of the module and of callbacks around its step.
-
-    Attributes:
-        kinds: of every tensor leaf that transfer hooks give, empty where that is not known; None: there are none.
-        are_tried: whether transfer hooks are, or there are none: what theirs set or fill could not be put back.
-        stored: attributes and buffers, by the last part of their names, that a hook stores which reads the batch -> it.
-    """
+    called, and those of the module and of callbacks around its step."""
 
     def __init__(self) -> None:
         self._watching = ExitStack()
-        self.kinds: tuple[Kind, ...] | None = None
+        self.kinds: tuple[Kind, ...] | None = None  # of all leaves that transfer hooks give, () if unknown; None: none
+        # attributes and buffers, by the last part of their names, that a hook stores which reads the batch -> the hook
         self.stored: dict[str, str] = {}
-        self.are_tried = True
+        self.are_tried = True  # transfer hooks, or there are none: what theirs set or fill could not be put back
 
     def watch(self, module: Any) -> None:
         """Look at the hooks of the module and its callbacks, and try those of its transfers, and of its data module's,

@@ -6,6 +6,7 @@ mentions, so that all ranks decide alike; what a hook changes goes back into the
 clips by the norm of whole gradients, and agrees on overflow, without having them whole.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -277,13 +278,18 @@ def clip_by_norm(store: ParameterStore, max_norm: float, parameters: Iterable[nn
     Returns the norm before clipping.
     """
     given = tuple(parameters)
-    counted = [p.grad.detach() for p in given if p.grad is not None and p.grad.numel() > 0 and store.counts_here(p)]
-    precise = [(grad, torch.promote_types(grad.dtype, torch.float32)) for grad in counted]
-    squares = [torch.linalg.vector_norm(grad, dtype=dtype).double().square() for grad, dtype in precise]
-    device = store.device  # where collectives are; some gradients may lie in host memory
-    own = torch.zeros((), dtype=torch.float64, device=device)
-    if squares:
-        own = torch.stack([square.to(device) for square in squares]).sum()
-    norm = store.mesh.whole.all_reduce(own).sqrt()
+    norm = gradient_norm(store, given)
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
     return norm
+
+
+def gradient_norm(store: ParameterStore, parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+    """Of the whole gradients as one vector (float64), with the same bits on every device. Collective over the mesh."""
+    counted = [p.grad.detach() for p in parameters if p.grad is not None and p.grad.numel() and store.counts_here(p)]
+    precise = [(grad, torch.promote_types(grad.dtype, torch.float32)) for grad in counted]
+    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype).double() for grad, dtype in precise]
+    device = store.device  # where collectives are; some gradients may lie in host memory
+    own = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *(norm.to(device) for norm in norms)])
+    if math.isinf(norm_type):
+        return store.mesh.whole.all_reduce(own.amax(), "max")
+    return store.mesh.whole.all_reduce(own.pow(norm_type).sum()).pow(1 / norm_type)

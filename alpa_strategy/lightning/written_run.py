@@ -6,15 +6,19 @@ backward runs, buffers are rank 0's when a step begins. Parameters lie as the pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from traceback import walk_stack
+from types import FrameType
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from alpa_strategy.capture.python_state import patched
@@ -25,6 +29,8 @@ from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.user_code import is_user_file
+from alpa_strategy.lightning.full_parameters import gradient_norm
 from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
 from alpa_strategy.lightning.placed_module import PlacedModule, Unplaced
 from alpa_strategy.lightning.planning import check_optimizer
@@ -154,6 +160,7 @@ class WrittenRun(PlacedModule):
         self._shares_buffers = next(module.buffers(), None) is not None  # as DDP: not where only a step makes some
         self.buffers_differ = self._shares_buffers  # perhaps
         if store.sharded_parameters and optimizers:
+            self._reads = _PartsAreRead(store)
             self.on_use = GatherOnUse(module, store, cpu_group(), not any(each.uses_shards for each in parameter_plans))
             self.whole.on_use.append(self.on_use)
             if job.compile is not None and say:
@@ -180,7 +187,7 @@ class WrittenRun(PlacedModule):
         holds_back = self.module.automatic_optimization and self.on_use is None
         if holds_back:  # as DDP has it: what a backward within the step makes may be cleared before the Trainer's own
             self.store.sync(False)
-        with self.in_step():
+        with self.in_step(), self._parts_of_gradients():
             output = as_written()
             if self.on_use is not None and not self.module.automatic_optimization:
                 self.on_use.rounds.finish()
@@ -189,6 +196,29 @@ class WrittenRun(PlacedModule):
         # As DDP has it: not after a step whose gradients stay local, nor where the step runs its own backward passes.
         self.buffers_differ = self._shares_buffers and self.syncs and self.module.automatic_optimization
         return output
+
+    @contextmanager
+    def _parts_of_gradients(self) -> Iterator[None]:
+        """Around a step that works on gradients itself, of which ranks have parts: torch's norms are of the whole."""
+        if self.on_use is None or self.module.automatic_optimization:
+            yield
+            return
+        clipping = torch.nn.utils.clip_grad
+        of_torch = clipping._get_total_norm
+
+        def total_norm(tensors: Any, norm_type: float = 2.0, *rest: Any, **named: Any) -> Tensor:
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            given = set(map(id, tensors))
+            own = [p for p in self.module.parameters() if id(p.grad) in given]
+            if parts.isdisjoint(map(id, own)):
+                return of_torch(tensors, norm_type, *rest, **named)
+            self.meet()
+            return gradient_norm(self.store, own, float(norm_type))
+
+        parts = {id(p) for p in self.store.sharded_parameters}
+        names = [(clipping, "_get_total_norm"), (torch.nn.utils, "get_total_norm")]
+        with patched((owner, name, total_norm) for owner, name in names), self._reads:
+            yield
 
     @override
     def sync(self, enabled: bool) -> None:
@@ -206,3 +236,29 @@ class WrittenRun(PlacedModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"as_written": True, **super().state_dict()}
+
+
+class _PartsAreRead(TorchFunctionMode):
+    """Says once that the user's code reads gradients of which this rank has parts; not an optimizer's, which may."""
+
+    def __init__(self, store: ParameterStore) -> None:
+        super().__init__()
+        self._store, self._parts = store, {id(p) for p in store.sharded_parameters}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _READS_GRAD and id(args[0]) in self._parts and _is_of_step(sys._getframe(1)):
+            self._parts = set()
+            rank_zero_warn(
+                f"alpa: the step reads the gradient of {self._store.name_of(args[0])}, of which each rank has a part: "
+                "changes element by element are right, and norms by torch.nn.utils; for sums and products of your own "
+                'keep gradients whole (parallel="data")'
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_of_step(frame: FrameType) -> bool:
+    is_optimizer = any(isinstance(caller.f_locals.get("self"), Optimizer) for caller, _ in walk_stack(frame))
+    return is_user_file(frame.f_code.co_filename) and not is_optimizer
+
+
+_READS_GRAD = cast("Any", Tensor).grad.__get__

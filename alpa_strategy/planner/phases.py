@@ -36,18 +36,14 @@ class Phase:
 
     A LightningModule's `iteration_phases(self, batch) -> dict[str, Phase]` names those of one training step. In it new
     tensors are on the meta device.
-
-    Attributes:
-        step: computes tensors of `args`: the next token of one, and of the keys and values of those before it, say. Of
-            the one phase that trains, the loss.
-        args: pytrees of tensors of typical shapes; those with rows have one rank's, in dim 0.
-        trains: a backward and the optimizer's step follow.
     """
 
+    # computes tensors of `args`: the next token of one, and of the keys and values of those before it, say. Of the one
+    # phase that trains, the loss.
     step: Callable[..., Any]
-    args: tuple[Any, ...] = ()
+    args: tuple[Any, ...] = ()  # pytrees of tensors of typical shapes; those with rows have one rank's, in dim 0
     times: int = 1
-    trains: bool = False
+    trains: bool = False  # a backward and the optimizer's step follow
 
 
 def capture_phases(

@@ -229,10 +229,6 @@ class ParameterStore:
         replicas: each rank runs a step of its own on whole parameters, and gradients are averaged.
         copies: which of how many stores of the job, on as many ranks each, that hold the same.
 
-    Attributes:
-        of_stage: this rank's stages -> their parameters; stages on one mesh share them.
-        ahead_bytes: of parameters that may be gathered before they are used, as the plan has it.
-
     Raises:
         PlanError: no stage has one of the parameters.
     """
@@ -248,8 +244,8 @@ class ParameterStore:
         copies: tuple[int, int] = (0, 1),
     ) -> None:
         self.mesh, self.copies = mesh, copies
-        self.ahead_bytes = max((stage.ahead_bytes for stage in stages), default=0)
-        self.of_stage: dict[int, MeshParameters] = {}
+        self.ahead_bytes = max((stage.ahead_bytes for stage in stages), default=0)  # gathered before they are used
+        self.of_stage: dict[int, MeshParameters] = {}  # of stages; those on one mesh share them
         self._meshes: dict[int, MeshParameters] = {}  # by id of the mesh
         self._known: dict[nn.Parameter, _Known] = {}
         self._is_split = len({stage_ranks(stage) for stage in stages}) > 1  # ranks lack parameters of other stages

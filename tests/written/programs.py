@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
@@ -426,6 +427,22 @@ class SeveralBackwards(AccumulatesByHand):
         optimizer.step()
 
 
+class ClipsByHand(AccumulatesByHand):
+    """Torch's norms between backward and step, by two names and of two kinds; the rest is element by element."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(*batch))
+        before = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        clip_grad_norm_(self.parameters(), 0.05)
+        largest = clip_grad_norm_(self.net.parameters(), 0.01, norm_type=float("inf"))
+        for p in self.parameters():
+            p.grad.mul_(0.5)
+        self.log_dict({"before": before, "largest": largest})
+        optimizer.step()
+
+
 class Lbfgs(AccumulatesByHand):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -819,6 +836,7 @@ PROGRAMS = {
         GanEveryNSteps,
         AccumulatesByHand,
         SeveralBackwards,
+        ClipsByHand,
         Lbfgs,
         Sam,
         ActorCritic,

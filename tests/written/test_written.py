@@ -123,7 +123,8 @@ IN_SHARDS = sorted(PROGRAMS.keys() - {"Lbfgs", "Sam", "Pruned", "LotteryTickets"
 # other moments than most, or have gradients of other kinds; ZeRO-3 is tried with all.
 AT_OTHER_MOMENTS = {
     *("LooksAtItsWeights", "FreezesInItsStep", "RankDependent", "Normalized", "Recurrent", "Gan", "AccumulatesByHand"),
-    *("SeveralBackwards", "TwoKindsOfOptimizer", "CapturableAtFirst", "AveragesWeights", "SparseTablesBySgd"),
+    *("SeveralBackwards", "ClipsByHand", "TwoKindsOfOptimizer", "CapturableAtFirst", "AveragesWeights"),
+    "SparseTablesBySgd",
 }
 CASES_IN_SHARDS = [("zero3", name) for name in IN_SHARDS]
 CASES_IN_SHARDS += [
@@ -137,6 +138,18 @@ def test_in_shards_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: 
     check_equal(under_ddp(name), found)
     check_written(name, found)
     assert all(any(mode[0] in "SG" for mode in rank["modes"].values()) for rank in found)
+
+
+def warnings_of_parts(name: str, folder: str) -> int:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(name, "alpa", folder, "zero3")
+    return sum("of which each rank has a part" in str(each.message) for each in said)
+
+
+def test_who_reads_parts_of_gradients_is_told_so_once(pool, tmp_path) -> None:
+    assert pool.run(RANKS, warnings_of_parts, "ClipsByHand", str(tmp_path)) == [1, 0]
+    assert pool.run(RANKS, warnings_of_parts, "TwoKindsOfOptimizer", str(tmp_path)) == [0, 0]
 
 
 # Penalties differentiate twice, experts have shapes of their own, recurrent nets keep weights in lists, queues and
