@@ -4,7 +4,6 @@ import logging
 import math
 import re
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -466,9 +465,9 @@ class RooflineCosts:
             points = self._corrections[family] = self._family_points(family, reached_flops(self.device, call))
         if not points or seconds <= 0:
             return 1.0, 1.0
-        key, size = call_key(call), math.log(seconds)
+        own = _Point.of(call_key(call), math.log(seconds))
         ratios = np.array([(point.forward, point.backward) for point in points])  # [points, 2]
-        weights = np.array([(_unlike(key, point.key) + NEAR * abs(size - point.size) + NEAR) ** -4 for point in points])
+        weights = np.array([own.unlike(point) + NEAR for point in points]) ** -4
         forward, backward = np.exp(weights @ ratios / weights.sum())
         return float(forward), float(backward)
 
@@ -482,7 +481,7 @@ class RooflineCosts:
             if forward <= 0 or entry.forward <= 0:
                 continue
             ratio = math.log(entry.backward / backward) if backward > 0 and entry.backward > 0 else 0.0
-            points.append(_Point(key, math.log(forward + backward), math.log(entry.forward / forward), ratio))
+            points.append(_Point.of(key, math.log(forward + backward), math.log(entry.forward / forward), ratio))
         return points
 
 
@@ -492,22 +491,25 @@ OTHER_RANKS = 10.0  # factors of e that lie between calls with other numbers of 
 
 @dataclass(frozen=True)
 class _Point:
-    """A measured call. size: logarithm of its roofline seconds; forward, backward: of measured/roofline."""
+    """A call of a family, measured or asked for."""
 
-    key: str
-    size: float
-    forward: float
-    backward: float
+    ranks: tuple[int, ...]  # of its operands
+    dims: np.ndarray  # logarithms of all operands' dims
+    arguments: str
+    size: float  # logarithm of its roofline seconds
+    forward: float = 0.0  # forward, backward: logarithms of measured/roofline
+    backward: float = 0.0
 
+    @staticmethod
+    def of(key: str, size: float, forward: float = 0.0, backward: float = 0.0) -> "_Point":
+        """key: see `call_key`."""
+        shapes, arguments = key.split(" (", 1)
+        sizes = [[int(dim) for dim in re.findall(r"\d+", shape)] for shape in shapes.split()]
+        dims = np.log([max(dim, 1) for shape in sizes for dim in shape])
+        return _Point(tuple(map(len, sizes)), dims, arguments, size, forward, backward)
 
-@lru_cache(maxsize=2**16)
-def _unlike(one: str, other: str) -> float:
-    """How many factors of e lie between two calls (`call_key`), all dims of all shapes together; other arguments count
-    as one."""
-    (shapes, arguments), (other_shapes, other_arguments) = (key.split(" (", 1) for key in (one, other))
-    dims, other_dims = (re.findall(r"\d+|\]", text) for text in (shapes, other_shapes))
-    pairs = list(zip(dims, other_dims, strict=False))
-    if len(dims) != len(other_dims) or any((a == "]") != (b == "]") for a, b in pairs):
-        return OTHER_RANKS
-    apart = sum(abs(math.log(max(int(a), 1) / max(int(b), 1))) for a, b in pairs if a != "]")
-    return apart + (arguments != other_arguments)
+    def unlike(self, other: "_Point") -> float:
+        """How many factors of e lie between the two, all dims together; other arguments count as one, and how much
+        longer one takes a little."""
+        apart = NEAR * abs(self.size - other.size) + (self.arguments != other.arguments)
+        return apart + (float(np.abs(self.dims - other.dims).sum()) if self.ranks == other.ranks else OTHER_RANKS)
