@@ -27,7 +27,7 @@ from torch import Tensor
 from alpa_strategy.errors import LostRankError
 
 FOLDER = Path("/dev/shm")
-TOTAL_BYTES = 16 * 2**20  # of a group: Docker gives a container 64 MB unless told otherwise
+TOTAL_BYTES = 8 * 2**20  # of a group: Docker gives a container 64 MB unless told otherwise
 LINE = 64  # bytes of a cache line: two ranks do not write into the same one
 SPINS, POLL_SECONDS, LOOK_SECONDS = 30, 2e-5, 0.5  # looks without a pause; between later ones; between looks for life
 
