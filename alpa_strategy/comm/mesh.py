@@ -102,11 +102,8 @@ class AxisComm:
 
     def all_gather(self, tensor: Tensor, dim: int, total: int) -> Tensor:
         """Concatenate the axis' chunks along `dim`; chunk i has `chunk_sizes(total, size)[i]` rows (uneven is fine)."""
-        return (
-            self._now(tensor, _chunks_bytes(tensor, dim, 1, total, self.size))
-            .start_all_gather(tensor, dim, total)
-            .wait()
-        )
+        num_bytes = _chunks_bytes(tensor, dim, 1, total, self.size)
+        return self._now(tensor, num_bytes).start_all_gather(tensor, dim, total).wait()
 
     def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
         """As `all_gather`."""

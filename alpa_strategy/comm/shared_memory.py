@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from alpa_strategy.comm.collectives import of_all_ranks
 from alpa_strategy.errors import LostRankError
 
 FOLDER = Path("/dev/shm")
@@ -135,8 +136,7 @@ def shared_memory_group(group: Any, rank: int, size: int) -> SharedMemoryGroup |
     """For the ranks of `group`, where all are on one host; else None. Collective over them."""
     path = _new_file() if rank == 0 else None
     place = _host()
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, (place, path), group)
+    found = of_all_ranks((place, path), group)
     path = found[0][1]
     made = None
     if path is not None and place is not None and all(each == place for each, _ in found):

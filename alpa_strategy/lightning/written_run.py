@@ -210,12 +210,11 @@ class WrittenRun(PlacedModule):
             tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             given = set(map(id, tensors))
             own = [p for p in self.module.parameters() if id(p.grad) in given]
-            if parts.isdisjoint(map(id, own)):
+            if {id(p) for p in self.store.sharded_parameters}.isdisjoint(map(id, own)):
                 return of_torch(tensors, norm_type, *rest, **named)
             self.meet()
             return gradient_norm(self.store, own, float(norm_type))
 
-        parts = {id(p) for p in self.store.sharded_parameters}
         names = [(clipping, "_get_total_norm"), (torch.nn.utils, "get_total_norm")]
         with patched((owner, name, total_norm) for owner, name in names), self._reads:
             yield
@@ -257,8 +256,9 @@ class _PartsAreRead(TorchFunctionMode):
 
 
 def _is_of_step(frame: FrameType) -> bool:
-    is_optimizer = any(isinstance(caller.f_locals.get("self"), Optimizer) for caller, _ in walk_stack(frame))
-    return is_user_file(frame.f_code.co_filename) and not is_optimizer
+    if not is_user_file(frame.f_code.co_filename):  # nearly always: torch's optimizers ask for every parameter
+        return False
+    return not any(isinstance(caller.f_locals.get("self"), Optimizer) for caller, _ in walk_stack(frame))
 
 
 _READS_GRAD = cast("Any", Tensor).grad.__get__

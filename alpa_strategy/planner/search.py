@@ -108,11 +108,10 @@ def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = 
         # communication is hidden.
         other = plan_of(solver.job, fingerprint, [data], [0])
         theirs, ours = (hidden_seconds(each, task.cluster.overlap) for each in (other, plan))
-        if theirs < ours:
-            note = "data parallel: the reduction of gradients runs beside the backward"
-            plan = replace(other, notes=(*other.notes, note))
-        elif ours < theirs < TOLD_APART * ours and task.cluster.measured:
-            note = f"data parallel: another plan is {theirs / ours - 1:.0%} faster as measured, which may be noise"
+        if theirs != ours and theirs < (TOLD_APART if task.cluster.measured else 1.0) * ours:
+            is_faster = "the reduction of gradients runs beside the backward"
+            is_noise = f"another plan is {theirs / ours - 1:.0%} faster as measured, which may be noise"
+            note = f"data parallel: {is_faster if theirs < ours else is_noise}"
             plan = replace(other, notes=(*other.notes, note))
     return replace(
         plan,
