@@ -57,20 +57,20 @@ def done_by_autocast(call: OpCall, state: AutocastState) -> tuple[Casts, torch.d
     `fp32_set_opt_dtype`).
 
     None: there are none such; what autocast casts inside of an op without a policy of its own is made of the operands
-    by more than moving elements. No op is known that has none: linear, einsum, recurrences, attention and losses all
-    do.
+    by more than moving elements. Cross entropy on GPUs (`loss_dtype`) is the only op known that has none.
     """
     is_policy = has_policy(call.target, state.device_type)
     as_they_are, low, full = (
         tuple(dtype if m.dtype.is_floating_point else None for m in call.operands)
-        for dtype in (None, state.dtype, torch.float32)  # float32: cross entropy of float16 on GPUs, for log_softmax
+        for dtype in (None, state.dtype, torch.float32)
     )
     under_autocast, seen = _work(call, state, as_they_are, True)
     if state.dtype in seen:  # other casts are of the op's own making: attention adds up in fp32
         seen = tuple(dtype if dtype == state.dtype else None for dtype in seen)
-    # Of operands of several dtypes the backward may not do what the forward does for them (mse_loss, torch 2.11).
+    # Of operands of several dtypes the backward may not do what the forward does for them (mse_loss, torch 2.11): last.
     are_alike = len({m.dtype for m in call.operands if m.dtype.is_floating_point}) < 2
-    for casts in (*[as_they_are] * are_alike, seen, *[low, full] * (not is_policy)):
+    candidates = [seen] if is_policy else [seen, low, full]
+    for casts in [as_they_are, *candidates] if are_alike else [*candidates, *[as_they_are] * (not is_policy)]:
         try:
             with patched([(_fake_log, "disabled", True)]):  # else it logs what an op refuses, with its traceback
                 work, _ = _work(call, state, casts, False)
@@ -193,6 +193,15 @@ class Autocast:
             dtypes = tuple(given if m.dtype.is_floating_point else None for m in call.operands)  # norm
         rest = iter([v if d is None else self._cast(v, d) for v, d in zip(operands, dtypes, strict=True)])
         return map_refs((args, dict(sorted(kwargs.items()))), lambda _: next(rest))  # in the order of `call_of`
+
+    def loss_dtype(self, target: OpOverload, args: tuple[Any, ...]) -> torch.dtype | None:
+        """In what a cross entropy sums logarithms of another dtype: on GPUs autocast sees to its nll_loss alone.
+
+        None: in that of its operands when `operands` is done with them.
+        """
+        if self.state is None or target is not aten.cross_entropy_loss.default or has_policy(target, self.device_type):
+            return None
+        return torch.float32 if self.builder.meta(args[0]).dtype in (torch.float16, torch.bfloat16) else None
 
     def _cast(self, ref: ValueRef, dtype: torch.dtype) -> ValueRef:
         """A cast; parameters are cast once per outermost region, as autocast's own cache does."""

@@ -252,12 +252,14 @@ class _Converter:
         if (bags := rewrites.rewrite_bags(self.builder, node, args, kwargs)) is not None:
             self.views[node] = (self.memory.new(bags), None, None, None)  # offsets, sizes, indices: for no one
             return
-        args, kwargs = self.autocast.operands(target, args, kwargs)
+        summed_in = self.autocast.loss_dtype(target, args)
+        if summed_in is None:
+            args, kwargs = self.autocast.operands(target, args, kwargs)
         if target is aten.embedding.default:
             args = args[:4]  # no `sparse`: reductions know dense gradients only
         traced = node.meta["val"]
         kwargs = rewrites.with_traced_dtype(target, args, kwargs, traced)
-        result = rewrites.rewrite_loss(self.builder, target, args, kwargs)
+        result = rewrites.rewrite_loss(self.builder, target, args, kwargs, summed_in)
         if result is None:
             result = self.builder.emit(target, *args, **kwargs)
         if isinstance(result, ValueRef) and self.builder.meta(result).dtype != traced.dtype:

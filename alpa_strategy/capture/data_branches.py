@@ -11,7 +11,9 @@ from __future__ import annotations
 import dis
 import linecache
 import operator
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
@@ -23,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from alpa_strategy.capture.graph_builder import storages_of
+from alpa_strategy.capture.python_state import patched
 
 _ASKING = {torch.is_nonzero, torch.equal, torch.allclose, Tensor.is_nonzero, Tensor.equal, Tensor.allclose}
 _ASKING |= {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
@@ -65,6 +68,22 @@ class ConstantValues:
         args, kwargs = pytree.tree_unflatten(real, spec)
         with _disable_current_modes():
             return func(*args, **kwargs)
+
+    def knows(self, value: Any) -> bool:
+        """Whether a question about this tensor would be answered."""
+        proxy_mode = get_proxy_mode()
+        slot = None if proxy_mode is None else get_proxy_slot(value, proxy_mode.tracer, None)
+        if proxy_mode is None or slot is None:
+            return False
+        with torch._C.DisableTorchFunction():  # its answers are made on the CPU, which is no part of the step
+            self._advance(proxy_mode.tracer.graph)
+        return slot.proxy.node in self._values
+
+    def told_to_libraries(self) -> AbstractContextManager[None]:
+        """Context in which transformers asks instead of taking its way for fake tensors, where it builds causal masks
+        that fast attention kernels do not take."""
+        library = sys.modules.get("transformers.utils.import_utils")
+        return patched([] if library is None else [(vars(library), "is_fake_tensor", lambda x: not self.knows(x))])
 
     def _advance(self, graph: fx.Graph) -> None:
         """Run what was traced since the last question."""

@@ -37,12 +37,31 @@ from alpa_strategy.ir.user_code import user_frame
 
 
 def cross_entropy_sum(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Summed cross entropy; logits [N, C] or [N, C, d1, ...] or [C], target class indices or probabilities."""
-    return F.cross_entropy(
-        logits, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
-    )
+    """Summed cross entropy; logits [N, C] or [N, C, d1, ...] or [C], target class indices or probabilities.
+
+    dtype: in what logarithms of the logits' dtype are summed, as under autocast on GPUs; None: in their own.
+    """
+    if dtype is None:
+        return F.cross_entropy(
+            logits, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+        )
+    dim = min(1, logits.dim() - 1)
+    log_probs = F.log_softmax(logits, dim)
+    every = log_probs if weight is None else log_probs * weight.view([-1, *[1] * (logits.dim() - 1 - dim)])
+    if target.is_floating_point():
+        return -(every * (target * (1 - label_smoothing) + label_smoothing / logits.shape[dim])).sum(dtype=dtype)
+    total = F.nll_loss(log_probs.to(dtype), target, weight, ignore_index=ignore_index, reduction="sum")
+    if label_smoothing > 0:
+        smooth = every.sum(dim, dtype=dtype).masked_fill(target == ignore_index, 0.0).sum()
+        total = (1 - label_smoothing) * total - label_smoothing / logits.shape[dim] * smooth
+    return total
 
 
 def nll_sum(log_probs: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 import sys
 import types
 import weakref
@@ -22,7 +23,7 @@ from enum import Enum
 from functools import partial
 from io import IOBase
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -37,13 +38,17 @@ from alpa_strategy.capture.python_state import (
     changed_attributes,
     class_attribute,
     framework_attributes,
+    functions_in,
     is_configuration,
     is_metric,
     is_plain,
     is_user_class,
     is_user_module,
+    kept_in,
+    loaders_of,
     patched,
     snapshot,
+    user_classes,
 )
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Place, StepGraph
@@ -55,6 +60,8 @@ from alpa_strategy.ir.user_code import (
     is_installed,
     is_user_code,
     is_user_file,
+    mentioned_names,
+    names_set_from,
     reached_functions,
     user_frame,
 )
@@ -62,6 +69,7 @@ from alpa_strategy.ir.user_code import (
 Reads = dict[tuple[int, str], Callable[[], Any]]
 """(id of an object, attribute name) -> the object, None once it is no more: the step made it for itself."""
 
+_BATCH_SIZE = re.compile("^batch_?size$|^bsz?$", re.IGNORECASE)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -348,3 +356,26 @@ def is_same_step(one: StepGraph, other: StepGraph, numbers: Mapping[str, Any]) -
         return replace(step, ops=ops, output=None, logs=(), metrics=(), appended=()).graph_digest
 
     return as_now(one) == as_now(other)
+
+
+def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tuple[Any, str]]:
+    """(owner, name), as `patched` takes them, of what holds this number under such a name, or one that is set in a line
+    with a batch size: attributes of the module tree, of the data module and the loaders, hyperparameters,
+    configurations, and globals of the files of the module's classes."""
+    trainer, step = getattr(module, "_trainer", None), cast(Any, module.training_step)
+    data_module = getattr(trainer, "datamodule", None)
+    # Every loader has its batch size: it counts where the step may ask for one.
+    loaders = loaders_of(trainer) if "batch_size" in mentioned_names(step) else []
+    classes = user_classes(module)
+    set_from = {key for function in functions_in(classes) for key in names_set_from(function, _BATCH_SIZE)}
+    owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
+    for attributes in (vars(each) for each in (*module.modules(), data_module, *loaders) if hasattr(each, "__dict__")):
+        dicts = [each for each in attributes.values() if isinstance(each, dict)]
+        kept = [each.items for v in attributes.values() for each in kept_in(v, "", set())]
+        owners += [attributes, *dicts, *(each for each in kept if isinstance(each, dict))]
+    return [
+        (owner, key)
+        for owner in owners
+        for key, held in (owner if isinstance(owner, dict) else vars(owner)).items()
+        if type(held) is int and held == value and isinstance(key, str) and (name.search(key) or key in set_from)
+    ]

@@ -15,12 +15,11 @@ import dataclasses
 import operator
 import pickle
 import random
-import re
 import sys
 import types
 import weakref
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -42,8 +41,6 @@ from alpa_strategy.ir.user_code import (
     code_names,
     is_installed,
     is_user_file,
-    mentioned_names,
-    names_set_from,
     reached_functions,
     stored_names,
 )
@@ -52,7 +49,6 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, deque)
 _ARRAYS = (array, bytearray)
 LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
-_BATCH_SIZE = re.compile("^batch_?size$|^bsz?$", re.IGNORECASE)
 _GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState, torch.Generator)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 MAX_DEPTH = 6
@@ -168,12 +164,12 @@ def class_attribute(owner: type, name: str) -> Any:
     return MISSING
 
 
-def _user_classes(module: nn.Module) -> set[type]:
+def user_classes(module: nn.Module) -> set[type]:
     kinds = {base for child in module.modules() for base in type(child).__mro__}
     return set(filter(is_user_class, kinds))
 
 
-def _functions_in(kinds: Iterable[type]) -> list[types.FunctionType]:
+def functions_in(kinds: Iterable[type]) -> list[types.FunctionType]:
     """Methods that the classes define."""
     members = (member for kind in kinds for member in vars(kind).values())
     return [member for member in members if isinstance(member, types.FunctionType)]
@@ -205,7 +201,7 @@ class _Kept:
 
     def differs(self) -> bool:
         """Whether it holds other things now: objects count, not whether they are equal (tensors do not compare)."""
-        old, new = self.before, self.items
+        old, new = self.before, _raw(self.items)
         if isinstance(old, dict):
             is_other = any(name in old or not _is_cached(self.owner, name) for name in changed_names(new, old))
             return is_other or self._is_moved()
@@ -228,7 +224,7 @@ class _Kept:
 
     def _only_cached(self) -> bool:
         """Whether nothing came but new entries of a dict or a set that are no numbers: these fill themselves again."""
-        old, new = self.before, self.items
+        old, new = self.before, _raw(self.items)
         if isinstance(new, dict):
             return not self._is_moved() and all(
                 n not in old and type(new[n]) not in (int, float) for n in changed_names(new, old)
@@ -247,7 +243,12 @@ class _Kept:
             put_back(self.items, self.before, changed_names(self.items, self.before))
         elif self.differs():  # else another thread may be reading it
             self.items.clear()
-            self.items.extend(self.before) if isinstance(self.items, list | deque) else self.items.update(self.before)
+            if isinstance(self.items, dict):
+                put_back(self.items, self.before, self.before)
+            else:
+                self.items.extend(self.before) if isinstance(self.items, list | deque) else self.items.update(
+                    self.before
+                )
 
 
 @dataclass(frozen=True)
@@ -339,6 +340,15 @@ def restored(kept: Iterable[_Kept]) -> Iterator[dict[str, Any]]:
         changed |= put_all_back(kept)
 
 
+def _raw(value: Any) -> Any:
+    """A container; a dict as what lies in it, which a subclass may not be what it answers (transformers' ACT2FN)."""
+    return dict(_dict_of(value).items(value)) if isinstance(value, dict) else value
+
+
+def _dict_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:
+    return OrderedDict if isinstance(value, OrderedDict) else dict
+
+
 def changed_names(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> list[Any]:
     """Names that have another object now, or none, or did not have one. Equal numbers, texts and sizes are the same."""
     return [name for name in {**old, **new} if not _is_same(new.get(name, MISSING), old.get(name, MISSING))]
@@ -355,7 +365,7 @@ def put_back(owner: Any, old: Mapping[str, Any], names: Iterable[str]) -> None:
     for name in names:
         value, is_dict = old.get(name, MISSING), isinstance(owner, dict)
         if value is not MISSING:
-            operator.setitem(owner, name, value) if is_dict else setattr(owner, name, value)
+            _dict_of(owner).__setitem__(owner, name, value) if is_dict else setattr(owner, name, value)
         else:
             owner.pop(name, None) if is_dict else delattr(owner, name)
 
@@ -388,7 +398,7 @@ def kept_in(
             found.append(KeptAttributes(label, value, _attributes_of(value), is_noticed=is_noticed))
         if container is not None:
             own = None if keys else attribute
-            found.append(_Kept(label, value, container(value), None, own, is_noticed, is_inside))
+            found.append(_Kept(label, value, container(_raw(value)), None, own, is_noticed, is_inside))
         if found or isinstance(value, Iterator):
             seen.add(id(value))
             yield from found
@@ -505,10 +515,10 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
         CaptureError: when the step set a global, or changed a container among globals and closures, or an object that
             the functions name.
     """
-    kinds = _user_classes(module)
+    kinds = user_classes(module)
     members = [member for kind in kinds for member in vars(kind).values()]
     trainer: Any = getattr(module, "_trainer", None)
-    methods = reached_functions([cast(Any, module.training_step), *_functions_in(kinds)])
+    methods = reached_functions([cast(Any, module.training_step), *functions_in(kinds)])
     files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
     named = {name for method in methods for name in code_names(method.__code__)}
     every = [(f"{where}.{name}", name, value) for where, names in files.items() for name, value in names.items()]
@@ -551,29 +561,6 @@ def loaders_of(trainer: Any) -> list[Any]:
     """The user's loaders of training batches."""
     combined = getattr(getattr(trainer, "fit_loop", None), "_combined_loader", None)
     return [getattr(each, "_loader", each) for each in combined.flattened] if combined is not None else []
-
-
-def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tuple[Any, str]]:
-    """(owner, name), as `patched` takes them, of what holds this number under such a name, or one that is set in a line
-    with a batch size: attributes of the module tree, of the data module and the loaders, hyperparameters,
-    configurations, and globals of the files of the module's classes."""
-    trainer, step = getattr(module, "_trainer", None), cast(Any, module.training_step)
-    data_module = getattr(trainer, "datamodule", None)
-    # Every loader has its batch size: it counts where the step may ask for one.
-    loaders = loaders_of(trainer) if "batch_size" in mentioned_names(step) else []
-    classes = _user_classes(module)
-    set_from = {key for function in _functions_in(classes) for key in names_set_from(function, _BATCH_SIZE)}
-    owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
-    for attributes in (vars(each) for each in (*module.modules(), data_module, *loaders) if hasattr(each, "__dict__")):
-        dicts = [each for each in attributes.values() if isinstance(each, dict)]
-        kept = [each.items for v in attributes.values() for each in kept_in(v, "", set())]
-        owners += [attributes, *dicts, *(each for each in kept if isinstance(each, dict))]
-    return [
-        (owner, key)
-        for owner in owners
-        for key, held in (owner if isinstance(owner, dict) else vars(owner)).items()
-        if type(held) is int and held == value and isinstance(key, str) and (name.search(key) or key in set_from)
-    ]
 
 
 @contextmanager

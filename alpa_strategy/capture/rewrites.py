@@ -32,26 +32,35 @@ _BAGS = (aten.embedding_bag.default, aten.embedding_bag.padding_idx)
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def rewrite_loss(builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueRef | None:
+def rewrite_loss(
+    builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], summed_in: torch.dtype | None
+) -> ValueRef | None:
     """Sum-and-count form of a cross entropy or NLL loss; None when the call stays as it is.
 
     Half-precision logits are summed in fp32, as a sum (unlike the mean) may overflow; the result has the call's dtype.
+
+    Args:
+        summed_in: dtype of the sum, and of the result, where it is not that of the logits (`Autocast.loss_dtype`).
     """
     is_cross_entropy = target is aten.cross_entropy_loss.default
     if not is_cross_entropy and target not in _NLL:
         return None
     a = bound_arguments(target, args, kwargs)
-    if a["reduction"] not in (_MEAN, _SUM):
-        return None
     logits, labels, weight = a["self"], a["target"], a["weight"]  # [rows, classes, *d], [rows, *d], [classes]
-    dtype = builder.meta(logits).dtype
-    if dtype in _HALF:
+    dtype, smoothing = builder.meta(logits).dtype, a.get("label_smoothing", 0.0)
+    is_row_wise = a["reduction"] not in (_MEAN, _SUM)
+    if is_row_wise and summed_in is None:
+        return None
+    if dtype in _HALF and weight is not None:
+        weight = builder.emit(aten.to.dtype, weight, torch.float32)
+    if dtype in _HALF and (summed_in is None or is_row_wise):
         logits = builder.emit(aten.to.dtype, logits, torch.float32)
-        weight = builder.emit(aten.to.dtype, weight, torch.float32) if weight is not None else None
-    smoothing = a.get("label_smoothing", 0.0)
+    if is_row_wise:
+        return builder.emit(target, logits, labels, weight, a["reduction"], a["ignore_index"], smoothing)
     probabilities = builder.meta(labels).dtype.is_floating_point  # labels are then [rows, classes, *d]
     if is_cross_entropy:
-        loss = builder.emit(ops.cross_entropy_sum, logits, labels, weight, a["ignore_index"], smoothing)
+        dtypes = () if summed_in is None else (summed_in,)
+        loss = builder.emit(ops.cross_entropy_sum, logits, labels, weight, a["ignore_index"], smoothing, *dtypes)
     else:
         loss = builder.emit(ops.nll_sum, logits, labels, weight, a["ignore_index"])
     if a["reduction"] == _MEAN and probabilities:
@@ -62,7 +71,7 @@ def rewrite_loss(builder: Builder, target: Any, args: tuple[Any, ...], kwargs: d
         # Of all ranks together: labels that are ignored may lie unevenly over them.
         count = builder.emit(ops.target_weight_sum, labels, weight, a["ignore_index"], builder.meta(loss).dtype)
         loss = builder.emit(aten.div.Tensor, loss, count)
-    return builder.emit(aten.to.dtype, loss, dtype) if dtype in _HALF else loss
+    return builder.emit(aten.to.dtype, loss, dtype) if dtype in _HALF and summed_in is None else loss
 
 
 def rewrite_bags(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueRef | None:

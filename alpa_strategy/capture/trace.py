@@ -121,6 +121,7 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             standing_in(module, of_module),
             call.context(),
             TracerMode(module, origins, device, known, record),
+            known.told_to_libraries(),
         ):
             # By position, as the Trainer passes them: users name these arguments as they like.
             takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)

@@ -60,6 +60,8 @@ class Reshard:
             others = [Replicate() if axis == step.axis else dual.value for axis, dual in enumerate(current)]
             seen = Layout(others).local_shape(self.shape, mesh.shape, mesh.coordinate)
             current[step.axis] = step.dst
+            if mesh.shape[step.axis] == 1:
+                continue
             # A step may be idle one way: Invariant -> Replicate moves no values, its gradients are summed.
             if step.src.value != step.dst.value:
                 forward.append(LocalStep(step.axis, step.src.value, step.dst.value, seen))

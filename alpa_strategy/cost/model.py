@@ -440,7 +440,10 @@ class RooflineCosts:
             forward, backward = (replace(w, num_bytes=PRODUCT_BYTES * w.num_bytes) for w in (forward, backward))
             rates = [rate * share for rate, share in zip(rates, tile_shares(device, call), strict=True)]
         found = roofline_seconds(forward, device, rates[0]), roofline_seconds(backward, device, rates[1])
-        return (FUSED * found[0], FUSED * found[1]) if self.compiled and kind is None else found
+        return (FUSED * found[0], FUSED * found[1]) if self._fuses(call) else found
+
+    def _fuses(self, call: OpCall) -> bool:
+        return self.compiled and call.target not in CUSTOM_OPS and product_kind(call) is None
 
     def _seconds_of(self, kernels: Kernels) -> float:
         rest = kernels.fused if self.compiled else Work(0.0, sum(kernels.single), len(kernels.single))
@@ -451,8 +454,9 @@ class RooflineCosts:
         if self.table is None or is_view(call):
             return forward, backward
         measured = self.table.get(self.device.name, call)
-        if measured is not None:
-            return measured.forward, measured.backward if backward else 0.0
+        if measured is not None:  # of the op by itself
+            share = FUSED if self._fuses(call) else 1.0
+            return share * measured.forward, share * measured.backward if backward else 0.0
         ratio_forward, ratio_backward = self._correction(call, forward + backward)
         return forward * ratio_forward, backward * ratio_backward
 

@@ -69,11 +69,16 @@ def user_frame() -> str:
 def asked_by_user(frame: FrameType | None) -> bool:
     """Whether `frame` is of the user's code, or of the standard library's on its behalf.
 
-    Not of `logging`'s, which asks for the time for itself.
+    Not of `logging`'s, which asks for the time for itself, nor of an import, which asks once.
     """
     while frame is not None and _serves(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame is not None and is_user_file(frame.f_code.co_filename)
+    asking = frame
+    while frame is not None and frame.f_code.co_name != "dispatch_trace":  # where torch begins to trace
+        if frame.f_code.co_name == "_find_and_load":
+            return False
+        frame = frame.f_back
+    return asking is not None and is_user_file(asking.f_code.co_filename)
 
 
 def _serves(path: str) -> bool:

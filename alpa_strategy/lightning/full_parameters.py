@@ -245,7 +245,7 @@ def use_whole_norms(plugin: Any, whole: FullParameters) -> AbstractContextManage
 
     patches: list[tuple[Any, str, Any]] = [(plugin, "clip_grad_by_norm", clip)]
     scaler = getattr(plugin, "scaler", None)
-    if scaler is not None and world_size() > 1:
+    if scaler is not None:
         patches.append((scaler, "_unscale_grads_", partial(_unscale_and_agree, scaler._unscale_grads_)))
     return patched(patches)
 
@@ -259,12 +259,17 @@ def _unscale_and_agree(
 ) -> dict[torch.device, Tensor]:
     """A scaler's `unscale`, which skips a step when any rank's gradients overflow, so that all ranks keep one scale.
 
-    torch's ShardedGradScaler does the same for gradients that every rank has; here a rank may have none.
+    torch's ShardedGradScaler does the same for gradients that every rank has; here a rank may have none. And torch's
+    scaler copies its scale to gradients in host memory without waiting for the copy.
     """
+    device = found_inf.device
+    if not all(p.device == device for group in optimizer.param_groups for p in group["params"]):
+        inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
     found = unscale(optimizer, inv_scale, found_inf, allow_fp16)
-    overflow = torch.stack([flag.to(found_inf.device) for flag in (found_inf, *found.values())]).amax()
-    dist.all_reduce(overflow, dist.ReduceOp.MAX)
-    return {overflow.device: overflow}
+    overflow = torch.stack([flag.to(device) for flag in (found_inf, *found.values())]).amax()
+    if world_size() > 1:
+        dist.all_reduce(overflow, dist.ReduceOp.MAX)
+    return {device: overflow}
 
 
 def clip_by_norm(store: ParameterStore, max_norm: float, parameters: Iterable[nn.Parameter]) -> Tensor:

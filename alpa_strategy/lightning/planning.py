@@ -183,7 +183,7 @@ def find_or_make_plan(
     def follow(running: Plan) -> Plan:
         """See `replan`."""
         table = OpTable.load(job.folder / "costs" / "ops.json")  # as it is: nothing is timed
-        costs = RooflineCosts(cluster.device, table) if cluster.measured else None
+        costs = RooflineCosts(cluster.device, table, job.options.compile) if cluster.measured else None
         return replan(replace(task, costs=costs), running)
 
     def work() -> Plan:
@@ -325,7 +325,7 @@ def _timed(
             table.save()
         except OSError as error:
             job.progress.say(f"alpa: op times cannot be stored in {table.path}: {error.strerror}")
-    return RooflineCosts(cluster.device, table)
+    return RooflineCosts(cluster.device, table, job.options.compile)
 
 
 def local_calls(step: StepGraph, mesh_shape: tuple[int, ...]) -> set[OpCall]:

@@ -365,6 +365,7 @@ class VocabCrossEntropy(torch.autograd.Function):
         weight: Tensor | None,
         ignore_index: int,
         smoothing: float,
+        summed_in: torch.dtype | None = None,
     ) -> Tensor:
         dim = min(1, logits.dim() - 1)
         here, dtype = logits.shape[dim], torch.promote_types(logits.dtype, torch.float32)
@@ -397,12 +398,12 @@ class VocabCrossEntropy(torch.autograd.Function):
             gradient.scatter_add_(dim, index, -amount)
             # fp16 would lose the small probabilities
             ctx.save_for_backward(gradient.to(logits.dtype) if logits.dtype == torch.bfloat16 else gradient)
-        return row_loss.sum().to(logits.dtype)
+        return row_loss.sum().to(summed_in or logits.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return None, None, None, (gradient * grad.to(gradient.dtype)).to(ctx.dtype), *(None,) * 4
+        return None, None, None, (gradient * grad.to(gradient.dtype)).to(ctx.dtype), *(None,) * 5
 
 
 _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, MeshComm], LocalOp]] = {

@@ -113,7 +113,7 @@ class MeshParameters:
         for sharded in self._by_parameter.values():
             if sharded.is_gathered_once and sharded.leaf is None and sharded.link is None:
                 sharded.begin_gathering()
-        if not ahead_bytes or not torch.is_grad_enabled():
+        if not ahead_bytes or self.mesh.whole.size == 1 or not torch.is_grad_enabled():
             return OnDemand(self.step_input)
         sums = Sums(ahead_bytes)
         # A gradient that is summed once more, in buckets, wants to come early.

@@ -15,6 +15,7 @@ from models import GPT, MODELS, ConvNet
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture import autocast
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.ir.graph import StepGraph, run_step
 
@@ -295,6 +296,43 @@ def test_autocast_may_set_a_dtype_and_cast_nothing() -> None:
     assert total.operands[0].dtype == torch.bfloat16
     assert largest.operands[0].dtype == torch.float32
     assert score.operands[0].dtype == torch.float32
+
+
+_ops.define("mixed(Tensor x, Tensor weight) -> Tensor")
+_ops.impl("mixed", lambda x, weight: x.abs() * weight if x.dtype != weight.dtype else -x, "CompositeImplicitAutograd")
+
+
+def test_a_composite_of_two_dtypes_may_want_them_as_they_are() -> None:
+    """As rms_norm on GPUs, which is another kernel when all operands have one dtype."""
+
+    def scaled(self: Step, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.ops.alpa_test_autocast.mixed(self.a(x), self.a.weight[0]).sum()
+
+    step = assert_same_step(Step(scaled), example())
+    (mixed,) = (op.call for op in step.ops if "mixed" in op.name)
+    assert [m.dtype for m in mixed.operands] == [torch.bfloat16, torch.float32]
+
+
+def test_cross_entropy_under_an_autocast_that_knows_its_parts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs' leaves log_softmax the dtype of the logits, and sums in float32. CPUs' casts the logits."""
+    known = autocast.has_policy
+    aten = torch.ops.aten
+    monkeypatch.setattr(autocast, "has_policy", lambda op, on: op != aten.cross_entropy_loss.default and known(op, on))
+
+    def losses(self: Step, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.b(self.a(x))
+            weights = torch.linspace(0.5, 1.0, logits.shape[1])
+            kinds = (
+                F.cross_entropy(logits, y, weights, reduction="sum"),
+                F.cross_entropy(logits, y, label_smoothing=0.1),
+            )
+            return sum(kinds, F.cross_entropy(logits, y, reduction="none").mean())
+
+    step = assert_same_step(Step(losses), example(), atol=2e-2)
+    summed = [op.call for op in step.ops if "cross_entropy_sum" in op.name]
+    assert [(c.operands[0].dtype, c.results[0].dtype) for c in summed] == [(torch.bfloat16, torch.float32)] * 2
 
 
 def test_autocast_casts_are_ops() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from capture.raising import (
 )
 from models import MLP
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import CaptureError
@@ -79,3 +83,37 @@ def test_checks_inside_torch() -> None:
     module = Variance()
     step = capture_step(module, module.example_batch(4))
     assert [check.expected for check in step.checks] == [False]
+
+
+def test_libraries_that_know_fake_tensors_are_told_of_those_with_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers builds a mask for fake tensors where it would ask whether one is needed."""
+    library = types.ModuleType("transformers.utils.import_utils")
+    library.is_fake_tensor = lambda tensor: isinstance(tensor, FakeTensor)
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+
+    class Masks(MLP):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            positions = torch.arange(batch.shape[1], device=batch.device)
+            is_packed = library.is_fake_tensor(positions) or bool((positions.diff() != 1).any())
+            prediction = self.net(batch)
+            return (
+                prediction.sum() if is_packed or not library.is_fake_tensor(prediction) else prediction.square().sum()
+            )
+
+    module, x = Masks(), torch.randn(4, 8)
+    step = capture_step(module, x)
+    values = run_step(step, dict(module.named_parameters()), {}, [x])
+    torch.testing.assert_close(values[step.loss], module.net(x).square().sum())
+
+
+def test_what_an_import_reads_is_not_read_by_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reads_itself.py").write_text("scale = float(len(open(__file__).read()) > 0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class Imports(MLP):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            from reads_itself import scale
+
+            return self.net(batch).sum() * scale
+
+    capture_step(Imports(), torch.randn(4, 8))

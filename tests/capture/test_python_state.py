@@ -395,6 +395,30 @@ def test_what_a_step_changes_is_refused_and_put_back(name: str, change: Callable
     assert module.shown() == before
 
 
+class Registry(OrderedDict[str, Any]):
+    """transformers' ACT2FN: it holds classes, and whoever asks gets an object."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+REGISTRY = Registry(relu=nn.ReLU, gelu=nn.GELU)
+
+
+class Registered(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return REGISTRY["gelu"](self.linear(batch)).sum()
+
+
+def test_a_dict_that_answers_otherwise_than_it_holds_stays_as_it_is() -> None:
+    capture_step(Registered(), torch.randn(6, 4))
+    assert list(REGISTRY.items()) == [("relu", nn.ReLU), ("gelu", nn.GELU)]
+
+
 class LeavesEval(LightningModule):
     """Its first step trains, and those after it evaluate; or (`looks`) it cannot be captured, and raises in between."""
 

@@ -283,6 +283,30 @@ def test_cross_entropy_in_half_precision(dtype, tolerance):
     check(call, x, (2,), ["S1,R->R@vocab_cross_entropy"], tolerance=tolerance)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+def test_cross_entropy_of_half_precision_logarithms_summed_in_float32(smoothing, weighted, kind):
+    """What GPUs' autocast computes: log_softmax as its operand is, the rest in float32."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, 40).to(torch.bfloat16)
+    weight = torch.rand(40) if weighted else None
+    target = torch.randint(0, 40, (6,)) if kind == "classes" else torch.rand(6, 40).softmax(-1)
+    if kind == "classes":
+        target[2] = -100
+    found = capture_ops.cross_entropy_sum(logits, target, weight, -100, smoothing, torch.float32)
+    rounded = logits.log_softmax(-1).float()  # whose own log_softmax is the same but for this rounding
+    wanted = torch.nn.functional.cross_entropy(rounded, target, weight, reduction="sum", label_smoothing=smoothing)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=0.0)
+    if kind == "classes":
+        extra = [weight] if weighted else []
+        call, x = call_and_operands(
+            capture_ops.cross_entropy_sum, logits.requires_grad_(), target, weight, -100, smoothing, torch.float32
+        )
+        check(call, x, (2,), [f"S1,R{',R' * len(extra)}->R@vocab_cross_entropy"], tolerance=2e-2)
+
+
 def test_cross_entropy_backward_twice():
     call, x = cross_entropy_call(rand(5, 7), torch.tensor([0, 6, -100, 3, 3]))
     strategy = (AxisStrategy.parse("S1,R->R@vocab_cross_entropy"),)

@@ -185,6 +185,30 @@ def test_accumulation(mode, options):
         assert_equals_reference(result, **options)
 
 
+@pytest.mark.parametrize("mode", [("R*",), ("S0",), ("G0",)], ids=" ".join)
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clear": False}, {"accumulate": 2, "clear": False}], ids=str)
+def test_accumulation_on_one_device(mode, options):
+    (result,) = run_on_threads((1,), lambda mesh: train(mesh, mode, **options))
+    assert_equals_reference(result, **options)
+
+
+@pytest.mark.parametrize("mode", [("R*",), ("S0",)], ids=" ".join)
+def test_one_device_leaves_gradients_where_autograd_made_them(mode):
+    def work(mesh):
+        net = make_net()
+        inputs = inputs_of(net)
+        store = store_on(mesh, net, inputs, {p.name: plan_of(mode, p.meta.shape) for p in inputs})
+        store.shard(bucket_bytes=200)
+        for x in batches()[:3]:  # the first backward is another: devices agree then
+            net.zero_grad()
+            loss_sum(store.of_stage[0].step_inputs(ahead_bytes=100), x).backward()
+            made = {p: p.grad for p in net.parameters()}
+            store.finish_backward()
+            assert all(p.grad is made[p] for p in net.parameters())
+
+    run_on_threads((1,), work)
+
+
 @pytest.mark.parametrize("mode", [("R*", "S0"), ("S0", "S0"), ("G1", "R"), ("R", "R*")], ids=" ".join)
 def test_clipping_by_norm(mode):
     options = {"max_norm": 0.3}
