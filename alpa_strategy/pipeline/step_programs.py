@@ -166,7 +166,7 @@ class PlacedPlan:
         # By default fork_rng touches every GPU of the node, with a warning; the others belong to other ranks.
         here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=here), torch.set_grad_enabled(trains):
-            torch.manual_seed(self._seed * 1_000_003 + self.num_steps)
+            torch.manual_seed((self._seed * 1_000_003 + self.num_steps) % 2**63)  # a seed of its own may be large
             found = run_step(part, leaves, buffers, rows, values)
         return {value: found[value] for value in part.escaping}, leaves
 
