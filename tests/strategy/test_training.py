@@ -300,3 +300,18 @@ def test_buffers_are_as_they_were_until_the_backward(pool, tmp_path: Path, strat
     reference = train(Remembers, str(tmp_path), None)
     for run in pool.run(2, run_remembers, str(tmp_path), strategy):
         assert_same(run, reference)
+
+
+def test_micro_batches_of_a_training_without_a_seed(tmp_path: Path) -> None:
+    """The random numbers around micro-batches come of the seed that torch has by itself."""
+    torch.manual_seed(67_280_421_310_721)
+    model = Phased()
+    loader = DataLoader(TensorDataset(*model.example_batch(16)), batch_size=ROWS)
+    strategy = AlpaStrategy(
+        num_microbatches=2, batch_scope="global", cluster="pcie_8gpu", plan_dir=str(tmp_path), verbose=False
+    )
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, default_root_dir=str(tmp_path), **QUIET
+    )
+    trainer.fit(model, loader)
+    assert trainer.global_step == 2
