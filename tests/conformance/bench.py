@@ -111,7 +111,9 @@ class Bench:
         if self.is_alpa:
             from alpa_strategy import AlpaStrategy
 
-            options = {"cluster": "pcie_8gpu", "verbose": False, **(PLANS[self.kind] if plan is None else plan)}
+            # Plans are solved once for all behaviours of the session, whose folders lie side by side.
+            shared = {"cluster": "pcie_8gpu", "verbose": False, "plan_dir": self.root.parent / "plans"}
+            options = {**shared, **(PLANS[self.kind] if plan is None else plan)}
             parallel["strategy"] = AlpaStrategy(**options)
         elif self.kind == "ddp":
             parallel["strategy"] = "ddp"
