@@ -5,8 +5,6 @@ effect. Factories (arange, zeros, ...) and conversions lose their `device` argum
 lowering runs them on its own device.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext

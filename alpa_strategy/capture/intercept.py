@@ -4,8 +4,6 @@
 step does by itself is refused: the captured step has the rows of all ranks already.
 """
 
-from __future__ import annotations
-
 import builtins
 import inspect
 import io
@@ -56,7 +54,7 @@ class Recording:
     checks: list[tuple[Tensor, bool, str]] = field(default_factory=list)
     stored: dict[str, Any] = field(default_factory=dict)
     grown: list[Place] = field(default_factory=list)
-    appended: dict[Place, AppendedList] = field(default_factory=dict)
+    appended: "dict[Place, AppendedList]" = field(default_factory=dict)
 
     def note(self, text: str) -> None:
         """The user should know this."""
@@ -108,7 +106,7 @@ class AppendedList:
         """As of a list."""
         self._items.extend(items)
 
-    def __iadd__(self, items: Iterable[Any]) -> AppendedList:  # type: ignore[misc]
+    def __iadd__(self, items: Iterable[Any]) -> "AppendedList":  # type: ignore[misc]
         self.extend(items)
         return self
 

@@ -10,8 +10,6 @@ The op of a Function takes and gives lists of tensors; what else the call was gi
 so autograd sees what runs inside, the user's own backward included. How it may be sharded: sharding/functions.py.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import re
@@ -227,7 +225,7 @@ class _Structure:
     constants: tuple[Any, ...]  # its leaves; a Tensor's place is held by `Tensor` itself
 
     @classmethod
-    def of(cls, tree: Any) -> _Structure:
+    def of(cls, tree: Any) -> "_Structure":
         leaves, spec = pytree.tree_flatten(tree)
         return cls(spec, tuple(Tensor if isinstance(x, Tensor) else x for x in leaves))
 
@@ -245,7 +243,7 @@ class _Given:
     autocast: tuple[str, torch.dtype] | None
 
     @classmethod
-    def of(cls, arguments: Any, device_type: str) -> _Given:
+    def of(cls, arguments: Any, device_type: str) -> "_Given":
         enabled = torch.is_autocast_enabled(device_type)
         autocast = (device_type, torch.get_autocast_dtype(device_type)) if enabled else None
         return cls(_Structure.of(arguments), autocast)

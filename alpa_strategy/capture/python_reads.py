@@ -7,8 +7,6 @@ computed at every step, comparisons become guards, and where a number is needed 
 good for this one only.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import re

@@ -5,8 +5,6 @@ Arithmetic and functions of `math` and NumPy give another one, comparisons becom
 its number becomes an argument of the graph that is computed at every step (ir/guards.py).
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import sys
@@ -102,7 +100,7 @@ class StepCounter:
         """Of torch's functions only those that capture watches take a StepCounter."""
         return function(*pytree.tree_map_only(cls, cls.as_number, args), **(kwargs or {}))
 
-    def item(self) -> StepCounter:
+    def item(self) -> "StepCounter":
         """As NumPy's numbers: itself."""
         return self
 

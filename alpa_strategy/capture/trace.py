@@ -4,8 +4,6 @@
 faster. What comes out is an fx graph with in-place ops, grad-mode and autocast markers; `convert` makes the StepGraph.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import sys
