@@ -38,7 +38,7 @@ from typing_extensions import override
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.checkpoint.saving import discard_unfinished
 from alpa_strategy.comm.collectives import any_rank, of_all_ranks
-from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store, store_is_reused
+from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store
 from alpa_strategy.errors import AlpaError
 
 CHILD_POLL_SECONDS = 0.5
@@ -174,7 +174,8 @@ class ParallelJob(DDPStrategy):
         assert self.cluster_environment is not None
         assert self._timeout is not None
         store: dict[str, Any] = {}
-        if store_is_reused() and not dist.is_initialized():
+        is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the store of its agent
+        if is_torchruns and not dist.is_initialized():
             place = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
             store = {"store": fresh_store(*place, self._timeout.total_seconds())}
         _init_dist_connection(
