@@ -80,13 +80,8 @@ def bag_lookup(weight: Tensor, ids: Tensor, per_sample_weights: Tensor | None, m
 
     `padding_idx` (negative: none) is left out of its bag. Bags of one length are rows of a batch: they split.
     """
-    return F.embedding_bag(
-        ids,
-        weight,
-        mode=("sum", "mean", "max")[mode],
-        per_sample_weights=per_sample_weights,
-        padding_idx=padding_idx if padding_idx >= 0 else None,
-    )
+    kind, padding = ("sum", "mean", "max")[mode], padding_idx if padding_idx >= 0 else None
+    return F.embedding_bag(ids, weight, mode=kind, per_sample_weights=per_sample_weights, padding_idx=padding)
 
 
 def batch_norm_train(

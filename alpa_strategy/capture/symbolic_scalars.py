@@ -105,9 +105,7 @@ class StepCounter:
         return self
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        if method != "__call__" or kwargs:
-            return self.as_number()
-        return number_of(ufunc, *args)
+        return self.as_number() if method != "__call__" or kwargs else number_of(ufunc, *args)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         args = tuple(tuple(arg) if type(arg) is list else arg for arg in args)

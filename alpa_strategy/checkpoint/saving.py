@@ -163,13 +163,8 @@ def save_directory(
     try:
         with writer.lock(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(
-                dict(shards),
-                storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=group,
-                no_dist=group is None,
-            )
+            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            dcp.save(dict(shards), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as failure:
         rank, (error, _) = min(failure.failures.items())
         if isinstance(error, AlpaError):

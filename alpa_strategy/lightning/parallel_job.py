@@ -178,13 +178,9 @@ class ParallelJob(DDPStrategy):
         if is_torchruns and not dist.is_initialized():
             place = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
             store = {"store": fresh_store(*place, self._timeout.total_seconds())}
-        _init_dist_connection(
-            self.cluster_environment,
-            self._get_process_group_backend(),
-            timeout=self._timeout,
-            device_id=self.root_device if self.root_device.type != "cpu" else None,
-            **store,
-        )
+        backend = self._get_process_group_backend()
+        device = None if self.root_device.type == "cpu" else self.root_device
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device, **store)
         children = self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple
         self._watch = FailureWatch(job_store(), self.global_rank, self.world_size, children, last=discard_unfinished)
         self._watch.start()
