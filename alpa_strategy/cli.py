@@ -185,9 +185,7 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
     precision = precision_plugin(recipe)
     precision.convert_module(model)
     optimizer = optimizer_info_of(model)
-    choose = None
-    if arguments.search:
-        choose = partial(_search(arguments.search), seconds=arguments.search_seconds)
+    choose = partial(_search(arguments.search), seconds=arguments.search_seconds) if arguments.search else None
     with _rare_collections():
         around = Plan.load(arguments.around) if arguments.around else None
         context = precision.train_step_context

@@ -5,8 +5,6 @@ effect. Factories (arange, zeros, ...) and conversions lose their `device` argum
 lowering runs them on its own device.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,20 +17,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture import rewrites
+from alpa_strategy.capture import graph_builder, rewrites
 from alpa_strategy.capture.autocast import Autocast
-from alpa_strategy.capture.graph_builder import (
-    Builder,
-    Memory,
-    View,
-    ViewStep,
-    Write,
-    in_its_dtype,
-    map_refs,
-    new_value,
-    sharing_node,
-    write_of,
-)
+from alpa_strategy.capture.graph_builder import Builder, Memory, View, ViewStep, Write, map_refs
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
 from alpa_strategy.capture.python_state import Same, changed_attributes, initialized
 from alpa_strategy.capture.trace import StepCall, Trace, trace_step
@@ -236,7 +223,7 @@ class _Converter:
         if target in (aten.detach.default, aten.detach_.default):
             self._detach(node)
             return
-        write = write_of(node, target, self.builder.source)
+        write = graph_builder.write_of(node, target, self.builder.source)
         if write is not None:
             self._write(node, write)
             return
@@ -311,7 +298,7 @@ class _Converter:
         ref = self._read(base)
         if value.dtype != self.builder.meta(ref).dtype:
             self.views[node] = self.memory.new(self.builder.emit(aten.to.dtype, ref, value.dtype))
-        elif sharing_node(value, node) is not None:
+        elif graph_builder.sharing_node(value, node) is not None:
             self.views[node] = self.memory.same(base)
         else:
             self.views[node] = self.memory.new(ref)
@@ -339,7 +326,7 @@ class _Converter:
         def view(item: int, ref: ValueRef | None) -> View | None:
             if ref is None:
                 return None
-            owner = sharing_node(traced_items[item], node)  # reshape: a view or not, as strides say
+            owner = graph_builder.sharing_node(traced_items[item], node)  # reshape: a view or not, as strides say
             if owner is None:
                 return self.memory.new(ref)
             position = next((i for i, a in enumerate(node.args) if a is owner), None)
@@ -371,8 +358,8 @@ class _Converter:
                 "change a detached clone instead: `y = x.detach().clone()`",
             )
         args, kwargs = self._arguments(node)
-        new = new_value(self.builder, write, args, kwargs, meta, self._detached(before))
-        self.memory.write(view, in_its_dtype(self.builder, write, new, meta))
+        new = graph_builder.new_value(self.builder, write, args, kwargs, meta, self._detached(before))
+        self.memory.write(view, graph_builder.in_its_dtype(self.builder, write, new, meta))
         self.views[node] = view
 
     def _norm_with_statistics(self, node: fx.Node, results: tuple[ValueRef, ...]) -> None:

@@ -6,8 +6,6 @@ nodes; a buffer that was asked for is guarded: when it changes, capture again. B
 goes on as if the check had passed, and its condition becomes a value of the graph that is looked at after every step.
 """
 
-from __future__ import annotations
-
 import dis
 import linecache
 import operator

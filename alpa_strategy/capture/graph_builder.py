@@ -8,8 +8,6 @@ replays its chain; writing to a view scatters the new value back through the cha
 `write_of` says what a call writes into (`x.op_(...)`, `op(..., out=x)`), `new_value` computes it out of place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache

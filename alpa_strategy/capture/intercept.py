@@ -4,8 +4,6 @@
 step does by itself is refused: the captured step has the rows of all ranks already.
 """
 
-from __future__ import annotations
-
 import builtins
 import inspect
 import io
@@ -15,7 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -56,7 +54,7 @@ class Recording:
     checks: list[tuple[Tensor, bool, str]] = field(default_factory=list)
     stored: dict[str, Any] = field(default_factory=dict)
     grown: list[Place] = field(default_factory=list)
-    appended: dict[Place, AppendedList] = field(default_factory=dict)
+    appended: "dict[Place, AppendedList]" = field(default_factory=dict)
 
     def note(self, text: str) -> None:
         """The user should know this."""
@@ -108,7 +106,7 @@ class AppendedList:
         """As of a list."""
         self._items.extend(items)
 
-    def __iadd__(self, items: Iterable[Any]) -> AppendedList:  # type: ignore[misc]
+    def __iadd__(self, items: Iterable[Any]) -> "AppendedList":  # type: ignore[misc]
         self.extend(items)
         return self
 
@@ -311,8 +309,7 @@ def _recording_class(
         vars(module).update(shadowed)
 
 
-@contextmanager
-def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterator[None]:
+def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> AbstractContextManager[None]:
     def keep(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.clone(), (args, kwargs))  # as they are now
         if any(isinstance(leaf, str) for arg in args for leaf in pytree.tree_leaves(arg)):
@@ -339,12 +336,10 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Iterato
         return value()
 
     shadows = {"forward": forward, "update": lambda *args, **kwargs: keep("update", args, kwargs), "compute": value}
-    with patched((vars(metric), key, shadow) for key, shadow in shadows.items()):
-        yield
+    return patched((vars(metric), key, shadow) for key, shadow in shadows.items())
 
 
-@contextmanager
-def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
+def _forbidden_calls(record: Recording, held: Container[int]) -> AbstractContextManager[None]:
     """Calls whose effect a forward graph cannot hold are refused, instead of being dropped silently.
 
     held: ids of objects of which the step is not the only user.
@@ -406,8 +401,7 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> Iterator[None]:
         (torch.autograd, "backward", refuse_backward),
         (Tensor, "backward", refuse_backward),
     ]
-    with patched(patches):
-        yield
+    return patched(patches)
 
 
 def _checked(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
@@ -465,8 +459,7 @@ def refuse(what: str, where: str | None = None) -> NoReturn:
     )
 
 
-@contextmanager
-def collectives_refused() -> Iterator[None]:
+def collectives_refused() -> AbstractContextManager[None]:
     """Calls of torch.distributed by this thread are refused while the block runs."""
     refusals = [
         (module, name, _checked(value, lambda *_, what=f"torch.distributed's {name}", **__: refuse(what)))
@@ -475,8 +468,7 @@ def collectives_refused() -> Iterator[None]:
         # A collective or a message: `all_reduce`, `batch_isend_irecv`, `monitored_barrier`, `reduce_scatter_tensor`.
         if type(value) is FunctionType and name[0] != "_" and any(kind in name for kind in _KINDS)
     ]
-    with patched(refusals):
-        yield
+    return patched(refusals)
 
 
 def check_no_collectives(graph: fx.Graph, origins: Mapping[fx.Node, tuple[str, str]]) -> None:

@@ -6,8 +6,6 @@ change from batch to batch. Containers that torch takes for leaves (dataclasses,
 known to it by `register_batch_types`, as Lightning takes such batches apart too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn

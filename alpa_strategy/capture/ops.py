@@ -10,8 +10,6 @@ The op of a Function takes and gives lists of tensors; what else the call was gi
 so autograd sees what runs inside, the user's own backward included. How it may be sharded: sharding/functions.py.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import re
@@ -82,13 +80,8 @@ def bag_lookup(weight: Tensor, ids: Tensor, per_sample_weights: Tensor | None, m
 
     `padding_idx` (negative: none) is left out of its bag. Bags of one length are rows of a batch: they split.
     """
-    return F.embedding_bag(
-        ids,
-        weight,
-        mode=("sum", "mean", "max")[mode],
-        per_sample_weights=per_sample_weights,
-        padding_idx=padding_idx if padding_idx >= 0 else None,
-    )
+    kind, padding = ("sum", "mean", "max")[mode], padding_idx if padding_idx >= 0 else None
+    return F.embedding_bag(ids, weight, mode=kind, per_sample_weights=per_sample_weights, padding_idx=padding)
 
 
 def batch_norm_train(
@@ -227,7 +220,7 @@ class _Structure:
     constants: tuple[Any, ...]  # its leaves; a Tensor's place is held by `Tensor` itself
 
     @classmethod
-    def of(cls, tree: Any) -> _Structure:
+    def of(cls, tree: Any) -> "_Structure":
         leaves, spec = pytree.tree_flatten(tree)
         return cls(spec, tuple(Tensor if isinstance(x, Tensor) else x for x in leaves))
 
@@ -245,7 +238,7 @@ class _Given:
     autocast: tuple[str, torch.dtype] | None
 
     @classmethod
-    def of(cls, arguments: Any, device_type: str) -> _Given:
+    def of(cls, arguments: Any, device_type: str) -> "_Given":
         enabled = torch.is_autocast_enabled(device_type)
         autocast = (device_type, torch.get_autocast_dtype(device_type)) if enabled else None
         return cls(_Structure.of(arguments), autocast)

@@ -7,8 +7,6 @@ computed at every step, comparisons become guards, and where a number is needed 
 good for this one only.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import re
@@ -30,41 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture import python_state
 from alpa_strategy.capture.non_tensor_inputs import value_text
-from alpa_strategy.capture.python_state import (
-    LIBRARIES,
-    MAX_DEPTH,
-    PLAIN,
-    changed_attributes,
-    class_attribute,
-    framework_attributes,
-    functions_in,
-    is_configuration,
-    is_metric,
-    is_plain,
-    is_user_class,
-    is_user_module,
-    kept_in,
-    loaders_of,
-    patched,
-    snapshot,
-    user_classes,
-)
+from alpa_strategy.capture.python_state import LIBRARIES, is_configuration, is_plain, patched, snapshot
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir import user_code
 from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import MISSING, ValueGuard, at_counters
-from alpa_strategy.ir.user_code import (
-    asked_by_user,
-    closure_values,
-    code_names,
-    is_installed,
-    is_user_code,
-    is_user_file,
-    mentioned_names,
-    names_set_from,
-    reached_functions,
-    user_frame,
-)
+from alpa_strategy.ir.user_code import is_user_code, names_set_from, user_frame
 
 Reads = dict[tuple[int, str], Callable[[], Any]]
 """(id of an object, attribute name) -> the object, None once it is no more: the step made it for itself."""
@@ -92,14 +63,14 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
                     f"the step uses an open file ({user_frame()}): captured, it would write once and never again",
                     "write files in a hook such as on_train_batch_end (what the step returns arrives there)",
                 )
-            if is_first and isinstance(value, Iterator) and not is_user_class(type(value)):
+            if is_first and isinstance(value, Iterator) and not python_state.is_user_class(type(value)):
                 refuse_iterator()
             return value
 
         return kind, "__getattribute__", read
 
     def variable(environment: Any, name: str) -> str:
-        if asked_by_user(sys._getframe(1)):  # torch's own are its caches' and switches
+        if user_code.asked_by_user(sys._getframe(1)):  # torch's own are its caches' and switches
             reads[id(environment), name] = lambda: environment
         return environment_item(environment, name)
 
@@ -134,7 +105,7 @@ def _watched_classes(module: nn.Module) -> list[type]:
             is_pythons &= type(kind).__setattr__ is type.__setattr__
             file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
             is_users = kind.__module__.partition(".")[0] in packages
-            if is_pythons and (is_users or (is_user_file(file) and not is_installed(file))):
+            if is_pythons and (is_users or (user_code.is_user_file(file) and not user_code.is_installed(file))):
                 kinds[kind] = None
             else:
                 waiting.append(kind)
@@ -151,10 +122,10 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
     """
     found: dict[tuple[int, str], ValueGuard] = {}
     paths = {id(child): (place, path) for place, (path, child) in enumerate(module.named_modules())}
-    skipped = framework_attributes() - {"training"}
+    skipped = python_state.framework_attributes() - {"training"}
     for identity, name in sorted(reads, key=lambda key: (*paths.get(key[0], (len(paths), "")), key[1], key[0])):
         owner, (_, path) = reads[identity, name](), paths.get(identity, (0, None))
-        if owner is None or is_metric(owner):
+        if owner is None or python_state.is_metric(owner):
             continue
         if owner is os.environ:
             found[identity, name] = ValueGuard(f"os.environ[{name!r}]", name, owner, owner.get(name, MISSING))
@@ -169,14 +140,14 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
         # The instance's dict is asked directly: a property or __getattr__ would run the user's code.
         value, namespace = attributes.get(name), attributes
         if name not in attributes:
-            value, namespace = class_attribute(type(owner), name), Values(partial(getattr, owner))
+            value, namespace = python_state.class_attribute(type(owner), name), Values(partial(getattr, owner))
             if isinstance(value, types.MemberDescriptorType):  # of `__slots__`
                 value = getattr(owner, name, None)
             elif not hasattr(type(owner), name) and getattr(owner, name, MISSING) is MISSING:
                 value = MISSING  # `getattr(self, "factor", 1.0)`
             elif is_library:
                 continue
-            elif type(value) not in (*PLAIN, list, tuple, dict, set):
+            elif type(value) not in (*python_state.PLAIN, list, tuple, dict, set):
                 value, namespace = MISSING, attributes  # a method: the object may get one of its own
         elif is_library and not is_plain(value):
             continue
@@ -218,8 +189,8 @@ def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[
 
     def add_inside(label: str, value: Any, depth: int = 0) -> None:
         """`settings.scale`, `Config.scale`, `Config.Loss.scale`: what code may read inside of what it names."""
-        is_users = is_user_code(value) or is_user_class(value) or is_user_module(value)
-        if is_users and depth < MAX_DEPTH and id(value) not in looked_into:
+        is_users = is_user_code(value) or python_state.is_user_class(value) or python_state.is_user_module(value)
+        if is_users and depth < python_state.MAX_DEPTH and id(value) not in looked_into:
             looked_into.add(id(value))
             for holder in getattr(value, "__mro__", (value,))[: -1 if isinstance(value, type) else None]:
                 inside = vars(holder)
@@ -228,17 +199,17 @@ def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[
                     if isinstance(inside[inner], type):
                         add_inside(f"{label}.{inner}", inside[inner], depth + 1)
 
-    reached = reached_functions(list(_methods(module, reads)))
-    mentioned = {name for function in reached for name in code_names(function.__code__)}
+    reached = user_code.reached_functions(list(_methods(module, reads)))
+    mentioned = {name for function in reached for name in user_code.code_names(function.__code__)}
     for kind in {type(child) for child in module.modules()} if mentioned & {"type", "__class__"} else ():
         add_inside(kind.__name__, kind)  # `type(self).scale`
     for function in reached:
-        names = set(code_names(function.__code__))
+        names = set(user_code.code_names(function.__code__))
         values, where = function.__globals__, function.__globals__.get("__name__", "")
         for name in sorted(n for n in names & values.keys() if not n.startswith("__")):
             add(f"{where}.{name}", name, values, values[name], id(values))
             add_inside(f"{where}.{name}", values[name])
-        cells = closure_values(function)
+        cells = user_code.closure_values(function)
         variables = Values(lambda name, cells=cells: cells[name].cell_contents)  # type: ignore[misc]
         for name, cell in cells.items():
             add(f"{name} of {function.__qualname__}", name, variables, cell.cell_contents, id(cell))
@@ -331,7 +302,7 @@ def counters_for(module: nn.Module, places: Sequence[Place], counter: Callable[[
     with patched(given):
         yield
         if changed := [str(held[i][2]) for i, (holder, item, c) in enumerate(given) if holder.get(item) is not c]:
-            raise changed_attributes(changed)
+            raise python_state.changed_attributes(changed)
 
 
 def freed(guards: Sequence[ValueGuard], places: Sequence[Place]) -> tuple[ValueGuard, ...]:
@@ -365,13 +336,13 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
     trainer, step = getattr(module, "_trainer", None), cast(Any, module.training_step)
     data_module = getattr(trainer, "datamodule", None)
     # Every loader has its batch size: it counts where the step may ask for one.
-    loaders = loaders_of(trainer) if "batch_size" in mentioned_names(step) else []
-    classes = user_classes(module)
-    set_from = {key for function in functions_in(classes) for key in names_set_from(function, _BATCH_SIZE)}
+    loaders = python_state.loaders_of(trainer) if "batch_size" in user_code.mentioned_names(step) else []
+    classes = python_state.user_classes(module)
+    set_from = {key for function in python_state.functions_in(classes) for key in names_set_from(function, _BATCH_SIZE)}
     owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
     for attributes in (vars(each) for each in (*module.modules(), data_module, *loaders) if hasattr(each, "__dict__")):
         dicts = [each for each in attributes.values() if isinstance(each, dict)]
-        kept = [each.items for v in attributes.values() for each in kept_in(v, "", set())]
+        kept = [each.items for v in attributes.values() for each in python_state.kept_in(v, "", set())]
         owners += [attributes, *dicts, *(each for each in kept if isinstance(each, dict))]
     return [
         (owner, key)

@@ -6,8 +6,6 @@ inputs of the graph and need no guard. Globals and closures are found in the cod
 watching them run.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import copyreg

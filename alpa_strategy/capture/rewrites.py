@@ -7,8 +7,6 @@ the whole query and nothing of the key. Seen as [3, n, k] the same weight is sha
 `ParameterInput.module_shape` keeps the module's).
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ All calls are traced together, so that they are planned together, with their inp
 what leaves the graph; each is then run by its own part of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace

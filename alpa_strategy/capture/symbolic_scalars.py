@@ -5,8 +5,6 @@ Arithmetic and functions of `math` and NumPy give another one, comparisons becom
 its number becomes an argument of the graph that is computed at every step (ir/guards.py).
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import sys
@@ -102,14 +100,12 @@ class StepCounter:
         """Of torch's functions only those that capture watches take a StepCounter."""
         return function(*pytree.tree_map_only(cls, cls.as_number, args), **(kwargs or {}))
 
-    def item(self) -> StepCounter:
+    def item(self) -> "StepCounter":
         """As NumPy's numbers: itself."""
         return self
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        if method != "__call__" or kwargs:
-            return self.as_number()
-        return number_of(ufunc, *args)
+        return self.as_number() if method != "__call__" or kwargs else number_of(ufunc, *args)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         args = tuple(tuple(arg) if type(arg) is list else arg for arg in args)

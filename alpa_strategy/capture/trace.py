@@ -4,8 +4,6 @@
 faster. What comes out is an fx graph with in-place ops, grad-mode and autocast markers; `convert` makes the StepGraph.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import sys
@@ -103,7 +101,6 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
 
     origins: dict[fx.Node, tuple[str, str]] = {}
     made: dict[str, Any] = {}
-
     changing = {place.leaf: str(place) for place in call.numbers}
 
     def given(index: int, leaf: Any) -> Any:
@@ -162,20 +159,9 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         *python_reads.global_guards(module, made["reads"]),
         *python_reads.trainer_guards(module._trainer, record.trainer_reads),
     )
-    return Trace(
-        module_graph,
-        tuple(inputs),
-        made["results"],
-        record,
-        origins,
-        device,
-        batch_size * call.rows_factor,
-        tuple(
-            (index, value_text(leaves[index]))
-            for index in sorted(read - changing.keys())
-            if may_be_unread(leaves[index])
-        ),
-    )
+    read_leaves = tuple((i, value_text(leaves[i])) for i in sorted(read - changing.keys()) if may_be_unread(leaves[i]))
+    num_rows = batch_size * call.rows_factor
+    return Trace(module_graph, tuple(inputs), made["results"], record, origins, device, num_rows, read_leaves)
 
 
 def _check_added(module: LightningModule, batch: Any, after: Any) -> None:
@@ -225,8 +211,7 @@ def _fake_inputs(
 
 def _placeholder(outputs: list[Tensor], leaf: Any) -> Any:
     """What stands in the structure of results for one of its leaves; a tensor becomes the next of the outputs."""
-    index = index_of(leaf)
-    if index is not None:
+    if (index := index_of(leaf)) is not None:
         return LeafRef(index)
     if type(leaf) is StepCounter:
         return leaf.made

@@ -1,7 +1,5 @@
 """Where traced ops come from, the submodule and the user's line, and what must not be traced."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -66,7 +64,7 @@ class TracerMode(TorchFunctionMode):
         self.record.checks.append((tensor.clone(), answer, user_frame()))
         return answer
 
-    def __enter__(self) -> TracerMode:
+    def __enter__(self) -> "TracerMode":
         # `if mask.any()` inside torch's own Python code asks here too; the mode sees the user's calls only.
         Tensor.__bool__ = lambda tensor: self._truth(tensor)  # type: ignore
         Tensor.requires_grad = property(_FLAG.__get__, _set_flag)  # type: ignore

@@ -27,17 +27,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from alpa_strategy.checkpoint.opening import (
-    COMPLETE,
-    FORMAT_VERSION,
-    METADATA,
-    REST,
-    beside,
-    check_files,
-    checksum,
-    open_checkpoint,
-    place_of,
-)
+from alpa_strategy.checkpoint import opening
+from alpa_strategy.checkpoint.opening import COMPLETE, REST
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, map_tensors, take_shards, to_bytes
 from alpa_strategy.comm.collectives import Background
 from alpa_strategy.errors import AlpaError, CheckpointError
@@ -124,7 +115,7 @@ def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool
     target = Path(target).absolute()
     if not is_possible(target) or target.is_dir():
         raise CheckpointError(f"{target} is a directory, or has a name that no file can have", "give a file's name")
-    checkpoint = open_checkpoint(source, weights_only)
+    checkpoint = opening.open_checkpoint(source, weights_only)
     try:
         with replacing(target) as temporary:
             torch.save(_mapped_tensors(checkpoint, target.parent), temporary)
@@ -172,13 +163,8 @@ def save_directory(
     try:
         with writer.lock(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(
-                dict(shards),
-                storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=group,
-                no_dist=group is None,
-            )
+            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            dcp.save(dict(shards), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as failure:
         rank, (error, _) = min(failure.failures.items())
         if isinstance(error, AlpaError):
@@ -197,7 +183,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def __init__(self, target: Path, rest: bytes | Exception) -> None:
         # The same place on every rank, cleared by the next try.
-        self._target, self._rest, self._staging = target, rest, beside(target, "saving")
+        self._target, self._rest, self._staging = target, rest, opening.beside(target, "saving")
         # Its name may not be on disk before its content is.
         super().__init__(self._staging, sync_files=True)
 
@@ -233,20 +219,20 @@ class _Writer(dcp.FileSystemWriter):
 
     def _sum(self, info: _StorageInfo) -> int:
         with (self._staging / info.relative_path).open("rb") as file:
-            return checksum(file, info)
+            return opening.checksum(file, info)
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         super().finish(metadata, [[result for result, _ in rank] for rank in results])
         assert isinstance(self._rest, bytes)
         with replacing(self._staging / REST) as file:  # on disk before its name is
             file.write_bytes(self._rest)
-        sums = {place_of(result.storage_data): crc for rank in results for result, crc in rank}
+        sums = {opening.place_of(result.storage_data): crc for rank in results for result, crc in rank}
         # CheckpointError where a file that a rank has written is not here. The marker comes after all files.
-        check_files(self._staging, dict.fromkeys((REST, *(place.partition("@")[0] for place in sums)), -1))
+        opening.check_files(self._staging, dict.fromkeys((REST, *(place.partition("@")[0] for place in sums)), -1))
         files = {file.name: file.stat().st_size for file in self._staging.iterdir()}
-        for info in (_StorageInfo(name, 0, files[name]) for name in (REST, METADATA)):
-            sums[place_of(info)] = self._sum(info)
-        content = {"to_read": TO_READ, "format": FORMAT_VERSION, "files": files, "sums": sums}
+        for info in (_StorageInfo(name, 0, files[name]) for name in (REST, opening.METADATA)):
+            sums[opening.place_of(info)] = self._sum(info)
+        content = {"to_read": TO_READ, "format": opening.FORMAT_VERSION, "files": files, "sums": sums}
         write_json(self._staging / COMPLETE, content)
         _sync_folder(self._staging)
         _put_in_place(self._staging, self._target)
@@ -310,7 +296,7 @@ def _put_in_place(staging: Path, target: Path) -> None:
     if not os.path.lexists(target):
         os.rename(staging, target)
     elif not _exchange(staging, target):  # a file system without the exchange: for an instant neither is there
-        old = beside(target, "replaced")
+        old = opening.beside(target, "replaced")
         _delete(old)
         os.rename(target, old)
         os.rename(staging, target)
@@ -330,9 +316,9 @@ def _exchange(first: Path, second: Path) -> bool:
 def _remove(path: Path) -> None:
     """Remove a checkpoint (a directory, file or link): at once under its name, then its content."""
     for purpose in ("saving", "replaced"):  # what a killed process may have left of it
-        _delete(beside(path, purpose))
+        _delete(opening.beside(path, purpose))
     if os.path.lexists(path):
-        trash = beside(path, "removed")
+        trash = opening.beside(path, "removed")
         _delete(trash)
         os.rename(path, trash)
         _delete(trash)

@@ -188,11 +188,6 @@ def job_store() -> Any:
 HELLO_SECONDS = 0.01
 
 
-def store_is_reused() -> bool:
-    """Whether the job's store is that of a torchrun agent."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def fresh_store(rank: int, world_size: int, timeout_seconds: float) -> Any:
     """The environment's store, under a name that this attempt's ranks have agreed on. Collective.
 

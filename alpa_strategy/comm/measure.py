@@ -248,15 +248,10 @@ def _agreed_device(mesh: MeshComm, spec: DeviceSpec, device: torch.device) -> De
     """The weakest of the ranks' devices in every figure: all wait for it."""
     dtypes = [dtype for dtype, _ in spec.peak_flops]
     rates = [spec.memory_bytes, spec.memory_bandwidth, *(peak for _, peak in spec.peak_flops)]
-    agreed = _agreed_max(mesh, [spec.launch_seconds, *(-rate for rate in rates)], device)
-    memory, bandwidth, *peaks = [-value for value in agreed[1:]]
-    return replace(
-        spec,
-        memory_bytes=int(memory),
-        memory_bandwidth=bandwidth,
-        peak_flops=tuple(zip(dtypes, peaks, strict=True)),
-        launch_seconds=agreed[0],
-    )
+    launch, *agreed = _agreed_max(mesh, [spec.launch_seconds, *(-rate for rate in rates)], device)
+    memory, bandwidth, *peaks = [-value for value in agreed]
+    flops = tuple(zip(dtypes, peaks, strict=True))
+    return replace(spec, memory_bytes=int(memory), memory_bandwidth=bandwidth, peak_flops=flops, launch_seconds=launch)
 
 
 def _fit_link(tables: list[CommTable], num_nodes: int, devices_per_node: int, *, across: bool) -> Link | None:

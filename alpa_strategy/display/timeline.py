@@ -75,14 +75,10 @@ def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTi
         return None
     names = {stage.first_device: device_range(stage) for stage in plan.stages}
     num_drawn = _num_drawn(plan.schedule, len(names), plan.num_microbatches, max_microbatches)
-    timed = timeline(
-        plan.schedule,
-        [stage.forward_seconds for stage in plan.stages],
-        [stage.backward_seconds for stage in plan.stages],
-        num_drawn,
-        len(names),
-        [stage.boundary_seconds / 2 for stage in plan.stages[:-1]],
-    )
+    forward = [stage.forward_seconds for stage in plan.stages]
+    backward = [stage.backward_seconds for stage in plan.stages]
+    wires = [stage.boundary_seconds / 2 for stage in plan.stages[:-1]]
+    timed = timeline(plan.schedule, forward, backward, num_drawn, len(names), wires)
     stages = tuple(tuple(i for i, s in enumerate(plan.stages) if s.first_device == f) for f in names)
     return ScheduleTimeline(
         tuple(timed), tuple(names.values()), stages, num_drawn, plan.num_microbatches, max(done.end for done in timed)

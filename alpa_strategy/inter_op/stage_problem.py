@@ -97,9 +97,7 @@ def stage_build(graph: StepGraph, tables: OptionTables, derives_again: bool = Fa
         derives_again: see `StagePlan`.
     """
     whole = build(graph, tables)
-    if derives_again:
-        return whole
-    return RematSpans(replace(whole, per_step=per_step(graph))).split()
+    return whole if derives_again else RematSpans(replace(whole, per_step=per_step(graph))).split()
 
 
 def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
@@ -127,14 +125,10 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
             always = choice.memory + _held_bytes(intra, index - num_parameters)
             parts = replace(parts, once=forward, backward=choice.cost - forward, always=always)
         elif span is not None:  # an op of the micro-batches
-            forward = intra.ops[index - num_parameters].forward_seconds
+            forward, memory = intra.ops[index - num_parameters].forward_seconds, choice.memory
+            kept = spans.crossing_bytes(index) if len(starts) > 1 else parts.kept
             parts = replace(
-                parts,
-                forward=forward,
-                backward=choice.cost - forward,
-                saved=choice.memory,
-                kept=spans.crossing_bytes(index) if len(starts) > 1 else parts.kept,
-                again=choice.memory,
+                parts, forward=forward, backward=choice.cost - forward, saved=memory, kept=kept, again=memory
             )
         elif index in received:  # until its gradient has gone back, recomputed or not
             parts = replace(parts, backward=choice.cost, saved=choice.memory, kept=choice.memory)

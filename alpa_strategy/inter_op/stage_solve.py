@@ -22,17 +22,10 @@ from alpa_strategy.inter_op.stage_problem import (
     weighted,
 )
 from alpa_strategy.inter_op.subgraph import stage_on
+from alpa_strategy.intra_op import memory_choices
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import busy_seconds, bytes_ahead, decode, working_bytes
-from alpa_strategy.intra_op.memory_choices import (
-    host_bytes,
-    pinned_again,
-    pinned_offload,
-    with_host_price,
-    with_offload,
-    with_recompute,
-    with_stored_results,
-)
+from alpa_strategy.intra_op.memory_choices import with_host_price, with_recompute
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 from alpa_strategy.intra_op.restrict import least_of_equals, restrict
 from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, propagate, solve
@@ -129,8 +122,8 @@ class StageSolver:
 
     def __init__(self, job: CostJob) -> None:
         self.job = job
-        self._again = pinned_again(job.graph, job.options)
-        self._on_host = pinned_offload(job.graph, job.options, job.cluster.host)
+        self._again = memory_choices.pinned_again(job.graph, job.options)
+        self._on_host = memory_choices.pinned_offload(job.graph, job.options, job.cluster.host)
         self._tables: dict[tuple, OptionTables] = {}
         self._whole: dict[tuple[int, ...], IntraOp] = {}  # of a whole batch, by logical shape
         self._free: dict[tuple, Solution] = {}  # optima without a memory limit
@@ -205,7 +198,7 @@ class StageSolver:
 
     def _pinned(self, intra: IntraOp) -> IntraOp:
         """With what the user wants to be made again, and in host memory."""
-        intra = with_offload(intra, self._on_host) if self._on_host else intra
+        intra = memory_choices.with_offload(intra, self._on_host) if self._on_host else intra
         return intra if self._again is None else with_recompute(intra, self._again)
 
     def solve_priced(self, priced: PricedStage, cutoff: float = math.inf) -> SolvedStage:
@@ -253,13 +246,13 @@ class StageSolver:
         """The cheapest layouts where parameters may lie in host memory, which gets a price where it is too small."""
         host = priced.intra.mesh.host
         assert host is not None
-        free = priced.changed(with_offload)
+        free = priced.changed(memory_choices.with_offload)
         if self.job.keeps_by_tensor:
-            free = free.changed(partial(with_stored_results, host=host))
+            free = free.changed(partial(memory_choices.with_stored_results, host=host))
         offloading = free = replace(free, free=solve(free.intra.problem, self.job.options.solver_seconds))
         for attempt in range(HOST_PRICES):
             found = self._solve(offloading, cutoff)
-            need = host_bytes(offloading.intra, found.solution.assignment)
+            need = memory_choices.host_bytes(offloading.intra, found.solution.assignment)
             if need <= host.memory_bytes:
                 return found, offloading
             offloading = replace(free, intra=with_host_price(free.intra, 2.0 ** (attempt - 4) / host.link_bandwidth))

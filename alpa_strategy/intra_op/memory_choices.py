@@ -185,13 +185,8 @@ def _extended(
         rows, columns = 1 + (transfer.producer in again), 1 + (index in wide)
         hidden = np.tile(each.hidden, (rows, columns))
         transfers[index] = replace(each, sources=each.sources * rows, targets=each.targets * columns, hidden=hidden)
-    return replace(
-        intra,
-        ops=tuple(ops),
-        transfers=tuple(transfers),
-        problem=longer(intra.problem, only),
-        unrestricted=intra.unrestricted and longer(intra.unrestricted, False),
-    )
+    problem, free = longer(intra.problem, only), intra.unrestricted and longer(intra.unrestricted, False)
+    return replace(intra, ops=tuple(ops), transfers=tuple(transfers), problem=problem, unrestricted=free)
 
 
 def recomputed(intra: IntraOp, assignment: Sequence[int]) -> tuple[str, ...]:

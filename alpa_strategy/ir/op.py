@@ -53,9 +53,7 @@ def map_slots(arg: Any, fn: Callable[[Slot], Any]) -> Any:
     """Replace every `Slot` in a nested argument by `fn(slot)`; tuples stay tuples."""
     if isinstance(arg, Slot):
         return fn(arg)
-    if isinstance(arg, tuple):
-        return tuple(map_slots(a, fn) for a in arg)
-    return arg
+    return tuple(map_slots(a, fn) for a in arg) if isinstance(arg, tuple) else arg
 
 
 @dataclass(frozen=True)
@@ -114,9 +112,7 @@ CUSTOM_OPS: dict[torch._ops.OpOverload, CustomOp] = {}
 def target_name(target: Any) -> str:
     """Stable printable name of an op target, the same in every process."""
     if isinstance(target, torch._ops.OpOverload):
-        if target in CUSTOM_OPS:
-            return CUSTOM_OPS[target].shared_name
-        return str(target)
+        return CUSTOM_OPS[target].shared_name if target in CUSTOM_OPS else str(target)
     return f"{target.__module__.rpartition('.')[2]}.{target.__qualname__}"
 
 

@@ -7,8 +7,6 @@ worker), to samples that were loaded anyway, and leaves its random numbers and a
 transfer to the device are tried in the same way on the first batch; what hooks store is known by reading their code.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

@@ -196,9 +196,7 @@ def take_up(checkpoint: dict[str, Any], rank: int, world_size: int, num_shares: 
 def _pass(at: dict[str, Any] | None, now: dict[str, Any], in_the_middle: bool) -> Pass:
     if at is None:
         return Pass(now=now)
-    if not in_the_middle:
-        return Pass(epoch=at["epoch"] + 1, now=now)
-    return Pass(**{**at, "now": now})
+    return Pass(**{**at, "now": now}) if in_the_middle else Pass(epoch=at["epoch"] + 1, now=now)
 
 
 def _rescaled(at: dict[str, Any] | None, num_before: int, num_now: int) -> Pass:

@@ -38,7 +38,7 @@ from typing_extensions import override
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.checkpoint.saving import discard_unfinished
 from alpa_strategy.comm.collectives import any_rank, of_all_ranks
-from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store, store_is_reused
+from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store
 from alpa_strategy.errors import AlpaError
 
 CHILD_POLL_SECONDS = 0.5
@@ -174,16 +174,13 @@ class ParallelJob(DDPStrategy):
         assert self.cluster_environment is not None
         assert self._timeout is not None
         store: dict[str, Any] = {}
-        if store_is_reused() and not dist.is_initialized():
+        is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the store of its agent
+        if is_torchruns and not dist.is_initialized():
             place = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
             store = {"store": fresh_store(*place, self._timeout.total_seconds())}
-        _init_dist_connection(
-            self.cluster_environment,
-            self._get_process_group_backend(),
-            timeout=self._timeout,
-            device_id=self.root_device if self.root_device.type != "cpu" else None,
-            **store,
-        )
+        backend = self._get_process_group_backend()
+        device = None if self.root_device.type == "cpu" else self.root_device
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device, **store)
         children = self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple
         self._watch = FailureWatch(job_store(), self.global_rank, self.world_size, children, last=discard_unfinished)
         self._watch.start()

@@ -4,8 +4,6 @@ Random numbers, logs and metrics are each rank's own, as under DDP with the same
 backward runs, buffers are rank 0's when a step begins. Parameters lie as the plan says.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -135,12 +135,8 @@ def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
         if strategy.implementation not in (None, "fraction", "bias_on_first") or _needs_whole_gradient(call, strategy):
             continue
         added = added_operand(call) if strategy.implementation == "bias_on_first" else None
-        yield TimeStrategy(
-            tuple(map(state, strategy.inputs)),
-            tuple(map(state, strategy.outputs)),
-            strategy.implementation == "fraction",
-            added,
-        )
+        inputs, outputs = (tuple(map(state, side)) for side in (strategy.inputs, strategy.outputs))
+        yield TimeStrategy(inputs, outputs, strategy.implementation == "fraction", added)
 
 
 def _needs_whole_gradient(call: OpCall, strategy: AxisStrategy) -> bool:

@@ -18,17 +18,8 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
 from alpa_strategy.ir.op import OpCall, aten_name, bind, dims_of
-from alpa_strategy.microbatch.rules import (
-    ANY,
-    SPLITS,
-    WHOLE,
-    State,
-    TimeStrategy,
-    rows,
-    specialised,
-    time_strategies,
-    view_strategies,
-)
+from alpa_strategy.microbatch import rules
+from alpa_strategy.microbatch.rules import ANY, SPLITS, WHOLE, State, TimeStrategy, rows
 from alpa_strategy.sharding.strategies import is_random
 
 Form = Literal["own", "share", "given"]
@@ -98,7 +89,7 @@ class _Walk:
     def __init__(self, step: StepGraph, num_microbatches: int, num_ranks: int, independent: set[int]) -> None:
         self.step, self.num_microbatches, self.independent = step, num_microbatches, independent
         self.num_parts = num_microbatches * num_ranks  # every run of rows must fall into so many equal parts
-        self.strategies = [time_strategies(op.call, self.num_parts) for op in step.ops]
+        self.strategies = [rules.time_strategies(op.call, self.num_parts) for op in step.ops]
         self.forced: dict[int, TimeStrategy] = {}  # op index -> what a later op needs it to be
 
     @cached_property
@@ -137,7 +128,7 @@ class _Walk:
         if index in self.forced:
             strategies: tuple[TimeStrategy, ...] = (self.forced[index],)
         else:
-            strategies = (*self.strategies[index], *view_strategies(op.call, states, self.num_parts))
+            strategies = (*self.strategies[index], *rules.view_strategies(op.call, states, self.num_parts))
         fits = [fit for s in strategies if (fit := self._fit(index, states, s)) is not None]
         # Of equals the first: the repeated strategy stands before those that divide.
         best = min(fits, key=lambda fit: fit.cost, default=None)
@@ -177,7 +168,7 @@ class _Walk:
             for have, want in zip(states, strategy.inputs, strict=True)
             if have.kind == want.kind == "rows" and want.segments == ANY
         ]
-        fixed = specialised(op.call, strategy, max(segments, default=1), self.num_parts)
+        fixed = rules.specialised(op.call, strategy, max(segments, default=1), self.num_parts)
         if fixed is None:
             return None
         cost, uses, wants_whole = 0, [], False
@@ -219,7 +210,7 @@ class _Walk:
         op = self.step.ops[index]
         position = op.results.index(value)
         for strategy in self.strategies[index]:
-            fixed = specialised(op.call, strategy, want.segments, self.num_parts)
+            fixed = rules.specialised(op.call, strategy, want.segments, self.num_parts)
             if fixed is None or fixed.outputs[position] != want:
                 continue
             found = {index: fixed}

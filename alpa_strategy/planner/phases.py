@@ -5,8 +5,6 @@ layout of its own, into which they are brought once an iteration, beside what tr
 (ReaLHF, arXiv 2406.14088, searches so). What no phase trains lies as the first that uses it wants.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress

@@ -211,11 +211,8 @@ def _faster(one: Plan, task: PlanTask) -> Plan:
     if many is None or many.predicted.step_seconds > limit:
         one = replace(one, solver_seconds={**one.solver_seconds, **spent})
         return _with_note(one, f"no pipeline: none is faster by {MARGIN:.0%}")
-    many = replace(
-        many,
-        baselines={"one stage": one.predicted.step_seconds, **one.baselines},
-        solver_seconds={**one.solver_seconds, **many.solver_seconds},
-    )
+    baselines = {"one stage": one.predicted.step_seconds, **one.baselines}
+    many = replace(many, baselines=baselines, solver_seconds={**one.solver_seconds, **many.solver_seconds})
     return _with_note(many, f"a pipeline: one stage would take {seconds / many.predicted.step_seconds:.2f}x as long")
 
 

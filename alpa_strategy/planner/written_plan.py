@@ -3,8 +3,6 @@
 Nothing is captured and nothing solved: every rank runs the user's own step on its own batch, as under DDP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -9,8 +9,6 @@ by all, and who is done serves the others. Nothing hangs where branches, shapes 
 are about to do what all did in the step before, one round agrees on all of it, and gatherings run ahead of their use.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator

@@ -13,8 +13,6 @@ only `data` is replaced. Values and gradients move by `Reshard`s from the storag
 `MeshParameters` is the part of it on one mesh: what the stages there ask while a step runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

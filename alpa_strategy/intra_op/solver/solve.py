@@ -11,17 +11,9 @@ import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate, presolve, with_shared_arrays
+from alpa_strategy.intra_op.solver import lagrangian
 from alpa_strategy.intra_op.solver.elimination import Network, eliminate, min_marginals, network_of, plan_order
-from alpa_strategy.intra_op.solver.lagrangian import (
-    Dual,
-    Neighbourhood,
-    best_price,
-    improve,
-    point,
-    price_memory,
-    repair,
-    splice,
-)
+from alpa_strategy.intra_op.solver.lagrangian import Dual
 from alpa_strategy.intra_op.solver.milp import Mass, formulate, num_columns, solve_program
 from alpa_strategy.options import PROPAGATION
 from alpa_strategy.units import format_bytes
@@ -84,7 +76,7 @@ def solve(
     found = _least(problem, deadline)
     if found.assignment is None:
         raise _out_of_time(time_limit)
-    least = point(problem, found.assignment)
+    least = lagrangian.point(problem, found.assignment)
     if least.num_bytes > problem.memory_limit:
         about = "" if found.bound >= least.num_bytes * (1 - PROVED) else "about "
         raise DoesNotFitError(
@@ -155,7 +147,7 @@ def _least(problem: Problem, deadline: float) -> _Found:
     """The assignment with the fewest bytes among those of finite cost (ties: fewest seconds)."""
     scale = sum(float(np.max(x.memory)) for x in problem.choices) or 1.0
     total = sum(float(np.max(x.cost, where=np.isfinite(x.cost), initial=0.0)) for x in problem.choices) or 1.0
-    bytes_first = price_memory(problem, 1.0, seconds_weight=1e-9 * scale / total)
+    bytes_first = lagrangian.price_memory(problem, 1.0, seconds_weight=1e-9 * scale / total)
     return _minimise(bytes_first, deadline)
 
 
@@ -166,14 +158,14 @@ def _solve_limited(
     assert free.assignment is not None
 
     def minimise(price: float) -> tuple[list[int], float] | None:
-        found = _minimise(price_memory(problem, price), deadline, only_elimination=True)
+        found = _minimise(lagrangian.price_memory(problem, price), deadline, only_elimination=True)
         return None if found.assignment is None else (found.assignment, found.bound)
 
-    dual = best_price(problem, minimise, point(problem, free.assignment), least, deadline)
+    dual = lagrangian.best_price(problem, minimise, lagrangian.point(problem, free.assignment), least, deadline)
     if dual.bound >= cutoff:
         raise NotCheaper
-    near = Neighbourhood(problem)
-    found = min((least, dual.under, splice(problem, dual.over, dual.under, near)), key=lambda x: x.seconds)
+    near = lagrangian.Neighbourhood(problem)
+    found = min((least, dual.under, lagrangian.splice(problem, dual.over, dual.under, near)), key=lambda x: x.seconds)
     found = replace(found, bound=max(free.bound, dual.bound))
     if found.gap <= tolerance or np.isinf(found.bound) or time.process_time() > deadline:
         return found
@@ -198,7 +190,7 @@ def _solve_limited(
         bound = exact.bound if excess is None else min(exact.bound, dual.bound + reach)
         best = found
         if exact.assignment is not None:
-            best = min(found, point(problem, core.expand(exact.assignment)), key=lambda x: x.seconds)
+            best = min(found, lagrangian.point(problem, core.expand(exact.assignment)), key=lambda x: x.seconds)
         found = replace(best, bound=max(found.bound, min(bound, best.seconds)), method=exact.method)
         if found.gap <= tolerance:
             break
@@ -207,7 +199,7 @@ def _solve_limited(
 
 def _excess(problem: Problem, dual: Dual) -> list[np.ndarray] | None:
     """[c][k]: by how many seconds every assignment with strategy k of c exceeds the priced minimum, at least."""
-    planned = _planned(price_memory(problem, dual.price))
+    planned = _planned(lagrangian.price_memory(problem, dual.price))
     base = dual.bound + dual.price * problem.memory_limit
     return None if planned is None else [marginal - base for marginal in min_marginals(*planned)]
 
@@ -227,7 +219,7 @@ def _by_program(
     relaxed, mass = solve_program(program, integer=False, time_limit=deadline - time.process_time())
     if np.isposinf(relaxed):
         return _Found(None, np.inf, "lp")
-    near = Neighbourhood(problem)
+    near = lagrangian.Neighbourhood(problem)
     incumbent = _best(problem, incumbent, _round(problem, mass, near))
     found = _Found(incumbent, relaxed, "lp")
     left = deadline - time.process_time()
@@ -239,13 +231,13 @@ def _by_program(
     return _Found(_best(problem, incumbent, _round(problem, mass, near)), max(relaxed, exact), "mip")
 
 
-def _round(problem: Problem, mass: Mass | None, near: Neighbourhood) -> list[int] | None:
+def _round(problem: Problem, mass: Mass | None, near: lagrangian.Neighbourhood) -> list[int] | None:
     """The best assignment near a (fractional) solution that is finite and within the memory limit."""
     start = [int(m.argmax()) for m in mass] if mass is not None else [int(x.cost.argmin()) for x in problem.choices]
     if not np.isfinite(problem.memory_limit):
-        result = improve(problem, start, near)
+        result = lagrangian.improve(problem, start, near)
         return result if np.isfinite(evaluate(problem, result)[0]) else None
-    return repair(problem, start, near)
+    return lagrangian.repair(problem, start, near)
 
 
 def _best(problem: Problem, *candidates: list[int] | None) -> list[int] | None:
@@ -257,7 +249,7 @@ def _best(problem: Problem, *candidates: list[int] | None) -> list[int] | None:
 
 def _solution(problem: Problem, found: _Found) -> Solution:
     assert found.assignment is not None
-    priced = point(problem, found.assignment)
+    priced = lagrangian.point(problem, found.assignment)
     return replace(priced, bound=min(found.bound, priced.seconds), method=found.method)
 
 
