@@ -1,13 +1,15 @@
 """What Python's questions about the values of tensors get while the step runs on fake tensors.
 
 Known values (masks, position tables: made of constants and buffers alone) are computed for real, by running the traced
-nodes; a buffer that was asked for is guarded: when it changes, capture again. Branches that do nothing but raise
+nodes; a buffer that was asked for is guarded: when it changes, capture again. So are comparisons that random numbers
+cannot decide (`torch.rand([]) < self.layerdrop`, which is 0). Branches that do nothing but raise
 (`assert mask.any()`, `if torch.any(var < 0): raise ValueError(...)`) do not decide what the step computes: the capture
 goes on as if the check had passed, and its condition becomes a value of the graph that is looked at after every step.
 """
 
 import dis
 import linecache
+import math
 import operator
 import sys
 from collections.abc import Callable, Mapping
@@ -102,6 +104,11 @@ class ConstantValues:
                     self._sources[node] = frozenset({given[0]})
             return
         inputs = node.all_input_nodes
+        if (decided := _decided(node)) is not None and not self._is_symbolic(node):
+            with _disable_current_modes():
+                self._values[node] = torch.full(node.meta["val"].shape, decided)
+            self._sources[node] = frozenset()
+            return
         if node.op != "call_function" or not self._can_run(node):
             if _writes(node):  # something unknown is written into memory that others may share
                 for shared in self._sharing(inputs):
@@ -135,6 +142,21 @@ class ConstantValues:
         return [n for n, value in self._values.items() if storages & storages_of(value)]
 
 
+def _decided(node: fx.Node) -> bool | None:
+    """What a comparison of numbers drawn from [0, 1) with another number gives, where that is the same for all."""
+    compare = _COMPARISONS.get(node.target)
+    drawn, limit = node.args if compare is not None else (None, None)
+    if compare is None or not isinstance(drawn, fx.Node) or drawn.target not in _UNIFORM or len(drawn.users) > 1:
+        return None  # another user may be a view that something is written into
+    found = {compare(end, limit) for end in (0.0, math.nextafter(1.0, 0.0))}
+    return found.pop() if len(found) == 1 else None
+
+
+aten = torch.ops.aten
+_UNIFORM = (aten.rand.default, aten.rand_like.default)
+_COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
+    getattr(aten, name).Scalar: getattr(operator, name) for name in ("lt", "le", "gt", "ge")
+}
 MAX_ELEMENTS = 2**26  # of a tensor that is computed to answer a question
 
 

@@ -274,6 +274,15 @@ class KeptNames(_Kept):
         put_back(self.items, self.before, self._changed())
 
 
+class KeptHooks(_Kept):
+    """The hooks of a module: each counts by itself, as a first call may install some (Hugging Face's do)."""
+
+    @override
+    def changes(self) -> dict[str, Any]:
+        changed = changed_names(self.items, self.before)
+        return {f"{self.place}.{number}": self.items.get(number, MISSING) for number in changed}
+
+
 class KeptAttributes(_Kept):
     """A class, an object with slots, or the variable of a closure; `before`: its attributes."""
 
@@ -448,8 +457,8 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
     """Restore the plain attributes of all submodules; refuse a step that changed any: it would not happen again.
 
     Containers that are attributes count too, with those inside them, and fields of objects. Where the step stored
-    nothing but numbers, texts and flags, these go to `stored` instead, by dotted name: it may be what a first call does
-    once (`initialized`). Lists of the module that only grew go to `appended`, what is found to `seen`.
+    nothing but numbers, texts, flags and hooks, these go to `stored` instead, by dotted name: it may be what a first
+    call does once (`initialized`). Lists of the module that only grew go to `appended`, what is found to `seen`.
     """
     # What Lightning and nn.Module keep for themselves changes in every step.
     framework = framework_attributes() - {"_hparams", "training"}
@@ -460,9 +469,11 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
         if id(child) not in metrics:
             before = {name: value for name, value in vars(child).items() if name not in framework}
             kept.append(KeptNames(path, vars(child), before, child, skipped=framework))
-            # Hooks, layers and buffers that a first call would install: with them goes a flag, which is put back.
-            held = {n: v for n, v in vars(child).items() if n[:9] == "_forward_" or n in _MEMBERS}
-            kept += [_Kept(f"{path}.{n}".lstrip("."), v, dict(v)) for n, v in held.items() if isinstance(v, dict)]
+            for name in (n for n, v in vars(child).items() if n[:9] == "_forward_" or n in _MEMBERS):
+                held = vars(child)[name]
+                if isinstance(held, dict):
+                    kind = _Kept if name in _MEMBERS else KeptHooks
+                    kept.append(kind(f"{path}.{name}".lstrip("."), held, dict(held)))
             is_noticed = not type(child).__module__.startswith("torch.nn.")  # RNNs keep their weights in a list
             for name, value in {**_class_values(type(child)), **before}.items():
                 place = Place(path, name)
@@ -473,11 +484,17 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
         grown = [each for each in kept if each.only_grew()]
         appended += [each.attribute for each in grown if each.attribute is not None]
         put_all_back(grown)  # before the others are asked: that is no change
-        fields = {label: each.items for each in kept if each.owner is not None for label in each.changes()}
+        may_be_first = {
+            f"{each.place}.{name}".lstrip("."): (each.items, name, value)
+            for each in kept
+            if (each.owner is not None or isinstance(each, KeptHooks)) and each.changes()
+            for name, value in each.items.items()
+            if isinstance(each, KeptHooks) or is_plain(value)
+        }
         changed = put_all_back(kept)
-    if not (changed.keys() <= fields.keys() and all(map(is_plain, changed.values()))):
+    if not changed.keys() <= may_be_first.keys():
         raise changed_attributes(changed)
-    stored |= {label: (fields[label], label.rpartition(".")[2], value) for label, value in changed.items()}
+    stored |= {label: may_be_first[label] for label in changed}
 
 
 def changed_attributes(names: Iterable[str]) -> CaptureError:

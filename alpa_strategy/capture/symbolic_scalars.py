@@ -243,7 +243,7 @@ class TraceNumbers:
         if proxy_mode is None:
             return False, None
         graph = proxy_mode.tracer.graph
-        last, result = next(reversed(graph.nodes), None), None
+        last, result = next(iter(reversed(graph.nodes)), None), None
         try:
             result = call(*pytree.tree_map_only(StepCounter, self._example, (args, kwargs)))
             is_traced = True

@@ -80,13 +80,13 @@ POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "aten.where.self": ((1, 2),),
 }
 
-# Pointwise ops that ATen does not tag as such.
+# Pointwise ops that ATen does not tag as such, or not in every PyTorch (leaky_relu: not in 2.11).
 UNTAGGED_POINTWISE = (
     *_aten("contiguous _to_copy to detach alias alias_copy lift lift_fresh lift_fresh_copy"),
     *_aten("dropout native_dropout alpha_dropout bernoulli geometric exponential uniform cauchy log_normal"),
     *_aten("normal_functional normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor"),
     *_aten("zeros_like ones_like full_like empty_like rand_like randn_like randint_like fill masked_fill"),
-    *_aten("hardswish hardsigmoid log_sigmoid relu6 selu softshrink special_ndtr special_polygamma"),
+    *_aten("hardswish hardsigmoid leaky_relu log_sigmoid relu6 selu softshrink special_ndtr special_polygamma"),
     *_aten("positive negative absolute fix lerp where isclose isreal nan_to_num floor_divide"),
     *_aten("subtract multiply divide true_divide rsub __and__ __or__ __xor__ __lshift__ __rshift__"),
     *_aten("conj resolve_conj real imag complex polar chalf arccos arccosh arcsin arcsinh arctan arctanh"),

@@ -72,6 +72,39 @@ def test_a_check_is_known_where_the_interpreter_has_specialised_the_code() -> No
         assert len(capture_step(Checked(compound), torch.ones(4, 8)).checks) == 3
 
 
+class Drops(MLP):
+    """Drops its net at random, as Hugging Face's encoders do their layers."""
+
+    def __init__(self, layerdrop: float, drawn: Callable[[], Tensor] = lambda: torch.rand([])) -> None:
+        super().__init__()
+        self.layerdrop = layerdrop
+        self.__dict__["drawn"] = drawn
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.__dict__["drawn"]() < self.layerdrop:
+            return sum(p.sum() for p in self.parameters())
+        return self.net(batch).sum()
+
+
+@pytest.mark.parametrize("layerdrop", [0.0, 1.0])
+def test_what_random_numbers_cannot_decide_is_captured(layerdrop: float) -> None:
+    module = Drops(layerdrop)
+    step = capture_step(module, torch.ones(4, 8))
+    values = run_step(step, dict(module.named_parameters()), {}, [torch.ones(4, 8)])
+    torch.testing.assert_close(values[step.loss], module.training_step(torch.ones(4, 8), 0))
+
+
+def test_what_random_numbers_decide_is_refused() -> None:
+    def changed() -> Tensor:
+        drawn = torch.rand([])
+        drawn.view(1).sub_(1)
+        return drawn
+
+    for module in (Drops(0.5), Drops(0.0, changed)):
+        with pytest.raises(CaptureError, match="layerdrop"):
+            capture_step(module, torch.ones(4, 8))
+
+
 class Variance(MLP):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.graph import run_step
 from alpa_strategy.ir.guards import changed_value
 
 
@@ -302,6 +303,24 @@ def test_what_a_first_call_sets_stays() -> None:
         assert changed_value(step.attributes) is None
     finally:
         gc.enable()
+
+
+def test_hooks_that_a_first_call_installs_stay() -> None:
+    class Installs(Settled):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if not self.net.linear._forward_hooks:
+                self.net.linear.register_forward_hook(lambda module, given, result: 2 * result)
+            return super().training_step(batch, batch_idx)
+
+    module, batch = Installs(), torch.randn(6, 4)
+    step = capture_step(module, batch)
+    values = run_step(step, dict(module.named_parameters()), {}, [batch])
+    assert len(module.net.linear._forward_hooks) == 1
+    torch.testing.assert_close(values[step.loss], module.training_step(batch, 0))
+    assert len(module.net.linear._forward_hooks) == 1
+    assert changed_value(step.attributes) is None
+    module.net.linear._forward_hooks.clear()
+    assert changed_value(step.attributes) is not None
 
 
 def test_a_step_that_installs_hooks_is_refused_and_leaves_none() -> None:
