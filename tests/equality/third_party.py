@@ -133,6 +133,21 @@ HUGGING_FACE: dict[str, tuple[type[Wrapped], dict[str, Any]]] = {
             "decoder_start_token_id": 0,
         },
     ),
+    "bart": (
+        HuggingFaceLM,
+        {
+            "model": "BartForConditionalGeneration",
+            "config": "BartConfig",
+            "d_model": 16,
+            **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 20),
+            "dropout": 0.0,
+            "max_position_embeddings": 16,
+            "pad_token_id": 0,
+            "eos_token_id": 2,
+        },
+    ),
     "vit": (HuggingFaceViT, {**_SIZES, **_NO_DROPOUT}),
     "mixtral": (
         HuggingFaceLM,
