@@ -57,7 +57,7 @@ def done_by_autocast(call: OpCall, state: AutocastState) -> tuple[Casts, torch.d
     `fp32_set_opt_dtype`).
 
     None: there are none such; what autocast casts inside of an op without a policy of its own is made of the operands
-    by more than moving elements. Cross entropy on GPUs (`loss_dtype`) is the only op known that has none.
+    by more than moving elements. On GPUs these are known: cross entropy (`loss_dtype`), pairwise_distance, trapezoid.
     """
     is_policy = has_policy(call.target, state.device_type)
     as_they_are, low, full = (

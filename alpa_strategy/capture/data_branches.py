@@ -75,8 +75,7 @@ class ConstantValues:
         slot = None if proxy_mode is None else get_proxy_slot(value, proxy_mode.tracer, None)
         if proxy_mode is None or slot is None:
             return False
-        with torch._C.DisableTorchFunction():  # its answers are made on the CPU, which is no part of the step
-            self._advance(proxy_mode.tracer.graph)
+        self._advance(proxy_mode.tracer.graph)
         return slot.proxy.node in self._values
 
     def told_to_libraries(self) -> AbstractContextManager[None]:
@@ -89,9 +88,10 @@ class ConstantValues:
         """Run what was traced since the last question."""
         root = graph._root
         node = root.next if self._last is None else self._last.next
-        while node is not root:
-            self._run(node)
-            self._last, node = node, node.next
+        with torch._C.DisableTorchFunction():  # what runs here, on the CPU, is no part of the step
+            while node is not root:
+                self._run(node)
+                self._last, node = node, node.next
 
     def _run(self, node: fx.Node) -> None:
         if node.op == "placeholder":

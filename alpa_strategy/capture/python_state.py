@@ -243,10 +243,10 @@ class _Kept:
             self.items.clear()
             if isinstance(self.items, dict):
                 put_back(self.items, self.before, self.before)
+            elif isinstance(self.items, set):
+                self.items.update(self.before)
             else:
-                self.items.extend(self.before) if isinstance(self.items, list | deque) else self.items.update(
-                    self.before
-                )
+                self.items.extend(self.before)
 
 
 @dataclass(frozen=True)
@@ -348,7 +348,7 @@ def restored(kept: Iterable[_Kept]) -> Iterator[dict[str, Any]]:
 
 
 def _raw(value: Any) -> Any:
-    """A container; a dict as what lies in it, which a subclass may not be what it answers (transformers' ACT2FN)."""
+    """A container; a dict as what lies in it: a subclass may answer something else (transformers' ACT2FN)."""
     return dict(_dict_of(value).items(value)) if isinstance(value, dict) else value
 
 
@@ -469,11 +469,10 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
         if id(child) not in metrics:
             before = {name: value for name, value in vars(child).items() if name not in framework}
             kept.append(KeptNames(path, vars(child), before, child, skipped=framework))
-            for name in (n for n, v in vars(child).items() if n[:9] == "_forward_" or n in _MEMBERS):
-                held = vars(child)[name]
-                if isinstance(held, dict):
-                    kind = _Kept if name in _MEMBERS else KeptHooks
-                    kept.append(kind(f"{path}.{name}".lstrip("."), held, dict(held)))
+            # Layers and buffers that a first call would install: with them goes a flag, which is put back.
+            held = {n: v for n, v in vars(child).items() if isinstance(v, dict)}
+            kept += [_Kept(f"{path}.{n}".lstrip("."), v, dict(v)) for n, v in held.items() if n in _MEMBERS]
+            kept += [KeptHooks(f"{path}.{n}".lstrip("."), v, dict(v)) for n, v in held.items() if n[:9] == "_forward_"]
             is_noticed = not type(child).__module__.startswith("torch.nn.")  # RNNs keep their weights in a list
             for name, value in {**_class_values(type(child)), **before}.items():
                 place = Place(path, name)

@@ -90,8 +90,7 @@ class GradientReducer:
             bucket.start()
         _run(self._buckets, completed)
         for each in self._rest:
-            is_made_in_place = each.plan.is_fetched or not (each.is_gathered_once or each.to_use.backward_steps)
-            if each.has_gradient and is_made_in_place:  # complete, and where it belongs
+            if each.has_gradient and (each.plan.is_fetched or each.is_used_in_place):
                 continue
             if each.has_gradient or each.name in self._only_somewhere:
                 each.put_gradient(each.to_use.gradients(each.take_gradient()))

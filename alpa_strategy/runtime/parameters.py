@@ -119,7 +119,7 @@ class MeshParameters:
             sharded.name: sharded.in_step(Entrance.apply(sharded.parameter, sums))
             for sharded in self._by_parameter.values()
             if sharded.parameter.requires_grad and sharded.plan.uses_shards and not sharded.plan.is_fetched
-            if not sharded.is_gathered_once and not sharded.to_use.backward_steps
+            if sharded.is_used_in_place
         }
         return OnDemand(self.step_input, entered)
 

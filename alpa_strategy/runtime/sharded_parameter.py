@@ -82,6 +82,11 @@ class ShardedParameter:
         return not self.to_whole.forward_steps and self.link is None
 
     @property
+    def is_used_in_place(self) -> bool:
+        """Whether the step uses it as it is stored, and the backward leaves its gradient complete where it belongs."""
+        return not (self.is_gathered_once or self.to_use.backward_steps)
+
+    @property
     def device(self) -> torch.device:
         """Where it is used, and its gradients are made."""
         return self.parameter.device if self.link is None else self.link.device
