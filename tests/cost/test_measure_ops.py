@@ -69,6 +69,27 @@ def _raises(x: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("needs its neighbours")
 
 
+def test_on_one_thread_what_others_take_of_its_core_does_not_count():
+    made = call(aten.gelu.default, tensor(400, 400))
+    kept_waiting = type(made)(_waits, made.args, (), made.operands, made.results)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = measure_ops([kept_waiting], "cpu", 5.0, OpTable()).get(device_name("cpu"), kept_waiting)
+    finally:
+        torch.set_num_threads(threads)
+    assert found is not None
+    assert 0 < found.forward < WAIT / 2
+
+
+WAIT = 0.05  # seconds
+
+
+def _waits(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(WAIT)
+    return torch.nn.functional.gelu(x)
+
+
 def test_device_figures_are_plausible_and_serve_the_roofline():
     spec = measure_device("cpu", local_ranks=2, budget_seconds=0.4)
     peaks = dict(spec.peak_flops)
