@@ -160,6 +160,7 @@ class WrittenRun(PlacedModule):
         if store.sharded_parameters and optimizers:
             self._reads = _PartsAreRead(store)
             self.on_use = GatherOnUse(module, store, cpu_group(), not any(each.uses_shards for each in parameter_plans))
+            self.on_use.has_room = self.no_room_for_evaluation() is None
             self.whole.on_use.append(self.on_use)
             if job.compile is not None and say:
                 rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")

@@ -156,6 +156,8 @@ class GatherOnUse:
         self._parts: dict[nn.Parameter, Tensor] = {}
         self._whole: dict[nn.Parameter, Tensor] = {}
         self._users: Counter[int] = Counter()  # modules that run, by unit
+        self.has_room = False  # for all of them at once, beside a step
+        self._without_grad: Counter[int] = Counter()  # gatherings under no_grad since parts had new values, by unit
         self._again: dict[int, list[Tensor]] = {}  # the unit that the backward has gathered last
         self._installed = ExitStack()
         self._regather: Regather | None = None
@@ -240,6 +242,7 @@ class GatherOnUse:
         if not self._keeps and not self._stays_whole:
             self._whole.clear()
         self._users.clear()
+        self._without_grad.clear()
         set_data(self._parts.items())
         self._parts = {}
 
@@ -264,6 +267,7 @@ class GatherOnUse:
         if parameter in self._whole or parameter not in self._parts:
             return
         unit = self._unit_of[parameter]
+        self._without_grad[unit] += not torch.is_grad_enabled()
         self._stays_whole |= torch._C._functorch.peek_interpreter_stack() is not None
         with torch._C._DisableFuncTorch():  # what a function is given is no parameter's data
             for each, whole in zip(self._units[unit], self.rounds.fetch(unit), strict=True):
@@ -278,6 +282,9 @@ class GatherOnUse:
         """All of a parameter in the backward. Collective, see `Rounds`, unless its unit is the last that was needed."""
         if (whole := self._whole.get(parameter)) is not None:
             return whole
+        if self._without_grad:  # what the backward makes may need the memory of what stayed
+            self._drop_unused(list(self._without_grad))
+            self._without_grad.clear()
         unit = self._unit_of[parameter]
         if unit not in self._again:
             self._again.clear()
@@ -333,11 +340,16 @@ class GatherOnUse:
             finally:
                 if self._depth and not self._keeps and not self._stays_whole:
                     self._users.subtract(units)
-                    self._drop_unused(units)
+                    self._drop_unused([unit for unit in units if not self._is_for_generation(unit)])
 
         # Not a hook: code may run a forward alone, once more for the backward (`runtime/made_again.py`). A partial, not
         # a decorated function: a copy of the module runs its own.
         self._installed.enter_context(patched([(module, "forward", partial(_within, running, module.forward))]))
+
+    def _is_for_generation(self, unit: int) -> bool:
+        """Used again and again without a backward, as by a model that writes a token at a time: it stays whole then,
+        until it is used with one, or one begins."""
+        return self.has_room and not torch.is_grad_enabled() and self._without_grad[unit] > 1
 
     def _drop_unused(self, units: list[int]) -> None:
         for parameter in (p for unit in units if self._users[unit] <= 0 for p in self._units[unit]):

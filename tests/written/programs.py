@@ -812,6 +812,32 @@ class LooksAtNames(CountsNames):
         return self.loss(x, label)
 
 
+class WritesAnswers(AccumulatesByHand):
+    """Writes answers of a length that the rank's rows decide, beside a frozen reference, and learns from them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reference = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, label = batch
+        with torch.no_grad():
+            written = x
+            for _ in range(6 + int(label[0])):
+                written = written + 0.1 * self.net(written).mean(1, keepdim=True)
+            liked = self.reference(written)
+        for _ in range(2):
+            logits = self.net(written)
+            with torch.no_grad():  # as it is now, in the midst of what a backward needs
+                sure = self.net(x).softmax(1).amax(1)
+            loss = (F.cross_entropy(logits, label, reduction="none") * sure).mean() + F.mse_loss(logits, liked)
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.log("train_loss", loss, sync_dist=True)
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -847,6 +873,7 @@ PROGRAMS = {
         SparseAdjacency,
         Functions,
         Scripted,
+        WritesAnswers,
         EvaluatesInside,
         TimesRanks,
         TimesRanksByGroup,

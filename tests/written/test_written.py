@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,8 +18,10 @@ from worker_pool import WorkerError
 from written import programs
 from written.programs import PROGRAMS
 
-from alpa_strategy import AlpaStrategy
+from alpa_strategy import AlpaStrategy, ClusterSpec
+from alpa_strategy.capture.python_state import patched
 from alpa_strategy.lightning.written_run import WrittenRun
+from alpa_strategy.runtime.gather_on_use import GatherOnUse
 
 RANKS = 2
 
@@ -138,6 +141,36 @@ def test_in_shards_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: 
     check_equal(under_ddp(name), found)
     check_written(name, found)
     assert all(any(mode[0] in "SG" for mode in rank["modes"].values()) for rank in found)
+
+
+def gatherings(root: str, memory: float) -> list[int]:
+    """Of units of parameters, by step, in steps that write answers, on devices of `memory` bytes."""
+    counts: list[int] = []
+    start = GatherOnUse._start
+
+    def counted(self: GatherOnUse, unit: int) -> Any:
+        counts[-1] += 1
+        return start(self, unit)
+
+    class Steps(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            counts.append(0)
+
+    module = programs.WritesAnswers().double()
+    cluster = ClusterSpec.load("pcie_8gpu")
+    cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory))
+    strategy = AlpaStrategy(cluster=cluster, verbose=False, parallel="zero3")
+    common: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS, "max_steps": 6, "precision": "64-true"}
+    with patched([(GatherOnUse, "_start", counted)]):
+        pl.Trainer(strategy=strategy, callbacks=[Steps()], default_root_dir=root, **{**common, **QUIET}).fit(module)
+    return counts
+
+
+def test_what_writes_is_gathered_twice_a_step_where_it_has_room(pool, tmp_path) -> None:
+    """Once to see that it is used again, once to stay; twice more in each of two updates and their backward passes."""
+    with_room, _ = pool.run(RANKS, gatherings, str(tmp_path), 1e9)
+    without, _ = pool.run(RANKS, gatherings, str(tmp_path), 3e3)
+    assert max(with_room) < min(without)
 
 
 def warnings_of_parts(name: str, folder: str) -> int:
