@@ -156,7 +156,7 @@ class GatherOnUse:
         self._parts: dict[nn.Parameter, Tensor] = {}
         self._whole: dict[nn.Parameter, Tensor] = {}
         self._users: Counter[int] = Counter()  # modules that run, by unit
-        self._again: dict[int, list[Tensor]] = {}  # the unit that the backward has gathered last
+        self._again: dict[nn.Parameter, Tensor] = {}  # of the unit that the backward has gathered last
         self._installed = ExitStack()
         self._regather: Regather | None = None
         self._depth = 0
@@ -278,22 +278,21 @@ class GatherOnUse:
         """All of a parameter in the backward. Collective, see `Rounds`, unless its unit is the last that was needed."""
         if (whole := self._whole.get(parameter)) is not None:
             return whole
-        unit = self._unit_of[parameter]
-        if unit not in self._again:
+        if parameter not in self._again:
             self._again.clear()
-            self._again[unit] = self.rounds.fetch(unit)
-        return dict(zip(self._units[unit], self._again[unit], strict=True))[parameter]
+            unit = self._unit_of[parameter]
+            self._again.update(zip(self._units[unit], self.rounds.fetch(unit), strict=True))
+        return self._again[parameter]
 
     def _install(self) -> None:
         """Units are the parameters of a block, or of a module outside of blocks, up to a bucket's bytes."""
-        known = set(self._sharded)
         block_of, scripted = _blocks(self._module), dict[nn.Module, nn.Module]()  # TorchScript runs without Python
         for outer in (each for each in self._module.modules() if isinstance(each, torch.jit.ScriptModule)):
             scripted |= {inner: scripted.get(inner, outer) for inner in outer.modules()}
         units_of: dict[nn.Module, dict[int, None]] = {}  # that a module needs: of its own, and of its block
         of_block: dict[tuple[nn.Module, torch.dtype], int] = {}  # the unit that is not full yet
         for owner in self._module.modules():
-            own = [p for p in owner._parameters.values() if p is not None and p in known]
+            own = [p for p in owner._parameters.values() if p in self._sharded]
             if not own:
                 continue
             ours = _NeedOnAccess(owner._parameters, self)
