@@ -333,11 +333,7 @@ def _timed(
 
 def _alive(order: Sequence[Action]) -> int:
     """Most forwards without their (last) backward, over the order."""
-    most = now = 0
-    for action in order:
-        now += (action.kind == "F") - (action.kind in "BW")
-        most = max(most, now)
-    return most
+    return max(itertools.accumulate((action.kind == "F") - (action.kind in "BW") for action in order))
 
 
 def _check(schedule: str, num_meshes: int, num_microbatches: int) -> None:

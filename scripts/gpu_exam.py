@@ -12,7 +12,6 @@ runs on CUDA tensors. Exit code 1 where a verdict is not "ok".
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import inspect
 import json
@@ -27,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,11 @@ import lightning.pytorch as pl
 import torch
 from gpu_exam_models import (
     ROOT,
+    Clock,
     Exam,
-    Losses,
+    Made,
     alpa,
+    apart,
     compile_blocks,
     deterministic,
     difference,
@@ -44,10 +46,9 @@ from gpu_exam_models import (
     gpt,
     large_gpt,
     llama,
-    losses_apart,
     moe,
     to_float8,
-    weights,
+    trained,
     wide_resnet,
 )
 
@@ -78,7 +79,7 @@ def environment(exam: Exam, add: Add) -> None:
 
 def equality(exam: Exam, add: Add) -> None:
     """Losses and weights of eight steps: alpa against the plain Trainer, and this against itself."""
-    makers: list[Callable[..., Any]] = [gpt, moe, wide_resnet, llama]
+    makers: list[Callable[[Exam], Made]] = [gpt, moe, wide_resnet, llama]
     torch.backends.cudnn.allow_tf32 = False  # as matrix products by default
     precisions = ["32-true", "bf16-mixed", "16-mixed"] if exam.on_gpu else ["32-true", "bf16-mixed"]
     for maker in makers:
@@ -86,75 +87,23 @@ def equality(exam: Exam, add: Add) -> None:
             if maker is llama and importlib.util.find_spec("transformers") is None:
                 add(f"llama {precision}", "left out", "needs transformers")
                 continue
-            with each(add, f"{maker.__name__} {precision}"), deterministic():
-                found = []
-                for strategy in ("auto", "auto", alpa()):
-                    pl.seed_everything(0, verbose=False)
-                    model, rows, batch = maker(exam)
-                    losses = Losses()
-                    fit(exam, model, rows, batch, strategy, precision, callbacks=[losses])
-                    found.append((losses.values(), weights(model)))
-                plain, again, mine = found
-                noise = difference(again[1], plain[1]), losses_apart(again[0], plain[0])
-                apart = difference(mine[1], plain[1]), losses_apart(mine[0], plain[0])
-                allowed = [max(TOLERANCES[precision], 4 * n) for n in noise]
-                good = all(a <= limit for a, limit in zip(apart, allowed, strict=True))  # nan is not
-                text = f"weights {apart[0]:.1e}, losses {apart[1]:.1e} (two plain runs: {noise[0]:.1e}, {noise[1]:.1e})"
-                add(None, verdict(good), text, weights=apart[0], losses=apart[1], noise=noise, last_loss=mine[0][-1])
+            with each(add, f"{maker.__name__} {precision}"):
+                _as_plain(exam, add, maker, alpa(), precision)
 
 
-class Clock(pl.Callback):
-    """Steps after `warmup`: seconds of all, the host's seconds of each, the device's memory, kernels of two more.
-
-    Phases: warm-up; `timed` steps with one synchronisation at each end; `probed` steps, each begun with an idle device:
-    what the host needs for one if nothing holds it up; two steps under the profiler.
-    """
-
-    def __init__(self, exam: Exam, warmup: int, timed: int, probed: int = 3, profiled: bool = True) -> None:
-        self._exam, self._warmup, self._end = exam, warmup, warmup + timed
-        self._probe_end = self._end + probed
-        self._profiled = profiled and exam.on_gpu
-        self.steps = self._probe_end + (2 if self._profiled else 0)
-        self._timed = timed
-        self._host: list[float] = []
-        self._begun = 0.0
-        self._profiler: Any = None
-        self.figures: Row = {}
-        gc.collect()  # of earlier trainings in this process, whose tensors would count
-        self._before = torch.cuda.memory_allocated() if exam.on_gpu else 0
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        if index == self._warmup:
-            self._exam.synchronize()
-            if self._exam.on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-            self._started = time.perf_counter()
-        if self._end <= index < self._probe_end:
-            self._exam.synchronize()
-            self._begun = time.perf_counter()
-        if index == self._probe_end and self._profiled:
-            kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-            self._profiler = torch.profiler.profile(activities=kinds)
-            self._profiler.__enter__()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if index == self._end - 1:
-            self._exam.synchronize()
-            self.figures["step_seconds"] = (time.perf_counter() - self._started) / self._timed
-            if self._exam.on_gpu:
-                self.figures["peak_bytes"] = torch.cuda.max_memory_allocated() - self._before
-                self.figures["reserved_bytes"] = torch.cuda.max_memory_reserved()
-        if self._end <= index < self._probe_end:
-            self._host.append(time.perf_counter() - self._begun)
-            self.figures["host_seconds"] = statistics.median(self._host)
-        if index == self.steps - 1 and self._profiler is not None:
-            self._exam.synchronize()
-            self._profiler.__exit__(None, None, None)
-            on_device = [e for e in self._profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-            kernels = [e for e in on_device if not e.is_user_annotation]
-            self.figures["kernels"] = len(kernels) / 2
-            self.figures["kernel_seconds"] = sum(e.time_range.elapsed_us() for e in kernels) / 2e6
-            self._profiler = None
+def _as_plain(
+    exam: Exam, add: Add, make: Callable[[Exam], Made], strategy: Any, precision: str, plain_runs: int = 2
+) -> None:
+    """A row: losses and weights under `strategy` against the plain Trainer's, and of two plain runs this against itself
+    as well."""
+    with deterministic():
+        plain, *again, mine = [trained(exam, make, each, precision) for each in (*["auto"] * plain_runs, strategy)]
+    found, noise = apart(mine, plain), apart(again[0], plain) if again else (0.0, 0.0)
+    allowed = [max(TOLERANCES[precision], 4 * n) for n in noise]
+    good = all(a <= limit for a, limit in zip(found, allowed, strict=True))  # nan is not
+    text = f"weights {found[0]:.1e}, losses {found[1]:.1e}"
+    text += f" (two plain runs: {noise[0]:.1e}, {noise[1]:.1e})" if again else ""
+    add(None, verdict(good), text, weights=found[0], losses=found[1], noise=noise, last_loss=mine[0][-1])
 
 
 def speed(exam: Exam, add: Add) -> None:
@@ -241,18 +190,8 @@ def memory(exam: Exam, add: Add) -> None:
 def offload(exam: Exam, add: Add) -> None:
     """All state in host memory, on one device: losses and weights as the plain Trainer's, fp16's scaler included."""
     for precision in ("32-true", "bf16-mixed", "16-mixed") if exam.on_gpu else ("32-true", "bf16-mixed"):
-        with each(add, precision), deterministic():
-            found = []
-            for strategy in ("auto", alpa(offload=True)):
-                pl.seed_everything(0, verbose=False)
-                model, rows, batch = gpt(exam)
-                losses = Losses()
-                fit(exam, model, rows, batch, strategy, precision, callbacks=[losses])
-                found.append((losses.values(), weights(model)))
-            plain, mine = found
-            apart = difference(mine[1], plain[1]), losses_apart(mine[0], plain[0])
-            text = f"weights {apart[0]:.1e}, losses {apart[1]:.1e}"
-            add(None, verdict(max(apart) <= TOLERANCES[precision]), text, weights=apart[0], losses=apart[1])
+        with each(add, precision):
+            _as_plain(exam, add, gpt, alpa(offload=True), precision, plain_runs=1)
 
 
 def float8(exam: Exam, add: Add) -> None:
@@ -260,17 +199,14 @@ def float8(exam: Exam, add: Add) -> None:
     if importlib.util.find_spec("torchao") is None:
         add("float8", "left out", "needs torchao")
         return
-    with each(add, "equality, rowwise"), deterministic():
-        runs = []
-        for strategy in ("auto", "auto", alpa()):
-            pl.seed_everything(0, verbose=False)
-            model, rows, batch = gpt(exam)
-            to_float8(exam, model, "rowwise")
-            fit(exam, model, rows, batch, strategy, "bf16-mixed")
-            runs.append(weights(model))
-        noise, apart = (difference(run, runs[0]) for run in runs[1:])
-        text = f"weights {apart:.1e} (two plain runs: {noise:.1e})"
-        add(None, verdict(apart <= max(TOLERANCES["bf16-mixed"], 4 * noise)), text, weights=apart, noise=noise)
+
+    def rowwise(exam: Exam) -> Made:
+        model, rows, batch = gpt(exam)
+        to_float8(exam, model, "rowwise")
+        return model, rows, batch
+
+    with each(add, "equality, rowwise"):
+        _as_plain(exam, add, rowwise, alpa(), "bf16-mixed")
     for recipe in ("", "tensorwise") if exam.on_gpu else ():  # emulated it says nothing of speed
         with each(add, f"alpa + compile, {recipe or 'bf16'}"):
             found = _timed(exam, "alpa + compile", "bf16-mixed", recipe)
@@ -285,14 +221,11 @@ def checkpoint(exam: Exam, add: Add) -> None:
         with each(add, f"{kind}, one rank"), deterministic():
             found = []
             for path in (None, f"{kind}/step=3.ckpt"):
-                pl.seed_everything(0, verbose=False)
-                model, rows, batch = gpt(exam, dropout=0.1)
                 saving = ModelCheckpoint(kind, "{step}", every_n_train_steps=3, save_top_k=-1)
                 given = {"callbacks": [saving], "enable_checkpointing": True, "ckpt_path": path}
-                fit(exam, model, rows, batch, alpa(checkpoint=kind), steps=6, **given)
-                found.append(weights(model))
-            apart = difference(found[1], found[0])
-            add(None, verdict(apart == 0.0), f"weights {apart:.1e} after the resumed run", weights=apart)
+                found.append(trained(exam, partial(gpt, dropout=0.1), alpa(checkpoint=kind), steps=6, **given)[1])
+            weights = difference(found[1], found[0])
+            add(None, verdict(weights == 0.0), f"weights {weights:.1e} after the resumed run", weights=weights)
 
 
 PLANS: dict[str, Row] = {
@@ -321,19 +254,18 @@ def ranks(exam: Exam, add: Add) -> None:
     # In float32: Lightning reads a checkpoint into float32 parameters before it makes them float64.
     again = {"precision": "32-true", "resume": True}
     jobs += [{**job, **again} for job in jobs if job["plan"] in ("zero3", "zero3, offloaded", "pipeline")]
-    reference = _one_process(exam)
+    reference = trained(exam, gpt, "auto", "64-true", 5)
     for job, found in _two_ranks(exam, jobs):
         with each(add, f"{job['plan']}, saved and resumed" if job["resume"] else str(job["plan"])):
             if isinstance(found, str):
                 raise RuntimeError(found)
-            theirs = found["first"] if job["resume"] else reference
-            apart = difference(found["weights"], theirs["weights"])
-            loss = losses_apart(found["losses"], theirs["losses"][-len(found["losses"]) :])
+            mine, (losses, after) = found["run"], found["first"] if job["resume"] else reference
+            weights, loss = apart(mine, (losses[-len(mine[0]) :], after))
             allowed = 0.0 if job["resume"] else TOLERANCES["64-true"]
-            good = apart <= allowed and loss <= allowed
+            good = weights <= allowed and loss <= allowed
             whose = "the first run's" if job["resume"] else "one process's"
-            text = f"weights {apart:.1e}, losses {loss:.1e} from {whose}, {found['seconds']:.0f} s"
-            add(None, verdict(good), text, weights=apart, losses=loss)
+            text = f"weights {weights:.1e}, losses {loss:.1e} from {whose}, {found['seconds']:.0f} s"
+            add(None, verdict(good), text, weights=weights, losses=loss)
 
 
 def streams(exam: Exam, add: Add) -> None:
@@ -346,10 +278,9 @@ def streams(exam: Exam, add: Add) -> None:
         with each(add, name):
             if isinstance(mine, str) or isinstance(theirs, str):
                 raise RuntimeError(mine if isinstance(mine, str) else theirs)
-            apart = difference(mine["weights"], theirs["weights"])
-            loss = losses_apart(mine["losses"], theirs["losses"])
-            text = f"weights {apart:.1e}, losses {loss:.1e} apart"
-            add(None, verdict(apart <= 1e-6 and loss <= 1e-6), text, weights=apart, losses=loss)
+            weights, loss = apart(mine["run"], theirs["run"])
+            text = f"weights {weights:.1e}, losses {loss:.1e} apart"
+            add(None, verdict(weights <= 1e-6 and loss <= 1e-6), text, weights=weights, losses=loss)
 
 
 def nccl(exam: Exam, add: Add) -> None:
@@ -389,15 +320,8 @@ def nccl(exam: Exam, add: Add) -> None:
     with each(add, "objects and barrier"):
         dist.barrier(device_ids=[0])
         add(None, verdict(broadcast_object({"a": 1}) == {"a": 1}), "broadcast")
-    with each(add, "training beside it"), deterministic():
-        found = []
-        for strategy in ("auto", alpa()):
-            pl.seed_everything(0, verbose=False)
-            model, rows, batch = gpt(exam)
-            fit(exam, model, rows, batch, strategy)
-            found.append(weights(model))
-        apart = difference(found[1], found[0])
-        add(None, verdict(apart <= TOLERANCES["32-true"]), f"weights {apart:.1e}", weights=apart)
+    with each(add, "training beside it"):
+        _as_plain(exam, add, gpt, alpa(), "32-true", plain_runs=1)
     dist.destroy_process_group()
 
 
@@ -442,14 +366,6 @@ PARTS: dict[str, tuple[Callable[[Exam, Add], None], int]] = {
 
 
 # Two ranks on one device
-
-
-def _one_process(exam: Exam, steps: int = 5) -> Row:
-    pl.seed_everything(0, verbose=False)
-    model, rows, batch = gpt(exam)
-    losses = Losses()
-    fit(exam, model, rows, batch, "auto", "64-true", steps, [losses])
-    return {"losses": losses.values(), "weights": weights(model)}
 
 
 def _two_ranks(
@@ -510,19 +426,14 @@ def _rank_job(exam: Exam, job: Row, folder: str) -> Row:
     here = [torch.device("cuda", 0) if exam.on_gpu else torch.device("cpu")] * 2
     given: Row = {"devices": "auto"}
     options = {"batch_scope": "global", "bucket_bytes": 2**14, "parallel_devices": here, **PLANS[job["plan"]]}
-    found: Row = {}
+    runs = []
     for path in (None, f"{folder}/step=3.ckpt") if job["resume"] else (None,):
-        pl.seed_everything(0, verbose=False)
-        model, rows, batch = gpt(exam)
-        losses = Losses()
-        callbacks: list[pl.Callback] = [losses]
         if job["resume"]:
-            callbacks.append(ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1))
-            given |= {"enable_checkpointing": True, "ckpt_path": path}
+            saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+            given |= {"callbacks": [saving], "enable_checkpointing": True, "ckpt_path": path}
         with deterministic():
-            fit(exam, model, rows, batch, alpa(**options), job["precision"], job["steps"], callbacks, **given)
-        first, found = found, {"losses": losses.values(), "weights": weights(model)}
-    return {**found, "first": first}
+            runs.append(trained(exam, gpt, alpa(**options), job["precision"], job["steps"], **given))
+    return {"first": runs[0], "run": runs[-1]}
 
 
 # The frame

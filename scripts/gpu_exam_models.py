@@ -1,10 +1,13 @@
-"""What `gpu_exam.py` trains and compares: models of every recipe's kind, one way to fit them, their differences."""
+"""What `gpu_exam.py` trains, times and compares: models of every kind, one way to fit them, their differences."""
 
 from __future__ import annotations
 
+import gc
 import os
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,6 +129,60 @@ class Losses(pl.Callback):
         return [float(loss) for loss in self._losses]
 
 
+class Clock(pl.Callback):
+    """Steps after `warmup`: seconds of all, the host's seconds of each, the device's memory, kernels of two more.
+
+    Phases: warm-up; `timed` steps with one synchronisation at each end; `probed` steps, each begun with an idle device:
+    what the host needs for one if nothing holds it up; two steps under the profiler.
+    """
+
+    def __init__(self, exam: Exam, warmup: int, timed: int, probed: int = 3, profiled: bool = True) -> None:
+        self._exam, self._warmup, self._end = exam, warmup, warmup + timed
+        self._probe_end = self._end + probed
+        self._profiled = profiled and exam.on_gpu
+        self.steps = self._probe_end + (2 if self._profiled else 0)
+        self._timed = timed
+        self._host: list[float] = []
+        self._begun = 0.0
+        self._profiler: Any = None
+        self.figures: dict[str, Any] = {}
+        gc.collect()  # of earlier trainings in this process, whose tensors would count
+        self._before = torch.cuda.memory_allocated() if exam.on_gpu else 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index == self._warmup:
+            self._exam.synchronize()
+            if self._exam.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            self._started = time.perf_counter()
+        if self._end <= index < self._probe_end:
+            self._exam.synchronize()
+            self._begun = time.perf_counter()
+        if index == self._probe_end and self._profiled:
+            kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+            self._profiler = torch.profiler.profile(activities=kinds)
+            self._profiler.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == self._end - 1:
+            self._exam.synchronize()
+            self.figures["step_seconds"] = (time.perf_counter() - self._started) / self._timed
+            if self._exam.on_gpu:
+                self.figures["peak_bytes"] = torch.cuda.max_memory_allocated() - self._before
+                self.figures["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        if self._end <= index < self._probe_end:
+            self._host.append(time.perf_counter() - self._begun)
+            self.figures["host_seconds"] = statistics.median(self._host)
+        if index == self.steps - 1 and self._profiler is not None:
+            self._exam.synchronize()
+            self._profiler.__exit__(None, None, None)
+            on_device = [e for e in self._profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+            kernels = [e for e in on_device if not e.is_user_annotation]
+            self.figures["kernels"] = len(kernels) / 2
+            self.figures["kernel_seconds"] = sum(e.time_range.elapsed_us() for e in kernels) / 2e6
+            self._profiler = None
+
+
 def fit(
     exam: Exam,
     model: Any,
@@ -176,8 +233,29 @@ def to_float8(exam: Exam, model: Any, recipe: str) -> None:
     convert_to_float8_training(model.blocks, config=config)
 
 
-def weights(model: Any) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().double() for name, value in model.state_dict().items()}
+Trained = tuple[list[float], dict[str, Tensor]]  # losses, weights
+
+
+def trained(
+    exam: Exam,
+    make: Callable[[Exam], Made],
+    strategy: Any = "auto",
+    precision: str = "32-true",
+    steps: int = 8,
+    callbacks: Sequence[pl.Callback] = (),
+    **given: Any,
+) -> Trained:
+    """What comes of a model and rows that `make` makes of the same random numbers every time."""
+    pl.seed_everything(0, verbose=False)
+    model, rows, batch = make(exam)
+    losses = Losses()
+    fit(exam, model, rows, batch, strategy, precision, steps, [losses, *callbacks], **given)
+    return losses.values(), {name: value.detach().cpu().double() for name, value in model.state_dict().items()}
+
+
+def apart(mine: Trained, theirs: Trained) -> tuple[float, float]:
+    """Relative differences of weights and losses."""
+    return difference(mine[1], theirs[1]), losses_apart(mine[0], theirs[0])
 
 
 def difference(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

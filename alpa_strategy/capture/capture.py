@@ -37,6 +37,7 @@ from alpa_strategy.ir.graph import (
     Place,
     StepGraph,
     ValueRef,
+    ancestors,
     tensor_digest,
 )
 from alpa_strategy.ir.guards import ValueGuard
@@ -376,15 +377,10 @@ class _Converter:
         """The graph of the ops that have an effect: dead code is left out, values are numbered anew, ops named."""
         found = map_refs(self.trace.results, lambda ref: self.outputs[ref.index])  # what the step left behind
         loss, updates = _loss_of(found["output"], self.builder), self._buffer_updates(found.pop("buffers"))
-        # Backwards from what leaves the step: an op counts if something needs one of its results.
-        needed = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ValueRef)}
-        needed |= {*updates.values(), loss.index}
-        kept: list[Op] = []  # backwards, so that an op's users are seen before it
-        for op in reversed(self.builder.ops):
-            if needed.intersection(op.results):
-                kept.append(op)
-                needed.update(op.operands)
-        kept.reverse()
+        leaving = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ValueRef)}
+        leaving |= {*updates.values(), loss.index}
+        kept = [self.builder.ops[index] for index in ancestors(self.builder.ops, leaving)]
+        needed = leaving.union(*(op.operands for op in kept))
         new_index: dict[int, int] = {}
         values: list[TensorMeta] = []
 

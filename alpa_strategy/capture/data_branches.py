@@ -51,38 +51,34 @@ class ConstantValues:
 
     def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What `func(*args, **kwargs)` gives if it asks for known values, else UNKNOWN."""
-        proxy_mode = get_proxy_mode()
-        if func not in _ASKING or proxy_mode is None:
+        if func not in _ASKING:
             return UNKNOWN
-        tracer = proxy_mode.tracer
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        slots = [get_proxy_slot(x, tracer, None) if isinstance(x, Tensor) else None for x in leaves]
-        if any(slot is None for x, slot in zip(leaves, slots, strict=True) if isinstance(x, Tensor)):
+        given = args, dict(kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+        nodes = [node for tensor in tensors if (node := self.known_node(tensor)) is not None]
+        if len(nodes) < len(tensors):
             return UNKNOWN
-        self._advance(tracer.graph)
-        nodes = [None if slot is None else slot.proxy.node for slot in slots]
-        if any(node is not None and node not in self._values for node in nodes):
-            return UNKNOWN
-        self.asked_buffers.update(*(self._sources[node] for node in nodes if node is not None))
-        real = [x if node is None else self._values[node] for x, node in zip(leaves, nodes, strict=True)]
-        args, kwargs = pytree.tree_unflatten(real, spec)
+        self.asked_buffers.update(*(self._sources[node] for node in nodes))
+        real = iter(nodes)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda _: self._values[next(real)], given)
         with _disable_current_modes():
             return func(*args, **kwargs)
 
-    def knows(self, value: Any) -> bool:
-        """Whether a question about this tensor would be answered."""
+    def known_node(self, tensor: Any) -> fx.Node | None:
+        """What made a tensor, where a question about its value would be answered."""
         proxy_mode = get_proxy_mode()
-        slot = None if proxy_mode is None else get_proxy_slot(value, proxy_mode.tracer, None)
+        slot = None if proxy_mode is None else get_proxy_slot(tensor, proxy_mode.tracer, None)
         if proxy_mode is None or slot is None:
-            return False
+            return None
         self._advance(proxy_mode.tracer.graph)
-        return slot.proxy.node in self._values
+        return slot.proxy.node if slot.proxy.node in self._values else None
 
     def told_to_libraries(self) -> AbstractContextManager[None]:
         """Context in which transformers asks instead of taking its way for fake tensors, where it builds causal masks
         that fast attention kernels do not take."""
-        library = sys.modules.get("transformers.utils.import_utils")
-        return patched([] if library is None else [(vars(library), "is_fake_tensor", lambda x: not self.knows(x))])
+        if (library := sys.modules.get("transformers.utils.import_utils")) is None:
+            return patched([])
+        return patched([(vars(library), "is_fake_tensor", lambda x: self.known_node(x) is None)])
 
     def _advance(self, graph: fx.Graph) -> None:
         """Run what was traced since the last question."""

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.cost.model import without_data
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Op, ValueRef
 from alpa_strategy.ir.op import OpCall, TensorMeta, aten_name, bound_arguments, with_slots
@@ -35,9 +36,7 @@ def run_fake(call: OpCall, run: Callable[[list[Tensor]], Any] | None = None, dev
     """Call on contiguous fake operands in grad mode; `run`, if given, is called with the operands instead."""
     # In grad mode, whatever the step's is: `requires_grad` of the results must come out as in training.
     with _inference_mode(), torch.enable_grad():
-        operands = [
-            torch.empty(m.shape, dtype=m.dtype, device=device, requires_grad=m.requires_grad) for m in call.operands
-        ]
+        operands = without_data(call, device)
         return call.call(*operands) if run is None else run(operands)
 
 

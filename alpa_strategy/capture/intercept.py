@@ -292,21 +292,18 @@ def _recording_class(
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
     }
-    # Attributes of the instance (a test's `module.log = ...`) would win over the class's.
-    shadowed: dict[str, Any] = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
-    for name in shadowed:
-        del vars(module)[name]
     kind = type(original.__name__, (original,), members)
     own = set(vars(kind))
     # nn.Module's own __setattr__ would look at the value first.
     object.__setattr__(module, "__class__", kind)
     try:
-        yield
+        # Attributes of the instance (a test's `module.log = ...`) would win over the class's.
+        with patched((vars(module), name, MISSING) for name in ("log", "log_dict") if name in vars(module)):
+            yield
         if stored := vars(kind).keys() - own:  # `type(self).calls += 1`
             raise changed_attributes(f"{original.__name__}.{name}" for name in stored)
     finally:
         object.__setattr__(module, "__class__", original)
-        vars(module).update(shadowed)
 
 
 def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> AbstractContextManager[None]:

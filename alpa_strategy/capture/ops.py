@@ -219,10 +219,18 @@ class _Structure:
     spec: pytree.TreeSpec
     constants: tuple[Any, ...]  # its leaves; a Tensor's place is held by `Tensor` itself
 
+    def __hash__(self) -> int:
+        return hash(stable_text(self.texts))
+
     @classmethod
     def of(cls, tree: Any) -> "_Structure":
         leaves, spec = pytree.tree_flatten(tree)
         return cls(spec, tuple(Tensor if isinstance(x, Tensor) else x for x in leaves))
+
+    @property
+    def texts(self) -> tuple[Any, ...]:
+        """What tells it from others, the same in every process once made a `stable_text`."""
+        return str(self.spec), self.constants
 
     def filled(self, tensors: Iterable[Tensor]) -> Any:
         """The pytree with `tensors` in their places."""
@@ -230,39 +238,21 @@ class _Structure:
         return pytree.tree_unflatten([next(rest) if x is Tensor else x for x in self.constants], self.spec)
 
 
-@dataclass(frozen=True)
-class _Given:
-    """What a call is given besides tensors; the op runs under the autocast that its call stands in."""
-
-    arguments: _Structure
-    autocast: tuple[str, torch.dtype] | None
-
-    @classmethod
-    def of(cls, arguments: Any, device_type: str) -> "_Given":
-        enabled = torch.is_autocast_enabled(device_type)
-        autocast = (device_type, torch.get_autocast_dtype(device_type)) if enabled else None
-        return cls(_Structure.of(arguments), autocast)
-
-    @property
-    def texts(self) -> tuple[Any, ...]:
-        """What tells it from others, the same in every process once made a `stable_text`."""
-        return str(self.arguments.spec), self.arguments.constants, self.autocast
-
-    def __hash__(self) -> int:
-        return hash(stable_text(self.texts))
-
-
 class _FunctionCall:
-    """A call of `function.apply` that is an op: `run` takes and gives tensors."""
+    """A call of `function.apply` that is an op: `run` takes and gives tensors.
 
-    def __init__(self, function: Any, given: _Given) -> None:
-        self.function, self.given = function, given
+    Args:
+        autocast: the one that the call stands in, device and dtype: the op runs under it.
+    """
+
+    def __init__(self, function: Any, arguments: _Structure, autocast: tuple[str, torch.dtype] | None) -> None:
+        self.function, self._arguments, self._autocast = function, arguments, autocast
         self.op = self._define()
         self.returned: _Structure  # by the Function in its last run
 
     def _define(self) -> OpOverload:
         """An op for the call, under a name that no other has."""
-        text = stable_text((self.function, *self.given.texts))
+        text = stable_text((self.function, *self._arguments.texts, self._autocast))
         stem = re.sub("[^A-Za-z0-9]+", "_", self.function.__qualname__)
         stem += f"_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
         name, number = stem, 1
@@ -277,9 +267,8 @@ class _FunctionCall:
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         """What the op does; the structure of what the Function returned is known afterwards."""
-        autocast = self.given.autocast
-        with nullcontext() if autocast is None else torch.autocast(autocast[0], dtype=autocast[1]):
-            result = _APPLY(self.function, *self.given.arguments.filled(tensors))
+        with nullcontext() if self._autocast is None else torch.autocast(self._autocast[0], dtype=self._autocast[1]):
+            result = _APPLY(self.function, *self._arguments.filled(tensors))
         self.returned = _Structure.of(result)
         if not all(constant is Tensor or constant is None for constant in self.returned.constants):
             raise CaptureError(
@@ -302,7 +291,9 @@ def apply_as_op(function: Any, *args: Any) -> Any:
     # Outside tracing; inside another Function; PyTorch's own wrapper of a custom op's backward.
     if get_proxy_mode() is None or not tensors or function.__module__.startswith("torch._library"):
         return _APPLY(function, *args)
-    call = _call_of(function, _Given.of(args, tensors[0].device.type))
+    device = tensors[0].device.type
+    autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+    call = _call_of(function, _Structure.of(args), autocast)
     versions = [tensor._version for tensor in tensors]
     results = call.op(tensors)
     if [tensor._version for tensor in tensors] != versions:

@@ -41,7 +41,7 @@ Reads = dict[tuple[int, str], Callable[[], Any]]
 """(id of an object, attribute name) -> the object, None once it is no more: the step made it for itself."""
 
 _BATCH_SIZE = re.compile("^batch_?size$|^bsz?$", re.IGNORECASE)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @contextmanager
@@ -153,8 +153,8 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
             continue
         found[identity, name] = ValueGuard(f"{label}.{name}".lstrip("."), name, namespace, snapshot(value))
     fields = [vars(child) for child in module.modules()]
-    held = [each[name] for each in fields for name in _HOOKS]
-    held += [vars(nn.modules.module)[f"_global{name}"] for name in _HOOKS]  # of all modules
+    held = [each[name] for each in fields for name in MODULE_HOOKS]
+    held += [vars(nn.modules.module)[f"_global{name}"] for name in MODULE_HOOKS]  # of all modules
     hooks = Values(lambda _: [dict(each) for each in held if each] + [v["forward"] for v in fields if "forward" in v])
     return (*found.values(), ValueGuard("hooks of modules", "hooks", hooks, hooks.get("hooks")))
 

@@ -10,7 +10,6 @@ import argparse
 import copy
 import copyreg
 import dataclasses
-import operator
 import pickle
 import random
 import sys
@@ -187,62 +186,48 @@ def is_user_module(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A container, or the fields of an object, as it was before the step."""
+    """A container as it was before the step."""
 
     place: str  # how messages call it
     items: Any
     before: Any  # a copy of `items`
-    owner: Any = None  # the object whose fields they are
-    attribute: Place | None = None  # where it is an attribute itself
     is_noticed: bool = True  # whether it is a change of the user's; all is restored
+    attribute: Place | None = None  # where it is an attribute itself
     is_inside: bool = False  # whether it lies inside of an object, and may be its cache
 
-    def differs(self) -> bool:
-        """Whether it holds other things now: objects count, not whether they are equal (tensors do not compare)."""
-        old, new = self.before, _raw(self.items)
-        if isinstance(old, dict):
-            is_other = any(name in old or not _is_cached(self.owner, name) for name in changed_names(new, old))
-            return is_other or self._is_moved()
-        if isinstance(old, set):
-            return {id(item) for item in old} != {id(item) for item in new}
-        return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
+    def came(self) -> list[Any] | None:
+        """What it holds now (values of a dict) after all that it held; None where that is not as it was.
 
-    def _is_moved(self) -> bool:
-        """Whether a dict that is no object's fields has its items in another order (`OrderedDict.move_to_end`)."""
-        return self.owner is None and not all(map(_is_same, self.items, self.before))
+        Objects count, not whether they are equal (tensors do not compare), and so does their order in a dict
+        (`OrderedDict.move_to_end`).
+        """
+        old, new = self.before, _raw(self.items)
+        if isinstance(old, set):
+            return list(new - old) if old <= new else None
+        is_dict = isinstance(old, dict)
+        items, kept = (tuple(each.items() if is_dict else each) for each in (new, old))
+        return list(new.values() if is_dict else new)[len(old) :] if _is_same(items[: len(old)], kept) else None
+
+    def differs(self) -> bool:
+        return self.came() != []
 
     def changes(self) -> dict[str, Any]:
         """What changed, as messages call it, as it is now."""
-        if not (self.is_noticed and self.differs()):
-            return {}
-        if self.owner is None:
-            return {} if self.is_inside and self._only_cached() else {self.place: self.items}
-        own = [n for n in changed_names(self.items, self.before) if n[:2] != "__"]  # not torch's `__dynamo_disable`
-        return {f"{self.place}.{n}": self.items.get(n, MISSING) for n in own}
+        is_change = self.is_noticed and self.differs() and not (self.is_inside and self._is_filled_cache())
+        return {self.place: self.items} if is_change else {}
 
-    def _only_cached(self) -> bool:
+    def _is_filled_cache(self) -> bool:
         """Whether nothing came but new entries of a dict or a set that are no numbers: these fill themselves again."""
-        old, new = self.before, _raw(self.items)
-        if isinstance(new, dict):
-            return not self._is_moved() and all(
-                n not in old and type(new[n]) not in (int, float) for n in changed_names(new, old)
-            )
-        return isinstance(new, set) and old <= new and not any(type(item) in (int, float) for item in new - old)
-
-    def only_grew(self) -> bool:
-        """Whether it is a list that was appended to, and an attribute itself."""
-        old, new = self.before, self.items
-        grew = self.is_noticed and self.attribute is not None and type(new) is list and len(new) > len(old)
-        return grew and all(a is b for a, b in zip(old, new, strict=False))
+        came = self.came() if isinstance(self.items, dict | set) else None
+        return came is not None and not any(type(each) in (int, float) for each in came)
 
     def restore(self) -> None:
         """Let it hold what it did."""
-        if self.owner is not None:
-            put_back(self.items, self.before, changed_names(self.items, self.before))
-        elif self.differs():  # else another thread may be reading it
+        if self.differs():  # else another thread may be reading it
             self.items.clear()
             if isinstance(self.items, dict):
-                put_back(self.items, self.before, self.before)
+                for name, value in self.before.items():
+                    _put(self.items, name, value)
             elif isinstance(self.items, set):
                 self.items.update(self.before)
             else:
@@ -251,12 +236,15 @@ class _Kept:
 
 @dataclass(frozen=True)
 class KeptNames(_Kept):
-    """The attributes of a module, or the globals of a file: each name counts by itself.
+    """The attributes of a module or another object, or the globals of a file: each name counts by itself.
 
-    Names that begin with two underscores do not, nor do those in `skipped`, nor imports, which a first call may do.
+    Names that begin with two underscores do not (torch's `__dynamo_disable`), nor do those in `skipped`, nor imports,
+    which a first call may do.
     """
 
+    owner: Any = None  # whose attributes they are
     skipped: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()  # names that are restored, but not the user's
 
     def _changed(self) -> list[str]:
         names = [name for name in changed_names(self.items, self.before) if name not in self.skipped]
@@ -264,14 +252,14 @@ class KeptNames(_Kept):
 
     @override
     def changes(self) -> dict[str, Any]:
-        is_torch = type(self.owner).__module__.startswith("torch.nn.")  # whose own business they are, but for new ones
-        own = {*self.before} - {"training"} if is_torch else set()
-        counted = [n for n in self._changed() if n not in own and (n in self.before or not _is_cached(self.owner, n))]
+        changed = [n for n in self._changed() if n in self.before or not _is_cached(self.owner, n)]
+        counted = [n for n in changed if n not in self.own] if self.is_noticed else []
         return {f"{self.place}.{name}".lstrip("."): self.items.get(name, MISSING) for name in counted}
 
     @override
     def restore(self) -> None:
-        put_back(self.items, self.before, self._changed())
+        for name in self._changed():
+            _put(self.items, name, self.before.get(name, MISSING))
 
 
 class KeptHooks(_Kept):
@@ -328,15 +316,6 @@ def state_of(value: Any) -> Any:
     return value.get_state().numpy() if isinstance(value, torch.Generator) else value.__getstate__()
 
 
-def put_all_back(kept: Iterable[_Kept]) -> dict[str, Any]:
-    """Restore all; what of it had changed, as messages call it, as it was then."""
-    changed: dict[str, Any] = {}
-    for each in kept:
-        changed |= each.changes()
-        each.restore()
-    return changed
-
-
 @contextmanager
 def restored(kept: Iterable[_Kept]) -> Iterator[dict[str, Any]]:
     """All is afterwards what it was; the block is given a dict, in which then stands what had changed."""
@@ -344,7 +323,9 @@ def restored(kept: Iterable[_Kept]) -> Iterator[dict[str, Any]]:
     try:
         yield changed
     finally:
-        changed |= put_all_back(kept)
+        for each in kept:
+            changed |= each.changes()
+            each.restore()
 
 
 def _raw(value: Any) -> Any:
@@ -367,14 +348,12 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and type(one) in PLAIN and one == other)
 
 
-def put_back(owner: Any, old: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Give `names`, attributes or a dict's items, what they had; MISSING, or none: they were not there."""
-    for name in names:
-        value, is_dict = old.get(name, MISSING), isinstance(owner, dict)
-        if value is not MISSING:
-            _dict_of(owner).__setitem__(owner, name, value) if is_dict else setattr(owner, name, value)
-        else:
-            owner.pop(name, None) if is_dict else delattr(owner, name)
+def _put(owner: Any, name: str, value: Any) -> None:
+    """Give an attribute, or an item of a dict, a value; MISSING: it is not to be there."""
+    if value is MISSING:
+        owner.pop(name, None) if isinstance(owner, dict) else delattr(owner, name)
+    else:
+        _dict_of(owner).__setitem__(owner, name, value) if isinstance(owner, dict) else setattr(owner, name, value)
 
 
 def kept_in(
@@ -397,15 +376,15 @@ def kept_in(
         is_small = kind is np.ndarray and value.size <= _MAX_ITEMS and value.flags.writeable
         is_small |= isinstance(value, _ARRAYS) and len(value) <= _MAX_ITEMS
         if isinstance(value, _GENERATORS) or is_small:
-            found.append(KeptState(label, value, state_of(value), is_noticed=is_noticed))
+            found.append(KeptState(label, value, state_of(value), is_noticed))
         elif is_object and len(keys) < MAX_DEPTH:
-            found.append(_Kept(label, vars(value), dict(vars(value)), owner=value, is_noticed=is_noticed))
+            found.append(KeptNames(label, vars(value), dict(vars(value)), is_noticed, owner=value))
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
         elif kind is types.CellType or is_user_class(value) or (is_user_class(kind) and not isinstance(value, tuple)):
-            found.append(KeptAttributes(label, value, _attributes_of(value), is_noticed=is_noticed))
+            found.append(KeptAttributes(label, value, _attributes_of(value), is_noticed))
         if container is not None:
-            own = None if keys else attribute
-            found.append(_Kept(label, value, container(_raw(value)), None, own, is_noticed, is_inside))
+            place_itself = None if keys else attribute
+            found.append(_Kept(label, value, container(_raw(value)), is_noticed, place_itself, is_inside))
         if found or isinstance(value, Iterator):
             seen.add(id(value))
             yield from found
@@ -468,29 +447,31 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
     for path, child in module.named_modules():
         if id(child) not in metrics:
             before = {name: value for name, value in vars(child).items() if name not in framework}
-            kept.append(KeptNames(path, vars(child), before, child, skipped=framework))
+            # Those of torch.nn are its own business but for new ones: RNNs keep their weights in a list.
+            is_torch = type(child).__module__.startswith("torch.nn.")
+            own = frozenset(before if is_torch else ()) - {"training"}
+            kept.append(KeptNames(path, vars(child), before, owner=child, skipped=framework, own=own))
             # Layers and buffers that a first call would install: with them goes a flag, which is put back.
             held = {n: v for n, v in vars(child).items() if isinstance(v, dict)}
             kept += [_Kept(f"{path}.{n}".lstrip("."), v, dict(v)) for n, v in held.items() if n in _MEMBERS]
             kept += [KeptHooks(f"{path}.{n}".lstrip("."), v, dict(v)) for n, v in held.items() if n[:9] == "_forward_"]
-            is_noticed = not type(child).__module__.startswith("torch.nn.")  # RNNs keep their weights in a list
             for name, value in {**_class_values(type(child)), **before}.items():
                 place = Place(path, name)
-                kept += kept_in(value, place.attribute, seen, place, is_noticed)
+                kept += kept_in(value, place.attribute, seen, place, is_noticed=not is_torch)
     try:
         yield
     finally:
-        grown = [each for each in kept if each.only_grew()]
-        appended += [each.attribute for each in grown if each.attribute is not None]
-        put_all_back(grown)  # before the others are asked: that is no change
-        may_be_first = {
-            f"{each.place}.{name}".lstrip("."): (each.items, name, value)
-            for each in kept
-            if (each.owner is not None or isinstance(each, KeptHooks)) and each.changes()
-            for name, value in each.items.items()
-            if isinstance(each, KeptHooks) or is_plain(value)
-        }
-        changed = put_all_back(kept)
+        changed: dict[str, Any] = {}
+        may_be_first: dict[str, tuple[dict[str, Any], str, Any]] = {}
+        for each in kept:
+            if each.is_noticed and each.attribute is not None and type(each.items) is list and each.came():
+                appended.append(each.attribute)
+            elif own_changes := each.changes():
+                changed |= own_changes
+                for name, value in each.items.items() if isinstance(each, KeptNames | KeptHooks) else ():
+                    if isinstance(each, KeptHooks) or is_plain(value):
+                        may_be_first[f"{each.place}.{name}".lstrip(".")] = each.items, name, value
+            each.restore()
     if not changed.keys() <= may_be_first.keys():
         raise changed_attributes(changed)
     stored |= {label: may_be_first[label] for label in changed}
@@ -516,7 +497,7 @@ def initialized(stored: Mapping[str, tuple[dict[str, Any], str, Any]]) -> Iterat
         yield
     except BaseException:
         for fields, name, old in before:
-            put_back(fields, {name: old}, [name])
+            _put(fields, name, old)
         raise
 
 
@@ -579,16 +560,30 @@ def loaders_of(trainer: Any) -> list[Any]:
 
 @contextmanager
 def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set (owner, name, value) in the block, of a dict its items; what the owners had themselves comes back."""
+    """Set (owner, name, value) in the block, of a dict its items, or take it away (MISSING); all comes back."""
     given = list(patches)
-    before = [(owner if isinstance(owner, dict) else vars(owner)).get(name, MISSING) for owner, name, _ in given]
-    for owner, name, value in given:
-        operator.setitem(owner, name, value) if isinstance(owner, dict) else setattr(owner, name, value)
+    values = [owner if isinstance(owner, dict) else vars(owner) for owner, _, _ in given]
+    before = [(owner, name, own.get(name, MISSING)) for (owner, name, _), own in zip(given, values, strict=True)]
+    for each in given:
+        _put(*each)
     try:
         yield
     finally:
-        for (owner, name, _), old in reversed(list(zip(given, before, strict=True))):
-            put_back(owner, {name: old}, [name])
+        for each in reversed(before):
+            _put(*each)
+
+
+@contextmanager
+def requiring_grad(parameters: Iterable[nn.Parameter], flag: bool) -> Iterator[None]:
+    """All of them train in the block, or none does, whichever way they were left."""
+    others = [parameter for parameter in parameters if parameter.requires_grad is not flag]
+    for parameter in others:
+        parameter.requires_grad_(flag)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(not flag)
 
 
 def standing_in(module: nn.Module, others: Mapping[Any, Tensor]) -> AbstractContextManager[None]:

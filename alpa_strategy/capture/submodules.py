@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.capture import convert
 from alpa_strategy.capture.graph_builder import storages_of
+from alpa_strategy.capture.python_reads import MODULE_HOOKS
 from alpa_strategy.capture.rewrites import segment_fused_linears
 from alpa_strategy.capture.trace import StepCall, trace_step
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import StepGraph, ValueRef, values_of
 
 Context = Callable[[], AbstractContextManager[Any]]  # around the step, see `capture_step`
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,16 @@ def capture_calls(module: LightningModule, calls: Sequence[Call], context: Conte
     parts, first = list[Call](), 0
     for call, output in zip(calls, outputs, strict=True):
         last = first + len(pytree.tree_leaves(call.given))
-        part = _part(graph, values_of(output))
+        part = graph.part_for(values_of(output))
         part = replace(part, leaves=tuple(guard for guard in part.leaves if first <= guard[0] < last))
         parts.append(replace(call, step=part, output=output, first=first))
         first = last
-    return _part(graph, values_of(outputs)), parts
-
-
-def _part(graph: StepGraph, leaving: Sequence[int]) -> StepGraph:
-    return graph.part([graph.ops[index] for index in graph.ancestors(leaving)], leaving)
+    return graph.part_for(values_of(outputs)), parts
 
 
 def hooks_in(module: nn.Module) -> list[dict[Any, Any]]:
     """What holds hooks of a module and its parts, now or later: a program of it calls none of them."""
-    found = [getattr(each, name) for each in module.modules() for name in _HOOKS]
+    found = [getattr(each, name) for each in module.modules() for name in MODULE_HOOKS]
     return found + [parameter._backward_hooks or {} for parameter in module.parameters()]
 
 

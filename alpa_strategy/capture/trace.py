@@ -5,6 +5,7 @@ faster. What comes out is an fx graph with in-place ops, grad-mode and autocast 
 """
 
 import logging
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -228,30 +229,26 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
-def _held(module: nn.Module, inputs: list[TracedInput]) -> list[Any]:
-    """What the module has for each of the inputs that are its own."""
-    paths = [e.name if isinstance(e, BufferInput) else e.names[0] for e in inputs if not isinstance(e, BatchInput)]
-    return [getattr(module.get_submodule(owner), name) for owner, _, name in (path.rpartition(".") for path in paths)]
+def _held(module: nn.Module, inputs: list[TracedInput]) -> dict[str, Any]:
+    """By name, what the module has for each of the inputs that are its own."""
+    names = [entry.name for entry in inputs if not isinstance(entry, BatchInput)]
+    return {name: operator.attrgetter(name)(module) for name in names}
 
 
-def _reassigned_buffers(before: list[Any], after: list[Any], inputs: list[TracedInput]) -> dict[str, Tensor]:
+def _reassigned_buffers(before: dict[str, Any], after: dict[str, Any], inputs: list[TracedInput]) -> dict[str, Tensor]:
     """Buffers that the step replaced by another tensor (`self.buffer = ...`), of what the module had `before` it.
     CaptureError for parameters, and for what the buffer's memory cannot take."""
-    found: dict[str, Tensor] = {}
-    own = [entry for entry in inputs if not isinstance(entry, BatchInput)]
-    for entry, tensor, now in zip(own, before, after, strict=True):
-        if now is tensor:
-            continue
-        both = [now, tensor] if isinstance(entry, BufferInput) and isinstance(now, Tensor) else []
+    buffers = {entry.name for entry in inputs if isinstance(entry, BufferInput)}
+    replaced = {name: tensor for name, tensor in after.items() if tensor is not before[name]}
+    for name, now in replaced.items():
+        both = [now, before[name]] if name in buffers and isinstance(now, Tensor) else []
         kinds = {(t.dtype.is_floating_point, t.dtype.is_complex, t.dtype == torch.bool, t.shape) for t in both}
-        path = entry.name if isinstance(entry, BufferInput) else entry.names[0]
         if len(kinds) != 1:
             raise CaptureError(
-                f"the step puts another parameter, shape or dtype in the place of {path}",
+                f"the step puts another parameter, shape or dtype in the place of {name}",
                 "keep shape and dtype of buffers, and leave parameters to the optimizer and to hooks",
             )
-        found[path] = now
-    return found
+    return replaced
 
 
 def _capture_device(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> torch.device:

@@ -98,46 +98,45 @@ class AxisComm:
             return self.all_reduce(tensor.to(torch.uint8), "max").to(torch.bool)
         # A copy: the collective writes where it reads.
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return self._now(result, result.nbytes)._start_all_reduce(result, op).wait()
+        return self._at_once(result)._start_all_reduce(result, op).wait()
 
     def all_gather(self, tensor: Tensor, dim: int, total: int) -> Tensor:
         """Concatenate the axis' chunks along `dim`; chunk i has `chunk_sizes(total, size)[i]` rows (uneven is fine)."""
-        num_bytes = _chunks_bytes(tensor, dim, 1, total, self.size)
-        return self._now(tensor, num_bytes).start_all_gather(tensor, dim, total).wait()
+        return self.start_all_gather(tensor, dim, total, at_once=True).wait()
 
-    def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
-        """As `all_gather`."""
+    def start_all_gather(self, tensor: Tensor, dim: int, total: int, at_once: bool = False) -> Pending:
+        """As `all_gather`. at_once: it is waited for now."""
         sizes = chunk_sizes(total, self.size)
         self._check_size(tensor, dim, sizes[self.index])
         if self.size == 1:
             return Pending(lambda: tensor)
         own = _padded(tensor.detach(), dim, sizes[0]).contiguous()
         gathered = own.new_empty((self.size, *own.shape))  # [devices, *chunk]
-        work = self._all_gather(_as_bytes(gathered), _as_bytes(own), self.group, True)
+        way = self._at_once(own) if at_once else self
+        work = way._all_gather(_as_bytes(gathered), _as_bytes(own), way.group, True)
 
         def finish() -> Tensor:
             if sizes[0] != sizes[-1]:
                 return torch.cat([gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim)
             return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
-        return Pending(finish, work, self._is_polled)
+        return Pending(finish, work, way._is_polled)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Sum over the axis, keep this device's chunk (`chunk_range(shape[dim], size, index)`) of `dim`."""
-        num_bytes = _chunks_bytes(tensor, dim, self.size, tensor.shape[dim], self.size)
-        return self._now(tensor, num_bytes).start_reduce_scatter_of(tensor, dim).wait()
+        return self.start_reduce_scatter_of(tensor, dim, at_once=True).wait()
 
-    def start_reduce_scatter_of(self, tensor: Tensor, dim: int) -> Pending:
-        """As `reduce_scatter`."""
+    def start_reduce_scatter_of(self, tensor: Tensor, dim: int, at_once: bool = False) -> Pending:
+        """As `reduce_scatter`. at_once: it is waited for now."""
         if self.size == 1:
             return Pending(lambda: tensor)
         tensor = tensor.detach()
         sizes = chunk_sizes(tensor.shape[dim], self.size)
         if dim == 0 and sizes[0] == sizes[-1]:  # the rows lie as they are sent
-            return self.start_reduce_scatter(tensor.contiguous().unflatten(0, (self.size, sizes[0])))
-        # Contiguous: a stack keeps the strides of its parts.
-        rows = torch.stack([_padded(part, dim, sizes[0]) for part in tensor.split(sizes, dim)]).contiguous()
-        own = self.start_reduce_scatter(rows)
+            rows = tensor.contiguous().unflatten(0, (self.size, sizes[0]))
+        else:  # contiguous: a stack keeps the strides of its parts
+            rows = torch.stack([_padded(part, dim, sizes[0]) for part in tensor.split(sizes, dim)]).contiguous()
+        own = (self._at_once(rows) if at_once else self).start_reduce_scatter(rows)
         if sizes[self.index] == sizes[0]:
             return own
         return Pending(lambda: own.wait().narrow(dim, 0, sizes[self.index]).contiguous())
@@ -158,7 +157,7 @@ class AxisComm:
             shapes.append(shape)
         received, flat = [math.prod(shape) for shape in shapes], torch.cat(sent)
         if len({*gather_sizes}) == len({*split_sizes}) == 1:
-            output = self._now(flat, flat.nbytes)._start_even_exchange(flat).wait()
+            output = self._at_once(flat)._start_even_exchange(flat).wait()
         else:
             output = self.start_exchange(flat, [part.numel() for part in sent], received).wait()
         parts = [part.view(shape) for part, shape in zip(output.split(received), shapes, strict=True)]
@@ -203,10 +202,10 @@ class AxisComm:
         work = self._library.all_to_all_single(_as_bytes(received), _as_bytes(rows), None, None, self.group, True)
         return Pending(lambda: received, work, self._is_polled)
 
-    def _now(self, tensor: Tensor, num_bytes: float) -> "AxisComm":
-        """What is quickest for a collective that is waited for at once; `num_bytes`: that each device gives, of all."""
+    def _at_once(self, given: Tensor) -> "AxisComm":
+        """What is quickest for a collective that is waited for now. given: of this device, as large as the others'."""
         shared = self._shared
-        return self if shared is None or tensor.is_cuda or num_bytes > self._shared_bytes else shared
+        return self if shared is None or given.is_cuda or given.nbytes > self._shared_bytes else shared
 
     def _check_size(self, tensor: Tensor, dim: int, expected: int) -> None:
         if tensor.shape[dim] != expected:
@@ -215,12 +214,6 @@ class AxisComm:
                 f"the plan says {expected}",
                 "shapes at run time must be those that were planned; drop the odd last batch or plan for it",
             )
-
-
-def _chunks_bytes(tensor: Tensor, dim: int, count: int, total: int, size: int) -> int:
-    """Bytes of `count` chunks of `total` rows of `dim`, cut for `size` devices: of the largest on each."""
-    row = math.prod(tensor.shape[:dim]) * math.prod(tensor.shape[dim:][1:]) * tensor.element_size()
-    return row * count * chunk_sizes(total, size)[0]
 
 
 def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
@@ -315,12 +308,9 @@ def build_stage_meshes(
     may share ranks; equal meshes are made once.
     """
     chosen = select_backend(backend, "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
-    made: dict[tuple[tuple[int, ...], tuple[int, ...]], MeshComm | None] = {}
-    for shape, ranks in meshes:
-        key = (tuple(shape), tuple(ranks))
-        if key not in made:
-            made[key] = _build_one(*key, group, chosen, own_groups)
-    return [made[tuple(shape), tuple(ranks)] for shape, ranks in meshes]
+    wanted = [(tuple(shape), tuple(ranks)) for shape, ranks in meshes]
+    made = {each: _build_one(*each, group, chosen, own_groups) for each in dict.fromkeys(wanted)}
+    return [made[each] for each in wanted]
 
 
 def message_groups(channels: Sequence[Sequence[int]], group: Any = None) -> list[tuple[Any, Any]]:

@@ -183,9 +183,10 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def without_data(call: OpCall) -> list[Tensor]:
-    """Operands of the call, on the default device or as a mode of fake tensors makes them."""
-    return [torch.empty(m.shape, dtype=m.dtype, requires_grad=m.requires_grad) for m in call.operands]
+def without_data(call: OpCall, device: str | None = None) -> list[Tensor]:
+    """Operands of the call, on a device (None: the default one), or as a mode of fake tensors makes them."""
+    made = call.operands
+    return [torch.empty(m.shape, dtype=m.dtype, device=device, requires_grad=m.requires_grad) for m in made]
 
 
 def differentiated(

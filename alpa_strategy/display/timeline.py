@@ -106,11 +106,5 @@ def _num_drawn(schedule: str, num_meshes: int, count: int, most: int | None) -> 
 def _cells(drawn: ScheduleTimeline, mesh: int, room: int) -> list[TimedAction | None]:
     """What the mesh does in the middle of each of `room` equal moments."""
     own = [done for done in drawn.timed if done.mesh == mesh]
-    cells: list[TimedAction | None] = []
-    at = 0
-    for column in range(room):
-        moment = (column + 0.5) * drawn.seconds / room  # the middle: ends of neighbours meet at the edges
-        while at < len(own) and own[at].end <= moment:
-            at += 1
-        cells.append(own[at] if at < len(own) and own[at].start <= moment else None)
-    return cells
+    moments = ((column + 0.5) * drawn.seconds / room for column in range(room))  # at the edges neighbours meet
+    return [next((done for done in own if done.start <= moment < done.end), None) for moment in moments]

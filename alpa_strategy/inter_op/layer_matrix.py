@@ -212,12 +212,10 @@ def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, .
     working, gathered = np.zeros(shape), np.zeros(shape)
     offset = len(intra.parameters)
     for index, parts in enumerate(joined.choices):
-        is_per_step = index < len(joined.stage.choice_spans) and joined.stage.choice_spans[index] == PER_STEP
-        _add(total, parts, values[index], is_per_step=is_per_step)
+        _add(total, parts, values[index])
     for index, options in enumerate(intra.ops):
         np.maximum(working, options.temporary_bytes[values[offset + index]], out=working)
-    per_step = [span == PER_STEP for span in joined.stage.transfer_spans]
-    for transfer, parts, sizes, once in zip(joined.problem, joined.transfers, joined.gathered, per_step, strict=True):
+    for transfer, parts, sizes in zip(joined.problem, joined.transfers, joined.gathered, strict=True):
         source = np.asarray(transfer.source)[values[transfer.producer]]
         asked: list[np.ndarray] = []  # per use, [p, q] target layout: one that an earlier use asked for is there
         for use in transfer.uses:
@@ -226,7 +224,7 @@ def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, .
             for earlier in asked:
                 new &= target != earlier
             asked.append(target)
-            _add(total, parts, (source, target), new, once)
+            _add(total, parts, (source, target), new)
         if sizes is not None:
             for target in asked:
                 np.maximum(gathered, sizes[source, target], out=gathered)
@@ -236,10 +234,8 @@ def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, .
     return total
 
 
-def _add(
-    total: np.ndarray, parts: Parts, index: Any, where: np.ndarray | float = 1.0, is_per_step: bool = False
-) -> None:
-    summed = SUMMED | PER_STEP_SUMMED if is_per_step else SUMMED
+def _add(total: np.ndarray, parts: Parts, index: Any, where: np.ndarray | float = 1.0) -> None:
+    summed = SUMMED | PER_STEP_SUMMED if parts.span == PER_STEP else SUMMED
     for i, name in summed.items():
         if name in parts.nonzero:
             total[..., i] += np.where(where, getattr(parts, name)[index], 0.0)

@@ -6,8 +6,8 @@ stage recomputes, it does so span by span (`RematSpans`).
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,10 +22,16 @@ from alpa_strategy.intra_op.problem import Problem, Transfer, Use
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.sharding.redistribute import reshard_table
 
+EVERY_SPAN = -1  # there while any span is recomputed
+PER_STEP = -2  # the span of ops that run once per step
+
 
 @dataclass(frozen=True)
 class Parts:
-    """Arrays per strategy of a choice, or [source, target] of a transfer. Seconds and bytes."""
+    """Arrays per strategy of a choice, or [source, target] of a transfer. Seconds and bytes.
+
+    What runs once per step is of the span `PER_STEP`: `once` and `always` are all that it has in a forward.
+    """
 
     # forward, backward: seconds of one micro-batch
     forward: np.ndarray
@@ -34,13 +40,13 @@ class Parts:
     always: np.ndarray  # bytes whatever is in flight
     saved: np.ndarray  # bytes of one micro-batch between its forward and its backward
     kept: np.ndarray  # bytes of these that recomputation keeps: what is received, and what passes from span to span
-    # bytes of the graph that recomputing makes, in the span `StageProblem.choice_spans` or `transfer_spans`
-    again: np.ndarray
+    again: np.ndarray  # bytes of the graph that recomputing makes, in span `span`
+    span: int = EVERY_SPAN
 
     @cached_property
     def nonzero(self) -> frozenset[str]:
         """Names of the arrays that are not all zero."""
-        return frozenset(f.name for f in fields(self) if getattr(self, f.name).any())
+        return frozenset(name for name, each in vars(self).items() if isinstance(each, np.ndarray) and each.any())
 
 
 def no_parts(size: int) -> Parts:
@@ -49,22 +55,14 @@ def no_parts(size: int) -> Parts:
     return Parts(zero, zero, zero, zero, zero, zero, zero)
 
 
-EVERY_SPAN = -1  # there while any span is recomputed
-
-
 @dataclass(frozen=True)
 class StageProblem:
-    """`intra` (restricted or not) with the parts of its choices and transfers, and the spans of their `again`.
-
-    What runs once per step is of the span `PER_STEP`: `once` and `always` are all that it has in a forward.
-    """
+    """`intra` (restricted or not) with the parts of its choices and transfers."""
 
     intra: IntraOp
     choices: tuple[Parts, ...]
     transfers: tuple[Parts, ...]
     num_spans: int
-    choice_spans: tuple[int, ...]
-    transfer_spans: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
     received = {b.choice for b in intra.received.values()}
     sent = {b.choice for b in intra.sent.values()}
     batch = range(num_parameters + num_ops, num_parameters + num_ops + len(step.batch))
-    choices, choice_spans = [], []
+    choices = []
     for index, choice in enumerate(problem.choices):
         parts, span = no_parts(len(choice.cost)), spans.of_choice(index)
         # Choices come as `IntraOp` orders them: parameters, ops, then batch leaves and what is received, sent or fixed.
@@ -138,13 +136,9 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
             parts = replace(parts, saved=choice.memory, again=choice.memory)
         else:  # buffers and constants, and what leaves the step
             parts = replace(parts, always=choice.memory)
-        choices.append(parts)
-        choice_spans.append(EVERY_SPAN if span is None else span)
-    transfer_spans = [spans.of_use(transfer, transfer.uses[0]) for transfer in problem.transfers]
+        choices.append(parts if span is None else replace(parts, span=span))
     transfers = [_transfer_parts(intra, spans, index) for index in range(len(problem.transfers))]
-    return StageProblem(
-        intra, tuple(choices), tuple(transfers), len(starts), tuple(choice_spans), tuple(transfer_spans)
-    )
+    return StageProblem(intra, tuple(choices), tuple(transfers), len(starts))
 
 
 def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> Parts:
@@ -163,7 +157,7 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> Parts:
             is_kept = not intra.per_step.ops.isdisjoint(intra.savers(layouts.value))
             copies = [is_kept * local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets]
             kept = np.where(layouts.equal, 0.0, copies)
-            return Parts(zero, np.where(is_allowed, alone + penalty, np.inf), finite, kept, zero, zero, zero)
+            return Parts(zero, np.where(is_allowed, alone + penalty, np.inf), finite, kept, zero, zero, zero, span)
     memory = again = transfer.memory
     if made_in == PER_STEP:  # there all the time; what is gathered of it is gathered again for the backward
         gathered = gathers(layouts.sources, layouts.targets)
@@ -171,7 +165,7 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> Parts:
         memory = again = np.where(gathered | layouts.equal, 0.0, memory)
     elif made_in not in (None, span):  # kept as it was made
         again = np.where(layouts.equal, 0.0, memory)
-    return Parts(finite, backward, zero, zero, memory, zero, again)
+    return Parts(finite, backward, zero, zero, memory, zero, again, span)
 
 
 def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
@@ -204,26 +198,24 @@ def weighted(
     if (num_microbatches, in_flight, remat) == (1, 1, False) and not stage.intra.per_step.ops:
         return replace(stage.intra.problem, memory_limit=memory_limit)  # the parts add up to what they were taken from
     shares = shares or [1 / stage.num_spans] * stage.num_spans
-    share_of = {EVERY_SPAN: 1.0, PER_STEP: 0.0, **dict(enumerate(shares))}
+    share_of = {EVERY_SPAN: 1.0, PER_STEP: 0.0, **dict(enumerate(shares))} if remat else None
     problem = stage.intra.problem
-    cost, memory = weigh(stage.choices, num_microbatches, in_flight, remat, [share_of[s] for s in stage.choice_spans])
+    cost, memory = weigh(stage.choices, num_microbatches, in_flight, share_of)
     choices = [replace(c, cost=s, memory=b) for c, s, b in zip(problem.choices, cost, memory, strict=True)]
-    cost, memory = weigh(
-        stage.transfers, num_microbatches, in_flight, remat, [share_of[s] for s in stage.transfer_spans]
-    )
+    cost, memory = weigh(stage.transfers, num_microbatches, in_flight, share_of)
     transfers = [replace(t, cost=s, memory=b) for t, s, b in zip(problem.transfers, cost, memory, strict=True)]
     return Problem(tuple(choices), tuple(transfers), memory_limit)
 
 
 def weigh(
-    parts: Sequence[Parts], num_microbatches: float, in_flight: float, remat: bool = False, shares: Sequence[float] = ()
+    parts: Sequence[Parts], num_microbatches: float, in_flight: float, shares: Mapping[int, float] | None = None
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(seconds per step, bytes) of each; `shares` of `Parts.again` where it recomputes."""
-    forwards = 2 if remat else 1
+    """(seconds per step, bytes) of each. shares: where it recomputes, what counts of `Parts.again` of each span."""
+    forwards = 1 if shares is None else 2
     seconds = [num_microbatches * (forwards * p.forward + p.backward) + p.once for p in parts]
-    if remat:
-        return seconds, [p.always + s * p.again + in_flight * p.kept for p, s in zip(parts, shares, strict=True)]
-    return seconds, [p.always + in_flight * p.saved for p in parts]
+    if shares is None:
+        return seconds, [p.always + in_flight * p.saved for p in parts]
+    return seconds, [p.always + shares[p.span] * p.again + in_flight * p.kept for p in parts]
 
 
 def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0) -> StageCost:
@@ -233,17 +225,17 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
     """
     total, again = np.zeros(6), np.zeros(stage.num_spans + 2)  # the last two: of PER_STEP and EVERY_SPAN
 
-    def add(parts: Parts, span: int, at: int | tuple[int, int]) -> None:
+    def add(parts: Parts, at: int | tuple[int, int]) -> None:
         summed = parts.forward, parts.backward, parts.once, parts.always, parts.saved, parts.kept
         total[:] += [float(x[at]) for x in summed]
-        again[span] += parts.again[at]
+        again[parts.span] += parts.again[at]
 
-    for parts, span, k in zip(stage.choices, stage.choice_spans, assignment, strict=True):
-        add(parts, span, k)
-    for parts, span, transfer in zip(stage.transfers, stage.transfer_spans, stage.intra.problem.transfers, strict=True):
+    for parts, k in zip(stage.choices, assignment, strict=True):
+        add(parts, k)
+    for parts, transfer in zip(stage.transfers, stage.intra.problem.transfers, strict=True):
         source = int(transfer.source[assignment[transfer.producer]])
         for target in {int(use.layout[assignment[use.choice]]) for use in transfer.uses}:
-            add(parts, span, (source, target))
+            add(parts, (source, target))
     forward, backward, once, always, saved, kept = map(float, total)
     of_spans = again[: stage.num_spans] + again[EVERY_SPAN]
     cost = StageCost(forward, backward, once, always, saved, kept, tuple(map(float, of_spans)), working)
@@ -267,9 +259,6 @@ def beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost) -
 #
 # What passes from span to span is kept in the layout in which it is made; every span brings it to its uses by itself,
 # as it does with parameters. So a value is resharded once per span and target, not once per stage and target.
-
-
-PER_STEP = -2  # the span of ops that run once per step
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,12 @@ def _extended(
     wide.update((index, np.inf) for index, use in uses if use.choice in seen)
 
     def longer(problem: Problem, only: bool) -> Problem:
-        """Results get rows of their own in transfers: they are not there in the backward as they were made."""
+        """Results get rows of their own in transfers: they are not there in the backward as they were made.
+
+        What a transfer costs then:     for first strategies    for second ones, where it is in `wide`
+        from a result that is kept      cost                    cost + wide
+        from one that is not            cost                    same, but of a view: 0 as it was made, else inf
+        """
         found = repeated(problem, again, extra, only=only)
         transfers = list(found.transfers)
         for index, (given, named) in enumerate(zip(problem.transfers, intra.transfers, strict=True)):

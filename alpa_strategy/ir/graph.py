@@ -277,19 +277,18 @@ class StepGraph:
             sent=(),
         ).bare(leaving)
 
+    def part_for(self, leaving: Collection[int]) -> "StepGraph":
+        """The part that computes what leaves it, and nothing else."""
+        return self.part([self.ops[index] for index in self.ancestors(leaving)], leaving)
+
     def bare(self, leaving: Iterable[int], loss: int = -1) -> "StepGraph":
         """The graph without records: what leaves it is its output. (A loss of its own is part of what leaves.)"""
         output = tuple(ValueRef(value) for value in dict.fromkeys(leaving))
         return replace(self, output=output, logs=(), metrics=(), checks=(), appended=(), loss=loss)
 
     def ancestors(self, values: Collection[int]) -> list[int]:
-        """Indices of the ops that `values` depend on, their makers included, ascending."""
-        needed, found = set(values), []
-        for index, op in reversed(list(enumerate(self.ops))):
-            if needed.intersection(op.results):
-                found.append(index)
-                needed.update(op.operands)
-        return found[::-1]
+        """See `ancestors`."""
+        return ancestors(self.ops, values)
 
     @cached_property
     def dtypes_read(self) -> dict[str, torch.dtype]:
@@ -369,6 +368,16 @@ class StepGraph:
     def batch_digest(self) -> str:
         """Hash of the global batch's shapes and dtypes."""
         return _digest([(b.leaf, b.meta.shape, str(b.meta.dtype), b.batch_dim) for b in self.batch])
+
+
+def ancestors(ops: Sequence[Op], values: Iterable[int]) -> list[int]:
+    """Indices of the ops that `values` depend on, their makers included, ascending."""
+    needed, found = set(values), []
+    for index, op in reversed(list(enumerate(ops))):
+        if needed.intersection(op.results):
+            found.append(index)
+            needed.update(op.operands)
+    return found[::-1]
 
 
 def _digest(rows: list[Any]) -> str:

@@ -110,7 +110,6 @@ def compiled_as_written(module: nn.Module, options: Mapping[str, Any], bucket_by
 
 def device_limit(job: Job) -> float:
     """Bytes of a device that may be used, the least of all ranks. Collective."""
-
     cluster = job.cluster
     own = device_memory_bytes(job.device, job.devices_per_node) if cluster is None else cluster.device.memory_bytes
     return min(of_all_ranks(job.options.usable_bytes(own)))

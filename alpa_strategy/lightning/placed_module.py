@@ -134,7 +134,8 @@ class PlacedModule(ABC):
     def sync(self, enabled: bool) -> None:
         """Whether the next backward completes gradients; else they stay local, as more are added to them."""
         self.syncs = enabled
-        if not self.plan.is_pipelined:  # it reduces the gradients of each of its steps
+        # A pipeline reduces the gradients of each of its steps; what parameters in parts keep of one is its part.
+        if not self.plan.is_pipelined and self.on_use is None:
             self.store.sync(enabled)
 
     def leave_steps(self) -> None:

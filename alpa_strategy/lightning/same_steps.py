@@ -5,8 +5,7 @@ the collectives of their step.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -111,19 +110,6 @@ def toggled(module: Any, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
 
 
 _FREEZING = {"requires_grad", "requires_grad_", "freeze", "unfreeze"}
-
-
-@contextmanager
-def all_trained(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """All of them train in the block, whichever way they were left."""
-    frozen = [p for p in parameters if not p.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 class ParametersAsTheyWere:

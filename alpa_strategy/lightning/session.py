@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 
+from alpa_strategy.capture.python_state import requiring_grad
 from alpa_strategy.comm.collectives import any_rank, world_size
 from alpa_strategy.display.table import plan_table
 from alpa_strategy.errors import AlpaError, CaptureError
@@ -80,7 +81,7 @@ class Session:
         # Planning and the runtime are loaded with the first batch, not with the import of the package.
         from alpa_strategy.lightning.placed_module import Unplaced
         from alpa_strategy.lightning.run import Run
-        from alpa_strategy.lightning.same_steps import all_trained, toggled
+        from alpa_strategy.lightning.same_steps import toggled
         from alpa_strategy.lightning.submodule_run import SubmoduleRun
         from alpa_strategy.lightning.written_run import WrittenRun, check_may_run_as_written, why_written
         from alpa_strategy.runtime.host_memory import process_bytes
@@ -99,7 +100,7 @@ class Session:
             if run is None:
                 assert self._why_written is not None
                 is_news, self._told = self._why_written is not self._told, self._why_written
-                with all_trained(toggled(module, optimizers)):
+                with requiring_grad(toggled(module, optimizers), True):
                     if job.submodules is not None:
                         run = SubmoduleRun(given, self._why_written, self._calls)
                     else:

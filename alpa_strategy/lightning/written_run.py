@@ -209,7 +209,7 @@ class WrittenRun(PlacedModule):
             tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             given = set(map(id, tensors))
             own = [p for p in self.module.parameters() if id(p.grad) in given]
-            if {id(p) for p in self.store.sharded_parameters}.isdisjoint(map(id, own)):
+            if self.store.sharded_parameters.keys().isdisjoint(own):
                 return of_torch(tensors, norm_type, *rest, **named)
             self.meet()
             return gradient_norm(self.store, own, float(norm_type))
@@ -217,12 +217,6 @@ class WrittenRun(PlacedModule):
         names = [(clipping, "_get_total_norm"), (torch.nn.utils, "get_total_norm")]
         with patched((owner, name, total_norm) for owner, name in names), self._reads:
             yield
-
-    @override
-    def sync(self, enabled: bool) -> None:
-        self.syncs = enabled
-        if self.on_use is None:  # what parameters in parts keep of a gradient is its part
-            self.store.sync(enabled)
 
     @override
     def finish_backward(self) -> None:
@@ -241,11 +235,12 @@ class _PartsAreRead(TorchFunctionMode):
 
     def __init__(self, store: ParameterStore) -> None:
         super().__init__()
-        self._store, self._parts = store, {id(p) for p in store.sharded_parameters}
+        self._store, self._has_said = store, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _READS_GRAD and id(args[0]) in self._parts and _is_of_step(sys._getframe(1)):
-            self._parts = set()
+        is_news = func == _READS_GRAD and not self._has_said and args[0] in self._store.sharded_parameters
+        if is_news and _is_of_step(sys._getframe(1)):
+            self._has_said = True
             rank_zero_warn(
                 f"alpa: the step reads the gradient of {self._store.name_of(args[0])}, of which each rank has a part: "
                 "changes element by element are right, and norms by torch.nn.utils; for sums and products of your own "

@@ -19,7 +19,7 @@ from alpa_strategy.capture import ops
 from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, aten_name, bind, slots
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualPlacement, shard
 from alpa_strategy.sharding.rule_families import RESHAPES, broadcast_dim
-from alpa_strategy.sharding.rule_table import added_operand, depends_on_rules, has_rule
+from alpa_strategy.sharding.rule_table import added_operand, depends_on_rules, rule_of
 from alpa_strategy.sharding.strategies import axis_strategies, localize
 
 aten = torch.ops.aten
@@ -123,7 +123,7 @@ def specialised(call: OpCall, strategy: TimeStrategy, segments: int, num_parts: 
 
 def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
     """The sharding rules. All treat rows alike, wherever they lie; not so views that merge dims, nor Functions."""
-    segments = 1 if not has_rule(call.target) or regroups_dims(call) else ANY
+    segments = 1 if rule_of(call.target) is None or regroups_dims(call) else ANY
 
     def state(dual: DualPlacement) -> State:
         if dual.shard_dim is not None:

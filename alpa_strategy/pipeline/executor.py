@@ -54,12 +54,7 @@ class PipelineSpec:
     cluster: ClusterSpec | None = None  # where given, cross-mesh transfers are chosen by its links
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """values: escaping value -> the step's, on every rank. gradients: this rank's parameters and new gradients."""
-
-    values: Values
-    gradients: tuple[tuple[nn.Parameter, Tensor], ...]
+Gradients = tuple[tuple[nn.Parameter, Tensor], ...]
 
 
 class Pipeline:
@@ -119,8 +114,11 @@ class Pipeline:
         for own in self._own.values():
             own.buffers.update({name: buffers[name] for name in own.buffers if name in buffers})
 
-    def step(self, batch: Sequence[Tensor], given: Values | None = None, loss_scale: float = 1.0) -> StepResult:
-        """Forward, backward and reduction of a step over the global batch. `.grad`s are left as they were.
+    def step(
+        self, batch: Sequence[Tensor], given: Values | None = None, loss_scale: float = 1.0
+    ) -> tuple[Values, Gradients]:
+        """Forward, backward and reduction of a step over the global batch: the escaping values, on every rank, and this
+        rank's parameters with their new gradients. `.grad`s are left as they were.
 
         Args:
             batch: this rank's rows of the batch's tensors, in the order of the graph's `batch`.
@@ -153,7 +151,7 @@ class Pipeline:
         finally:
             for parameter, grad in zip(self._parameters, before, strict=True):
                 parameter.grad = grad
-        return StepResult(values, gradients)
+        return values, gradients
 
     def _start_step(self, batch: Sequence[Tensor], given: Values, loss_scale: float) -> None:
         """Bring the batch's rows to the stages."""

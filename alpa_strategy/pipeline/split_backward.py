@@ -5,7 +5,7 @@ a path leads to weights only. The second half starts there. Everything is done i
 devices of a mesh, since the graph may hold collectives.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -86,19 +86,18 @@ class _Group:
 def _groups(roots: list[Node], inputs: set[Node]) -> list[_Group]:
     """Leaves of the graph below `roots`, but for `inputs`, with their start nodes: the first ones above them from which
     a path leads to the inputs. Leaves that share a start are in one group."""
-    order = _reachable(roots)
+    order = _reached(roots, _below)
     users: dict[Node, list[Node]] = {node: [] for node in order}
     for node in order:
-        for below, _ in node.next_functions:
-            if below is not None:
-                users[below].append(node)
-    to_inputs = _above(inputs & users.keys(), users)
+        for below in _below(node):
+            users[below].append(node)
+    to_inputs = _reached(inputs & users.keys(), users.__getitem__)
     group_of: dict[Node | int, _Group] = {}
     groups: list[_Group] = []
     for leaf in order:
         if not hasattr(leaf, "variable") or leaf in inputs:  # only AccumulateGrad nodes have a variable
             continue
-        found = _above([leaf], users, to_inputs)
+        found = _reached([leaf], lambda node: [] if node in to_inputs else users[node])
         off_path = [i for i, root in enumerate(roots) if root in found and root not in to_inputs]
         group = _Group({node: None for node in found if node in to_inputs}, off_path, [leaf.variable])
         groups.append(group)
@@ -117,27 +116,17 @@ def _groups(roots: list[Node], inputs: set[Node]) -> list[_Group]:
     return groups
 
 
-def _above(nodes: Iterable[Node], users: Mapping[Node, list[Node]], ends: Container[Node] = ()) -> dict[Node, None]:
-    """`nodes` and all nodes that lead to them, looking no further than `ends`; in an order of the graph alone."""
-    found = dict.fromkeys(nodes)
-    stack = list(found)
-    while stack:
-        node = stack.pop()
-        for user in users[node] if node not in ends else ():
-            if user not in found:
-                found[user] = None
-                stack.append(user)
-    return found
+def _below(node: Node) -> list[Node]:
+    return [below for below, _ in node.next_functions if below is not None]
 
 
-def _reachable(roots: list[Node]) -> list[Node]:
-    """All nodes below `roots`, in an order that depends on the graph alone."""
+def _reached(nodes: Iterable[Node], following: Callable[[Node], list[Node]]) -> dict[Node, None]:
+    """`nodes` and all that follow them. Of a list, in an order that depends on the graph alone."""
     found: dict[Node, None] = {}  # a set that keeps its order: torch's own split iterates sets, by memory address
-    stack = list(reversed(roots))
+    stack = list(nodes)[::-1]
     while stack:
         node = stack.pop()
-        if node in found:
-            continue
-        found[node] = None
-        stack += [below for below, _ in reversed(node.next_functions) if below is not None]
-    return list(found)
+        if node not in found:
+            found[node] = None
+            stack += following(node)[::-1]
+    return found

@@ -33,11 +33,10 @@ from alpa_strategy.lower.codegen import lower
 from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms
-from alpa_strategy.pipeline.executor import Pipeline
+from alpa_strategy.pipeline.executor import Gradients, Pipeline
 from alpa_strategy.pipeline.stage_program import Values
 from alpa_strategy.runtime.parameters import ParameterStore
 
-Gradients = tuple[tuple[nn.Parameter, Tensor], ...]
 ONE_STAGE_SCHEDULE = "1F1B"  # micro-batches without a pipeline: each one's backward follows its forward
 
 
@@ -129,11 +128,11 @@ class PlacedPlan:
             values |= self._compute_whole(micro.prologue, buffers, batch, values)[0]
         given = {value: values[source] for value, source in micro.given.items()}
         scale = self.loss_scale()
-        result = pipeline.step(batch_rows(micro.graph, batch), given, scale)
-        values |= result.values
+        found, gradients = pipeline.step(batch_rows(micro.graph, batch), given, scale)
+        values |= found
         if micro.epilogue is not None:
             values |= self._compute_whole(micro.epilogue, buffers, batch, values)[0]
-        return values | {step.loss: hand_over(values[step.loss], result.gradients, scale)}
+        return values | {step.loss: hand_over(values[step.loss], gradients, scale)}
 
     def compute_whole(self, step: StepGraph, batch: Any, counters: Mapping[str, int]) -> Values:
         """All of a step on every rank, which keeps its parts of the gradients."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.capture import convert
+from alpa_strategy.capture.python_state import requiring_grad
 from alpa_strategy.capture.rewrites import segment_fused_linears
 from alpa_strategy.capture.trace import StepCall, likely_rows, trace_step
 from alpa_strategy.errors import CaptureError, PlanError
@@ -75,17 +76,11 @@ def _captured(module: Any, phase: Phase, factor: int, context: Callable[[], Abst
         return {"loss": result if phase.trains else given[1] * 1, "result": result}
 
     rows = *likely_rows(pytree.tree_leaves(phase.args)), False
-    frozen = [p for p in module.parameters() if p.requires_grad and not phase.trains]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+    with requiring_grad(() if phase.trains else module.parameters(), False):
         graph = convert(trace_step(StepCall(module, (phase.args, loss), factor, 0, context, rows, step=step)))
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
     graph = segment_fused_linears(graph)
     leaving = values_of(graph.output["result"])
-    part = graph.part([graph.ops[index] for index in graph.ancestors(leaving)], leaving)
+    part = graph.part_for(leaving)
     if phase.trains:
         return replace(part, loss=graph.loss)
     return replace(part, batch=(), output=(), received=tuple(leaf.value for leaf in part.batch), sent=leaving)

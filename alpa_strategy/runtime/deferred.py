@@ -226,14 +226,13 @@ class Recorder(TorchDispatchMode):
         device = named.get("device") or of_first
         results: list[View | None] = []
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                is_new = _key(leaf) not in self._numbers
-                if is_new:
-                    self._adopt(leaf, device)
+            if isinstance(leaf, Tensor) and _key(leaf) in self._numbers:
+                results.append(None)
+            elif isinstance(leaf, Tensor):
+                self._adopt(leaf, device)
                 view = self._describe(leaf)
-                results.append(view if is_new else None)
-                if is_new:
-                    writes[view.storage] = True
+                results.append(view)
+                writes[view.storage] = True
         reads = tuple(dict.fromkeys(view.storage for view in views if view.storage not in unread))
         return RecordedOp(func, given, named, reads, writes, tuple(results), torch.get_default_dtype())
 

@@ -158,7 +158,7 @@ class GatherOnUse:
         self._users: Counter[int] = Counter()  # modules that run, by unit
         self.has_room = False  # for all of them at once, beside a step
         self._without_grad: Counter[int] = Counter()  # gatherings under no_grad since parts had new values, by unit
-        self._again: dict[int, list[Tensor]] = {}  # the unit that the backward has gathered last
+        self._again: dict[nn.Parameter, Tensor] = {}  # of the unit that the backward has gathered last
         self._installed = ExitStack()
         self._regather: Regather | None = None
         self._depth = 0
@@ -285,22 +285,21 @@ class GatherOnUse:
         if self._without_grad:  # what the backward makes may need the memory of what stayed
             self._drop_unused(list(self._without_grad))
             self._without_grad.clear()
-        unit = self._unit_of[parameter]
-        if unit not in self._again:
+        if parameter not in self._again:
             self._again.clear()
-            self._again[unit] = self.rounds.fetch(unit)
-        return dict(zip(self._units[unit], self._again[unit], strict=True))[parameter]
+            unit = self._unit_of[parameter]
+            self._again.update(zip(self._units[unit], self.rounds.fetch(unit), strict=True))
+        return self._again[parameter]
 
     def _install(self) -> None:
         """Units are the parameters of a block, or of a module outside of blocks, up to a bucket's bytes."""
-        known = set(self._sharded)
         block_of, scripted = _blocks(self._module), dict[nn.Module, nn.Module]()  # TorchScript runs without Python
         for outer in (each for each in self._module.modules() if isinstance(each, torch.jit.ScriptModule)):
             scripted |= {inner: scripted.get(inner, outer) for inner in outer.modules()}
         units_of: dict[nn.Module, dict[int, None]] = {}  # that a module needs: of its own, and of its block
         of_block: dict[tuple[nn.Module, torch.dtype], int] = {}  # the unit that is not full yet
         for owner in self._module.modules():
-            own = [p for p in owner._parameters.values() if p is not None and p in known]
+            own = [p for p in owner._parameters.values() if p in self._sharded]
             if not own:
                 continue
             ours = _NeedOnAccess(owner._parameters, self)

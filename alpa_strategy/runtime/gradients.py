@@ -183,7 +183,7 @@ class ReplicaReducer(GradientReducer):
             return
         assert self._buckets is not None
         here = [each.is_taken or each.has_local_gradient for each in self._parameters]
-        late = [each.is_taken and each.has_local_gradient for each in self._parameters]
+        late = [each.is_taken and each.has_local_gradient for each in self._parameters]  # made after its bucket left
         # 0: no gradient, 1: a sparse one, 2: a dense one; the largest of all ranks is what their sum is.
         kinds = [is_there * (1 if each.is_sparse else 2) for is_there, each in zip(here, self._parameters, strict=True)]
         largest = self._agree_on([*kinds, *late])

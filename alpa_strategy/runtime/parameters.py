@@ -265,6 +265,9 @@ class ParameterStore:
         for given in inputs:
             if module.get_parameter(given.name) not in self:
                 raise PlanError(f"the plan says nothing of parameter {given.name}", "plan again for this model")
+        whole = {p for p, known in self._known.items() if known.held is not None and known.held.is_whole}
+        # Not whole on every rank, in order; all where other ranks may lack what this one holds.
+        self.sharded_parameters = {p: None for p in self._known if self._is_split or p not in whole}
 
     # Which parameters there are, and what this rank has of them
 
@@ -278,12 +281,6 @@ class ParameterStore:
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """All stages' parameters, in the same order on every rank."""
         return tuple(self._known)
-
-    @property
-    def sharded_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Parameters that are not whole on every rank; all where other ranks may lack what this one holds."""
-        whole = (known.held is not None and known.held.is_whole for known in self._known.values())
-        return tuple(p for p, is_whole in zip(self._known, whole, strict=True) if self._is_split or not is_whole)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         """Whether some stage uses the parameter."""

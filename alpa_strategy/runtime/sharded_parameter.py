@@ -164,7 +164,9 @@ class ShardedParameter:
                 self.gathering = self.to_use.start(self.in_step(part).to(self.gather_dtype))
         return self.gathering
 
-    # Its gradient in a step
+    # Its gradient in a step: the backward adds to `used.grad`, `take_gradient` hands that to a reduction (`is_taken`),
+    # `put_gradient` brings the sum (`is_complete`). What was complete before the backward waits in `complete` meanwhile
+    # and is added to the sum.
 
     @property
     def used(self) -> Tensor | None:

@@ -359,29 +359,22 @@ def _at(indices: list[str], dim: int, index: str) -> list[str]:
     return [index if d == dim % len(indices) else name for d, name in enumerate(indices)]
 
 
-def _indexed(call: OpCall, index: str) -> tuple[str, str]:
-    """Indices of x, and of what x[i, :, j] reads or writes; `index`: those of the (broadcast) index tensors.
+def _indexed(call: OpCall, axis_size: int, index: str) -> str:
+    """x[i, :, j], read or (index_put) written; `index`: the indices of the (broadcast) index tensors.
 
     Masks (how much they pick depends on data) leave every dim whole.
     """
     bound = bind(call)
     places = [d for d, given in enumerate(bound["indices"]) if isinstance(given, Slot)]
-    if not places or any(call.operands[bound["indices"][d].index].dtype.itemsize == 1 for d in places):
-        return "*s!", "*p!"
-    own = [f"s{d}!" if d in places else f"x{d}" for d in range(len(call.operands[bound["self"].index].shape))]
-    free = [name for d, name in enumerate(own) if d not in places]
-    start = places[0] if places[-1] - places[0] < len(places) else 0  # with a slice between them they go to the front
-    return ", ".join(own), ", ".join([*free[:start], index, *free[start:]])
-
-
-def _index(call: OpCall, axis_size: int) -> str:
-    own, read_there = _indexed(call, "*i")
-    return f"[{own}]{', [*i]?' * len(bind(call)['indices'])} -> [{read_there}]"
-
-
-def _index_put(call: OpCall, axis_size: int) -> str:
-    own, values = _indexed(call, "*i!")
-    return f"[{own}]{', [*i!]?' * len(bind(call)['indices'])}, [{values}] -> [{own}]"
+    own, there = ["*s!"], ["*p!"]
+    if places and all(call.operands[bound["indices"][d].index].dtype.itemsize > 1 for d in places):
+        own = [f"s{d}!" if d in places else f"x{d}" for d in range(len(call.operands[bound["self"].index].shape))]
+        free = [name for d, name in enumerate(own) if d not in places]
+        start = places[0] if places[-1] - places[0] < len(places) else 0  # with a slice between them they go in front
+        there = [*free[:start], index, *free[start:]]
+    indices = f", [{index}]?" * len(bound["indices"])
+    values, result = (f", [{', '.join(there)}]", own) if "values" in bound else ("", there)
+    return f"[{', '.join(own)}]{indices}{values} -> [{', '.join(result)}]"
 
 
 def _sum_to_size(call: OpCall, axis_size: int) -> str:
@@ -467,8 +460,8 @@ NOTATION: dict[str, Notation] = {
     "aten.pdist": Notation(lambda call, _: f"[n!, {'d' if bind(call)['p'] == 1 else 'd!'}] -> [k!]"),
     "aten.histc": Notation(lambda call, _: f"{'[*b!]' if bind(call)['min'] == bind(call)['max'] else '[*b]'} -> [h!]"),
     **{f"aten.{name}": Notation(_quantile) for name in ("quantile", "nanquantile")},
-    "aten.index.Tensor": Notation(_index, linear=FIRST, carries=True),
-    "aten.index_put": Notation(_index_put),
+    "aten.index.Tensor": Notation(partial(_indexed, index="*i"), linear=FIRST, carries=True),
+    "aten.index_put": Notation(partial(_indexed, index="*i!")),
     "aten.sum_to_size": Notation(_sum_to_size, linear=FIRST, carries=True),
     "aten.select_scatter": Notation(partial(_write_into, lacking=("dim",)), linear=_TOGETHER, carries=True),
     "aten.diagonal_scatter": Notation(partial(_write_into, lacking=("dim1", "dim2")), linear=_TOGETHER, carries=True),

@@ -228,8 +228,3 @@ def rule_of(target: Any) -> Family | None:
 
 
 TABLE: dict[str, Family] = {**dict.fromkeys(UNTAGGED_POINTWISE, _pointwise), **FAMILIES, **NOTATION}
-
-
-def has_rule(target: Any) -> bool:
-    """Whether the table (or ATen's pointwise tag) covers this target."""
-    return rule_of(target) is not None

@@ -18,7 +18,7 @@ from alpa_strategy.ir.placement import INVARIANT, DualLayout, value_layout
 from alpa_strategy.sharding.functions import elementwise_dims, may_draw
 from alpa_strategy.sharding.notation import Found, repeated, to_strategies
 from alpa_strategy.sharding.rule_families import RESHAPES
-from alpa_strategy.sharding.rule_table import depends_on_rules, has_rule, rule_of
+from alpa_strategy.sharding.rule_table import depends_on_rules, rule_of
 from alpa_strategy.units import format_bytes, format_seconds
 
 aten = torch.ops.aten
@@ -96,7 +96,7 @@ def is_random(call: OpCall) -> bool:
     if call.target in CUSTOM_OPS:
         return may_draw(call)
     if torch.Tag.nondeterministic_seeded not in call.target.tags:
-        return call.target.namespace not in _DESCRIBED and not has_rule(call.target)
+        return call.target.namespace not in _DESCRIBED and rule_of(call.target) is None
     arguments = bind(call)
     if arguments.get("train") is False or arguments.get("training") is False:
         return False

@@ -228,12 +228,12 @@ def check_steps(cases, schedule, num_microbatches, num_layers, tied=False, num_s
     for step in range(num_steps):
         batch = global_batch(step)
         loss, means, grads = whole_step(reference, batch)
-        result = pipeline.step(rank_rows(batch))
-        torch.testing.assert_close(result.values[LOSS], loss, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(result.values[ROW_MEANS], means, rtol=1e-12, atol=1e-12)
-        assert result.values[COUNT].item() == (step + 1) * num_microbatches
+        values, gradients = pipeline.step(rank_rows(batch))
+        torch.testing.assert_close(values[LOSS], loss, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(values[ROW_MEANS], means, rtol=1e-12, atol=1e-12)
+        assert values[COUNT].item() == (step + 1) * num_microbatches
         stores = {id(o.store): o.store for o in own.values()}
-        found = {id(p): g for p, g in result.gradients}
+        found = {id(p): g for p, g in gradients}
         for store in stores.values():
             for parameter, sharded in store._by_parameter.items():
                 name = sharded.name

@@ -155,12 +155,12 @@ def compare(name, case, micro, stages, schedule):
     is_exact = name != "convnet" or micro.num_microbatches == 1  # BatchNorm's statistics are per micro-batch
     losses = []
     for _ in range(2):
-        result = pipeline.step([mine[b.leaf] for b in micro.graph.batch], given)
-        loss = result.values[micro.graph.loss]
+        values, gradients = pipeline.step([mine[b.leaf] for b in micro.graph.batch], given)
+        loss = values[micro.graph.loss]
         losses.append(loss.item())
         if is_exact:
             torch.testing.assert_close(loss, expected[step.loss].detach(), rtol=1e-11, atol=1e-12)
-        grads = {id(p): g for p, g in result.gradients}
+        grads = {id(p): g for p, g in gradients}
         for store in stores:
             for parameter, sharded in store._by_parameter.items():
                 known = sharded.name
@@ -196,11 +196,11 @@ def run_with_dropout(places, schedule, remat):
     given = given_values(micro, {}, {}, torch.utils._pytree.tree_leaves(whole))
     losses = []
     for _ in range(3):
-        result = pipeline.step([leaves[b.leaf] for b in micro.graph.batch], given)
-        losses.append(result.values[micro.graph.loss].item())
+        values, gradients = pipeline.step([leaves[b.leaf] for b in micro.graph.batch], given)
+        losses.append(values[micro.graph.loss].item())
         for store in stores:
             store.after_optimizer_step()
-    return losses, [g.tolist() for _, g in result.gradients]
+    return losses, [g.tolist() for _, g in gradients]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -250,8 +250,8 @@ def run_in_half(places, remat):
         own = [replace(stage, derives_again=derives_again) for stage in stages]
         run_places = StagePlaces(meshes, stage_randoms(stages, meshes, seed=0), torch.device("cpu"))
         pipeline = build_pipeline(module, micro, own, "1F1B", run_places, stores)
-        result = pipeline.step([leaves[b.leaf] for b in micro.graph.batch], given)
-        found.append((result.values[micro.graph.loss].item(), [g.tolist() for _, g in result.gradients]))
+        values, gradients = pipeline.step([leaves[b.leaf] for b in micro.graph.batch], given)
+        found.append((values[micro.graph.loss].item(), [g.tolist() for _, g in gradients]))
         for store in stores.values():
             store.after_optimizer_step()
     return found
@@ -333,9 +333,9 @@ def run_and_count(cuts):
     pipeline, _ = prepare(module, micro, [stage], "1F1B")
     saved = SavedBytes(module.parameters())
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda holder: holder.tensor):
-        result = pipeline.step([mine[b.leaf] for b in graph.batch], given_values(micro, {}, {}, whole))
+        values, _ = pipeline.step([mine[b.leaf] for b in graph.batch], given_values(micro, {}, {}, whole))
     assert saved.now == 0
-    return saved.most, result.values[graph.loss].item()
+    return saved.most, values[graph.loss].item()
 
 
 def test_layer_by_layer_less_is_saved_than_by_recomputing_a_stage_as_a_whole(pool):

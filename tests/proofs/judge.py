@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement
-from alpa_strategy.sharding.rule_table import has_rule
+from alpa_strategy.sharding.rule_table import rule_of
 from alpa_strategy.sharding.strategies import axis_strategies, is_random, localize, rule_origin
 
 AXIS_SIZES = (2, 3)
@@ -84,7 +84,7 @@ def _judge_call(tally: _Tally, captured: CapturedCall, axis_sizes: Sequence[int]
                 tally.num_proved += 1
             else:
                 tally.wrong.append(f"{captured.name}, {axis_size} devices: {problem}")
-    if tally.origin == "replicated" and (found or has_rule(call.target)):
+    if tally.origin == "replicated" and (found or rule_of(call.target) is not None):
         tally.origin = rule_origin(call)
     if not found:
         tally.why.setdefault(why_replicated(call))
@@ -194,7 +194,7 @@ def why_replicated(call: OpCall) -> str:
         return f"{NONE_EXISTS}: one number from all elements, which is no sum"
     if is_random(call):
         return "draws random numbers in an order that shards would change"
-    if has_rule(call.target):
+    if rule_of(call.target) is not None:
         return "by its rule, no dim of this call is independent of the others"
     return "no way of cutting it gave the whole result"
 
