@@ -63,7 +63,7 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
                     f"the step uses an open file ({user_frame()}): captured, it would write once and never again",
                     "write files in a hook such as on_train_batch_end (what the step returns arrives there)",
                 )
-            if is_first and isinstance(value, Iterator) and not python_state.is_user_class(type(value)):
+            if is_first and isinstance(value, Iterator) and not _is_no_iterator(type(value)):
                 refuse_iterator()
             return value
 
@@ -78,6 +78,11 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
     # On the classes and not by swapping those of objects: `type(module)` stays what the user's code expects.
     with patched([*map(watching, _watched_classes(module)), (type(os.environ), "__getitem__", variable)]):
         yield reads
+
+
+def _is_no_iterator(kind: type) -> bool:
+    """Whether it only seems one: a user's class has a state that is kept, a `weakref.proxy` any method of any class."""
+    return kind in weakref.ProxyTypes or python_state.is_user_class(kind)
 
 
 def refuse_iterator() -> NoReturn:
@@ -101,8 +106,8 @@ def _watched_classes(module: nn.Module) -> list[type]:
         for kind in type.__subclasses__(waiting.pop()):
             if kind in kinds or issubclass(kind, nn.Module | Tensor | BaseException | Enum | type | tuple):
                 continue
-            is_pythons = bool(kind.__flags__ & 1 << 9)  # a C extension's own cannot be changed: Py_TPFLAGS_HEAPTYPE
-            is_pythons &= type(kind).__setattr__ is type.__setattr__
+            # A C extension's own cannot be changed: Py_TPFLAGS_HEAPTYPE is missing, or Py_TPFLAGS_IMMUTABLETYPE there.
+            is_pythons = kind.__flags__ & (1 << 9 | 1 << 8) == 1 << 9 and type(kind).__setattr__ is type.__setattr__
             file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
             is_users = kind.__module__.partition(".")[0] in packages
             if is_pythons and (is_users or (user_code.is_user_file(file) and not user_code.is_installed(file))):

@@ -564,12 +564,14 @@ def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     given = list(patches)
     values = [owner if isinstance(owner, dict) else vars(owner) for owner, _, _ in given]
     before = [(owner, name, own.get(name, MISSING)) for (owner, name, _), own in zip(given, values, strict=True)]
-    for each in given:
-        _put(*each)
+    done = 0
     try:
+        for each in given:
+            _put(*each)
+            done += 1
         yield
     finally:
-        for each in reversed(before):
+        for each in reversed(before[:done]):
             _put(*each)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import re
 import subprocess
 import sys
 import time
 import types
+import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -25,6 +27,8 @@ from models import GPT
 from torch import Tensor, nn
 
 from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.capture.python_reads import _watched_classes
+from alpa_strategy.capture.python_state import patched
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import run_step
 from alpa_strategy.ir.guards import changed_value
@@ -235,6 +239,8 @@ import torch
 from functools import partial
 from test_python_state import Logs, own_mean
 from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.capture.python_reads import _watched_classes
+from alpa_strategy.capture.python_state import patched
 steps = [capture_step(Logs(f), torch.randn(6, 4)) for f in ("mean", torch.mean, own_mean, partial(own_mean), max)]
 print(*[s.graph_digest for s in steps])
 """
@@ -488,3 +494,33 @@ def test_a_text_that_is_only_said_is_good_for_every_batch() -> None:
     assert changed_value(step.attributes) is None
     assert all(guard.holds(batch_idx=4) for guard in step.guards)
     assert not all(guard.holds(batch_idx=5) for guard in step.guards)  # it asks whether to say it
+
+
+class Owned(LightningModule):
+    """Holds what it belongs to by a weak proxy."""
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__()
+        self.linear, self.owner = nn.Linear(4, 4), weakref.proxy(owner)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.linear(batch).sum() * self.owner.value
+
+
+def test_a_weak_proxy_is_no_iterator():
+    owner = Schedule()
+    capture_step(Owned(owner), torch.ones(2, 4))
+
+
+def test_what_fails_to_be_set_leaves_nothing_changed():
+    first = Settings()
+    with pytest.raises(TypeError, match="immutable type"), patched([(first, "shift", 1.0), (int, "real", 2)]):
+        pass
+    assert first.shift == 0.0
+
+
+def test_classes_of_c_extensions_are_left_alone(monkeypatch):
+    """Also immutable types that live on the heap, as those of `re` are, in a file that is nobody's package."""
+    monkeypatch.setattr(sys.modules["re"], "__file__", __file__)
+    assert not re.Pattern.__flags__ & 1 << 9 or re.Pattern.__flags__ & 1 << 8
+    assert re.Pattern not in _watched_classes(Owned(Schedule()))
