@@ -121,7 +121,7 @@ class _Walk:
     def _op(self, index: int) -> None:
         op = self.step.ops[index]
         if self._made_by(self.late, op):
-            self.late.add(index)
+            self._postpone(index)
             return
         independent = self.independent.issuperset(op.operands)
         states = tuple(self.state[value] for value in op.operands)
@@ -141,7 +141,7 @@ class _Walk:
         elif index in self.leads_to_loss:
             raise self._refusal(index)
         else:
-            self.late.add(index)
+            self._postpone(index)
 
     def _once_is_enough(self, index: int, fit: _Fit) -> bool:
         """What is whole and depends on all rows, or is random, is made once for all micro-batches."""
@@ -156,6 +156,9 @@ class _Walk:
     def _move(self, index: int) -> None:
         self.moved.add(index)
         self.state.update((value, WHOLE) for value in self.step.ops[index].results)
+
+    def _postpone(self, index: int) -> None:
+        self.late.add(index)
 
     def _fit(self, index: int, states: tuple[State, ...], strategy: TimeStrategy) -> _Fit | None:
         """What it takes to give `strategy` its operands; None when they cannot be had."""

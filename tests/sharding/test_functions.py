@@ -5,7 +5,7 @@ import torch
 from sharding.calls import make_call
 
 from alpa_strategy import register_sharding
-from alpa_strategy.capture.ops import _FunctionCall, _Given
+from alpa_strategy.capture.ops import _FunctionCall, _Structure
 from alpa_strategy.sharding.strategies import _advice, axis_strategies, is_random, rule_origin
 
 CALLS = []
@@ -29,8 +29,7 @@ def function(forward, backward):
 
 def call_of(made, *args):
     """The call of an op as capture makes it of `made.apply(*args)`."""
-    given = _Given.of(args, "cpu")
-    op = _FunctionCall(made, given)
+    op = _FunctionCall(made, _Structure.of(args), None)
     CALLS.append(op)  # the op lives as long as what it calls
     return make_call(op.op, [a for a in args if isinstance(a, torch.Tensor)])
 
