@@ -74,6 +74,7 @@ class PlanOptions:
             twice the bytes. Else they are summed in the precision in which their parameters are gathered.
         completes: gradients are to be complete when the backward has made them: parameters are whole, with the same
             work on all devices, or in shards (`R`, `S<dim>`; filled in for calls of submodules).
+        kept_whole: names of parameters that stay whole, in the memory where they are (filled in by a running job).
     """
 
     parallel: str | tuple[str, ...] = "auto"
@@ -97,6 +98,7 @@ class PlanOptions:
     compile: bool = False
     fp32_reduction: bool = False
     completes: bool = False
+    kept_whole: tuple[str, ...] = ()
 
     @classmethod
     def from_user(cls, **given: object) -> PlanOptions:
@@ -129,8 +131,8 @@ class PlanOptions:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         given["batch_scope"] = self.rows  # a plan is for rows, whatever else may come
         given["costs"] = None if self.costs is None else self.costs.name
-        if not given["completes"]:  # as before there was such an option
-            del given["completes"]
+        # As before there were the last two.
+        given = {name: value for name, value in given.items() if value or name not in ("completes", "kept_whole")}
         return hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
 
 

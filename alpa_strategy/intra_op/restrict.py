@@ -38,7 +38,7 @@ def restrict(
     parallel = options.parallel
     names = (parallel,) * len(intra.mesh.shape) if isinstance(parallel, str) else parallel  # of every mesh axis
     modes = pinned_modes(intra, options, pinned or {})
-    if not (modes or options.completes) and set(names) == {"auto"} and optimizer.element_wise:
+    if not (modes or options.completes or options.kept_whole) and set(names) == {"auto"} and optimizer.element_wise:
         return intra
     # For each thing that a named plan does not want: several times a step in which every device does everything, so
     # that it is avoided where possible, and yet of the size of real costs, as solvers like it.
@@ -59,6 +59,7 @@ def restrict(
                 )
         else:
             for axis, name in enumerate(names):
+                name = "data" if parameter.name in options.kept_whole else name
                 cost += _mode_penalty(name, parameter.meta, own, axis, penalty)
             # A named plan forbids by infinite cost.
             allowed = np.isfinite(cost)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,8 +86,12 @@ class Session:
         from alpa_strategy.lightning.submodule_run import SubmoduleRun
         from alpa_strategy.lightning.written_run import WrittenRun, check_may_run_as_written, why_written
         from alpa_strategy.runtime.host_memory import process_bytes
+        from alpa_strategy.runtime.sharded_parameter import are_held
 
-        job, resumed = self._make_job(), self._checkpoints.resumed
+        job, resumed, named = self._make_job(), self._checkpoints.resumed, list(module.named_parameters())
+        held = dict(compress(named, any_rank(are_held([parameter for _, parameter in named]))))
+        submodules = job.submodules and (job.submodules[0], replace(job.submodules[1], kept_whole=tuple(held)))
+        job = replace(job, options=replace(job.options, kept_whole=tuple(held)), submodules=submodules)
         given = Unplaced(module, tuple(optimizers), job, self.deferred_init.sharding)
         resumes_written = any_rank([bool(resumed.get("as_written"))])[0]
         self._why_written = self._why_written or why_written(module, optimizers, job, resumes_written)
@@ -107,6 +112,11 @@ class Session:
                         check_may_run_as_written(self._why_written, job)
                         run = WrittenRun(given, self._why_written, is_news)
         self.run, self.plan = run, run.plan
+        if left := [name for name, parameter in held.items() if parameter in set(run.store.sharded_parameters)]:
+            rank_zero_warn(
+                f"alpa: something else holds the memory of {', '.join(left)} as well (a view made before, a NumPy "
+                "array, a state dict): it does not follow the parameter, of which a rank has a part, or nothing"
+            )
         self._checkpoints.restore(run, optimizers)
         run.adapt_trainer(module.trainer)
         self.process_bytes = process_bytes(module, optimizers, job.device)

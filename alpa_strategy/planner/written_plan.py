@@ -104,7 +104,7 @@ def plan_as_written(
     ways = ("data", "zero2", "zero3") if all(info.element_wise for info in optimizers) else ("data",)
     ways = ("data",) if options.completes else ways if options.parallel == "auto" else (str(options.parallel),)
     for way in ways:
-        plans, peak, ahead = _stored(parameters, way, num_devices, state_bytes)
+        plans, peak, ahead = _stored(parameters, way, num_devices, state_bytes, options.kept_whole)
         if options.completes:
             plans = dict.fromkeys(plans, ParameterPlan.parse("R"))
         plans = {name: replace(plan, sums_in_fp32=options.fp32_reduction) for name, plan in plans.items()}
@@ -137,7 +137,7 @@ def plan_as_written(
 
 
 def _stored(
-    parameters: Sequence[ParameterInput], way: str, num_devices: int, state_bytes: float
+    parameters: Sequence[ParameterInput], way: str, num_devices: int, state_bytes: float, kept_whole: tuple[str, ...]
 ) -> tuple[dict[str, ParameterPlan], float, float]:
     """How each parameter lies, the bytes of parameters, gradients and optimizer state at the peak, and of those the
     bytes that are gathered ahead."""
@@ -146,7 +146,8 @@ def _stored(
     total = largest = cut = 0.0
     for given in parameters:
         meta = given.meta
-        sizes = enumerate(meta.shape) if way != "data" and meta.num_elements > least else ()
+        is_cut = way != "data" and meta.num_elements > least and given.name not in kept_whole
+        sizes = enumerate(meta.shape) if is_cut else ()
         dim = next((dim for dim, size in sizes if size >= num_devices), None)
         letter = "S" if way == "zero3" else "G" if meta.requires_grad else None
         mode = ("R*" if meta.requires_grad else "R") if dim is None or letter is None else f"{letter}{dim}"

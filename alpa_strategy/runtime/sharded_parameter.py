@@ -1,5 +1,7 @@
 """ShardedParameter: one parameter on one mesh: what it is as a whole, which part this device holds, how it moves."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -311,6 +313,16 @@ class ShardedParameter:
     def _piece(self, whole: Tensor, layout: Layout) -> Tensor:
         ranges = layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
         return whole.view(self.shape)[tuple(slice(*r) for r in ranges)]
+
+
+def are_held(parameters: Sequence[nn.Parameter]) -> list[bool]:
+    """Of each whether something else holds its memory too, and would not follow it into parts: a view
+    (`self.view = layer.weight.data`), a NumPy array, a state dict that is kept, another parameter."""
+    found = [(parameter.untyped_storage(), parameter.storage_offset()) for parameter in parameters]
+    sharing = Counter(storage._cdata for storage, _ in found)  # an RNN's weights are parts of one memory on GPUs
+    at = Counter((storage._cdata, offset) for storage, offset in found)
+    uses = [torch._C._storage_Use_Count(storage._cdata) - 1 for storage, _ in found]  # but for `found`
+    return [n > sharing[s._cdata] or at[s._cdata, offset] > 1 for n, (s, offset) in zip(uses, found, strict=True)]
 
 
 def replace_data(parameter: nn.Parameter, data: Tensor) -> None:

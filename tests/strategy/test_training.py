@@ -229,6 +229,30 @@ class Measured(MLP):
         return {"loss": loss, "prediction": prediction.detach()}
 
 
+class Viewed(MLP):
+    """Its loss pulls weights to where they are: to a view of them, made before the training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = next(p for p in self.parameters() if p.dim() == 2).data
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        weight = next(p for p in self.parameters() if p.dim() == 2)
+        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]) + (weight * self.view).mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("view", self.view.norm())
+
+
+@pytest.mark.parametrize("strategy", [{}, ZERO3, TENSOR], ids=str)
+def test_a_view_of_a_weight_shows_what_the_weight_is(pool, tmp_path: Path, strategy: dict[str, Any]) -> None:
+    reference = train(Viewed, str(tmp_path), None)
+    for run in pool.run(2, run_train, "Viewed", str(tmp_path), strategy, {}):
+        assert_same(run, reference)
+
+
 def test_torchmetrics_dicts_and_numbers_are_logged_alike(pool, tmp_path: Path) -> None:
     reference = train(Measured, str(tmp_path), None)
     assert {"mean_error", "worst_epoch", "twice_epoch", "one_step"} <= reference["metrics"].keys()
