@@ -112,7 +112,8 @@ class Rounds:
         """Begin what is waited for next, and what may go on beside it."""
         while (count := len(self._under_way)) < len(self._agreed):
             unit = self._agreed[count]
-            if count and not self._may_start(unit, list(islice(self._agreed, 1, count))):
+            # What is waited for first may be changed before it is gathered again.
+            if count and (unit == self._agreed[0] or not self._may_start(unit, list(islice(self._agreed, 1, count)))):
                 return
             self._under_way.append(self._start(unit))
 
@@ -264,11 +265,11 @@ class GatherOnUse:
 
     def need(self, parameter: nn.Parameter) -> None:
         """Let a parameter be whole. Collective, see `Rounds`, unless it is."""
+        self._stays_whole |= torch._C._functorch.peek_interpreter_stack() is not None
         if parameter in self._whole or parameter not in self._parts:
             return
         unit = self._unit_of[parameter]
         self._without_grad[unit] += not torch.is_grad_enabled()
-        self._stays_whole |= torch._C._functorch.peek_interpreter_stack() is not None
         with torch._C._DisableFuncTorch():  # what a function is given is no parameter's data
             for each, whole in zip(self._units[unit], self.rounds.fetch(unit), strict=True):
                 if each not in self._whole:

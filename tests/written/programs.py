@@ -91,6 +91,36 @@ class LooksAtItsWeights(Program):
         return loss * (1 + size / 1000)
 
 
+class LooksThroughViews(Program):
+    """A view of a weight, made before the training, shows what the weight is now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view, self.transposed = self.net[0].weight.data, self.net[0].weight.t()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, label = batch
+        loss = self.loss(x, label) + (x @ self.transposed).square().mean()
+        loss = loss + 0.1 * (self.net[0].weight * self.view).sum()
+        self.log_dict({"train_loss": loss.item(), "norm": self.view.norm()}, sync_dist=True)
+        return loss
+
+
+class PerturbsItsWeights(Program):
+    """Its weights are others for a while, and what they were again, all within a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = []
+        for factor in (1.5, 0.5, 4 / 3):
+            with torch.no_grad():
+                for parameter in self.net.parameters():
+                    parameter.mul_(factor)
+                losses.append(self.loss(*batch).item())
+        loss = self.loss(*batch) * (1 + losses[0] - losses[1])
+        self.log_dict({"train_loss": loss, "sharpness": losses[0] + losses[1] - 2 * losses[2]}, sync_dist=True)
+        return loss
+
+
 class KeepsARunningMean(Program):
     def __init__(self) -> None:
         super().__init__()
@@ -843,6 +873,8 @@ PROGRAMS = {
     for program in (
         ReadsItsLoss,
         LooksAtItsWeights,
+        LooksThroughViews,
+        PerturbsItsWeights,
         FrozenCritic,
         FreezesInItsStep,
         KeepsARunningMean,
