@@ -7,7 +7,8 @@ an optimizer is element-wise when training the shards of a parameter gives the s
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from alpa_strategy.options import OptimizerInfo
 
 _SHAPE = (4, 6)
 _NUM_STEPS = 3
+Make = Callable[[list[torch.nn.Parameter]], Optimizer]  # a fresh optimizer of parameters
 
 
 def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerInfo:
-    """Find `OptimizerInfo` of the (single) optimizer that `configure_optimizers` gave, of any class, by experiment.
+    """Find `OptimizerInfo` of the (single) optimizer that `configure_optimizers` gave, of any class, by experiment:
+    with every kind of group that it has, and parameters of as many dims.
 
     Raises AlpaError for none or several. An optimizer that cannot be rebuilt from its settings, or needs a closure,
     counts as not element-wise: parameters then stay whole, which is always right.
@@ -36,25 +39,36 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
     (optimizer,) = optimizers
     name = type(optimizer).__name__
     try:
-        generator = torch.Generator().manual_seed(0)
-        start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64)
-        grads = [torch.randn(_SHAPE, generator=generator, dtype=torch.float64) for _ in range(_NUM_STEPS)]
-        (whole,) = _trained(optimizer, [start], [grads])
-
-        def in_shards(dim: int, size: int) -> Tensor:
-            shards = zip(start.split(size, dim), *(g.split(size, dim) for g in grads), strict=True)
-            return torch.cat([_trained(optimizer, [part], [own_grads])[0] for part, *own_grads in shards], dim)
-
-        cuts = ((0, 3), (0, 1), (1, 2), (1, 4))  # (dim, size of a shard)
-        element_wise = all(torch.allclose(in_shards(*cut), whole, rtol=1e-12, atol=1e-14) for cut in cuts)
-        others = [g * 3.0 for g in grads]
-        both = _trained(optimizer, [start, -start], [grads, others])
-        alone = (whole, *_trained(optimizer, [-start], [others]))
-        parameter_wise = all(map(torch.allclose, both, alone))
+        # Rates and decays do not say how it works; flags may (`use_muon`), and so may convolutions' dims.
+        kinds: dict[tuple[str, int], dict[str, Any]] = {}
+        for group in optimizer.param_groups:
+            flags = repr([group.get(key) for key in optimizer.defaults if not isinstance(group.get(key), float)])
+            kinds.update({(flags, max(2, parameter.dim())): group for parameter in group["params"]})
+        found = [_works(partial(_rebuilt, optimizer, group), dims) for (_, dims), group in kinds.items()]
+        element_wise, parameter_wise = map(all, zip(*found, strict=True))
         return OptimizerInfo(_probe_state_bytes(optimizer), element_wise, name, parameter_wise)
     # Any class of any package is tried here, so any error may come: it means "cannot be known", never a crash.
     except Exception:
         return OptimizerInfo(state_bytes=8.0, element_wise=False, name=name, parameter_wise=False)
+
+
+def _works(make: Make, dims: int) -> tuple[bool, bool]:
+    """Whether an optimizer works element by element, and parameter by parameter."""
+    generator = torch.Generator().manual_seed(0)
+    start, *grads = torch.randn(1 + _NUM_STEPS, *_SHAPE, *[1] * (dims - 2), generator=generator, dtype=torch.float64)
+    grads = [grad * 30.0**step for step, grad in enumerate(grads)]  # large ones too, which it may clip
+    (whole,) = _trained(make, [start], [grads])
+
+    def in_shards(dim: int, size: int) -> Tensor:
+        shards = zip(start.split(size, dim), *(g.split(size, dim) for g in grads), strict=True)
+        return torch.cat([_trained(make, [part], [own_grads])[0] for part, *own_grads in shards], dim)
+
+    cuts = ((0, 3), (0, 1), (1, 2), (1, 4))  # (dim, size of a shard)
+    element_wise = all(torch.allclose(in_shards(*cut), whole, rtol=1e-12, atol=1e-14) for cut in cuts)
+    others = [g * 3.0 for g in grads]
+    both = _trained(make, [start, -start], [grads, others])
+    alone = (whole, *_trained(make, [-start], [others]))
+    return element_wise, all(map(torch.allclose, both, alone))
 
 
 def optimizer_info_of(module: Any) -> OptimizerInfo:
@@ -83,11 +97,11 @@ def _optimizers_in(configured: Any) -> list[Optimizer]:
 
 def wants_sparse_gradients(optimizer: Optimizer) -> bool:
     """Whether the optimizer steps on sparse gradients alone (`SparseAdam`), which no captured step makes."""
-    gradient = torch.eye(*_SHAPE)
+    gradient, make = torch.eye(*_SHAPE), partial(_rebuilt, optimizer, optimizer.param_groups[0])
 
     def takes(grad: Tensor) -> bool:
         try:
-            _trained(optimizer, [gradient], [[grad]])
+            _trained(make, [gradient], [[grad]])
         except Exception:  # any class of any package is tried here
             return False
         return True
@@ -100,7 +114,8 @@ def _probe_state_bytes(optimizer: Optimizer) -> float:
 
     On a parameter of the dtype that the optimizer's own have; the mean over the elements where those differ.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    parameters = [p for p in every if p.is_floating_point() or p.is_complex()]  # others never train
     elements = Counter[torch.dtype]()
     for parameter in parameters:
         elements[parameter.dtype] += parameter.numel()
@@ -110,16 +125,16 @@ def _probe_state_bytes(optimizer: Optimizer) -> float:
 def _probe(optimizer: Optimizer, dtype: torch.dtype) -> float:
     parameter = torch.nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
-    copied = _rebuilt(optimizer, [parameter])
+    copied = _rebuilt(optimizer, optimizer.param_groups[0], [parameter])
     copied.step()
     tensors = [value for value in copied.state[parameter].values() if isinstance(value, Tensor) and value.dim() > 0]
     return sum(t.numel() * t.element_size() for t in tensors) / parameter.numel()
 
 
-def _trained(optimizer: Optimizer, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _trained(make: Make, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Parameters of a fresh optimizer after one step per gradient; `grads` by parameter, then by step."""
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
-    rebuilt = _rebuilt(optimizer, parameters)
+    rebuilt = make(parameters)
     for of_step in zip(*grads, strict=True):
         for parameter, grad in zip(parameters, of_step, strict=True):
             parameter.grad = grad.clone()
@@ -127,16 +142,13 @@ def _trained(optimizer: Optimizer, starts: Sequence[Tensor], grads: Sequence[Seq
     return [parameter.detach() for parameter in parameters]
 
 
-def _rebuilt(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> Optimizer:
-    """A fresh optimizer of the same class with the same settings for other parameters.
-
-    The settings of the first group: that is where `defaults` went, as the user's schedulers left them.
-    """
+def _rebuilt(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[torch.nn.Parameter]) -> Optimizer:
+    """A fresh optimizer of the same class with a group's settings, as schedulers left them, for other parameters."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     settings: dict[str, Any] = {
         key: copy.copy(value)
-        for key, value in {**optimizer.defaults, **optimizer.param_groups[0]}.items()
+        for key, value in {**optimizer.defaults, **group}.items()
         if key != "params" and key in optimizer.defaults and (key in accepted or takes_any)
     }
     # Kernels for devices; what they compute is the same, and the probe runs on the CPU.

@@ -88,6 +88,32 @@ def test_unknown_optimizers_are_judged_by_experiment() -> None:
     assert not inspect_optimizer(torch.optim.Adafactor(parameter())).element_wise
 
 
+class Sometimes(NormScaled):
+    """Scales by the norm where a flag says so, in convolutions, or what is large."""
+
+    def __init__(self, params, lr: float, scales: bool = False) -> None:
+        super().__init__(params, lr)
+        self.defaults["scales"] = scales
+        for group in self.param_groups:
+            group.setdefault("scales", scales)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                scales = group["scales"] or p.dim() == 4 or (p.grad.norm() > 100 and group["lr"] < 0.1)
+                p -= group["lr"] * (p.norm() if scales else 1.0) * p.grad
+
+
+def test_every_kind_of_group_and_parameter_is_tried() -> None:
+    kernel = [torch.nn.Parameter(torch.ones(4, 6, 1, 3))]
+    flagged = [{"params": parameter()}, {"params": parameter(), "scales": True}]
+    assert inspect_optimizer(Sometimes(parameter(), lr=0.1)).element_wise
+    assert not inspect_optimizer(Sometimes(flagged, lr=0.1)).element_wise
+    assert not inspect_optimizer(Sometimes([*parameter(), *kernel], lr=0.1)).element_wise
+    assert not inspect_optimizer(Sometimes(parameter(), lr=0.01)).element_wise
+
+
 def test_inspection_leaves_optimizer_and_random_state_alone() -> None:
     optimizer = torch.optim.AdamW(parameter(), lr=0.1)
     before = torch.get_rng_state()
