@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import any_rank, world_size
 from alpa_strategy.errors import AlpaError, SetupError
+from alpa_strategy.ir.user_code import is_user_code, mentioned_names
 from alpa_strategy.lightning.checks import is_overridden, names_in, own_hooks
 from alpa_strategy.runtime.gather_on_use import GatherOnUse, set_data
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -174,7 +175,7 @@ def unshard_for_hooks(
         fits: None where whole parameters (True: and gradients) have room on this device beside the training, else why
             not.
     """
-    seeing = [hook for hook in own_hooks(module, _HOOKS) if _looks(*hook) and _has_room(*hook, fits)]
+    seeing = [hook for hook in own_hooks(module, _HOOKS) if _looks(getattr(*hook), module) and _has_room(*hook, fits)]
     if every_step := [f"{type(owner).__name__}.{name}" for owner, name in seeing if name in _HOOKS_OF_STEPS]:
         rank_zero_warn(
             f"alpa: {', '.join(every_step)} may look at parameters or gradients: they are gathered for it at every "
@@ -185,9 +186,15 @@ def unshard_for_hooks(
         hook = getattr(owner, name)
         if name == "optimizer_step":  # it may call its closure, the step and its backward, by itself
             hook = partial(_with_closure, hook, whole.suspended(is_stepping=True))
-        return whole.entered(with_gradients=name in _GRADIENT_HOOKS)(hook)
+        return whole.entered(with_gradients=name in _GRADIENT_HOOKS or "grad" in names_in([(owner, name)]))(hook)
 
-    return patched((owner, name, seen_whole(owner, name)) for owner, name in seeing)
+    patches: list[Any] = [(owner, name, seen_whole(owner, name)) for owner, name in seeing]
+    for optimizer in module.trainer.optimizers:
+        for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+            looking = {number: hook for number, hook in hooks.items() if _looks(hook, module)}
+            if looking and _has_room(optimizer, "optimizer_step", fits):
+                patches += [(hooks, n, whole.entered(with_gradients=True)(hook)) for n, hook in looking.items()]
+    return patched(patches)
 
 
 def _with_closure(hook: Callable[..., Any], around: Any, *args: Any, **kwargs: Any) -> Any:
@@ -213,18 +220,22 @@ def _has_room(owner: Any, name: str, fits: Callable[[bool], str | None]) -> bool
 
 def check_backward(module: LightningModule) -> None:
     """SetupError where the module's own `backward` works on gradients: the ranks' are summed after it."""
-    if is_overridden(module, "backward", LightningModule) and _looks(module, "backward"):
+    if is_overridden(module, "backward", LightningModule) and _looks(module.backward, module):
         raise SetupError(
             f"{type(module).__name__}.backward works on gradients, which are complete only after it",
             "do it in on_after_backward or configure_gradient_clipping",
         )
 
 
-def _looks(owner: Any, name: str) -> bool:
-    """Whether a hook of the owner's own may look at parameters."""
+def _looks(hook: Callable[..., Any], module: nn.Module) -> bool:
+    """Whether a hook, of the module or another's own, may look at parameters."""
+    owner = getattr(hook, "__self__", None)
     if isinstance(owner, (*_LOOKING, BaseFinetuning)):  # which compares values: parts of two parameters may be equal
         return True
-    return any(map(_PARAMETER_WORDS.search, names_in([(owner, name)]) - _NOT_PARAMETERS))
+    names = mentioned_names(hook) if is_user_code(hook) else frozenset[str]()
+    own = {path.rpartition(".")[2] for path, _ in module.named_parameters()}  # `self.gamma`
+    own |= {name for name, value in getattr(owner, "__dict__", {}).items() if isinstance(value, nn.Parameter)}
+    return not own.isdisjoint(names) or any(map(_PARAMETER_WORDS.search, names - _NOT_PARAMETERS))
 
 
 # Clipping over parts

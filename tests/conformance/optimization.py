@@ -248,6 +248,38 @@ def weights_projected_where_the_optimizer_steps(bench: Bench) -> Any:
     return bench.outcome(trainer, module, norms=module.norms)
 
 
+def parameters_reached_by_other_ways(bench: Bench) -> Any:
+    """By the groups, by a name of their own, by the optimizer's hooks; gradients after the step."""
+
+    def on_the_sphere(optimizer: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for each in group["params"]:
+                    each.div_(each.norm().clamp(min=2.0))
+
+    class Reaches(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gains = torch.nn.Parameter(torch.linspace(0.5, 2, 6))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step((batch[0] * self.gains, batch[1]), batch_idx)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.log("gains", self.gains.mean())
+            self.log("late", torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+
+        def on_train_epoch_end(self) -> None:
+            on_the_sphere(self.optimizers())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_post_hook(on_the_sphere)
+            return optimizer
+
+    return bench.fit(Reaches, max_epochs=2)
+
+
 def frozen_parameters(bench: Bench) -> Any:
     class Frozen(Net):
         def __init__(self) -> None:
