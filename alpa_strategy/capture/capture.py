@@ -6,6 +6,7 @@ lowering runs them on its own device.
 """
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -433,6 +434,14 @@ class _Converter:
                 updates[entry.value] = self._detached(view.storage.value).index
             if isinstance(entry, BufferInput) and entry.name in reassigned:
                 updates[entry.value] = self._detached(reassigned[entry.name]).index
+        tensors = *self.trace.own, *(constant.tensor for constant in self.constants)
+        shared = Counter(storage for tensor in tensors for storage in graph_builder.storages_of(tensor))
+        for entry in (e for e in self.trace.inputs if isinstance(e, BufferInput) and e.value in updates):
+            if any(shared[storage] > 1 for storage in graph_builder.storages_of(tensors[entry.value])):
+                raise CaptureError(
+                    f"the step changes buffer {entry.name}, of which another tensor is a view, made before",
+                    "make views of buffers in the step",
+                )
         return updates
 
 

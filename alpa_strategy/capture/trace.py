@@ -51,6 +51,7 @@ class Trace:
     device: torch.device
     batch_size: int
     read_leaves: tuple[tuple[int, str], ...] = ()  # of the batch, that the step's Python looked at; values as text
+    own: tuple[Tensor, ...] = ()  # of the module, in the order of the first inputs
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,8 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     )
     read_leaves = tuple((i, value_text(leaves[i])) for i in sorted(read - changing.keys()) if may_be_unread(leaves[i]))
     num_rows = batch_size * call.rows_factor
-    return Trace(module_graph, tuple(inputs), made["results"], record, origins, device, num_rows, read_leaves)
+    own = tuple(tensor for tensor, _ in names)
+    return Trace(module_graph, tuple(inputs), made["results"], record, origins, device, num_rows, read_leaves, own)
 
 
 def _check_added(module: LightningModule, batch: Any, after: Any) -> None:

@@ -278,6 +278,17 @@ def test_what_the_step_makes_it_may_change() -> None:
     assert step.loss >= 0
 
 
+def test_a_buffer_that_changes_and_has_views_made_before() -> None:
+    def fills(self: Step, x: Tensor, i: int) -> Tensor:
+        self.count.add_(1)
+        return self.a(x).sum() * self.seen
+
+    module = Step(fills)
+    module.seen = module.count.view(1)
+    with pytest.raises(CaptureError, match="changes buffer count, of which another tensor is a view"):
+        capture_step(module, torch.ones(2, 4))
+
+
 def test_nothing_to_train() -> None:
     module = Step(lambda self, x, i: self.a(x).sum())
     module.a.requires_grad_(False)
