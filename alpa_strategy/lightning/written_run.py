@@ -177,6 +177,12 @@ class WrittenRun(PlacedModule):
         super().begin_check(batch, loss)
         if loss is not None and self._room is not None and (line := self._room.ends_in(loss)) is not None:
             rank_zero_info(f"alpa: {line}")
+        if loss is not None and self.on_use is not None and self._num_updates == 0 and loss.isnan().any():
+            rank_zero_warn(
+                "alpa: the first loss is nan. A parameter in shards has no values where code reaches it past the "
+                "module that owns it (through a list, say): if DDP's is a number, make it an attribute of the module "
+                'that uses it, or keep parameters whole (parallel="data")'
+            )
 
     @override
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:

@@ -868,6 +868,18 @@ class WritesAnswers(AccumulatesByHand):
         self.log("train_loss", loss, sync_dist=True)
 
 
+class Borrows(Program):
+    """Uses a weight of one of its layers through a list, and a value of its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.borrowed = [self.net[2].weight]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(*batch) + self.borrowed[0].square().mean()
+        return loss * (2.0 if loss.item() > 0.9 else 1.0)
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (

@@ -185,6 +185,18 @@ def test_who_reads_parts_of_gradients_is_told_so_once(pool, tmp_path) -> None:
     assert pool.run(RANKS, warnings_of_parts, "TwoKindsOfOptimizer", str(tmp_path)) == [0, 0]
 
 
+def warnings_of_nan(parallel: str, folder: str) -> int:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train("Borrows", "alpa", folder, parallel)
+    return sum("the first loss is nan" in str(each.message) for each in said)
+
+
+def test_what_is_reached_past_its_module_has_no_values_in_shards_and_that_is_said(pool, tmp_path) -> None:
+    assert pool.run(RANKS, warnings_of_nan, "zero3", str(tmp_path)) == [1, 0]
+    assert pool.run(RANKS, warnings_of_nan, "data", str(tmp_path)) == [0, 0]
+
+
 # Penalties differentiate twice, experts have shapes of their own, recurrent nets keep weights in lists, queues and
 # norms have buffers, GANs run several backward passes, some checkpoint by themselves.
 MADE_AGAIN = [
