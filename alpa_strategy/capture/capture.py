@@ -435,9 +435,10 @@ class _Converter:
             if isinstance(entry, BufferInput) and entry.name in reassigned:
                 updates[entry.value] = self._detached(reassigned[entry.name]).index
         tensors = *self.trace.own, *(constant.tensor for constant in self.constants)
-        shared = Counter(storage for tensor in tensors for storage in graph_builder.storages_of(tensor))
+        storages = [graph_builder.storages_of(t) if t.layout is torch.strided else set() for t in tensors]
+        shared = Counter(storage for own in storages for storage in own)
         for entry in (e for e in self.trace.inputs if isinstance(e, BufferInput) and e.value in updates):
-            if any(shared[storage] > 1 for storage in graph_builder.storages_of(tensors[entry.value])):
+            if any(shared[storage] > 1 for storage in storages[entry.value]):
                 raise CaptureError(
                     f"the step changes buffer {entry.name}, of which another tensor is a view, made before",
                     "make views of buffers in the step",

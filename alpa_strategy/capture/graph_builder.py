@@ -239,8 +239,7 @@ class Memory:
 def storages_of(value: Any) -> set[int]:
     """What a pytree has in common with others that share memory with it."""
     # Fake tensors have storages too, of no bytes.
-    tensors = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.layout is torch.strided)
-    return {t.untyped_storage()._cdata for t in tensors}
+    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
 
 
 def sharing_node(result: Any, node: fx.Node) -> fx.Node | None:
