@@ -71,7 +71,7 @@ def example() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["mlp", "gpt", "llama", "bert", "convnet"])  # other files add to MODELS
 def test_models(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]().to(dtype)
     assert_same_step(model, model.example_batch(4, torch.Generator().manual_seed(0)))
