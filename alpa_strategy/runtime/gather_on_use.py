@@ -269,7 +269,8 @@ class GatherOnUse:
         if parameter in self._whole or parameter not in self._parts:
             return
         unit = self._unit_of[parameter]
-        self._without_grad[unit] += not torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            self._without_grad[unit] += 1
         with torch._C._DisableFuncTorch():  # what a function is given is no parameter's data
             for each, whole in zip(self._units[unit], self.rounds.fetch(unit), strict=True):
                 if each not in self._whole:
@@ -284,7 +285,7 @@ class GatherOnUse:
         if (whole := self._whole.get(parameter)) is not None:
             return whole
         if self._without_grad:  # what the backward makes may need the memory of what stayed
-            self._drop_unused(list(self._without_grad))
+            self._drop_unused([unit for unit, times in self._without_grad.items() if times > 1])
             self._without_grad.clear()
         if parameter not in self._again:
             self._again.clear()
