@@ -18,7 +18,7 @@ import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeGuard, cast
@@ -561,18 +561,12 @@ def loaders_of(trainer: Any) -> list[Any]:
 @contextmanager
 def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Set (owner, name, value) in the block, of a dict its items, or take it away (MISSING); all comes back."""
-    given = list(patches)
-    values = [owner if isinstance(owner, dict) else vars(owner) for owner, _, _ in given]
-    before = [(owner, name, own.get(name, MISSING)) for (owner, name, _), own in zip(given, values, strict=True)]
-    done = 0
-    try:
-        for each in given:
-            _put(*each)
-            done += 1
+    with ExitStack() as before:
+        for owner, name, value in list(patches):
+            old = (owner if isinstance(owner, dict) else vars(owner)).get(name, MISSING)
+            _put(owner, name, value)
+            before.callback(_put, owner, name, old)
         yield
-    finally:
-        for each in reversed(before[:done]):
-            _put(*each)
 
 
 @contextmanager

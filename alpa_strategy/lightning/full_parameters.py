@@ -232,7 +232,9 @@ def _looks(hook: Callable[..., Any], module: nn.Module) -> bool:
     owner = getattr(hook, "__self__", None)
     if isinstance(owner, (*_LOOKING, BaseFinetuning)):  # which compares values: parts of two parameters may be equal
         return True
-    names = mentioned_names(hook) if is_user_code(hook) else frozenset[str]()
+    if not is_user_code(hook):  # most are Lightning's
+        return False
+    names = mentioned_names(hook)
     own = {path.rpartition(".")[2] for path, _ in module.named_parameters()}  # `self.gamma`
     own |= {name for name, value in getattr(owner, "__dict__", {}).items() if isinstance(value, nn.Parameter)}
     return not own.isdisjoint(names) or any(map(_PARAMETER_WORDS.search, names - _NOT_PARAMETERS))

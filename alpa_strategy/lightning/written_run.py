@@ -159,8 +159,9 @@ class WrittenRun(PlacedModule):
         self.buffers_differ = self._shares_buffers  # perhaps
         if store.sharded_parameters and optimizers:
             self._reads = _PartsAreRead(store)
-            self.on_use = GatherOnUse(module, store, cpu_group(), not any(each.uses_shards for each in parameter_plans))
-            self.on_use.has_room = self.no_room_for_evaluation() is None
+            keeps = not any(each.uses_shards for each in parameter_plans)
+            has_room = self.no_room_for_evaluation() is None
+            self.on_use = GatherOnUse(module, store, cpu_group(), keeps, has_room)
             self.whole.on_use.append(self.on_use)
             if job.compile is not None and say:
                 rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")

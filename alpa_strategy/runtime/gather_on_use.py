@@ -144,12 +144,18 @@ class GatherOnUse:
         group: see `Rounds`.
         keeps: whether parameters stay whole from the first `in_use` until `drop` (ZeRO-2), instead of while they are
             used.
+        has_room: for all of them at once, beside a step.
     """
 
     def __init__(
-        self, module: nn.Module, store: ParameterStore, group: dist.ProcessGroup | None, keeps: bool = False
+        self,
+        module: nn.Module,
+        store: ParameterStore,
+        group: dist.ProcessGroup | None,
+        keeps: bool = False,
+        has_room: bool = False,
     ) -> None:
-        self._module, self._store, self._keeps = module, store, keeps
+        self._module, self._store, self._keeps, self._has_room = module, store, keeps, has_room
         self._sharded = store.sharded_parameters
         self._units: list[list[nn.Parameter]] = []
         self._unit_bytes: list[int] = []
@@ -157,7 +163,6 @@ class GatherOnUse:
         self._parts: dict[nn.Parameter, Tensor] = {}
         self._whole: dict[nn.Parameter, Tensor] = {}
         self._users: Counter[int] = Counter()  # modules that run, by unit
-        self.has_room = False  # for all of them at once, beside a step
         self._without_grad: Counter[int] = Counter()  # gatherings under no_grad since parts had new values, by unit
         self._again: dict[nn.Parameter, Tensor] = {}  # of the unit that the backward has gathered last
         self._installed = ExitStack()
@@ -350,7 +355,7 @@ class GatherOnUse:
     def _is_for_generation(self, unit: int) -> bool:
         """Used again and again without a backward, as by a model that writes a token at a time: it stays whole then,
         until it is used with one, or one begins."""
-        return self.has_room and not torch.is_grad_enabled() and self._without_grad[unit] > 1
+        return self._has_room and not torch.is_grad_enabled() and self._without_grad[unit] > 1
 
     def _drop_unused(self, units: list[int]) -> None:
         for parameter in (p for unit in units if self._users[unit] <= 0 for p in self._units[unit]):
