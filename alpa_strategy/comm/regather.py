@@ -216,11 +216,11 @@ class Regather:
         self._found.clear()  # what was saved keeps its own recipe
 
     def _pack(self, tensor: Tensor) -> Any:
-        if tensor.layout is not torch.strided:  # a sparse adjacency, say: it has no storage of its own to know it by
-            return tensor
-        gathered = self._found.get(tensor.untyped_storage()._cdata)
+        is_strided = tensor.layout is torch.strided  # a sparse adjacency, say, has no storage of its own to know it by
+        gathered = self._found.get(tensor.untyped_storage()._cdata) if is_strided else None
         if gathered is None:
-            return tensor
+            # Its own result, which an op saves, would hold the op: for ever, where no backward comes.
+            return tensor if tensor.grad_fn is None else tensor.detach()
         if isinstance(gathered, _Made):
             gathered.uses += 1
         elif not gathered.is_saved:

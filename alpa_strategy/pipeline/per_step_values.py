@@ -37,14 +37,17 @@ class PerStepValues:
         if not self._programs:
             return parameters
 
+        # Not in the mapping itself: `make` would hold what holds it, and a collection alone would free a step's values.
+        values: dict[str, Tensor] = {}
+
         def make(name: str) -> Tensor:
             if name not in self._programs:
                 return parameters[name]
-            values.update(self.hand_out(name, parameters, buffers))
+            if name not in values:
+                values.update(self.hand_out(name, parameters, buffers))
             return values[name]
 
-        values = OnDemand(make)
-        return values
+        return OnDemand(make)
 
     def hand_out(self, name: str, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> dict[str, Tensor]:
         """All values of the derivation that makes `name`, as a graph sees them that starts at `parameters`."""
@@ -53,8 +56,9 @@ class PerStepValues:
         if made is None:
             given = {name: parameters[name] for name in program.parameter_names}
             leaves = {name: each.detach().requires_grad_(each.requires_grad) for name, each in given.items()}
-            # What its backward needs is kept as it is, not gathered again for each micro-batch.
-            as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+            # What its backward needs is kept as it is, not gathered again for each micro-batch; a result that an op
+            # saves without its graph, which would hold itself.
+            as_it_is = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
             with torch.enable_grad(), as_it_is:
                 results = program(leaves, buffers, ())[2]
             made = _Made(leaves, {per_step_name(value): tensor for value, tensor in results.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random as python_random
 import weakref
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import MODELS
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alpa_strategy.capture.capture import capture_step
@@ -265,30 +267,39 @@ def test_casting_weights_once_per_step_changes_no_bit(pool, places, remat):
 
 
 class Softmaxes(TorchDispatchMode):
-    """Counts them."""
+    """Their results, as long as these live."""
 
-    count = 0
+    def __init__(self):
+        super().__init__()
+        self.made = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._softmax.default
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._softmax.default:
+            self.made.append(StorageWeakRef(found.untyped_storage()))
+        return found
 
 
 def run_and_count_softmaxes(remat):
+    """How many two steps make, and how many of them live after these; nothing collects what holds itself."""
     _, step, whole, mine = captured("derived", 1)
     micro = microbatch(step, 4, 1)
     module = MODELS["derived"]().double()
     pipeline, _ = prepare(module, micro, random_stages(micro.graph, ((0,),), python_random.Random(0), remat), "1F1B")
     leaves = [mine[b.leaf] for b in micro.graph.batch]
-    with Softmaxes() as seen:
-        for _ in range(2):
-            pipeline.step(leaves, given_values(micro, {}, {}, whole))
-    return seen.count
+    gc.disable()
+    try:
+        with Softmaxes() as seen:
+            for _ in range(2):
+                pipeline.step(leaves, given_values(micro, {}, {}, whole))
+        return len(seen.made), sum(not made.expired() for made in seen.made)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 def test_what_is_made_of_parameters_is_made_once_per_step(pool, remat):
-    assert pool.run(1, run_and_count_softmaxes, remat) == [2]
+    assert pool.run(1, run_and_count_softmaxes, remat) == [(2, 0)]
 
 
 class SavedBytes:

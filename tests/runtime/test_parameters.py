@@ -314,6 +314,22 @@ def test_only_views_and_casts_of_a_parameter_are_gathered_again(make, gathers):
     assert run_on_threads((2,), work) == [gathers, gathers]
 
 
+@pytest.mark.parametrize("make", [torch.exp, torch.tanh, lambda x: x.softmax(0)])
+def test_what_is_never_differentiated_does_not_stay(make):
+    """An op that saves its own result (for a figure to log, say) must not hold itself where no backward comes."""
+
+    def work(mesh):
+        net = make_net()
+        inputs = inputs_of(net)
+        store = store_on(mesh, net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs})
+        store.shard()
+        with store.of_stage[0].regather_hooks(ahead_bytes=0):
+            result = make(torch.ones(3, requires_grad=True) * 2)
+        return StorageWeakRef(result.untyped_storage())
+
+    assert [result.expired() for result in run_on_threads((2,), work)] == [True, True]
+
+
 def test_a_changed_parameter_is_not_gathered_for_an_older_forward():
     def work(mesh):
         net = make_net()
