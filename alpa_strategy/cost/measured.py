@@ -137,6 +137,7 @@ def _entry_from_dict(data: dict[str, Any]) -> OpTime:
 REPETITIONS = 5
 ENOUGH_SECONDS = 0.01  # of a pass for one function: what takes longer is timed once more only in the next pass
 PASSES = 3
+MOST_LEAD, CYCLES_PER_SECOND = 1e-3, 2e9  # of the host before a GPU, seconds a call; of a GPU's clock, about
 BYTES_PER_FLOP = 0.05  # only to order calls by expected time: 20 FLOPs take about as long as one byte of traffic
 MEASURED_DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 
@@ -225,7 +226,7 @@ def measure_device(device: torch.device | str = "cpu", local_ranks: int = 1, bud
     target = torch.empty_like(source)
     copy_seconds = _best_seconds(lambda: target.copy_(source), device, share, at_least=5)
     small = torch.rand(8, device=device)
-    launch = _best_seconds(lambda: [small.add(1.0) for _ in range(100)], device, share, at_least=5) / 100
+    launch = min(_seconds(lambda: small.add(1.0), device, 100) for _ in range(5)) / 100
     return DeviceSpec(
         name=device_name(device),
         memory_bytes=device_memory_bytes(device, local_ranks),
@@ -289,13 +290,16 @@ def _best_seconds(fn: Callable[[], object], device: torch.device, budget_seconds
     once = _seconds(fn, device, 1)
     if once > budget_seconds and at_least <= 1:
         return once
+    started = time.perf_counter()
     once = min(once, _seconds(fn, device, 1))
+    lead = min(time.perf_counter() - started, MOST_LEAD) if device.type == "cuda" else 0.0
+    once = min(once, _seconds(fn, device, 1, lead)) if lead else once
     # Short ops are timed several at a time, so that the clock and, on a GPU, the synchronisation do not count.
     inner = max(1, min(100, math.ceil(2e-4 / max(once, 1e-7))))
     best = once if inner == 1 else math.inf
     spent = 0.0
     for repetition in range(REPETITIONS):
-        seconds = _seconds(fn, device, inner)
+        seconds = _seconds(fn, device, inner, lead)
         best = min(best, seconds / inner)
         spent += seconds
         if spent > min(budget_seconds, ENOUGH_SECONDS) and repetition + 1 >= at_least:
@@ -303,10 +307,14 @@ def _best_seconds(fn: Callable[[], object], device: torch.device, budget_seconds
     return best
 
 
-def _seconds(fn: Callable[[], object], device: torch.device, repetitions: int) -> float:
+def _seconds(fn: Callable[[], object], device: torch.device, repetitions: int, lead: float = 0.0) -> float:
+    """Of `repetitions` calls. A GPU is kept busy for `lead` seconds a call first: the host, which may need longer to
+    start a kernel than it runs, is ahead then, as it is in a step where long kernels come between."""
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(device):
+            if lead:
+                torch.cuda._sleep(int(lead * repetitions * CYCLES_PER_SECOND))
             begin.record()
             for _ in range(repetitions):
                 fn()
