@@ -368,10 +368,12 @@ class OptimizerInfo:
     parameter_wise: bool = True
     # bytes of a gradient's element where it is reduced and accumulated; None: the parameter's own
     gradient_itemsize: int | None = None
+    moved_bytes: float | None = None  # that a step reads and writes per element; None: all once, as fused kernels do
+    scratch: float = 0.0  # bytes per byte of gradient that a step of all parameters at once makes (`foreach` on GPUs)
 
     def update_bytes(self, itemsize: int) -> float:
         """Bytes that a step reads and writes per element of a parameter, whose elements have `itemsize`."""
-        return 3 * itemsize + 2 * self.state_bytes
+        return 3 * itemsize + 2 * self.state_bytes if self.moved_bytes is None else self.moved_bytes
 
     def gradient_scale(self, itemsize: int) -> float:
         """Bytes of a gradient per byte of its parameter, whose elements have `itemsize`."""

@@ -238,9 +238,12 @@ def _as_programmed(case: Case, cost: StageCost, intra: IntraOp, assignment: Sequ
         for index, op in enumerate(intra.step.ops):
             name, own = _name_of(op.call), intra.ops[index]
             if op.module == "head":  # neither its result nor that one's gradient is there besides
-                options[index] = replace(own, temporary_bytes=np.maximum(0, own.temporary_bytes - 2 * logits))
+                short = (np.maximum(0, each - logits) for each in (own.forward_bytes, own.backward_bytes))
+                options[index] = replace(own, **dict(zip(("forward_bytes", "backward_bytes"), short, strict=True)))
             if name in ("to", "cross_entropy_sum") and not op.module:
-                options[index] = replace(own, temporary_bytes=0 * own.temporary_bytes)
+                options[index] = replace(
+                    own, forward_bytes=0 * own.forward_bytes, backward_bytes=0 * own.backward_bytes
+                )
                 saved -= float(own.num_bytes[assignment[len(intra.parameters) + index]])
         saved += logits
         working = working_bytes(replace(intra, ops=tuple(options)), assignment)

@@ -55,6 +55,10 @@ class DeviceSpec:
     efficiencies: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
     compute_units: int = 0  # processors among which a product's tiles are dealt out (SMs), 0: tiles are not looked at
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.name.lower().startswith("cpu")
+
     def efficiency_of(self, kind: str, dtype: str) -> float:
         """The share of `dtype`'s peak that large products of a kind reach."""
         own = dict(self.efficiencies)

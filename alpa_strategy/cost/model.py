@@ -41,7 +41,8 @@ class Saved:
     operands: tuple[bool, ...]
     results: tuple[bool, ...]
     extra_bytes: int  # of saved tensors that are neither (dropout masks, log-sum-exp, ...)
-    temporary_bytes: int = 0  # alive only while the op (or its backward) runs, besides operands, results, grads
+    # alive only while the op, or its backward, runs, besides operands, results, grads
+    temporary_bytes: tuple[int, int] = (0, 0)
     # a compiler makes its results again in the backward, where its operands are there: none of them is kept
     fuses: bool = False
 
@@ -120,14 +121,16 @@ def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
         kept.append(tensor)
         return tensor
 
-    watch = _LiveStorages()
+    watch = LiveStorages()
     with mode, torch.enable_grad():
         operands = without_data(call)
         with watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             results = tensors_in(call.call(*operands))
+        num_forward = len(watch.kernels)
         fuses = compiled and all(
             torch.Tag.pointwise in kernel.tags or kernel.is_view or aten_name(kernel) in FUSED_KERNELS
             for kernel in watch.kernels
+            if kernel.namespace == "aten"
         )
         if fuses:
             whole = max(m.num_elements for m in (*call.operands, *call.results))
@@ -144,12 +147,12 @@ def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
         # a result that is a view of an operand is not kept a second time
         results=tuple(storage in storages and storage not in operand_storages for storage in result_storages),
         extra_bytes=sum(num_bytes for storage, num_bytes in storages.items() if storage not in known),
-        temporary_bytes=watch.peak_bytes(around),
+        temporary_bytes=(watch.peak_bytes(around, 0, num_forward), watch.peak_bytes(around, num_forward)),
         fuses=fuses,
     )
 
 
-class _LiveStorages(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):
     """Notes the kernels, and after each of them which storages made under it are alive."""
 
     def __init__(self) -> None:
@@ -160,8 +163,7 @@ class _LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "aten":
-            self.kernels.append(func)
+        self.kernels.append(func)
         for tensor in tensors_in(out):
             if _storage(tensor) not in self._made:
                 storage = tensor.untyped_storage()
@@ -169,9 +171,9 @@ class _LiveStorages(TorchDispatchMode):
         self._live.append({key for key, (reference, _) in self._made.items() if not reference.expired()})
         return out
 
-    def peak_bytes(self, around: set[int]) -> int:
-        """Most bytes alive at once besides the storages in `around`."""
-        return max((sum(self._made[key][1] for key in live - around) for live in self._live), default=0)
+    def peak_bytes(self, around: set[int], first: int = 0, end: int | None = None) -> int:
+        """Most bytes alive at once, after kernels `first` to `end`, besides the storages in `around`."""
+        return max((sum(self._made[key][1] for key in live - around) for live in self._live[first:end]), default=0)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -414,19 +416,15 @@ class RooflineCosts:
     def saved(self, call: OpCall) -> Saved:
         """What autograd saves: asked of a fake-tensor run, remembered per call."""
         if call not in self._saved:
-            on_accelerator = not self.device.name.lower().startswith("cpu")
-            saved = ask_saved(call, self._mode, on_accelerator=on_accelerator, compiled=self.compiled)
+            saved = ask_saved(call, self._mode, on_accelerator=not self.device.is_cpu, compiled=self.compiled)
             if self.compiled and call.target in CUSTOM_OPS and (kernels := kernels_of(call, self._mode)) is not None:
-                saved = replace(saved, temporary_bytes=max(each.fused_bytes for each in kernels))
+                saved = replace(saved, temporary_bytes=(kernels[0].fused_bytes, kernels[1].fused_bytes))
             self._saved[call] = saved
         return self._saved[call]
 
     def optimizer_seconds(self, num_elements: int, itemsize: int, optimizer: OptimizerInfo) -> float:
-        """Time to update `num_elements` parameters of `itemsize` bytes; bound by memory, without a launch of their own.
-
-        Parameter and gradient are read, the parameter is written, the state is read and written. Fused and foreach
-        optimizers start a few kernels for all parameters together.
-        """
+        """Time to update `num_elements` parameters of `itemsize` bytes; bound by memory, without launches of their own:
+        fused and foreach optimizers start a few kernels for all parameters together."""
         num_bytes = num_elements * optimizer.update_bytes(itemsize)
         return self.device.slowdown * num_bytes / self.device.memory_bandwidth
 

@@ -472,7 +472,7 @@ RUNTIME_LAUNCHES, RUNTIME_LAUNCHES_BESIDE = 100, 10
 
 def runtime_seconds(device: DeviceSpec) -> float:
     """Seconds that the runtime spends on a micro-batch of a stage beside its ops: messages, bookkeeping."""
-    launches = RUNTIME_LAUNCHES if device.name.lower().startswith("cpu") else RUNTIME_LAUNCHES_BESIDE
+    launches = RUNTIME_LAUNCHES if device.is_cpu else RUNTIME_LAUNCHES_BESIDE
     return launches * device.launch_seconds * device.slowdown
 
 

@@ -67,7 +67,8 @@ class StageProblem:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What an assignment costs; see `Parts`. `again` per span; `working` are short-lived bytes on top."""
+    """What an assignment costs; see `Parts`. `again` per span; `working` are short-lived bytes on top, `update` those
+    of the optimizer's step, when activations are gone."""
 
     forward: float
     backward: float
@@ -77,6 +78,7 @@ class StageCost:
     kept: float
     again: tuple[float, ...]
     working: float = 0.0
+    update: float = 0.0
 
     def seconds(self, remat: bool = False) -> float:
         """One micro-batch."""
@@ -85,7 +87,7 @@ class StageCost:
     def num_bytes(self, in_flight: float, remat: bool = False) -> float:
         """Peak of one device: with recomputation one span's graph at a time."""
         alive = self.kept * in_flight + max(self.again) if remat else self.saved * in_flight
-        return self.always + alive + self.working
+        return self.always + max(alive + self.working, self.update)
 
 
 def stage_build(graph: StepGraph, tables: OptionTables, derives_again: bool = False) -> IntraOp:
@@ -238,7 +240,10 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
             add(parts, (source, target))
     forward, backward, once, always, saved, kept = map(float, total)
     of_spans = again[: stage.num_spans] + again[EVERY_SPAN]
-    cost = StageCost(forward, backward, once, always, saved, kept, tuple(map(float, of_spans)), working)
+    own = stage.intra.parameters
+    gradients = sum(float(each.gradient_bytes[k]) for each, k in zip(own, assignment, strict=False))
+    update = gradients * stage.intra.tables.optimizer.scratch
+    cost = StageCost(forward, backward, once, always, saved, kept, tuple(map(float, of_spans)), working, update)
     return beside_compute(stage.intra, assignment, cost) if stage.intra.mesh.overlap else cost
 
 

@@ -231,7 +231,7 @@ class StageSolver:
 
     def laid_out(self, priced: PricedStage, solution: Solution) -> SolvedStage:
         """The stage by an assignment of `priced.finest` that was found elsewhere, whether it fits or not."""
-        working = working_bytes(priced.finest.intra, solution.assignment)
+        working = self._working(priced.finest.intra, solution)
         return self._solved(priced, _Solved(priced.wish.starts, solution, working))
 
     def _solved(self, priced: PricedStage, found: _Solved) -> SolvedStage:
@@ -259,8 +259,13 @@ class StageSolver:
         needed, share = format_bytes(need), format_bytes(host.memory_bytes)
         raise DoesNotFitError(f"what lies in host memory needs {needed} of a device's share, {share}")
 
+    def _working(self, intra: IntraOp, solution: Solution) -> float:
+        """`working_bytes`; the last gradients are gone when a step begins, but for one without a loss (submodules)."""
+        job, counts = self.job, {self.job.num_microbatches, self.job.options.accumulate_grad_batches}
+        return working_bytes(intra, solution.assignment, begins=job.graph.loss >= 0 and counts == {1})
+
     def _fits(self, stage: StageProblem, solution: Solution, wish: StageWish) -> bool:
-        cost = cost_of(stage, solution.assignment, working_bytes(stage.intra, solution.assignment))
+        cost = cost_of(stage, solution.assignment, self._working(stage.intra, solution))
         return cost.num_bytes(wish.alive / wish.stages_per_mesh) <= self.job.memory_limit / wish.stages_per_mesh
 
     def _solve(self, priced: PricedStage, cutoff: float) -> _Solved:
@@ -271,7 +276,7 @@ class StageSolver:
 
         starts = _least_memory(priced, alive) if len(wish.starts) > 1 else wish.starts
         stage = priced.problem(starts)
-        working = working_bytes(priced.finest.intra, solution.assignment)
+        working = self._working(priced.finest.intra, solution)
         cost = cost_of(stage, solution.assignment, working)
         if cost.num_bytes(alive, wish.remat) <= limit:
             return _Solved(starts, solution, working)
@@ -299,14 +304,15 @@ class StageSolver:
             if stage.intra.recomputes or stage.intra.stores:
                 seconds, tolerance = min(seconds, BY_TENSOR_SECONDS), BY_TENSOR_GAP
             solution = solve(problem, seconds, cutoff=cutoff, unlimited=free, tolerance=tolerance)
-            working = working_bytes(stage.intra, solution.assignment)
+            working = self._working(stage.intra, solution)
             cost = cost_of(stage, solution.assignment, working)
             need = cost.num_bytes(alive, wish.remat)
             if need <= limit:
                 return _Solved(starts, solution, working)
             least = min(least, need)
             left_out = max(cost.again) - sum(s * a for s, a in zip(shares, cost.again, strict=True))
-            reserve = max(reserve, working + (left_out if wish.remat else 0.0))
+            beyond = need - replace(cost, working=0.0, update=0.0).num_bytes(alive, wish.remat)
+            reserve = max(reserve, beyond + (left_out if wish.remat else 0.0))
         needed = format_bytes(least)
         raise DoesNotFitError(f"a stage on {math.prod(wish.submesh)} devices needs {needed} of {format_bytes(limit)}")
 

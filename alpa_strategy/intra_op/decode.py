@@ -154,10 +154,21 @@ def busy_seconds(intra: IntraOp, assignment: Sequence[int]) -> tuple[float, floa
     return compute, sum(float(o.update_seconds[k]) for o, k in zip(intra.parameters, assignment, strict=False))
 
 
-def working_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
-    """Short-lived memory on top of what is kept: the largest op with its gradients, gathered parameters beside it."""
+def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = False) -> float:
+    """Short-lived memory on top of what is kept: the largest op with its gradients, gathered parameters beside it.
+
+    begins: gradients are made, not added to others: of parameters that earlier ops alone read there are none yet.
+    """
     of_ops = assignment[len(intra.parameters) :]
-    largest_op = max((float(o.temporary_bytes[k]) for o, k in zip(intra.ops, of_ops, strict=False)), default=0.0)
+    of_op = np.array([float(o.temporary_bytes[k]) for o, k in zip(intra.ops, of_ops, strict=False)])
+    if begins:
+        made_at = np.zeros(len(of_op))
+        for given, options, k in zip(intra.step.parameters, intra.parameters, assignment, strict=False):
+            uses = [op for op, _ in intra.step.consumers.get(given.value, ())]
+            if uses:
+                made_at[max(uses)] += options.gradient_bytes[k]
+        of_op -= np.cumsum(made_at)  # its own are among its gradients
+    largest_op = float(of_op.max(initial=0.0))
     gathered = ((intra.step.values[value], target) for _, value, _, target in _gathered(intra, assignment))
     largest_gather = max((local_bytes(meta, target, intra.mesh.shape) for meta, target in gathered), default=0)
     return largest_op + 2 * largest_gather + fetched_bytes(intra, assignment)

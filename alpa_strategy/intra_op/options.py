@@ -35,6 +35,7 @@ class ParameterOptions:
     # once-per-step collectives and optimizer; of a problem with `with_offload`, all of the following too
     seconds: np.ndarray
     num_bytes: np.ndarray  # parameter, gradient, optimizer state and gathered copies
+    gradient_bytes: np.ndarray  # the stored gradient's part of it
     # fetch_seconds, return_seconds: from host memory for a use, and of a gradient back; each micro-batch
     fetch_seconds: np.ndarray
     return_seconds: np.ndarray
@@ -56,10 +57,15 @@ class OpOptions:
     compute_seconds: np.ndarray
     comm_seconds: np.ndarray
     num_bytes: np.ndarray  # what autograd keeps besides operands: masks, statistics, saved results
-    # largest short-lived memory of an option: gradients of operands and results, and those of them that are not kept
-    # for the backward anyway
-    temporary_bytes: np.ndarray
+    # short-lived memory: in the forward operands and results that are not kept for the backward, there their gradients
+    forward_bytes: np.ndarray
+    backward_bytes: np.ndarray
     forward_seconds: np.ndarray  # the forward's part of compute and collectives (what recomputation repeats)
+
+    @property
+    def temporary_bytes(self) -> np.ndarray:
+        """The largest short-lived memory of an option."""
+        return np.maximum(self.forward_bytes, self.backward_bytes)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -168,9 +174,9 @@ def parameter_options(
         plans.append(plan)
         sources.append(source)
         on_device = gathered if on_host else kept + gathered
-        cost, update = cost / num_steps, update / num_steps
-        rows.append((cost, on_device, fetch, back, 0.0, kept if on_host else 0, update))
-    return ParameterOptions(tuple(plans), tuple(sources), *np.array(rows, dtype=float).reshape(-1, 7).T)
+        cost, update, grad = cost / num_steps, update / num_steps, 0 if on_host else grad
+        rows.append((cost, on_device, grad, fetch, back, 0.0, kept if on_host else 0, update))
+    return ParameterOptions(tuple(plans), tuple(sources), *np.array(rows, dtype=float).reshape(-1, 8).T)
 
 
 def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
@@ -197,9 +203,9 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
         tensors = (*local.operands, *local.results)
         around = 0 if is_view(call) else sum(m.num_bytes for m, keep in zip(tensors, keeps, strict=True) if not keep)
         grads = 0 if is_plain_view(call) else sum(m.num_bytes for m in tensors if m.requires_grad)
-        around += ring_bytes(call, strategy, local)
-        temporary = around + grads + saved.temporary_bytes * divided
-        rows.append((sum(seconds), sum(each for _, each in inner), kept, temporary, forward))
+        ring, (first, then) = ring_bytes(call, strategy, local), saved.temporary_bytes
+        short = around + ring + first * divided, grads + ring + then * divided
+        rows.append((sum(seconds), sum(each for _, each in inner), kept, *short, forward))
     inputs = tuple(tuple(zip(*(s.inputs for s in strategy), strict=True)) for strategy in strategies)
     outputs = tuple(tuple(zip(*(s.outputs for s in strategy), strict=True)) for strategy in strategies)
     return OpOptions(strategies, inputs, outputs, saved, *np.array(rows, dtype=float).T.copy())
@@ -235,7 +241,7 @@ def without_parameters(options: OpOptions, metas: Sequence[TensorMeta | None], m
     for position, (meta, keep) in enumerate(zip(metas, options.saved.operands, strict=True)):
         if meta is not None and not keep:
             resident += [local_bytes(meta, inputs[position], mesh.shape) for inputs in options.inputs]
-    return replace(options, temporary_bytes=options.temporary_bytes - resident) if resident.any() else options
+    return replace(options, forward_bytes=options.forward_bytes - resident) if resident.any() else options
 
 
 def _work_share(call: OpCall, local: OpCall, result_share: float) -> float:

@@ -116,9 +116,8 @@ class Run(PlacedModule):
         self._measure()
         captured, counters = self._captured_step(batch, batch_idx)
         captured.leaves.begin(batch)
-        if captured.program.makes_gradients:
-            self._clear_gradients(batch_idx)
-        values = captured.program.run(batch, counters)
+        self._clear_gradients(batch_idx)
+        values = captured.program(batch, counters)
         self._placed.num_steps += 1
         captured.leaves.finish()  # long there: the forward has taken its time
         step, own = captured.step, step_effects.own_rows_of(values, captured.own_rows)
@@ -142,8 +141,8 @@ class Run(PlacedModule):
             average(self.store.parameters, self._job.replica.across, self.store.device, self._job.limits.bucket_bytes)
 
     def _clear_gradients(self, batch_idx: int) -> None:
-        """The step makes its gradients before the Trainer clears the last ones: where nobody looks at them in between,
-        these go now, and are not there twice."""
+        """The Trainer clears the last gradients after the step: where nobody looks at them in between they go now, and
+        need no memory beside its activations, or its own gradients."""
         begins = batch_idx % self.module.trainer.accumulate_grad_batches == 0
         if begins and not own_hooks(self.module, _SEE_GRADIENTS):
             for parameter in self.module.parameters():
@@ -252,7 +251,7 @@ class Run(PlacedModule):
                 "alpa: the running pipeline cannot run this batch: every rank computes all of it, with whole "
                 f"parameters; batches of one shape (drop_last=True) avoid that. {error.problem}"
             )
-            return StepProgram(partial(self._placed.compute_whole, step))
+            return partial(self._placed.compute_whole, step)
         return self._placed.training_program(step, plan)
 
     @override

@@ -198,7 +198,7 @@ class Program:
     def __init__(self, part: Call, placed: PlacedPlan, plan: Plan) -> None:
         assert part.step is not None
         self.path, self._step, self._output, root = part.path, part.step, part.output, placed.module
-        self._run, self._device = placed.training_program(part.step, plan).run, placed.store.device.type
+        self._run, self._device = placed.training_program(part.step, plan), placed.store.device.type
         self._key, self._trained = shape_key(part.given), _trained(part.given)
         self._hooks, self._before = hooks_in(root.get_submodule(part.path)), [None] * part.first  # leaves of others
 

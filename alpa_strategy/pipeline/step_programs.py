@@ -12,7 +12,6 @@ shards. For each captured step it makes a `StepProgram`, whatever the number of 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -40,14 +39,9 @@ from alpa_strategy.runtime.parameters import ParameterStore
 ONE_STAGE_SCHEDULE = "1F1B"  # micro-batches without a pipeline: each one's backward follows its forward
 
 
-@dataclass(frozen=True)
-class StepProgram:
-    """What runs a captured step here."""
-
-    # (this rank's batch, the counters' values) -> the step's escaping values by number, whole on every rank; the loss
-    # can be differentiated
-    run: Callable[[Any, Mapping[str, int]], Values]
-    makes_gradients: bool = True  # whether it makes the gradients too
+# What runs a captured step here: (this rank's batch, the counters' values) -> the step's escaping values by number,
+# whole on every rank; the loss can be differentiated.
+StepProgram = Callable[[Any, Mapping[str, int]], Values]
 
 
 class PlacedPlan:
@@ -108,14 +102,14 @@ class PlacedPlan:
                     inputs = of_stage[0].step_inputs(stage.ahead_bytes)
                     return lowered(inputs, buffers, _rows_at_place(step, batch, mesh))[0]
 
-            return StepProgram(direct, makes_gradients=False)
+            return direct
         schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
         micro = microbatch(step, plan.num_microbatches, world_size(self._group))
         for index, held in of_stage.items():
             held.will_read(slice_stage(micro.graph, *plan.stages[index].ops).dtypes_read)
         held_plans = [stage.parameter_plans for stage in self._plan.stages]
         pipeline = build_pipeline(self.module, micro, plan.stages, schedule, places, of_stage, held_plans)
-        return StepProgram(partial(self._pipelined, step, micro, pipeline))
+        return partial(self._pipelined, step, micro, pipeline)
 
     def _pipelined(
         self, step: StepGraph, micro: MicroStep, pipeline: Pipeline, batch: Any, counters: Mapping[str, int]

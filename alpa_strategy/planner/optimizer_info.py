@@ -1,6 +1,7 @@
-"""What planning must know of the user's optimizer: bytes of state per element, and whether it works element by element.
+"""What planning must know of the user's optimizer: bytes of state per element, bytes that a step moves, and whether it
+works element by element.
 
-Both are found by experiment, on a copy of the optimizer's class with the user's own settings and a tiny parameter:
+All are found by experiment, on a copy of the optimizer's class with the user's own settings and a tiny parameter:
 an optimizer is element-wise when training the shards of a parameter gives the shards of training the whole.
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from alpa_strategy.cost.model import LiveStorages, tensors_in
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.options import OptimizerInfo
 
@@ -46,7 +48,8 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
             kinds.update({(flags, max(2, parameter.dim())): group for parameter in group["params"]})
         found = [_works(partial(_rebuilt, optimizer, group), dims) for (_, dims), group in kinds.items()]
         element_wise, parameter_wise = map(all, zip(*found, strict=True))
-        return OptimizerInfo(_probe_state_bytes(optimizer), element_wise, name, parameter_wise)
+        state_bytes, moved, scratch = _per_element(optimizer)
+        return OptimizerInfo(state_bytes, element_wise, name, parameter_wise, moved_bytes=moved, scratch=scratch)
     # Any class of any package is tried here, so any error may come: it means "cannot be known", never a crash.
     except Exception:
         return OptimizerInfo(state_bytes=8.0, element_wise=False, name=name, parameter_wise=False)
@@ -109,8 +112,8 @@ def wants_sparse_gradients(optimizer: Optimizer) -> bool:
     return not takes(gradient) and takes(gradient.to_sparse(1))
 
 
-def _probe_state_bytes(optimizer: Optimizer) -> float:
-    """Bytes of state per element that one step of a copy makes; step counters do not count.
+def _per_element(optimizer: Optimizer) -> tuple[float, float, float]:
+    """`OptimizerInfo`'s state_bytes, moved_bytes and scratch, by two steps of a copy; step counters do not count.
 
     On a parameter of the dtype that the optimizer's own have; the mean over the elements where those differ.
     """
@@ -119,16 +122,43 @@ def _probe_state_bytes(optimizer: Optimizer) -> float:
     elements = Counter[torch.dtype]()
     for parameter in parameters:
         elements[parameter.dtype] += parameter.numel()
-    return sum(_probe(optimizer, dtype) * n for dtype, n in elements.items()) / max(1, elements.total())
+    found = [torch.tensor(_probe(optimizer, dtype), dtype=torch.float64) * n for dtype, n in elements.items()]
+    state_bytes, moved, scratch = (sum(found, torch.zeros(3)) / max(1, elements.total())).tolist()
+    return state_bytes, moved, scratch
 
 
-def _probe(optimizer: Optimizer, dtype: torch.dtype) -> float:
+def _probe(optimizer: Optimizer, dtype: torch.dtype) -> tuple[float, float, float]:
     parameter = torch.nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
-    copied = _rebuilt(optimizer, optimizer.param_groups[0], [parameter])
+    group, traffic = optimizer.param_groups[0], _Traffic()
+    copied = _rebuilt(optimizer, group, [parameter])
     copied.step()
-    tensors = [value for value in copied.state[parameter].values() if isinstance(value, Tensor) and value.dim() > 0]
-    return sum(t.numel() * t.element_size() for t in tensors) / parameter.numel()
+    state_bytes = _num_bytes(list(copied.state[parameter].values())) / parameter.numel()
+    if group.get("fused"):
+        return state_bytes, OptimizerInfo(state_bytes).update_bytes(dtype.itemsize), 0.0
+    all_at_once = group.get("foreach", False) is not False
+    copied.param_groups[0] |= {"foreach": True} if all_at_once else {}
+    with traffic:
+        copied.step()
+    scratch = traffic.peak_bytes(set()) / parameter.nbytes if all_at_once else 0.0
+    return state_bytes, traffic.moved / parameter.numel(), scratch
+
+
+class _Traffic(LiveStorages):
+    """Counts what kernels read and write."""
+
+    moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if not func.is_view:
+            is_in_place = any(each.is_write for each in func._schema.arguments)
+            self.moved += _num_bytes((args, kwargs)) + _num_bytes(args[0] if is_in_place else out)
+        return out
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(tree) if tensor.dim() > 0)
 
 
 def _trained(make: Make, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:

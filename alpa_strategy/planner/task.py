@@ -35,6 +35,8 @@ class PlanTask:
     def __post_init__(self) -> None:
         if self.options.fp32_reduction:
             object.__setattr__(self, "optimizer", replace(self.optimizer, gradient_itemsize=4))
+        if self.cluster.device.is_cpu:  # parameters are updated one by one
+            object.__setattr__(self, "optimizer", replace(self.optimizer, scratch=0.0))
 
     @cached_property
     def op_costs(self) -> OpCosts:
@@ -58,7 +60,8 @@ class PlanTask:
         The optimizer counts as an option: its state needs memory. So do the sharding rules that were registered for
         the step's ops.
         """
-        option_text = f"{self.options.digest()} {self.optimizer.state_bytes:g} {self.optimizer.element_wise}"
+        own = self.optimizer
+        option_text = f"{self.options.digest()} {own.state_bytes:g} {own.element_wise} {own.moved_bytes} {own.scratch}"
         option_text += registered_rules(op.call.target for op in self.step.ops)
         return Fingerprint(
             graph=self.step.graph_digest,

@@ -96,7 +96,7 @@ def test_what_a_layer_keeps_is_what_autograd_keeps(name: str) -> None:
     make, shape = CASES[name]
     cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 1})
     cluster = replace(cluster, device=replace(cluster.device, name="cpu"))  # where it is looked at
-    batch, options = torch.randn(shape), PlanOptions(remat=False)
+    batch, options = torch.randn(shape), PlanOptions(remat=False, accumulate_grad_batches=2)  # with gradients always
     few, many = Layers(4, make), Layers(8, make)
     planned = [make_plan(each, batch, cluster, options).predicted.peak_bytes for each in (few, many)]
     stored = 2 * sum(p.numel() * 4 for p in few.parameters())  # as many more, with gradients

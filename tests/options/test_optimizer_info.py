@@ -130,7 +130,7 @@ def test_several_optimizers_are_one_clear_error() -> None:
 def test_info_of_a_module_without_a_trainer() -> None:
     from models import MLP
 
-    assert optimizer_info_of(MLP(optimizer="sgd")) == OptimizerInfo(4.0, True, "SGD")
+    assert optimizer_info_of(MLP(optimizer="sgd")) == OptimizerInfo(4.0, True, "SGD", moved_bytes=32.0)
     model = MLP()
     model.configure_optimizers = lambda: model.trainer.optimizers
     assert optimizer_info_of(model) == OptimizerInfo()

@@ -34,7 +34,7 @@ def plan(rows: int, where: float | ClusterSpec, **options):
 
 
 def test_a_pipeline_wins_where_the_network_binds():
-    one, best = plan(2048, 2e10, num_stages=1), plan(2048, 2e10)
+    one, best = plan(2048, 1e10, num_stages=1), plan(2048, 1e10)
     assert (len(one.stages), one.num_microbatches) == (1, 1)
     assert {stage.first_device for stage in best.stages} == {0, 1}
     assert best.predicted.step_seconds <= (1 - MARGIN) * hidden_seconds(one)
