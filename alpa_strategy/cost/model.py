@@ -41,7 +41,8 @@ class Saved:
     operands: tuple[bool, ...]
     results: tuple[bool, ...]
     extra_bytes: int  # of saved tensors that are neither (dropout masks, log-sum-exp, ...)
-    # alive only while the op, or its backward, runs, besides operands, results, grads
+    # alive only while the op runs, besides operands and results, and while its backward does, besides the gradients of
+    # both (less than 0 where these are not all there at once)
     temporary_bytes: tuple[int, int] = (0, 0)
     # a compiler makes its results again in the backward, where its operands are there: none of them is kept
     fuses: bool = False
@@ -137,17 +138,20 @@ def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
             own = {_storage(tensor) for tensor in (*operands, *results)}
             kept = [tensor for tensor in kept if tensor.numel() < whole or _storage(tensor) in own]
         storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in kept}
-        cotangents, grads = differentiated(operands, results, watch)
+        kept.clear()  # kernels of the backward let go of what they have used
+        cotangents, _ = differentiated(operands, results, watch)
     operand_storages = [_storage(tensor) for tensor in operands]
     result_storages = [_storage(tensor) for tensor in results]
     known = {*operand_storages, *result_storages}
-    around = {*known, *storages, *(_storage(t) for t in (*cotangents, *grads))}
+    extra_bytes = sum(num_bytes for storage, num_bytes in storages.items() if storage not in known)
+    backward_bytes = watch.peak_bytes({*known, *map(_storage, cotangents)}, num_forward) - extra_bytes
+    backward_bytes -= sum(meta.num_bytes for meta in call.operands if meta.requires_grad)  # counted with others'
     return Saved(
         operands=tuple(storage in storages for storage in operand_storages),
         # a result that is a view of an operand is not kept a second time
         results=tuple(storage in storages and storage not in operand_storages for storage in result_storages),
-        extra_bytes=sum(num_bytes for storage, num_bytes in storages.items() if storage not in known),
-        temporary_bytes=(watch.peak_bytes(around, 0, num_forward), watch.peak_bytes(around, num_forward)),
+        extra_bytes=extra_bytes,
+        temporary_bytes=(watch.peak_bytes({*known, *storages}, 0, num_forward), backward_bytes),
         fuses=fuses,
     )
 
@@ -172,7 +176,7 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def peak_bytes(self, around: set[int], first: int = 0, end: int | None = None) -> int:
-        """Most bytes alive at once, after kernels `first` to `end`, besides the storages in `around`."""
+        """Most bytes alive at once, after the kernels from `first` to `end`, besides the storages in `around`."""
         return max((sum(self._made[key][1] for key in live - around) for live in self._live[first:end]), default=0)
 
 

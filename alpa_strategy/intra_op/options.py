@@ -204,7 +204,7 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
         around = 0 if is_view(call) else sum(m.num_bytes for m, keep in zip(tensors, keeps, strict=True) if not keep)
         grads = 0 if is_plain_view(call) else sum(m.num_bytes for m in tensors if m.requires_grad)
         ring, (first, then) = ring_bytes(call, strategy, local), saved.temporary_bytes
-        short = around + ring + first * divided, grads + ring + then * divided
+        short = around + ring + first * divided, max(0.0, grads + ring + then * divided)
         rows.append((sum(seconds), sum(each for _, each in inner), kept, *short, forward))
     inputs = tuple(tuple(zip(*(s.inputs for s in strategy), strict=True)) for strategy in strategies)
     outputs = tuple(tuple(zip(*(s.outputs for s in strategy), strict=True)) for strategy in strategies)

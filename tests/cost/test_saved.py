@@ -74,15 +74,22 @@ def test_saved_tensors_are_those_of_a_real_run(name: str):
     assert replace(found, temporary_bytes=(0, 0)) == really_saved(target, args, {}, operands)
 
 
-@pytest.mark.parametrize("name", ["linear", "gelu", "softmax", "add", "view", "cat"])
+@pytest.mark.parametrize("name", ["linear", "gelu", "softmax"])
 def test_single_kernels_have_no_temporaries(name: str):
     assert RooflineCosts(CPU).saved(call_of(*_with_args(name))[0]).temporary_bytes == (0, 0)
 
 
+@pytest.mark.parametrize("name", ["view", "cat"])
+def test_gradients_that_are_the_results_own_are_there_once(name: str):
+    made, _ = call_of(*_with_args(name))
+    of_operands = sum(meta.num_bytes for meta in made.operands if meta.requires_grad)
+    assert RooflineCosts(CPU).saved(made).temporary_bytes == (0, -of_operands)
+
+
 def test_a_loss_of_two_kernels_holds_the_gradient_between_them():
     made, _ = call_of(*_with_args("cross_entropy"))
-    logits_bytes = made.operands[0].num_bytes
-    assert RooflineCosts(CPU).saved(made).temporary_bytes[1] >= logits_bytes
+    between = made.operands[0].num_bytes - 4  # when the sum of the targets' weights has gone
+    assert RooflineCosts(CPU).saved(made).temporary_bytes == (0, between)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 16, 8), (3, 1, 5, 8)])
