@@ -245,7 +245,7 @@ class Checkpoints:
     def _writer_now(self) -> CheckpointWriter:
         world = dist.group.WORLD if world_size() > 1 else None
         if self._writer is None or self._world is not world:
-            self._world, self._group = world, cpu_group()
+            self._world, self._group = world, cpu_group("checkpoints")
             self._writer = CheckpointWriter(self._group, self._trainer.is_global_zero)
         return self._writer
 

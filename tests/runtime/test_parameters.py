@@ -333,7 +333,7 @@ def test_what_is_never_differentiated_does_not_stay(make):
 
 
 def test_nothing_is_gathered_ahead_of_a_use_that_is_over():
-    """A layer norm's backward asks for its bias before its weight, which was saved first; and no cycle keeps the rest."""
+    """A layer norm's backward asks for its bias before its weight, which was saved first. No cycle keeps the rest."""
 
     def work(mesh):
         norm = nn.LayerNorm(6, dtype=torch.float64)

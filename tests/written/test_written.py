@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conformance.bench import differences
 from quiet import QUIET
 from worker_pool import WorkerError
@@ -264,6 +266,34 @@ def test_a_backward_of_ones_own_that_works_on_gradients_is_refused(pool, tmp_pat
 def test_what_fails_on_parts_of_parameters_is_told_of_whole_ones(pool, tmp_path) -> None:
     with pytest.raises(WorkerError, match=r"must match the size(.|\n)*with trainer.strategy.whole_parameters\(\):"):
         pool.run(RANKS, train, "AveragesParts", "alpa", str(tmp_path), "zero3")
+
+
+def groups_after_each(root: str) -> list[int]:
+    """How many process groups there are after each of four trainings, the second of which fails."""
+    counts = []
+    for fails in (False, True, False, False):
+        trainer = pl.Trainer(
+            strategy=AlpaStrategy(cluster="pcie_8gpu", verbose=False, capture="never", parallel="zero3"),
+            **{"accelerator": "cpu", "devices": RANKS, "max_steps": 2, "default_root_dir": root, **QUIET},
+            callbacks=[Fails()] if fails else [],
+        )
+        with pytest.raises(ArithmeticError) if fails else nullcontext():
+            trainer.fit(programs.ReadsItsLoss().double())
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+class Fails(pl.Callback):
+    """After the first step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise ArithmeticError
+
+
+def test_trainings_in_one_process_use_the_same_process_groups(pool, tmp_path) -> None:
+    """But for one that follows a failure: collectives may have been left under way."""
+    for first, failed, new, same in pool.run(RANKS, groups_after_each, str(tmp_path), init_group=False):
+        assert first == failed < new == same
 
 
 def resume(root: str) -> tuple[list[str], int]:
