@@ -302,5 +302,7 @@ class PlacedModule(ABC):
     def close(self) -> None:
         """Give the hooks back. No communication."""
         self._adapted.close()
+        for each in self.store.of_stage.values():
+            each.unwatch()
         if self.on_use is not None:
             self.on_use.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import warnings
@@ -24,6 +25,7 @@ from alpa_strategy import AlpaStrategy, ClusterSpec
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.lightning.written_run import WrittenRun
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
+from alpa_strategy.runtime.sharded_parameter import ShardedParameter
 
 RANKS = 2
 
@@ -294,6 +296,23 @@ def test_trainings_in_one_process_use_the_same_process_groups(pool, tmp_path) ->
     """But for one that follows a failure: collectives may have been left under way."""
     for first, failed, new, same in pool.run(RANKS, groups_after_each, str(tmp_path), init_group=False):
         assert first == failed < new == same
+
+
+def left_by_a_failure(parallel: str, capture: str, root: str) -> int:
+    """How many parameters of a training that failed there are when it is gone."""
+    strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, capture=capture, parallel=parallel)
+    common: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS, "max_steps": 2, "default_root_dir": root}
+    trainer = pl.Trainer(strategy=strategy, callbacks=[Fails()], **{**common, **QUIET})
+    with pytest.raises(ArithmeticError):
+        trainer.fit(programs.Program().double())
+    del trainer, strategy
+    gc.collect()
+    return sum(type(each) is ShardedParameter for each in gc.get_objects())
+
+
+@pytest.mark.parametrize(("parallel", "capture"), [("data", "auto"), ("data", "never"), ("zero3", "never")])
+def test_nothing_stays_of_a_training_that_failed(pool, tmp_path, parallel: str, capture: str) -> None:
+    assert pool.run(RANKS, left_by_a_failure, parallel, capture, str(tmp_path), init_group=False) == [0] * RANKS
 
 
 def resume(root: str) -> tuple[list[str], int]:
