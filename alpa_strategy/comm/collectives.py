@@ -148,16 +148,21 @@ def lasting_group(use: Any, ranks: Sequence[int] | None = None, **options: Any) 
     """
     global _job
     if _job is not dist.group.WORLD:
-        forget_groups()
+        _groups.clear()
         _job = dist.group.WORLD
     if (key := (use, ranks and tuple(ranks))) not in _groups:
         _groups[key] = dist.new_group(ranks and list(ranks), **options)
     return _groups[key]
 
 
-def forget_groups() -> None:
-    """Something ended in the midst of its collectives: what follows makes groups of its own. No communication."""
-    _groups.clear()
+def check_groups() -> None:
+    """Before a training: where one that failed has left the ranks apart in a group, this one makes its own. Collective
+    over the job."""
+    found = [(key, group) for key, group in _groups.items() if group != dist.GroupMember.NON_GROUP_MEMBER]
+    begun = of_all_ranks([(key, group._get_sequence_number_for_group()) for key, group in found])
+    numbers = {each for of_rank in begun for each in of_rank}
+    if len(numbers) > len(dict(numbers)):
+        _groups.clear()
 
 
 def cpu_group(use: str) -> dist.ProcessGroup | None:

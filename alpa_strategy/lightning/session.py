@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from alpa_strategy.capture.python_state import requiring_grad
-from alpa_strategy.comm.collectives import any_rank, forget_groups, world_size
+from alpa_strategy.comm.collectives import any_rank, world_size
 from alpa_strategy.display.table import plan_table
 from alpa_strategy.errors import AlpaError, CaptureError
 from alpa_strategy.lightning.checkpointing import Checkpoints
@@ -283,9 +283,7 @@ class Session:
     def close(self, interrupted: bool) -> None:
         """The Trainer is done, or an exception has ended it. No communication."""
         self._shards_for_evaluation, self._why_written, self._calls = False, None, None
-        if interrupted:
-            forget_groups()
-        elif self.run is not None and self.deferred_init.was_needed:
+        if self.run is not None and self.deferred_init.was_needed and not interrupted:
             return  # it stays in shards
         if self.run is not None:
             self.run.close()
