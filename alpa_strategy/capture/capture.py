@@ -246,7 +246,8 @@ class _Converter:
             args, kwargs = self.autocast.operands(target, args, kwargs)
         if target is aten.embedding.default:
             args = args[:4]  # no `sparse`: reductions know dense gradients only
-        traced = node.meta["val"]
+        if (traced := node.meta.get("val")) is None:  # it has failed, which the step has caught
+            return
         kwargs = rewrites.with_traced_dtype(target, args, kwargs, traced)
         result = rewrites.rewrite_loss(self.builder, target, args, kwargs, summed_in)
         if result is None:

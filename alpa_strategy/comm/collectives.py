@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -67,18 +66,15 @@ def of_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return found
 
 
-@lru_cache(maxsize=4)  # the process may have other groups later
-def _hosts_of(group: Any) -> Any:
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=len(ranks) < world_size())
-
-
 def host_group(group: Any = None) -> Any:
     """The group in which hosts agree without waiting for what their GPUs still have to do, as NCCL's collectives would.
 
     `group` itself unless that is NCCL's. Collective at its first call.
     """
-    return _hosts_of(group or dist.group.WORLD) if dist.get_backend(group) == "nccl" else group
+    if dist.get_backend(group) != "nccl":
+        return group
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return lasting_group("hosts", ranks, backend="gloo", use_local_synchronization=len(ranks) < world_size())
 
 
 class RankZero:
@@ -139,9 +135,39 @@ class RankZero:
         return {rank: self._store.get(key).decode() for rank, key in enumerate(keys) if self._store.check([key])}
 
 
-def cpu_group() -> dist.ProcessGroup | None:
-    """A new group of all ranks with a CPU backend; None for one process. Collective."""
-    return dist.new_group(backend="gloo") if world_size() > 1 else None
+_groups: dict[Any, Any] = {}  # of `_job`, the process may have another later
+_job: Any = None
+
+
+def lasting_group(use: Any, ranks: Sequence[int] | None = None, **options: Any) -> Any:
+    """A process group of these ranks of the job (None: all) for one use: the same for everything that trains one after
+    another in this process, as a group keeps its connections and threads until that ends. Collective at its first call.
+
+    Args:
+        options: of `torch.distributed.new_group`.
+    """
+    global _job
+    if _job is not dist.group.WORLD:
+        _groups.clear()
+        _job = dist.group.WORLD
+    if (key := (use, ranks and tuple(ranks))) not in _groups:
+        _groups[key] = dist.new_group(ranks and list(ranks), **options)
+    return _groups[key]
+
+
+def check_groups() -> None:
+    """Before a training: where one that failed has left the ranks apart in a group, this one makes its own. Collective
+    over the job."""
+    found = [(key, group) for key, group in _groups.items() if group != dist.GroupMember.NON_GROUP_MEMBER]
+    begun = of_all_ranks([(key, group._get_sequence_number_for_group()) for key, group in found])
+    numbers = {each for of_rank in begun for each in of_rank}
+    if len(numbers) > len(dict(numbers)):
+        _groups.clear()
+
+
+def cpu_group(use: str) -> dist.ProcessGroup | None:
+    """The group of all ranks with a CPU backend for one use; None for one process. Collective."""
+    return lasting_group(use, backend="gloo") if world_size() > 1 else None
 
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alpa_strategy.comm.collectives import rank_in, world_size
+from alpa_strategy.comm.collectives import lasting_group, rank_in, world_size
 from alpa_strategy.comm.shared_memory import shared_memory_group
 from alpa_strategy.errors import OptionError, RuntimeMismatchError, check_names
 from alpa_strategy.ir.placement import chunk_sizes
@@ -280,16 +280,17 @@ def _divide(world: Any, count: int) -> Replica:
     if count > 1:
         # With a device, NCCL's groups would be split from that of all ranks, which takes all of them.
         world.bound_device_id = None
-        group = dist.new_group([*own], use_local_synchronization=True)
-    return Replica(index, count, group, AxisComm(count, index, _new_group(tuple(same_place), local=True), dist))
+        group = lasting_group("replica", own, use_local_synchronization=True)
+    across = _group_of(tuple(same_place), "across", local=True)
+    return Replica(index, count, group, AxisComm(count, index, across, dist))
 
 
-def build_mesh(shape: Sequence[int], backend: str = "auto", own_group: bool = False, group: Any = None) -> MeshComm:
+def build_mesh(shape: Sequence[int], backend: str = "auto", own_group: str = "", group: Any = None) -> MeshComm:
     """The logical mesh of `shape` on all ranks (of `group`). Collective over them.
 
     Args:
         backend: `auto`, `torch` or `deepspeed` (see `select_backend`).
-        own_group: whether its collectives may come in any order among those of others.
+        own_group: for what use, where its collectives may come in any order among those of others.
     """
     (mesh,) = build_stage_meshes([(shape, range(world_size(group)))], backend, own_group, group)
     assert mesh is not None
@@ -299,7 +300,7 @@ def build_mesh(shape: Sequence[int], backend: str = "auto", own_group: bool = Fa
 def build_stage_meshes(
     meshes: Sequence[tuple[Sequence[int], Sequence[int]]],
     backend: str = "auto",
-    own_groups: bool = False,
+    own_groups: str = "",
     group: Any = None,
 ) -> list[MeshComm | None]:
     """Make the (shape, ranks) meshes of a pipeline's stages, in order; None for those that do not hold this rank.
@@ -321,21 +322,22 @@ def message_groups(channels: Sequence[Sequence[int]], group: Any = None) -> list
     """
     if not channels or dist.get_backend() == "gloo":  # no channels: perhaps one device, and no group at all
         return [(None, None)] * len(channels)
-    return [(_new_group(tuple(ranks), group, True), _new_group(tuple(ranks), group, True)) for ranks in channels]
+    made = [[_group_of(tuple(ranks), (i, way), group, True) for way in range(2)] for i, ranks in enumerate(channels)]
+    return [(forward, back) for forward, back in made]
 
 
 def _build_one(
-    shape: tuple[int, ...], ranks: tuple[int, ...], group: Any, library: Any, own_groups: bool
+    shape: tuple[int, ...], ranks: tuple[int, ...], group: Any, library: Any, own_groups: str
 ) -> MeshComm | None:
     rank = rank_in(group)
     grid = np.array(ranks).reshape(shape)
-    whole_group = _new_group(ranks, group, own_groups)
+    whole_group = _group_of(ranks, (own_groups, shape), group, bool(own_groups))
     axes: list[AxisComm] = []
     for axis, size in enumerate(shape):
         for line in np.moveaxis(grid, axis, -1).reshape(-1, size):  # [lines, size]: the ranks of each group
             members = tuple(line.tolist())
             # Every rank makes every group: `new_group` waits for the whole job.
-            of_line = whole_group if members == ranks else _new_group(members, group)
+            of_line = whole_group if members == ranks else _group_of(members, (shape, axis), group)
             if rank in members:
                 axes.append(AxisComm(size, members.index(rank), of_line, library))
     if rank not in ranks:
@@ -345,10 +347,11 @@ def _build_one(
     return MeshComm(shape, coordinate, tuple(axes), whole, ranks)
 
 
-def _new_group(ranks: tuple[int, ...], group: Any = None, is_own: bool = False, local: bool = False) -> Any:
+def _group_of(ranks: tuple[int, ...], use: Any, group: Any = None, is_own: bool = False, local: bool = False) -> Any:
     """A process group of these ranks of `group`, which it is itself where it serves, or none is needed (one rank).
 
     Args:
+        use: see `lasting_group`.
         local: made by its ranks alone, as those of a replica are.
     """
     ascending = ranks == tuple(sorted(ranks))
@@ -357,7 +360,7 @@ def _new_group(ranks: tuple[int, ...], group: Any = None, is_own: bool = False, 
     if group is not None:
         ranks, local = tuple(dist.get_process_group_ranks(group)[rank] for rank in ranks), True
     if ascending:
-        return dist.new_group(list(ranks), use_local_synchronization=local)
+        return lasting_group(use, ranks, use_local_synchronization=local)
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise RuntimeMismatchError(
             f"the plan has devices in the order {list(ranks)}, for which this PyTorch ({torch.__version__}) has no "
@@ -365,7 +368,7 @@ def _new_group(ranks: tuple[int, ...], group: Any = None, is_own: bool = False, 
             "write `order: numbered` into the cluster file, or take PyTorch 2.13",
         )
     # A place in the group is a place on the axis.
-    return dist.new_group(list(ranks), use_local_synchronization=local, sort_ranks=False)
+    return lasting_group(use, ranks, use_local_synchronization=local, sort_ranks=False)
 
 
 BACKEND_NAMES = ("auto", "torch", "deepspeed")

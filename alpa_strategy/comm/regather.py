@@ -46,11 +46,13 @@ class _Gathered:
     ahead_bytes: int  # of what was saved `before`: gathered meanwhile
     before: _Gathered | None = None
     is_saved: bool = False
+    uses: int = 0  # of what is saved that the backward has not come to
     coming: Pending | None = None
     again: Callable[[], Tensor | None] = field(default=lambda: None)  # or a weak reference
 
     def whole(self) -> Tensor:
         """The gathered parameter; shared by the uses that overlap in time. Collective over the mesh."""
+        self.uses -= 1
         whole = self.again()
         if whole is None:
             if self.parameter._version != self.version:
@@ -69,7 +71,8 @@ class _Gathered:
         """The backward takes the uses in reverse: begin to gather what it will ask for next."""
         other, room = self.before, self.ahead_bytes
         while other is not None and (room := room - other.num_bytes) >= 0:
-            if other.coming is None and other.again() is None:
+            # An op may have taken it already: a layer norm's bias comes before its weight.
+            if other.uses > 0 and other.coming is None and other.again() is None:
                 other.coming = other.start()
             other = other.before
 
@@ -214,6 +217,7 @@ class Regather:
         assert self._token is not None
         _active.reset(self._token)
         self._found.clear()  # what was saved keeps its own recipe
+        self._hooks = None  # which hold this
 
     def _pack(self, tensor: Tensor) -> Any:
         is_strided = tensor.layout is torch.strided  # a sparse adjacency, say, has no storage of its own to know it by
@@ -221,9 +225,8 @@ class Regather:
         if gathered is None:
             # Its own result, which an op saves, would hold the op: for ever, where no backward comes.
             return tensor if tensor.grad_fn is None else tensor.detach()
-        if isinstance(gathered, _Made):
-            gathered.uses += 1
-        elif not gathered.is_saved:
+        gathered.uses += 1
+        if isinstance(gathered, _Gathered) and not gathered.is_saved:
             gathered.is_saved, gathered.before, self._last = True, self._last, gathered
         lies = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return _View(gathered, tensor.dtype, *lies, tensor.is_conj(), tensor.is_neg())

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.types import _Stateful
@@ -57,7 +56,6 @@ class Checkpoints:
         self._trainer: Any = None
         self._writer: CheckpointWriter | None = None
         self._group: Any = None
-        self._world: Any = None  # the default process group that `_group` belongs to
         self._forget()
 
     def _forget(self) -> None:
@@ -73,7 +71,7 @@ class Checkpoints:
 
     def __getstate__(self) -> dict[str, Any]:
         """A Trainer may be pickled when its job is over: without what connects this process to the others."""
-        return {**vars(self), "_meeting": None, "_writer": None, "_group": None, "_world": None}
+        return {**vars(self), "_meeting": None, "_writer": None, "_group": None}
 
     def begin(self, trainer: Any, run: Any, replicas: int | None) -> None:
         """A run of the Trainer begins; `run`: a training that has left its module in shards. Collective."""
@@ -243,9 +241,9 @@ class Checkpoints:
         return self._form == "sharded"
 
     def _writer_now(self) -> CheckpointWriter:
-        world = dist.group.WORLD if world_size() > 1 else None
-        if self._writer is None or self._world is not world:
-            self._world, self._group = world, cpu_group()
+        group = cpu_group("checkpoints")
+        if self._writer is None or self._group is not group:
+            self._group = group
             self._writer = CheckpointWriter(self._group, self._trainer.is_global_zero)
         return self._writer
 

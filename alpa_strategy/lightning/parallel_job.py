@@ -37,7 +37,7 @@ from typing_extensions import override
 
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.checkpoint.saving import discard_unfinished
-from alpa_strategy.comm.collectives import any_rank, of_all_ranks
+from alpa_strategy.comm.collectives import any_rank, check_groups, of_all_ranks
 from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store
 from alpa_strategy.errors import AlpaError
 
@@ -184,6 +184,7 @@ class ParallelJob(DDPStrategy):
         children = self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple
         self._watch = FailureWatch(job_store(), self.global_rank, self.world_size, children, last=discard_unfinished)
         self._watch.start()
+        check_groups()
         if self.root_device.type == "cpu":
             # Lightning sets its launcher's process alone to fewer threads, and another number of threads rounds
             # otherwise: work that several ranks do alike would give them weights that drift apart.

@@ -81,7 +81,6 @@ class PlacedModule(ABC):
         self.whole = FullParameters(store)
         self.on_use: GatherOnUse | None = None  # for a step that runs as it is written
         self._evaluates: GatherOnUse | None = None
-        self._group: Any = None  # of all evaluations: each group of gloo's keeps connections and threads until the end
         self._evaluation = ExitStack()
         self._optimizer_info, self._limit = optimizer_info, limit
         self.syncs = True  # what `sync` was last given
@@ -223,8 +222,7 @@ class PlacedModule(ABC):
         if not self.store.sharded_parameters:
             return
         if any_rank([self.no_room_for_evaluation() is not None])[0]:
-            self._group = self._group or cpu_group()
-            self._evaluates = GatherOnUse(self.module, self.store, self._group)
+            self._evaluates = GatherOnUse(self.module, self.store, cpu_group("evaluation"))
             self.whole.on_use.append(self._evaluates)
             self._evaluation.callback(self._evaluates.remove)
             self._evaluation.enter_context(self._evaluates.in_use())
@@ -304,5 +302,7 @@ class PlacedModule(ABC):
     def close(self) -> None:
         """Give the hooks back. No communication."""
         self._adapted.close()
+        for each in self.store.of_stage.values():
+            each.unwatch()
         if self.on_use is not None:
             self.on_use.remove()

@@ -103,10 +103,11 @@ def parameter_inputs(module: nn.Module, trains: bool) -> list[ParameterInput]:
 
 
 def _store(module: nn.Module, parameters: Sequence[ParameterInput], plan: Plan, job: Job) -> ParameterStore:
-    group = cpu_group()
+    group = cpu_group("agree")
     # Gradients are on their way while parameters are gathered, beside collectives of the step's own: in other orders
     # perhaps on other ranks.
-    mesh, of_gradients = (build_mesh((world_size(),), backend=job.backend, own_group=True) for _ in range(2))
+    uses = "parameters", "gradients"
+    mesh, of_gradients = (build_mesh((world_size(),), backend=job.backend, own_group=use) for use in uses)
     for each in (mesh, of_gradients):
         # NCCL may connect at the first call, and hold up the host: a rank in a round of gatherings would wait for it.
         each.whole.all_reduce(torch.zeros((), device=job.device))
@@ -153,7 +154,7 @@ class WrittenRun(PlacedModule):
             self._adapted.callback(hold_to_plan(self, plan, limit, module, optimizers))
         if optimizers and world_size() > 1:
             every = module.trainer.strategy._layer_sync is not None  # Trainer(sync_batchnorm=True)
-            norms = synced(module, every, lambda: build_mesh((world_size(),), job.backend, own_group=True).axes[0])
+            norms = synced(module, every, lambda: build_mesh((world_size(),), job.backend, own_group="norms").axes[0])
             self._adapted.enter_context(patched(norms))
         self._shares_buffers = next(module.buffers(), None) is not None  # as DDP: not where only a step makes some
         self.buffers_differ = self._shares_buffers  # perhaps
@@ -161,7 +162,7 @@ class WrittenRun(PlacedModule):
             self._reads = _PartsAreRead(store)
             keeps = not any(each.uses_shards for each in parameter_plans)
             has_room = self.no_room_for_evaluation() is None
-            self.on_use = GatherOnUse(module, store, cpu_group(), keeps, has_room)
+            self.on_use = GatherOnUse(module, store, cpu_group("rounds"), keeps, has_room)
             self.whole.on_use.append(self.on_use)
             if job.compile is not None and say:
                 rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")

@@ -1,6 +1,7 @@
 """Lines of a generated program, and what is done to them as text: their order, and when values are dropped."""
 
 import linecache
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,7 @@ def function_of(source: str, what: str, namespace: dict[str, Any]) -> Callable[.
     filename = f"<alpa {what} {id(namespace):x}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     exec(compile(source, filename, "exec"), namespace)
+    weakref.finalize(namespace[what], linecache.cache.pop, filename, None)
     return namespace[what]
 
 

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import psutil
@@ -106,6 +107,7 @@ def trim() -> None:
         malloc_trim(0)
 
 
+@cache  # each CDLL brings a class of its own, which a garbage collection alone frees
 def _glibc(name: str) -> Any:
     """A function of glibc's; None with another C library."""
     return getattr(ctypes.CDLL(None), name, None)

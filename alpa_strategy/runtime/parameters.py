@@ -91,14 +91,13 @@ class MeshParameters:
             elif look is not None and not sharded.is_gathered_once and not sharded.plan.is_fetched:
                 self._hooks.append(sharded.parameter.register_post_accumulate_grad_hook(partial(look, sharded.name)))
 
-    def stop(self) -> None:
-        """Watch no backward any more, keep no copies."""
+    def unwatch(self) -> None:
+        """Watch no backward any more: by what does, parameters hold this for ever. No communication."""
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        self.after_optimizer_step()
         for sharded in self._by_parameter.values():
-            sharded.accumulator = None  # it remembers the shard's shape
+            sharded.accumulator = None  # it remembers the shard's shape, too
 
     def step_inputs(self, ahead_bytes: int = 0) -> Mapping[str, Tensor]:
         """Name -> what the lowered step takes: the parameter itself, or (`G` modes) its copy gathered for this step.
@@ -353,7 +352,8 @@ class ParameterStore:
     def unshard(self) -> None:
         """Give every parameter its whole data back, on every rank. Collective; ends training with this store."""
         for mesh in self._meshes.values():
-            mesh.stop()
+            mesh.unwatch()
+            mesh.after_optimizer_step()
         for parameter in self.sharded_parameters:
             known = self._known[parameter]
             if known.owned is None or not known.owned.is_whole:

@@ -174,6 +174,14 @@ def random_numbers(self: Step, x: Tensor, y: Tensor) -> Tensor:
     return (self.a(x) * noise).sum() + (self.a(x) * torch.empty_like(x).bernoulli_(0.5)).sum()
 
 
+def caught_error(self: Step, x: Tensor, y: Tensor) -> Tensor:
+    try:
+        made = self.a(x[:, :3])
+    except RuntimeError:
+        made = self.b(x)
+    return made.sum()
+
+
 def losses(self: Step, x: Tensor, y: Tensor) -> Tensor:
     logits = self.b(self.a(x))
     return (
@@ -193,7 +201,16 @@ def losses(self: Step, x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "function",
-    [in_place, no_grad_inside, detached_in_place, powers_in_place, factories, assigned_buffer, random_numbers],
+    [
+        in_place,
+        no_grad_inside,
+        detached_in_place,
+        powers_in_place,
+        factories,
+        assigned_buffer,
+        random_numbers,
+        caught_error,
+    ],
 )
 def test_steps(function: Callable[..., Any]) -> None:
     assert_same_step(Step(function), example())

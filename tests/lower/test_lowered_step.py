@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import linecache
 import random as python_random
 from dataclasses import replace
 
@@ -10,6 +12,7 @@ import pytest
 from lowered_cases import CASES, captured, problem_of, random_assignment, run_lowered_stage, stage_of
 
 from alpa_strategy.intra_op.overlap import product_of
+from alpa_strategy.lower.lines import function_of
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=str)
@@ -25,3 +28,12 @@ def test_random_plans_equal_the_whole_step(name, mesh_shape):
         }
         stage = replace(stage, ahead_bytes=rng.choice([0, 2**12, 2**30]), in_parts=in_parts)
         run_lowered_stage(case, stage, mesh_shape)
+
+
+def test_the_source_of_a_program_goes_with_it():
+    step = function_of("def step():\n    return ()\n", "step", {})
+    filename = step.__code__.co_filename
+    assert linecache.getline(filename, 2) == "    return ()\n"
+    del step
+    gc.collect()
+    assert filename not in linecache.cache

@@ -6,8 +6,10 @@ hands out to whole, with the batch's rows divided over all devices.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 
 import pytest
 import torch
@@ -328,6 +330,32 @@ def test_what_is_never_differentiated_does_not_stay(make):
         return StorageWeakRef(result.untyped_storage())
 
     assert [result.expired() for result in run_on_threads((2,), work)] == [True, True]
+
+
+def test_nothing_is_gathered_ahead_of_a_use_that_is_over():
+    """A layer norm's backward asks for its bias before its weight, which was saved first. No cycle keeps the rest."""
+
+    def work(mesh):
+        norm = nn.LayerNorm(6, dtype=torch.float64)
+        inputs = inputs_of(norm)
+        store = store_on(mesh, norm, inputs, {p.name: ParameterPlan.parse("S0") for p in inputs})
+        store.shard()
+        gather = Reshard(ParameterPlan.parse("S0").step_layout(), (REPLICATE,), (6,), mesh)
+        x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
+        with store.of_stage[0].regather_hooks(ahead_bytes=1000) as regather:
+            y = F.layer_norm(x, (6,), gather(norm.weight), gather(norm.bias))
+        before = len(mesh.axes[0].record)
+        torch.autograd.grad(y.sum(), x)
+        gathers = len(mesh.axes[0].record) - before
+        left = weakref.ref(regather)
+        del y, regather
+        return gathers, left() is None
+
+    gc.disable()
+    try:
+        assert run_on_threads((2,), work) == [(2, True), (2, True)]
+    finally:
+        gc.enable()
 
 
 def test_a_changed_parameter_is_not_gathered_for_an_older_forward():

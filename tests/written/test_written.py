@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conformance.bench import differences
 from quiet import QUIET
 from worker_pool import WorkerError
@@ -20,8 +23,10 @@ from written.programs import PROGRAMS
 
 from alpa_strategy import AlpaStrategy, ClusterSpec
 from alpa_strategy.capture.python_state import patched
+from alpa_strategy.comm.collectives import cpu_group
 from alpa_strategy.lightning.written_run import WrittenRun
 from alpa_strategy.runtime.gather_on_use import GatherOnUse
+from alpa_strategy.runtime.sharded_parameter import ShardedParameter
 
 RANKS = 2
 
@@ -264,6 +269,62 @@ def test_a_backward_of_ones_own_that_works_on_gradients_is_refused(pool, tmp_pat
 def test_what_fails_on_parts_of_parameters_is_told_of_whole_ones(pool, tmp_path) -> None:
     with pytest.raises(WorkerError, match=r"must match the size(.|\n)*with trainer.strategy.whole_parameters\(\):"):
         pool.run(RANKS, train, "AveragesParts", "alpa", str(tmp_path), "zero3")
+
+
+def groups_after_each(root: str, uneven: bool) -> list[int]:
+    """How many process groups there are after each of three trainings, the second of which fails.
+
+    Args:
+        uneven: in the midst of a collective that only one rank has begun.
+    """
+    counts = []
+    for fails in (False, True, False):
+        trainer = pl.Trainer(
+            strategy=AlpaStrategy(cluster="pcie_8gpu", verbose=False, capture="never", parallel="zero3"),
+            **{"accelerator": "cpu", "devices": RANKS, "max_steps": 2, "default_root_dir": root, **QUIET},
+            callbacks=[Fails(uneven)] if fails else [],
+        )
+        with pytest.raises(ArithmeticError) if fails else nullcontext():
+            trainer.fit(programs.ReadsItsLoss().double())
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+class Fails(pl.Callback):
+    """After the first step."""
+
+    def __init__(self, uneven: bool = False) -> None:
+        self._uneven = uneven
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._uneven and trainer.is_global_zero:
+            self.work = dist.all_reduce(torch.ones(1), group=cpu_group("rounds"), async_op=True)
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("uneven", [False, True], ids=["", "uneven"])
+def test_trainings_in_one_process_use_the_same_process_groups(pool, tmp_path, uneven: bool) -> None:
+    """But for those in which one that failed has left a collective under way."""
+    for first, failed, next_one in pool.run(RANKS, groups_after_each, str(tmp_path), uneven, init_group=False):
+        assert first == failed
+        assert (first < next_one) == uneven
+
+
+def left_by_a_failure(parallel: str, capture: str, root: str) -> int:
+    """How many parameters of a training that failed there are when it is gone."""
+    strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, capture=capture, parallel=parallel)
+    common: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS, "max_steps": 2, "default_root_dir": root}
+    trainer = pl.Trainer(strategy=strategy, callbacks=[Fails()], **{**common, **QUIET})
+    with pytest.raises(ArithmeticError):
+        trainer.fit(programs.Program().double())
+    del trainer, strategy
+    gc.collect()
+    return sum(type(each) is ShardedParameter for each in gc.get_objects())
+
+
+@pytest.mark.parametrize(("parallel", "capture"), [("data", "auto"), ("data", "never"), ("zero3", "never")])
+def test_nothing_stays_of_a_training_that_failed(pool, tmp_path, parallel: str, capture: str) -> None:
+    assert pool.run(RANKS, left_by_a_failure, parallel, capture, str(tmp_path), init_group=False) == [0] * RANKS
 
 
 def resume(root: str) -> tuple[list[str], int]:
