@@ -17,6 +17,7 @@ import numpy as np
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_problem import PER_STEP, Parts, StageProblem, no_parts, weigh
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
+from alpa_strategy.intra_op.decode import read_last
 from alpa_strategy.intra_op.options import gathers, local_bytes
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate, with_only
 from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
@@ -28,11 +29,12 @@ from alpa_strategy.sharding.redistribute import reshard_table
 MAX_TABLE_ENTRIES = 10_000_000
 MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
 # The last axis of `parts`: seconds of a micro-batch and once per step; bytes always and per micro-batch in flight,
-# boundary in, boundary out, largest short-lived; where every layer is recomputed alone: the largest layer's graph, and
+# boundary in, boundary out, largest short-lived, gradients that are not there yet before the run's backward (one
+# micro-batch); where every layer is recomputed alone: the largest layer's graph, and
 # what passes from layer to layer inside the run; of `once` and `always`: what is made of parameters alone, which can be
 # made again for every micro-batch.
 Part = IntEnum(
-    "Part", "FORWARD BACKWARD ONCE ALWAYS SAVED ENTERING LEAVING WORKING AGAIN PASSING DERIVING DERIVED", start=0
+    "Part", "FORWARD BACKWARD ONCE ALWAYS SAVED ENTERING LEAVING WORKING AGAIN PASSING DERIVING DERIVED MADE", start=0
 )
 SUMMED = {Part[name.upper()]: name for name in ("forward", "backward", "once", "always", "saved", "again")}
 PER_STEP_SUMMED = {Part.DERIVING: "once", Part.DERIVED: "always"}
@@ -91,7 +93,7 @@ def layer_matrix(
     for k, (found, values) in enumerate(_by_elimination(problems, kept) or dense_layer_costs(problems, kept)):
         objective[k] = found
         values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
-        parts[k] = _sum_parts(joined, values, shape[1:])
+        parts[k] = _sum_parts(joined, values, shape[1:], begins=num_microbatches == 1)
     objective += num_microbatches * sum(passing)
     parts[..., Part.FORWARD] += passing[0]
     parts[..., Part.BACKWARD] += passing[1]
@@ -205,16 +207,21 @@ def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list
     return [s + per_byte * b for s, b in zip(seconds, num_bytes, strict=True)]
 
 
-def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """[p, q, part] of the minimising assignments; `values`: per choice, [p, q] the strategy that it takes."""
+def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...], begins: bool) -> np.ndarray:
+    """[p, q, part] of the minimising assignments; `values`: per choice, [p, q] the strategy that it takes.
+
+    begins: see `decode.working_bytes`, where gradients are not accumulated.
+    """
     intra = joined.stage.intra
     total = np.zeros((*shape, len(Part)))
-    working, gathered = np.zeros(shape), np.zeros(shape)
+    working, gathered, made = (np.zeros(shape) for _ in range(3))
+    read = read_last(intra) if begins and intra.tables.steps_per_update == 1 else [[]] * len(intra.ops)
     offset = len(intra.parameters)
     for index, parts in enumerate(joined.choices):
         _add(total, parts, values[index])
-    for index, options in enumerate(intra.ops):
-        np.maximum(working, options.temporary_bytes[values[offset + index]], out=working)
+    for index, (options, parameters) in enumerate(zip(intra.ops, read, strict=True)):
+        made += sum(intra.parameters[p].gradient_bytes[values[p]] for p in parameters)
+        np.maximum(working, options.temporary_bytes[values[offset + index]] - made, out=working)
     for transfer, parts, sizes in zip(joined.problem, joined.transfers, joined.gathered, strict=True):
         source = np.asarray(transfer.source)[values[transfer.producer]]
         asked: list[np.ndarray] = []  # per use, [p, q] target layout: one that an earlier use asked for is there
@@ -230,7 +237,7 @@ def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, .
                 np.maximum(gathered, sizes[source, target], out=gathered)
     total[..., Part.ENTERING] = joined.entering_bytes[:, None]
     total[..., Part.LEAVING] = joined.leaving_bytes[None, :]
-    total[..., Part.WORKING] = working + 2 * gathered
+    total[..., Part.WORKING], total[..., Part.MADE] = working + 2 * gathered, made
     return total
 
 

@@ -222,6 +222,7 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
             objective = np.take_along_axis(joined, best[:, None, :], axis=1)[:, 0]
             total = before + after
             total[..., Part.ENTERING], total[..., Part.LEAVING] = before[..., Part.ENTERING], after[..., Part.LEAVING]
+            after[..., Part.WORKING] -= before[..., Part.MADE]
             for largest in (Part.WORKING, Part.AGAIN):  # one layer at a time: these do not add up
                 total[..., largest] = np.maximum(before[..., largest], after[..., largest])
             total[..., Part.PASSING] = before[..., Part.PASSING] + new_shares[last][:, None] * after[..., Part.ENTERING]
@@ -239,9 +240,8 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
     """(seconds, once, always, in flight, shape, remat), each [first, last + 1, price]: without recomputation, with a
     stage recomputed as a whole, layer by layer, and so together with what is made of parameters alone."""
     # Each [first, last + 1, price].
-    forward, backward, once, always, saved, entering, leaving, working, again, passing, deriving, derived = np.moveaxis(
-        parts, (0, -1), (-1, 0)
-    )
+    parts = np.moveaxis(parts[..., : Part.MADE], (0, -1), (-1, 0))
+    forward, backward, once, always, saved, entering, leaving, working, again, passing, deriving, derived = parts
     recomputed = always + working + leaving
     num_layers = np.maximum(1, np.arange(once.shape[1]) - np.arange(once.shape[0])[:, None])[..., None]
     # (recomputes, seconds per micro-batch to derive again, bytes always, bytes per micro-batch in flight)

@@ -162,16 +162,21 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = Fals
     of_ops = assignment[len(intra.parameters) :]
     of_op = np.array([float(o.temporary_bytes[k]) for o, k in zip(intra.ops, of_ops, strict=False)])
     if begins:
-        made_at = np.zeros(len(of_op))
-        for given, options, k in zip(intra.step.parameters, intra.parameters, assignment, strict=False):
-            uses = [op for op, _ in intra.step.consumers.get(given.value, ())]
-            if uses:
-                made_at[max(uses)] += options.gradient_bytes[k]
-        of_op -= np.cumsum(made_at)  # its own are among its gradients
+        made = [[float(intra.parameters[p].gradient_bytes[assignment[p]]) for p in read] for read in read_last(intra)]
+        of_op -= np.cumsum([sum(sizes) for sizes in made])  # its own are among its gradients
     largest_op = float(of_op.max(initial=0.0))
     gathered = ((intra.step.values[value], target) for _, value, _, target in _gathered(intra, assignment))
     largest_gather = max((local_bytes(meta, target, intra.mesh.shape) for meta, target in gathered), default=0)
     return largest_op + 2 * largest_gather + fetched_bytes(intra, assignment)
+
+
+def read_last(intra: IntraOp) -> list[list[int]]:
+    """Of every op, the parameters that no later one reads: the first of their gradients is made by its backward."""
+    found: list[list[int]] = [[] for _ in intra.ops]
+    for index, given in enumerate(intra.step.parameters):
+        if readers := intra.step.consumers.get(given.value, ()):
+            found[max(op for op, _ in readers)].append(index)
+    return found
 
 
 def _gathered(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int, int, DualLayout, DualLayout]]:

@@ -14,7 +14,7 @@ from strategy.test_training import assert_same as same_training
 from worker_pool import WorkerError
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.options import PlanOptions
+from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.planner import make_plan
 
 KINDS = {"Validated": Validated, "Measured": Measured, "Phased": Phased}
@@ -230,7 +230,7 @@ def test_one_stage_stays_unless_asked_otherwise():
     module = MLP(**WIDE)
     rows = module.example_batch(4)
     for options in ({}, {"num_stages": 1}, {"parallel": "data"}, {"logical_mesh": [2]}):
-        plan = make_plan(module, rows, slow, PlanOptions.from_user(**options))
+        plan = make_plan(module, rows, slow, PlanOptions.from_user(**options), OptimizerInfo())
         assert (len(plan.stages), plan.num_microbatches) == (1, 1)
     for asked in ({"remat": True}, {"remat": True, "num_stages": 4, "schedule": "ZBVZeroBubble"}):
         plan = make_plan(module, rows, slow, PlanOptions.from_user(**asked))
