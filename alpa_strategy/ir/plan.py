@@ -61,11 +61,7 @@ class ParameterMode:
     @classmethod
     @cache
     def parse(cls, text: str) -> "ParameterMode":
-        """Read `R`, `R*`, `S<dim>`, `G<dim>`.
-
-        Raises:
-            ValueError: it is none of these.
-        """
+        """Read `R`, `R*`, `S<dim>`, `G<dim>`; ValueError where it is none of these."""
         match = _MODE.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a mode")

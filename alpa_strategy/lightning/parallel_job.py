@@ -344,9 +344,6 @@ class JobSignals:
 
     def _end(self) -> None:
         assert self._asked is not None
-        name = signal.Signals(self._asked).name
-        text = (
-            f"\nalpa: rank {self._trainer.global_rank} ends {END_SECONDS:.0f} s after {name}, in the middle of its work"
-        )
-        print(text, file=sys.stderr, flush=True)
+        ends = f"ends {END_SECONDS:.0f} s after {signal.Signals(self._asked).name}, in the middle of its work"
+        print(f"\nalpa: rank {self._trainer.global_rank} {ends}", file=sys.stderr, flush=True)
         self._watch.end_process(128 + self._asked, CHILD_SECONDS)

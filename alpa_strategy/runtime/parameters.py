@@ -339,7 +339,6 @@ class ParameterStore:
 
         Args:
             values: gives the whole of a parameter (all of it is freed before the next is asked for).
-            bucket_bytes: size of the gradient buckets.
             look: sees every gradient as this rank has made it, before any sum over ranks.
         """
         for mesh in self._meshes.values():
