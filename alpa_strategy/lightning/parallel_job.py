@@ -231,11 +231,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 class JobSignals:
-    """What this rank does about signals, from `install` to `remove`. Only in the main thread, and with several ranks.
-
-    Args:
-        watch: how ranks tell each other, and end.
-    """
+    """What this rank does about signals, from `install` to `remove`. In the main thread alone, with several ranks."""
 
     def __init__(self, trainer: pl.Trainer, watch: FailureWatch) -> None:
         self._trainer, self._watch = trainer, watch

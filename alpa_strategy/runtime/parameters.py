@@ -40,11 +40,7 @@ Look = Callable[[str, Tensor], None]  # is shown a parameter's name, and the ten
 
 
 class MeshParameters:
-    """Parameters of the stages on one mesh, while steps run.
-
-    Args:
-        replicas: as for `ParameterStore`.
-    """
+    """Parameters of the stages on one mesh, while steps run; `replicas` as for `ParameterStore`."""
 
     def __init__(self, mesh: MeshComm, replicas: Replicas | None = None) -> None:
         self.mesh = mesh
