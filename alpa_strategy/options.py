@@ -1,7 +1,5 @@
 """Everything that a user may pin or tune. All defaults mean "solve it"."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -94,14 +92,14 @@ class PlanOptions:
     stages: tuple[str, ...] = ()
     remat: bool | tuple[str, ...] | None = None
     offload: bool | tuple[str, ...] | None = None
-    costs: OpCosts | None = None
+    costs: "OpCosts | None" = None
     compile: bool = False
     fp32_reduction: bool = False
     completes: bool = False
     kept_whole: tuple[str, ...] = ()
 
     @classmethod
-    def from_user(cls, **given: object) -> PlanOptions:
+    def from_user(cls, **given: object) -> "PlanOptions":
         """Validate and freeze what a user wrote; OptionError names the option, the value and the allowed ones.
 
         `memory_limit` may also be written as a text such as `"16GB"` or `"80GiB"`.
@@ -277,7 +275,7 @@ def _schedule(value: Any) -> str:
     return known[value.lower()]
 
 
-def _costs(value: Any) -> OpCosts:
+def _costs(value: Any) -> "OpCosts":
     missing = [n for n in ("op_seconds", "saved", "optimizer_seconds") if not callable(getattr(value, n, None))]
     missing += [] if isinstance(getattr(value, "name", None), str) else ["name"]
     if missing:
@@ -396,6 +394,6 @@ class Limits:
     master_weights: bool = False
 
     @classmethod
-    def from_user(cls, **given: Any) -> Limits:
+    def from_user(cls, **given: Any) -> "Limits":
         """Validated; OptionError as of `PlanOptions.from_user`."""
         return cls(**{name: _read(name, value) for name, value in given.items()})

@@ -4,8 +4,6 @@ The Trainer sets up, runs its sanity check and restores checkpoints on the whole
 brings the plan and the shards (`lightning/session.py`). Everything heavy is in `alpa_strategy.lightning`.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -113,7 +111,7 @@ class AlpaStrategy(ParallelJob):
         stages: Sequence[str] | None = None,
         remat: bool | str | Sequence[str] | None = None,
         offload: bool | str | Sequence[str] | None = None,
-        costs: OpCosts | None = None,
+        costs: "OpCosts | None" = None,
         compile: bool | Mapping[str, Any] | None = None,
         master_weights: bool = False,
         fp32_reduction: bool = False,
@@ -162,7 +160,7 @@ class AlpaStrategy(ParallelJob):
         self._session = Session(self._job, self._checkpoints)
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> "Plan | None":
         """What was planned for the last training (or evaluation without one)."""
         return self._session.plan
 
@@ -172,12 +170,12 @@ class AlpaStrategy(ParallelJob):
         return self._session.process_bytes
 
     @property
-    def run(self) -> PlacedModule | None:
+    def run(self) -> "PlacedModule | None":
         """What runs the module's steps while its parameters lie in shards, None while they are whole."""
         return self._session.run
 
     @property
-    def store(self) -> ParameterStore | None:
+    def store(self) -> "ParameterStore | None":
         """The parameters of `run`."""
         return None if self.run is None else self.run.store
 

@@ -5,8 +5,6 @@ on shows the casts that PyTorch's own policy makes; `Autocast` puts them into th
 without autocast.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from functools import lru_cache

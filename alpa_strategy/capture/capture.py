@@ -25,22 +25,7 @@ from alpa_strategy.capture.non_tensor_inputs import register_batch_types
 from alpa_strategy.capture.python_state import Same, changed_attributes, initialized
 from alpa_strategy.capture.trace import StepCall, Trace, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
-from alpa_strategy.ir.graph import (
-    AppendRecord,
-    BatchInput,
-    BufferInput,
-    Check,
-    ConstantInput,
-    LogRecord,
-    MetricRecord,
-    Op,
-    ParameterInput,
-    Place,
-    StepGraph,
-    ValueRef,
-    ancestors,
-    tensor_digest,
-)
+from alpa_strategy.ir import graph as ir
 from alpa_strategy.ir.guards import ValueGuard
 from alpa_strategy.ir.op import TensorMeta, bound_arguments, frozen
 
@@ -54,8 +39,8 @@ def capture_step(
     batch_idx: int = 0,
     context: Callable[[], AbstractContextManager[Any]] | None = None,
     rows: tuple[bool, ...] | None = None,
-    numbers: tuple[Place, ...] = (),
-) -> StepGraph:
+    numbers: tuple[ir.Place, ...] = (),
+) -> ir.StepGraph:
     """Capture `module.training_step(batch, batch_idx)`. Nothing real is computed and the module is left as it was.
 
     Args:
@@ -94,7 +79,7 @@ def capture_step(
     return replace(rewrites.segment_fused_linears(graph), batch_scope=batch_scope, numbers=numbers)
 
 
-def _after_first_call(call: StepCall, graph: StepGraph, stored: Mapping[str, Any]) -> StepGraph:
+def _after_first_call(call: StepCall, graph: ir.StepGraph, stored: Mapping[str, Any]) -> ir.StepGraph:
     """The step of a module that sets flags in its first call (libraries install their hooks so), captured once more.
 
     It counts as initialization if the second call stores nothing and does the same tensor work; else CaptureError.
@@ -124,14 +109,14 @@ class _Converter:
         self.memory = Memory(self.builder)
         self.views: dict[Any, Any] = {}  # fx.Node -> View, or a tuple of Views and Nones
         self.input_views: list[View] = []
-        self.constants: list[ConstantInput] = []
+        self.constants: list[ir.ConstantInput] = []
         self.constant_views: dict[str, View] = {}
         self.memory_guards: list[ValueGuard] = []
         self.grad_enabled = True
         self.parameters: set[int] = set()
         self.autocast = Autocast(self.builder, trace.device.type, self.parameters)
-        self.detached: dict[int, ValueRef] = {}  # value -> itself without its gradient
-        self.outputs: list[ValueRef] = []
+        self.detached: dict[int, ir.ValueRef] = {}  # value -> itself without its gradient
+        self.outputs: list[ir.ValueRef] = []
 
     # Inputs
 
@@ -139,7 +124,7 @@ class _Converter:
         """All inputs come first in the numbering: parameters, buffers, batch leaves, constants."""
         for node, entry in zip(placeholders, self.trace.inputs, strict=True):
             ref, parameter = self.builder.add_value(entry.meta), ""
-            if isinstance(entry, ParameterInput):
+            if isinstance(entry, ir.ParameterInput):
                 parameter = entry.name
                 self.parameters.add(ref.index)
             self.views[node] = self.memory.new(ref, parameter)
@@ -174,7 +159,7 @@ class _Converter:
             tensor = tensor.detach()
             meta = TensorMeta(tuple(tensor.shape), tensor.dtype)
             ref = self.builder.add_value(meta)
-            self.constants.append(ConstantInput(ref.index, tensor, meta, tensor_digest(tensor)))
+            self.constants.append(ir.ConstantInput(ref.index, tensor, meta, ir.tensor_digest(tensor)))
             self.constant_views[name] = self.memory.new(ref)
             self.constant_views[name].storage.is_outside = True
         return self.constant_views[name]
@@ -252,9 +237,9 @@ class _Converter:
         result = rewrites.rewrite_loss(self.builder, target, args, kwargs, summed_in)
         if result is None:
             result = self.builder.emit(target, *args, **kwargs)
-        if isinstance(result, ValueRef) and self.builder.meta(result).dtype != traced.dtype:
+        if isinstance(result, ir.ValueRef) and self.builder.meta(result).dtype != traced.dtype:
             result = rewrites.emit_from_whole_numbers(self.builder, target, args, kwargs, traced.dtype) or result
-        if isinstance(result, ValueRef) and (dtype := self.builder.meta(result).dtype) != traced.dtype:
+        if isinstance(result, ir.ValueRef) and (dtype := self.builder.meta(result).dtype) != traced.dtype:
             raise CaptureError(
                 f"{target} ({self.builder.source}) gives {traced.dtype} in the step but {dtype} in the captured graph",
                 "cast its operands by hand",
@@ -273,12 +258,12 @@ class _Converter:
         dropped = ("device", "pin_memory", "layout", "non_blocking")
         return args, {k: v for k, v in kwargs.items() if k not in dropped and v is not None}
 
-    def _read(self, view: View) -> ValueRef:
+    def _read(self, view: View) -> ir.ValueRef:
         """The value of a view; inside no_grad, detached from what requires grad."""
         ref = self.memory.read(view)
         return ref if self.grad_enabled else self._detached(ref)
 
-    def _detached(self, ref: ValueRef) -> ValueRef:
+    def _detached(self, ref: ir.ValueRef) -> ir.ValueRef:
         if not self.builder.meta(ref).requires_grad:
             return ref
         if ref.index not in self.detached:
@@ -326,7 +311,7 @@ class _Converter:
         many = isinstance(result, tuple)
         traced_items = list(traced) if many else [traced]
 
-        def view(item: int, ref: ValueRef | None) -> View | None:
+        def view(item: int, ref: ir.ValueRef | None) -> View | None:
             if ref is None:
                 return None
             owner = graph_builder.sharing_node(traced_items[item], node)  # reshape: a view or not, as strides say
@@ -365,7 +350,7 @@ class _Converter:
         self.memory.write(view, graph_builder.in_its_dtype(self.builder, write, new, meta))
         self.views[node] = view
 
-    def _norm_with_statistics(self, node: fx.Node, results: tuple[ValueRef, ...]) -> None:
+    def _norm_with_statistics(self, node: fx.Node, results: tuple[ir.ValueRef, ...]) -> None:
         """results: (y,) or (y, new running mean, new running variance)."""
         given = bound_arguments(node.target, tuple(node.args), dict(node.kwargs))
         y, *statistics = results
@@ -375,13 +360,13 @@ class _Converter:
 
     # The end
 
-    def finish(self) -> StepGraph:
+    def finish(self) -> ir.StepGraph:
         """The graph of the ops that have an effect: dead code is left out, values are numbered anew, ops named."""
         found = map_refs(self.trace.results, lambda ref: self.outputs[ref.index])  # what the step left behind
         loss, updates = _loss_of(found["output"], self.builder), self._buffer_updates(found.pop("buffers"))
-        leaving = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ValueRef)}
+        leaving = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ir.ValueRef)}
         leaving |= {*updates.values(), loss.index}
-        kept = [self.builder.ops[index] for index in ancestors(self.builder.ops, leaving)]
+        kept = [self.builder.ops[index] for index in ir.ancestors(self.builder.ops, leaving)]
         needed = leaving.union(*(op.operands for op in kept))
         new_index: dict[int, int] = {}
         values: list[TensorMeta] = []
@@ -392,12 +377,12 @@ class _Converter:
             return new_index[old]
 
         for entry in self.trace.inputs:  # parameters also unused: the run has them all
-            if not isinstance(entry, BufferInput) or entry.value in needed or entry.value in updates:
+            if not isinstance(entry, ir.BufferInput) or entry.value in needed or entry.value in updates:
                 define(entry.value)
         inputs = [replace(e, value=new_index[e.value]) for e in self.trace.inputs if e.value in new_index]
         constants = [replace(c, value=define(c.value)) for c in self.constants if c.value in needed]
         counts: dict[str, int] = {}
-        ops: list[Op] = []
+        ops: list[ir.Op] = []
         for op in kept:
             base = op.call.target_name.split(".")[1]  # "aten.mul.Tensor": ops are named mul_0, mul_1, ...
             number = counts[base] = counts.get(base, -1) + 1
@@ -405,40 +390,40 @@ class _Converter:
             ops.append(replace(op, name=f"{base}_{number}", operands=operands, results=tuple(map(define, op.results))))
 
         new_values = {new_index[old]: new_index[new] for old, new in updates.items()}
-        found = map_refs(found, lambda ref: ValueRef(new_index[ref.index]))
+        found = map_refs(found, lambda ref: ir.ValueRef(new_index[ref.index]))
         lists = zip(self.trace.recording.appended, found["appended"], strict=True)
-        return StepGraph(
+        return ir.StepGraph(
             values=tuple(values),
-            parameters=tuple(e for e in inputs if isinstance(e, ParameterInput)),
-            buffers=tuple(replace(e, update=new_values.get(e.value)) for e in inputs if isinstance(e, BufferInput)),
-            batch=tuple(e for e in inputs if isinstance(e, BatchInput)),
+            parameters=tuple(e for e in inputs if isinstance(e, ir.ParameterInput)),
+            buffers=tuple(replace(e, update=new_values.get(e.value)) for e in inputs if isinstance(e, ir.BufferInput)),
+            batch=tuple(e for e in inputs if isinstance(e, ir.BatchInput)),
             constants=tuple(constants),
             ops=tuple(ops),
             loss=new_index[loss.index],
             output=found["output"],
-            logs=tuple(LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in found["logs"]),
-            metrics=tuple(MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in found["metrics"]),
+            logs=tuple(ir.LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in found["logs"]),
+            metrics=tuple(ir.MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in found["metrics"]),
             batch_size=self.trace.batch_size,
             guards=tuple(self.trace.recording.guards),
             attributes=(*self.trace.recording.attributes, *self.memory_guards),
             leaves=self.trace.read_leaves,
-            checks=tuple(Check(*check) for check in found["checks"]),
+            checks=tuple(ir.Check(*check) for check in found["checks"]),
             notes=tuple(self.trace.recording.notes),
-            appended=tuple(AppendRecord(place, tuple(items)) for place, items in lists if items),
+            appended=tuple(ir.AppendRecord(place, tuple(items)) for place, items in lists if items),
         )
 
-    def _buffer_updates(self, reassigned: dict[str, ValueRef]) -> dict[int, int]:
+    def _buffer_updates(self, reassigned: dict[str, ir.ValueRef]) -> dict[int, int]:
         """Value of a buffer -> its new value: written in place, or another tensor (`reassigned`, by name)."""
         updates: dict[int, int] = {}
         for entry, view in zip(self.trace.inputs, self.input_views, strict=True):
-            if isinstance(entry, BufferInput) and view.storage.version:
+            if isinstance(entry, ir.BufferInput) and view.storage.version:
                 updates[entry.value] = self._detached(view.storage.value).index
-            if isinstance(entry, BufferInput) and entry.name in reassigned:
+            if isinstance(entry, ir.BufferInput) and entry.name in reassigned:
                 updates[entry.value] = self._detached(reassigned[entry.name]).index
         tensors = *self.trace.own, *(constant.tensor for constant in self.constants)
         storages = [graph_builder.storages_of(t) if t.layout is torch.strided else set() for t in tensors]
         shared = Counter(storage for own in storages for storage in own)
-        for entry in (e for e in self.trace.inputs if isinstance(e, BufferInput) and e.value in updates):
+        for entry in (e for e in self.trace.inputs if isinstance(e, ir.BufferInput) and e.value in updates):
             if any(shared[storage] > 1 for storage in storages[entry.value]):
                 raise CaptureError(
                     f"the step changes buffer {entry.name}, of which another tensor is a view, made before",
@@ -447,7 +432,7 @@ class _Converter:
         return updates
 
 
-def convert(trace: Trace) -> StepGraph:
+def convert(trace: Trace) -> ir.StepGraph:
     """The frozen graph of a trace."""
     converter = _Converter(trace)
     converter.add_inputs([n for n in trace.module.graph.nodes if n.op == "placeholder"])
@@ -455,7 +440,7 @@ def convert(trace: Trace) -> StepGraph:
     return converter.finish()
 
 
-def _loss_of(output: Any, builder: Builder) -> ValueRef:
+def _loss_of(output: Any, builder: Builder) -> ir.ValueRef:
     """The loss in what `training_step` returned: the tensor itself or `["loss"]`.
 
     CaptureError unless it is one number that depends on a parameter.
@@ -465,7 +450,7 @@ def _loss_of(output: Any, builder: Builder) -> ValueRef:
             "training_step returned None: skipping a batch is not supported", "return a loss for every batch"
         )
     loss = output.get("loss") if isinstance(output, dict) else output
-    if not isinstance(loss, ValueRef):
+    if not isinstance(loss, ir.ValueRef):
         raise CaptureError(
             f"training_step returned {type(output).__name__} without a loss tensor",
             'return the loss, or a dict with "loss"',

@@ -164,16 +164,10 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
     return (*found.values(), ValueGuard("hooks of modules", "hooks", hooks, hooks.get("hooks")))
 
 
-def buffer_guards(module: nn.Module, names: Iterable[str]) -> tuple[ValueGuard, ...]:
-    """Guards of the values of buffers: they hold until one is replaced or changed in place."""
-    values = Values(module.get_buffer)
-    return tuple(ValueGuard(name, name, values, snapshot(module.get_buffer(name))) for name in sorted(names))
-
-
-def trainer_guards(trainer: Any, reads: dict[str, Any]) -> tuple[ValueGuard, ...]:
-    """Guards of the Trainer's values in `reads` (dotted path -> value)."""
-    values = Values(lambda path: operator.attrgetter(path)(trainer))
-    return tuple(ValueGuard(f"trainer.{path}", path, values, value) for path, value in reads.items())
+def guards_at(owner: Any, values: Mapping[str, Any], prefix: str = "") -> tuple[ValueGuard, ...]:
+    """Guards of the `values` (by dotted path, before which messages say `prefix`) that `owner` has now."""
+    now = Values(lambda path: operator.attrgetter(path)(owner))
+    return tuple(ValueGuard(f"{prefix}{path}", path, now, value) for path, value in values.items())
 
 
 def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[ValueGuard, ...]:

@@ -31,16 +31,9 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir import user_code
 from alpa_strategy.ir.graph import Place
 from alpa_strategy.ir.guards import MISSING
-from alpa_strategy.ir.user_code import (
-    closure_values,
-    code_names,
-    is_installed,
-    is_user_file,
-    reached_functions,
-    stored_names,
-)
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, deque)
@@ -178,7 +171,7 @@ def is_user_class(value: Any) -> bool:
 
 def is_user_module(value: Any) -> bool:
     file = getattr(value, "__file__", None) if isinstance(value, types.ModuleType) else None
-    return file is not None and is_user_file(file)
+    return file is not None and user_code.is_user_file(file)
 
 
 # What is changed
@@ -399,15 +392,18 @@ def fields_kept(owner: Any, *functions: Any) -> AbstractContextManager[dict[str,
     are afterwards what they were."""
     seen: set[int] = set()
     found = [("", "", getattr(owner, "__dict__", {})), ("", "", type(owner))]
-    for function in reached_functions(functions):
+    for function in user_code.reached_functions(functions):
         names = function.__globals__
-        found += [*_held_by(function), *((n, n, names[n]) for n in code_names(function.__code__) if n in names)]
+        found += [
+            *_held_by(function),
+            *((n, n, names[n]) for n in user_code.code_names(function.__code__) if n in names),
+        ]
     return restored([each for at, name, v in found if _may_change(name, v) for each in kept_in(v, at, seen)])
 
 
 def _held_by(function: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
     """(place, name, value) of what a function closes over, and of its defaults."""
-    for name, cell in closure_values(function).items():
+    for name, cell in user_code.closure_values(function).items():
         yield from ((f"{name} of {function.__qualname__}", name, each) for each in (cell, cell.cell_contents))
     defaults = (function.__defaults__, function.__kwdefaults__)
     yield from ((f"defaults of {function.__qualname__}", "defaults", each) for each in defaults)
@@ -513,9 +509,9 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
     kinds = user_classes(module)
     members = [member for kind in kinds for member in vars(kind).values()]
     trainer: Any = getattr(module, "_trainer", None)
-    methods = reached_functions([cast(Any, module.training_step), *functions_in(kinds)])
+    methods = user_code.reached_functions([cast(Any, module.training_step), *functions_in(kinds)])
     files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
-    named = {name for method in methods for name in code_names(method.__code__)}
+    named = {name for method in methods for name in user_code.code_names(method.__code__)}
     every = [(f"{where}.{name}", name, value) for where, names in files.items() for name, value in names.items()]
     found = [each for each in every if each[1] in named or isinstance(each[2], _CONTAINERS)]
     found += [each for method in methods for each in _held_by(method)]
@@ -524,12 +520,12 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
     beside = [("trainer.callbacks", "callback", each) for each in getattr(trainer, "callbacks", ())]
     beside += [("trainer.datamodule", "datamodule", getattr(trainer, "datamodule", None))]
     beside += [("the dataset", "dataset", getattr(loader, "dataset", None)) for loader in loaders_of(trainer)]
-    sets = stored_names(cast(Any, module.training_step))
+    sets = user_code.stored_names(cast(Any, module.training_step))
     found += [each for each in beside if not sets.isdisjoint(dir(each[2]))]
     own = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
     # What other packages fill are their caches (einops: a dict of backends).
     foreign = {where: each for where, each in files.items() if where.partition(".")[0] not in own}
-    installed = {where for where, each in foreign.items() if is_installed(each.get("__file__", ""))}
+    installed = {where for where, each in foreign.items() if user_code.is_installed(each.get("__file__", ""))}
     kept: list[_Kept] = [KeptNames(where, names, dict(names)) for where, names in files.items()]
     for place, name, value in found:
         if _may_change(name, value):

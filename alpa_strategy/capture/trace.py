@@ -27,7 +27,7 @@ from alpa_strategy.capture import python_reads
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
 from alpa_strategy.capture.non_tensor_inputs import UnreadLeaf, index_of, may_be_unread, traced_with_leaves, value_text
-from alpa_strategy.capture.python_state import KeptState, patched, restored, standing_in, state_of
+from alpa_strategy.capture.python_state import KeptState, patched, restored, snapshot, standing_in, state_of
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
@@ -155,11 +155,13 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         check_no_collectives(module_graph.graph, origins)
         # After the trace: while it runs, ops must see plain numbers.
         record.numbers.put()
+    # They hold until a buffer is replaced or changed in place.
+    asked = {name: snapshot(module.get_buffer(name)) for name in sorted(known.asked_buffers)}
     record.attributes = (
         *python_reads.freed(python_reads.attribute_guards(module, made["reads"], record.appended), call.numbers),
-        *python_reads.buffer_guards(module, known.asked_buffers),
+        *python_reads.guards_at(module, asked),
         *python_reads.global_guards(module, made["reads"]),
-        *python_reads.trainer_guards(module._trainer, record.trainer_reads),
+        *python_reads.guards_at(module._trainer, record.trainer_reads, "trainer."),
     )
     read_leaves = tuple((i, value_text(leaves[i])) for i in sorted(read - changing.keys()) if may_be_unread(leaves[i]))
     num_rows = batch_size * call.rows_factor

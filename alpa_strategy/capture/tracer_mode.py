@@ -19,16 +19,9 @@ from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.user_code import user_frame, user_position
 
 _TRUTH = Tensor.__bool__
-_CREATIONS = {  # what makes tensors of one number -> its position
-    torch.full: 1,
-    torch.full_like: 1,
-    Tensor.new_full: 2,
-    Tensor.new_tensor: 1,
-    torch.tensor: 0,
-    torch.as_tensor: 0,
-    torch.asarray: 0,
-    torch.scalar_tensor: 0,
-}
+# What makes tensors of one number -> its position.
+_CREATIONS: dict[Any, int] = dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor), 0)
+_CREATIONS |= {torch.full: 1, torch.full_like: 1, Tensor.new_full: 2, Tensor.new_tensor: 1}
 _OF_DATA: Any = Tensor.data
 _FLAG: Any = Tensor.requires_grad
 _DATA, _SET_DATA = _OF_DATA.__get__, _OF_DATA.__set__  # what they give is no tensor of the trace

@@ -125,12 +125,7 @@ def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
 
 @torch.no_grad()
 def shard_state(optimizer: Optimizer, store: ParameterStore, values: Callable[[Tensor], Tensor]) -> None:
-    """Keep this rank's part of every state tensor (of a restored checkpoint), nothing of parameters that it does not
-    hold.
-
-    Args:
-        values: gives the whole of a state tensor.
-    """
+    """Keep this rank's part of every state tensor (`values` gives the whole of one), nothing of what it lacks."""
     for parameter in parameters_of(optimizer):
         if parameter not in optimizer.state:
             continue

@@ -5,8 +5,6 @@ neighbouring devices. What a collective costs on a mesh axis follows from the li
 measured tables where there are any.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -77,7 +75,7 @@ class Host:
     memory_bytes: float
     memory_bandwidth: float
 
-    def share(self, num_devices: int) -> Host:
+    def share(self, num_devices: int) -> "Host":
         """What one of so many devices has of it."""
         memory, bandwidth = self.memory_bytes / num_devices, self.memory_bandwidth / num_devices
         return replace(self, memory_bytes=memory, memory_bandwidth=bandwidth)
@@ -162,7 +160,7 @@ class ClusterSpec:
         return self.num_nodes * self.devices_per_node
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> ClusterSpec:
+    def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> "ClusterSpec":
         """Read a YAML file (or the name of one in configs/clusters); ClusterError names missing or unknown fields.
 
         `overrides` are laid over the file: dotted field -> value, for example `{"num_nodes": 2}`.
@@ -170,7 +168,7 @@ class ClusterSpec:
         return cls.from_dict(*read_cluster_yaml(path, overrides))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], source: str = "(given as data)") -> ClusterSpec:
+    def from_dict(cls, data: Mapping[str, Any], source: str = "(given as data)") -> "ClusterSpec":
         """Inverse of `to_dict`. Strict: ClusterError names `source` and the field that is missing, unknown or wrong.
 
         With `measured: true` only `name`, `num_nodes` and `devices_per_node` are needed; what is not given is nominal
@@ -241,13 +239,13 @@ class ClusterSpec:
         """What `between` and `logical_mesh` gave, by their arguments."""
         return {}
 
-    def in_order(self, ranks: Order) -> ClusterSpec:
+    def in_order(self, ranks: Order) -> "ClusterSpec":
         """The cluster with its devices in an order that is given."""
         if self.is_uniform and ranks == tuple(range(self.num_devices)):
             return self
         return replace(self, order=ranks)
 
-    def orders(self) -> list[ClusterSpec]:
+    def orders(self) -> "list[ClusterSpec]":
         """The cluster in every order of its devices that some mesh is better off in than in the others.
 
         One where its links do not differ, or its order is given. Orders are left out whose every mesh has in another
@@ -263,7 +261,7 @@ class ClusterSpec:
                 kept = [(c, other) for c, other in kept if not _as_good(other, offers)] + [(found, offers)]
         return [found for found, _ in kept]
 
-    def _offers(self) -> _Offers:
+    def _offers(self) -> "_Offers":
         """What the meshes of each submesh size have: per logical shape its axes' sizes and rates, smallest first.
 
         Under (0, size) what messages from mesh to mesh have that lie in a row: all one after the other, the slowest.

@@ -38,7 +38,6 @@ class FailureWatch:
     Args:
         store: the job's store; clones of it (own connections) are used, so a blocked main thread does not
             block the watch.
-        rank, world_size: this process's place in the job.
         children: gives the processes that this one launched; they are ended before this process ends itself.
         last: called then, before it ends.
     """

@@ -93,7 +93,6 @@ def measure_cluster(
     folder: Path,
     device: torch.device = CPU,
     budget_seconds: float = 1.5,
-    backend: str = "gloo",
 ) -> ClusterSpec:
     """The running job's cluster as a measured ClusterSpec, equal on all ranks.
 
@@ -104,6 +103,7 @@ def measure_cluster(
     """
     shapes = factorisations(num_nodes * devices_per_node)
     whole = make_mesh(shapes[0])
+    backend = "nccl" if device.type == "cuda" else "gloo"
     path = stored_path(folder, device_name(device), num_nodes, devices_per_node, backend)
     found = load_stored(path)
     if _agreed_max(whole, [0.0 if found else 1.0], device)[0] == 0.0:

@@ -38,7 +38,6 @@ class SharedMemoryGroup:
 
     Args:
         path: a file of TOTAL_BYTES zeros that all ranks map; it may be removed once all have.
-        rank, size: of this process in the group.
         seconds: a collective that takes longer has failed.
     """
 

@@ -7,8 +7,6 @@ else is written as the data classes have it. Reading checks every field against 
 wrong.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re
@@ -62,12 +60,8 @@ class ParameterMode:
 
     @classmethod
     @cache
-    def parse(cls, text: str) -> ParameterMode:
-        """Read `R`, `R*`, `S<dim>`, `G<dim>`.
-
-        Raises:
-            ValueError: it is none of these.
-        """
+    def parse(cls, text: str) -> "ParameterMode":
+        """Read `R`, `R*`, `S<dim>`, `G<dim>`; ValueError where it is none of these."""
         match = _MODE.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a mode")
@@ -107,7 +101,7 @@ class ParameterMode:
             return shard(self.dim)
         return REPLICATE if requires_grad and self.storage is not Storage.INVARIANT else INVARIANT
 
-    def shifted(self, by: int) -> ParameterMode:
+    def shifted(self, by: int) -> "ParameterMode":
         """The mode for dims counted from another origin: `S1` shifted by -1 is `S0`; `R` and `R*` stay."""
         return self if self.dim is None else ParameterMode.parse(f"{self.storage.value}{self.dim + by}")
 
@@ -136,7 +130,7 @@ class ParameterPlan:
     sums_in_fp32: bool = False  # its gradient is summed over devices in fp32 at least, however it was computed
 
     @classmethod
-    def parse(cls, text: str, num_segments: int = 1) -> ParameterPlan:
+    def parse(cls, text: str, num_segments: int = 1) -> "ParameterPlan":
         """From modes in the step's dims: `ParameterPlan.parse("R* S0")`."""
         return cls(parse_modes(text), num_segments)
 
@@ -190,7 +184,7 @@ class Fingerprint:
     options: str
     format: str
 
-    def differences(self, other: Fingerprint) -> list[str]:
+    def differences(self, other: "Fingerprint") -> list[str]:
         """Names of the parts that differ."""
         return [part for part in self.__dataclass_fields__ if getattr(self, part) != getattr(other, part)]
 
@@ -361,7 +355,7 @@ class Plan:
         write_json(path, self.to_dict())
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | Path) -> "Plan":
         """Read a plan; PlanError when the file is unreadable, of another format version, or incomplete."""
         try:
             data = read_json(path)
@@ -379,7 +373,7 @@ class Plan:
         return {"format_version": FORMAT_VERSION, **_written(Plan, self)}
 
     @classmethod
-    def from_dict(cls, data: Any) -> Plan:
+    def from_dict(cls, data: Any) -> "Plan":
         """Inverse of `to_dict`; PlanError names the field that is missing or wrong."""
         version = _check(data, dict, "plan").get("format_version")
         if version != FORMAT_VERSION:

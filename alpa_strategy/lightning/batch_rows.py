@@ -33,7 +33,7 @@ from alpa_strategy.comm.mesh import AxisComm
 from alpa_strategy.errors import AlpaError, NotRowsError, UnlikeStepsError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names, reads_parameters, stored_names
-from alpa_strategy.lightning.checks import is_overridden, names_in, own_hooks
+from alpa_strategy.lightning.checks import AFTER_BACKWARD, is_overridden, names_in, own_hooks
 from alpa_strategy.lightning.digests import REPLICA, digest
 from alpa_strategy.lightning.same_steps import SAME_SHAPES
 from alpa_strategy.microbatch.states import where_rows_meet
@@ -49,14 +49,7 @@ _KINDS: tuple[Kind, ...] = ("rows", "same", "own")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 # Between a step and the update of its weights.
-UPDATE_HOOKS = (
-    "on_before_backward",
-    "backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "optimizer_step",
-)
+UPDATE_HOOKS = ("on_before_backward", "backward", *AFTER_BACKWARD)
 
 
 class WatchedCollate:

@@ -18,6 +18,7 @@ _OTHER_PRECISIONS = (
     precision.TransformerEnginePrecision,
     precision.XLAPrecision,
 )
+AFTER_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 
 
 def check_module(module: Any) -> None:

@@ -144,14 +144,10 @@ def rank_state(trainer: Any, run: dict[str, Any] | None) -> dict[str, Any]:
     at = loop.epoch_loop.batch_progress.current  # an interrupted step's batch was drawn, and not trained on
     ahead = len(getattr(loop._data_fetcher, "batches", ())) + at.ready - at.processed
     flattened = [] if loop._combined_loader is None else loop._combined_loader.flattened
-    passes = [loader.position(ahead) for loader in flattened if type(loader) is ResumableLoader]
+    positions = [loader.position(ahead) for loader in flattened if type(loader) is ResumableLoader]
+    passes = [None if each is None else asdict(each) for each in positions]
     loader_states = [] if loop._combined_loader is None else loop._combined_loader._state_dicts()
-    return {
-        "random": random_state(),
-        "passes": [None if at is None else asdict(at) for at in passes],
-        "loader_states": loader_states,
-        "run": run,
-    }
+    return {"random": random_state(), "passes": passes, "loader_states": loader_states, "run": run}
 
 
 def put_states(checkpoint: dict[str, Any], states: list[dict[str, Any]], num_shares: int) -> None:

@@ -173,11 +173,7 @@ Seen = tuple[bool, str | None, str | None, bool]  # loss is bad, first bad own g
 
 
 class GradientCheck:
-    """Looks at each step of the optimizer, when its gradients are complete.
-
-    Args:
-        divided: as for `report`.
-    """
+    """Looks at each step of the optimizer, when its gradients are complete; `divided` as for `report`."""
 
     copies: CopyCheck  # compares gradients of what several ranks hold
 

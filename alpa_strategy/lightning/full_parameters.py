@@ -25,7 +25,7 @@ from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import any_rank, world_size
 from alpa_strategy.errors import AlpaError, SetupError
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names
-from alpa_strategy.lightning.checks import is_overridden, names_in, own_hooks
+from alpa_strategy.lightning.checks import AFTER_BACKWARD, is_overridden, names_in, own_hooks
 from alpa_strategy.runtime.gather_on_use import GatherOnUse, set_data
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -143,13 +143,7 @@ def _put(tensors: list[tuple[nn.Parameter, Tensor, Tensor | None]]) -> None:
         parameter.grad = grad
 
 
-_GRADIENT_HOOKS = (
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "configure_gradient_clipping",
-    "optimizer_step",
-)
+_GRADIENT_HOOKS = (*AFTER_BACKWARD, "on_before_zero_grad")
 _HOOKS_OF_STEPS = ("on_train_batch_start", "on_before_backward", *_GRADIENT_HOOKS, "on_train_batch_end")
 _HOOKS = (
     *_HOOKS_OF_STEPS,
@@ -171,7 +165,6 @@ def unshard_for_hooks(
     """Context of a running training: its hooks that look at parameters see whole ones.
 
     Args:
-        whole: makes parameters whole.
         fits: None where whole parameters (True: and gradients) have room on this device beside the training, else why
             not.
     """

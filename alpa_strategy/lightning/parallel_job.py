@@ -231,11 +231,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 class JobSignals:
-    """What this rank does about signals, from `install` to `remove`. Only in the main thread, and with several ranks.
-
-    Args:
-        watch: how ranks tell each other, and end.
-    """
+    """What this rank does about signals, from `install` to `remove`. In the main thread alone, with several ranks."""
 
     def __init__(self, trainer: pl.Trainer, watch: FailureWatch) -> None:
         self._trainer, self._watch = trainer, watch
@@ -344,9 +340,6 @@ class JobSignals:
 
     def _end(self) -> None:
         assert self._asked is not None
-        name = signal.Signals(self._asked).name
-        text = (
-            f"\nalpa: rank {self._trainer.global_rank} ends {END_SECONDS:.0f} s after {name}, in the middle of its work"
-        )
-        print(text, file=sys.stderr, flush=True)
+        ends = f"ends {END_SECONDS:.0f} s after {signal.Signals(self._asked).name}, in the middle of its work"
+        print(f"\nalpa: rank {self._trainer.global_rank} {ends}", file=sys.stderr, flush=True)
         self._watch.end_process(128 + self._asked, CHILD_SECONDS)

@@ -288,8 +288,7 @@ class PlacedModule(ABC):
         if self.store.sharded_parameters or not self.plan.is_as_written:
             self._adapted.enter_context(use_whole_norms(trainer.precision_plugin, self.whole))
         if self.store.sharded_parameters:
-            hooks = unshard_for_hooks(self.module, self.whole, self.no_room_for_whole)
-            self._adapted.enter_context(hooks)
+            self._adapted.enter_context(unshard_for_hooks(self.module, self.whole, self.no_room_for_whole))
 
     def release(self) -> None:
         """Give the module and the optimizers their whole tensors back, for good. Collective."""

@@ -144,14 +144,7 @@ def job_cluster(job: Job) -> ClusterSpec:
     spec = job.cluster
     if spec is None:
         with job.progress("cluster"):
-            spec = measure_cluster(
-                job.num_nodes,
-                job.devices_per_node,
-                build_mesh,
-                job.folder / "costs",
-                job.device,
-                backend="nccl" if job.device.type == "cuda" else "gloo",
-            )
+            spec = measure_cluster(job.num_nodes, job.devices_per_node, build_mesh, job.folder / "costs", job.device)
     nodes, devices = job.step_devices
     return replace(spec, num_nodes=nodes, devices_per_node=devices)
 

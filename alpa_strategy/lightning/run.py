@@ -134,7 +134,6 @@ class Run(PlacedModule):
 
     @override
     def finish_backward(self) -> None:
-        """After the Trainer's backward: complete gradients. Collective."""
         if not self.plan.is_pipelined:  # gradients of a pipeline were complete before it
             self.store.finish_backward(None if self._job.replica is not None else self.steps_by_bucket())
         if self._job.replica is not None and self.syncs:
@@ -256,11 +255,7 @@ class Run(PlacedModule):
 
     @override
     def changed_parameters(self) -> str | None:
-        """What happened to the module's parameters since the plan was made, None when nothing did that matters.
-
-        Raises:
-            RuntimeMismatchError: when it happened on some ranks only.
-        """
+        """See `PlacedModule.changed_parameters`; RuntimeMismatchError when it happened on some ranks only."""
         changed = super().changed_parameters()
         if changed is not None:
             self._same.meet_for_change(changed)

@@ -5,8 +5,6 @@ until the training ends, and beyond that where it does not fit whole. A model th
 sharded for an evaluation without a training as well.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -78,7 +76,7 @@ class Session:
             self._make_whole()
             self._shard(module, optimizers, batch, batch_idx).load_state_dict(random_streams)
 
-    def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> PlacedModule:
+    def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> "PlacedModule":
         # Planning and the runtime are loaded with the first batch, not with the import of the package.
         from alpa_strategy.lightning.placed_module import Unplaced
         from alpa_strategy.lightning.run import Run
@@ -137,7 +135,7 @@ class Session:
             self._why_written = error
         return self._go_on_as_written(self.run, batch, batch_idx).training_step(batch, batch_idx, as_written)
 
-    def _go_on_as_written(self, run: PlacedModule, batch: Any, batch_idx: int) -> PlacedModule:
+    def _go_on_as_written(self, run: "PlacedModule", batch: Any, batch_idx: int) -> "PlacedModule":
         """What runs this step and all that follow after `run`, perhaps between batches of one optimizer step."""
         run.leave_steps()
         gradients = run.take_gradients() if self._is_accumulating else []
@@ -290,7 +288,7 @@ class Session:
         self.run = None
 
 
-def _show_plan(run: PlacedModule, job: Job, process_bytes: int = 0) -> None:
+def _show_plan(run: "PlacedModule", job: Job, process_bytes: int = 0) -> None:
     if job.progress.enabled:
         if (replica := job.replica) is not None:
             job.progress.say(f"alpa: {replica.count} replicas, each with this plan for its own batches, as under DDP")

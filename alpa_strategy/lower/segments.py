@@ -127,7 +127,6 @@ class Segment:
     Args:
         source: of the function `segment`.
         namespace: what it refers to.
-        options: of `torch.compile`.
         place: whose ops these are, for messages.
     """
 

@@ -275,17 +275,8 @@ def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
     return step.loss in sums
 
 
-_BY_PLACE: tuple[str, ...] = (
-    "select",
-    "slice",
-    "narrow",
-    "unbind",
-    "squeeze",
-    "select_scatter",
-    "slice_scatter",
-    *SPLITS,
-)
-_BY_PLACE += ("diff", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
+_BY_PLACE = {"select", "slice", "narrow", "unbind", "squeeze", "select_scatter", "slice_scatter", *SPLITS}
+_BY_PLACE |= {"diff", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
 
 
 def where_rows_meet(step: StepGraph, num_ranks: int, by_place: bool) -> str | None:

@@ -21,7 +21,6 @@ class SplitBackward:
 
     Args:
         roots: edges to differentiate (`get_gradient_edge` of the results).
-        root_grads: one per root.
         inputs: leaf tensors whose gradients are wanted first; must not be empty.
 
     `run_inputs` returns the inputs' gradients; `run_weights` then accumulates into `.grad` of all other leaves.

@@ -90,7 +90,6 @@ class StageWorker:
     """One stage on this device.
 
     Args:
-        index: the stage's place in the pipeline.
         own: what it runs and on what; its buffers are updated in place.
     """
 

@@ -11,8 +11,6 @@ that is not kept for the backward (`comm/regather.py` has it brought again). Gra
 parameter's own node, which would add them before they have arrived.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -107,7 +105,7 @@ class _Stored:
 
     link: HostLink
     copy: Tensor
-    before: weakref.ref[_Stored] | None
+    before: "weakref.ref[_Stored] | None"
     coming: Pending | None = None
 
     def start(self) -> Pending:
@@ -135,7 +133,7 @@ class HostParameters:
         self._coming: dict[ShardedParameter, Pending] = {}
         self._returning: dict[nn.Parameter, tuple[str, Tensor]] = {}
 
-    def bring(self, sharded: ShardedParameter) -> Tensor:
+    def bring(self, sharded: "ShardedParameter") -> Tensor:
         """A copy of this device's part, on the device."""
         arriving = self._coming.pop(sharded, None) or self.link.bring(sharded.parameter.detach())
         earlier, last = self._last
@@ -148,7 +146,7 @@ class HostParameters:
             self._coming[following] = self.link.bring(following.parameter.detach())
         return arriving.wait()
 
-    def fetch(self, sharded: ShardedParameter) -> Tensor:
+    def fetch(self, sharded: "ShardedParameter") -> Tensor:
         """A copy of this device's part, for autograd too."""
         bring = partial(self.bring, sharded)
         copy = _Fetched.apply(sharded.parameter, bring, partial(self._take, sharded))
@@ -163,7 +161,7 @@ class HostParameters:
         self._last = (None, None)
         self._arrive()
 
-    def _take(self, sharded: ShardedParameter, grad: Tensor) -> None:
+    def _take(self, sharded: "ShardedParameter", grad: Tensor) -> None:
         """A gradient that the backward has made."""
         parameter = sharded.parameter
         if parameter in self._returning:

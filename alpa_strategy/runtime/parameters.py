@@ -40,11 +40,7 @@ Look = Callable[[str, Tensor], None]  # is shown a parameter's name, and the ten
 
 
 class MeshParameters:
-    """Parameters of the stages on one mesh, while steps run.
-
-    Args:
-        replicas: as for `ParameterStore`.
-    """
+    """Parameters of the stages on one mesh, while steps run; `replicas` as for `ParameterStore`."""
 
     def __init__(self, mesh: MeshComm, replicas: Replicas | None = None) -> None:
         self.mesh = mesh
@@ -339,7 +335,6 @@ class ParameterStore:
 
         Args:
             values: gives the whole of a parameter (all of it is freed before the next is asked for).
-            bucket_bytes: size of the gradient buckets.
             look: sees every gradient as this rank has made it, before any sum over ranks.
         """
         for mesh in self._meshes.values():
