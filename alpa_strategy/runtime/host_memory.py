@@ -32,7 +32,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 GIVEN_BACK, KEPT = (2**20, 2**25), (2**25, 2**30)
 LOOK_SECONDS = 0.004  # between two looks at what the process holds; one takes 20 microseconds
 THREAD = "alpa-free-memory"
-SLACK = 0.05  # of what is planned: held once more before free memory is given back again
+HELD = 1.2  # bytes for each that is planned, from which on free memory is given back
+SLACK = 0.05  # of what is planned: held once more before it is given back again
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def hold_to_plan(
     if _glibc("malloc_trim") is None or (keeps_little and not is_tight):
         return ended.set
     itself = max(0, _held_bytes(psutil.Process()) - _tensor_bytes(module, optimizers))
-    most = itself + int(limit_bytes if is_tight else peak) - slack
+    most = itself + int(limit_bytes if is_tight else HELD * peak) - slack
     threading.Thread(target=_trim_beyond, args=(most, slack, ended), name=THREAD, daemon=True).start()
     return weakref.finalize(owner, ended.set)
 
