@@ -29,10 +29,9 @@ from alpa_strategy.sharding.redistribute import reshard_table
 MAX_TABLE_ENTRIES = 10_000_000
 MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
 # The last axis of `parts`: seconds of a micro-batch and once per step; bytes always and per micro-batch in flight,
-# boundary in, boundary out, largest short-lived, gradients that are not there yet before the run's backward (one
-# micro-batch); where every layer is recomputed alone: the largest layer's graph, and
+# boundary in, boundary out, largest short-lived; where every layer is recomputed alone: the largest layer's graph, and
 # what passes from layer to layer inside the run; of `once` and `always`: what is made of parameters alone, which can be
-# made again for every micro-batch.
+# made again for every micro-batch; where gradients begin with the step, those that the run's backward makes.
 Part = IntEnum(
     "Part", "FORWARD BACKWARD ONCE ALWAYS SAVED ENTERING LEAVING WORKING AGAIN PASSING DERIVING DERIVED MADE", start=0
 )
@@ -78,9 +77,16 @@ def passing_seconds(graph: StepGraph, ends: Ends, tables: OptionTables) -> tuple
 
 
 def layer_matrix(
-    joined: "Joined", prices: Sequence[Price], num_microbatches: int, passing: tuple[np.ndarray, np.ndarray]
+    joined: "Joined",
+    prices: Sequence[Price],
+    num_microbatches: int,
+    passing: tuple[np.ndarray, np.ndarray],
+    begins: bool,
 ) -> LayerMatrix:
-    """Solve the layer once per price, for all pairs of boundary layouts together; `passing`: of `passing_seconds`."""
+    """Solve the layer once per price, for all pairs of boundary layouts together.
+
+    passing: of `passing_seconds`. begins: see `decode.working_bytes`.
+    """
     shape = (len(prices), len(joined.entering_bytes), len(joined.leaving_bytes))
     objective, parts = np.full(shape, np.inf), np.zeros((*shape, len(Part)))  # [price, p, q], [price, p, q, part]
     live = [np.flatnonzero(np.isfinite(p.forward + p.backward + p.once)) for p in joined.choices]
@@ -93,7 +99,7 @@ def layer_matrix(
     for k, (found, values) in enumerate(_by_elimination(problems, kept) or dense_layer_costs(problems, kept)):
         objective[k] = found
         values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
-        parts[k] = _sum_parts(joined, values, shape[1:], begins=num_microbatches == 1)
+        parts[k] = _sum_parts(joined, values, shape[1:], begins)
     objective += num_microbatches * sum(passing)
     parts[..., Part.FORWARD] += passing[0]
     parts[..., Part.BACKWARD] += passing[1]
@@ -208,14 +214,11 @@ def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list
 
 
 def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...], begins: bool) -> np.ndarray:
-    """[p, q, part] of the minimising assignments; `values`: per choice, [p, q] the strategy that it takes.
-
-    begins: see `decode.working_bytes`, where gradients are not accumulated.
-    """
+    """[p, q, part] of the minimising assignments; `values`: per choice, [p, q] the strategy that it takes."""
     intra = joined.stage.intra
     total = np.zeros((*shape, len(Part)))
     working, gathered, made = (np.zeros(shape) for _ in range(3))
-    read = read_last(intra) if begins and intra.tables.steps_per_update == 1 else [[]] * len(intra.ops)
+    read = read_last(intra) if begins else [[]] * len(intra.ops)
     offset = len(intra.parameters)
     for index, parts in enumerate(joined.choices):
         _add(total, parts, values[index])

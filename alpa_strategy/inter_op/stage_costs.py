@@ -84,6 +84,12 @@ class CostJob:
         )
 
     @property
+    def gradients_begin(self) -> bool:
+        """Whether no gradients are there when the graph's backward begins. The last ones are gone when a step does, but
+        for one without a loss (submodules)."""
+        return self.graph.loss >= 0 and self.num_microbatches == self.options.accumulate_grad_batches == 1
+
+    @property
     def keeps_by_tensor(self) -> bool:
         """Whether it is solved for each activation to be kept or made again: compiled programs decide by themselves."""
         return self.is_whole_batch and self.options.remat is None and not self.options.compile
@@ -174,7 +180,8 @@ def run_parts(
         passing.append(passing_seconds(job.graph, ends[first], tables))
 
     def solve(prices: Sequence[tuple[float, int]]) -> list[LayerMatrix]:
-        return [layer_matrix(p, prices, job.num_microbatches, own) for p, own in zip(problems, passing, strict=True)]
+        pairs, given = zip(problems, passing, strict=True), (prices, job.num_microbatches)
+        return [layer_matrix(problem, *given, own, job.gradients_begin) for problem, own in pairs]
 
     free = solve([(0.0, 1)])
     seconds = sum(float(free[kind].objective[0].min()) for kind in kinds)

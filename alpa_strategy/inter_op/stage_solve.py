@@ -260,9 +260,7 @@ class StageSolver:
         raise DoesNotFitError(f"what lies in host memory needs {needed} of a device's share, {share}")
 
     def _working(self, intra: IntraOp, solution: Solution) -> float:
-        """`working_bytes`; the last gradients are gone when a step begins, but for one without a loss (submodules)."""
-        job, counts = self.job, {self.job.num_microbatches, self.job.options.accumulate_grad_batches}
-        return working_bytes(intra, solution.assignment, begins=job.graph.loss >= 0 and counts == {1})
+        return working_bytes(intra, solution.assignment, self.job.gradients_begin)
 
     def _fits(self, stage: StageProblem, solution: Solution, wish: StageWish) -> bool:
         cost = cost_of(stage, solution.assignment, self._working(stage.intra, solution))

@@ -57,7 +57,7 @@ class OpOptions:
     compute_seconds: np.ndarray
     comm_seconds: np.ndarray
     num_bytes: np.ndarray  # what autograd keeps besides operands: masks, statistics, saved results
-    # short-lived memory: in the forward operands and results that are not kept for the backward, there their gradients
+    # short-lived memory: of the forward, operands and results that are not kept; of the backward, gradients of both
     forward_bytes: np.ndarray
     backward_bytes: np.ndarray
     forward_seconds: np.ndarray  # the forward's part of compute and collectives (what recomputation repeats)

@@ -144,7 +144,7 @@ class Run(PlacedModule):
         need no memory beside its activations, or its own gradients."""
         begins = batch_idx % self.module.trainer.accumulate_grad_batches == 0
         if begins and not own_hooks(self.module, _SEE_GRADIENTS):
-            for parameter in self.module.parameters():
+            for parameter in self.store.parameters:  # the module's own take half a millisecond to find
                 parameter.grad = None
 
     def _loss_scale(self) -> float:
