@@ -38,6 +38,7 @@ from alpa_strategy.planner.search import microbatch_counts
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
 from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LARGE_BYTES, PAGE_FAULTS
 from alpa_strategy.sharding.strategies import localize, op_strategies
+from alpa_strategy.units import format_bytes, format_seconds
 
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
 FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
@@ -242,16 +243,23 @@ def _plan_on_rank_zero(
 
 def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
     """See `choose_plan`. In host memory what is planned has room for freed blocks, too, if the plan is not slower by
-    more than page faults take where all of these are given back in the midst of a step."""
-    plan, limit = choose_plan(task, pinned), task.memory_limit / KEPT_BLOCKS
-    if job.device.type != "cpu" or plan.predicted.peak_bytes <= max(limit, LARGE_BYTES):
+    more than page faults take where all of these are given back in the midst of a step; else it counts them."""
+    plan, roomy = choose_plan(task, pinned), task.memory_limit / KEPT_BLOCKS
+    planned = plan.predicted
+    if job.device.type != "cpu" or planned.peak_bytes <= max(roomy, LARGE_BYTES):
         return plan
+    faults = PAGE_FAULTS * planned.step_seconds
     with suppress(PlanError):
-        roomy = replace(task, options=replace(task.options, memory_limit=limit))
-        other = choose_plan(roomy, pinned)
-        if other.predicted.step_seconds <= plan.predicted.step_seconds * (1 + PAGE_FAULTS):
+        other = choose_plan(replace(task, options=replace(task.options, memory_limit=roomy)), pinned)
+        if other.predicted.step_seconds <= planned.step_seconds + faults:
             return replace(other, fingerprint=plan.fingerprint)
-    return plan
+    note = (
+        f"{format_seconds(faults)} of a step are page faults: it needs nearly all of the memory limit, so freed memory "
+        f"goes back to the system at once. A limit of {format_bytes(KEPT_BLOCKS * planned.peak_bytes)} has none"
+    )
+    seconds, compute = planned.step_seconds + faults, planned.compute_seconds + faults
+    planned = replace(planned, step_seconds=seconds, compute_seconds=compute)
+    return replace(plan, predicted=planned, notes=(*plan.notes, note))
 
 
 def _differs_in_shape(plan: Mapping[str, Any], wanted: Fingerprint) -> bool:

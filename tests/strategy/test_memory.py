@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from alpa_strategy import AlpaStrategy
-from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, THREAD, trim
+from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LARGE_BYTES, PAGE_FAULTS, THREAD, trim
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench_memory.py"
 
@@ -171,6 +171,28 @@ def test_freed_memory_is_kept_within_a_limit_that_binds(pool, tmp_path: Path) ->
     assert held < 1.1 * limit
     assert (threads, left) == (1, 0)
     assert planned <= limit / KEPT_BLOCKS  # freed blocks have room beside it
+
+
+def planned_under_limit(root: str, limit: float | None) -> tuple[Any, tuple[str, ...]]:
+    """What is predicted of a plan that keeps all, and its notes."""
+    strategy = AlpaStrategy(
+        cluster="pcie_8gpu", plan_dir=root, verbose=False, memory_limit=limit, num_stages=1, remat=False
+    )
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, default_root_dir=root, **QUIET)
+    trainer.fit(Deep(), DataLoader(torch.randn(12288, 128), batch_size=12288))
+    assert strategy.plan is not None
+    return strategy.plan.predicted, strategy.plan.notes
+
+
+def test_a_plan_without_room_counts_page_faults(pool, tmp_path: Path) -> None:
+    ((roomy, said),) = pool.run(1, planned_under_limit, str(tmp_path), None)
+    ((tight, notes),) = pool.run(1, planned_under_limit, str(tmp_path), 1.05 * roomy.peak_bytes)
+    assert tight.peak_bytes == roomy.peak_bytes > LARGE_BYTES
+    assert tight.step_seconds == pytest.approx((1 + PAGE_FAULTS) * roomy.step_seconds)
+    parts = tight.compute_seconds + tight.communication_seconds + tight.optimizer_seconds
+    assert tight.step_seconds == pytest.approx(parts)
+    (note,) = set(notes) - set(said)
+    assert "page faults" in note
 
 
 def test_giving_memory_back_leaves_nothing_behind() -> None:
