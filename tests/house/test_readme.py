@@ -1,0 +1,30 @@
+"""README's figures come from the code that stands beside them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_the_first_picture_is_what_the_planner_prints() -> None:
+    found = re.search(r"`alpa (plan [^`]+)`.*?```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    command, picture = found.groups()
+    done = subprocess.run(
+        [sys.executable, "-m", "alpa_strategy", *command.split()],
+        cwd=ROOT, env={**os.environ, "COLUMNS": "96"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines, printed = picture.splitlines(), (line.rstrip() for line in done.stdout.splitlines())
+    shown = [line for line in lines[: lines.index("...")] if line]
+    missing = [line for line in shown if line not in printed]  # in this order: `printed` is an iterator
+    assert not missing[:1]
+    assert len(shown) > 30
