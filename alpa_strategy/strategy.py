@@ -36,7 +36,7 @@ from alpa_strategy.lightning.batch_rows import BatchHooks, watch
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.full_parameters import check_backward
-from alpa_strategy.lightning.job import Job, compiled_by_user
+from alpa_strategy.lightning.job import Job, compiled_by_user, most_accumulated
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ParallelJob
 from alpa_strategy.lightning.session import Session
@@ -224,9 +224,8 @@ class AlpaStrategy(ParallelJob):
         compiled = compile_options(self._compile)
         if self._compile is None:
             compiled = compiled_by_user(self._module, self._compiled_in)
-        options = replace(
-            self.options, accumulate_grad_batches=trainer.accumulate_grad_batches, compile=compiled is not None
-        )
+        accumulated = most_accumulated(trainer)
+        options = replace(self.options, accumulate_grad_batches=accumulated, compile=compiled is not None)
         fitting = trainer.state.fn == TrainerFn.FITTING
         replica = divide(self.limits.replicas) if self.limits.replicas is not None and fitting else None
         if replica is not None:

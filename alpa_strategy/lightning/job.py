@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.convert_frame import CatchErrorsWrapper
@@ -64,6 +65,12 @@ class Job:
         """Whether a step that cannot be captured runs as it is written instead."""
         is_open = self.limits.capture == "auto" and self.options.batch_scope == "auto"
         return is_open and self.plan_file is None and against_written(self.options) is None
+
+
+def most_accumulated(trainer: Any) -> int:
+    """Training steps per optimizer step, the most that a scheduler of them will ask for: plans must hold it, too."""
+    schedulers = (each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler))
+    return max([trainer.accumulate_grad_batches, *(n for each in schedulers for n in each.scheduling.values())])
 
 
 def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] | None:

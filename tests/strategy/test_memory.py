@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader
@@ -173,12 +174,13 @@ def test_freed_memory_is_kept_within_a_limit_that_binds(pool, tmp_path: Path) ->
     assert planned <= limit / KEPT_BLOCKS  # freed blocks have room beside it
 
 
-def planned_under_limit(root: str, limit: float | None) -> tuple[Any, tuple[str, ...]]:
-    """What is predicted of a plan that keeps all, and its notes."""
+def planned_under_limit(root: str, limit: float | None, **options: Any) -> tuple[Any, tuple[str, ...]]:
+    """What is predicted of a plan that keeps all, and its notes. options: of the Trainer."""
     strategy = AlpaStrategy(
         cluster="pcie_8gpu", plan_dir=root, verbose=False, memory_limit=limit, num_stages=1, remat=False
     )
-    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, default_root_dir=root, **QUIET)
+    options |= {"default_root_dir": root, **QUIET}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, **options)
     trainer.fit(Deep(), DataLoader(torch.randn(12288, 128), batch_size=12288))
     assert strategy.plan is not None
     return strategy.plan.predicted, strategy.plan.notes
@@ -193,6 +195,19 @@ def test_a_plan_without_room_counts_page_faults(pool, tmp_path: Path) -> None:
     assert tight.step_seconds == pytest.approx(parts)
     (note,) = set(notes) - set(said)
     assert "page faults" in note
+
+
+def planned_to_accumulate(root: str) -> list[int]:
+    """Planned bytes: without accumulation, with it from the first epoch on, and from a later one on."""
+    later = [GradientAccumulationScheduler({0: 1, 3: 2})]
+    given: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2}, {"callbacks": later}]
+    return [planned_under_limit(root, None, **each)[0].peak_bytes for each in given]
+
+
+def test_gradients_that_accumulate_later_are_planned(pool, tmp_path: Path) -> None:
+    """They live through the forward then."""
+    ((never, always, later),) = pool.run(1, planned_to_accumulate, str(tmp_path))
+    assert never < always == later
 
 
 def test_giving_memory_back_leaves_nothing_behind() -> None:
