@@ -36,7 +36,7 @@ from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.replan import pinned_task, replan, replan_fingerprint
 from alpa_strategy.planner.search import microbatch_counts
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
-from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LARGE_BYTES, PAGE_FAULTS
+from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LEAST_BYTES, PAGE_FAULTS
 from alpa_strategy.sharding.strategies import localize, op_strategies
 from alpa_strategy.units import format_bytes, format_seconds
 
@@ -246,7 +246,7 @@ def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None
     more than page faults take where all of these are given back in the midst of a step; else it counts them."""
     plan, roomy = choose_plan(task, pinned), task.memory_limit / KEPT_BLOCKS
     planned = plan.predicted
-    if job.device.type != "cpu" or planned.peak_bytes <= max(roomy, LARGE_BYTES):
+    if job.device.type != "cpu" or planned.peak_bytes <= max(roomy, LEAST_BYTES):
         return plan
     faults = PAGE_FAULTS * planned.step_seconds
     with suppress(PlanError):

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from alpa_strategy.ir.plan import Plan
 
 TIGHT = 0.5  # of the limit: kept blocks were seen to hold up to twice what is alive
+LEAST_BYTES = 50 * 10**6  # planned: what freed blocks add to less is little beside what Python itself holds
 LARGE_BYTES = 250 * 10**6  # planned: what such a plan keeps in vain would be much
 KEPT_BLOCKS = 1.25  # bytes held for each that is planned: 1.1 to 1.2 were seen in most plans, up to 1.5 in some
 PAGE_FAULTS = 0.15  # of a step's seconds at least, where blocks are given back: up to 0.35 were seen
