@@ -92,6 +92,7 @@ class PlacedModule(ABC):
         if check is not None:
             check.copies = CopyCheck(store, module, (), 1, job.device, GRADIENT)
         self._adapted = ExitStack()  # see `adapt_trainer`
+        self._adapted.enter_context(store.listening(False))  # as DDP, to nothing outside of a step, as in an evaluation
         self._by_bucket = [StepByBucket(each) for each in optimizers]
         self.calls: Sequence[Call] | None = None  # of submodules, recorded for the run that follows
         self.peers: Any = None  # values of the step under way are exchanged with theirs: a group for `reduce`
@@ -151,9 +152,14 @@ class PlacedModule(ABC):
         grads = [(p, torch.zeros_like(p) if p.grad is None else p.grad) for p in compress(parameters, there)]
         return [(p, self.store.gather_like(p, grad)) for p, grad in grads]
 
-    def in_step(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
         """Around code of a step, of its backward or of an optimizer's closure: it sees whole parameters."""
-        return nullcontext() if self.on_use is None else self.on_use.in_use(for_backward=True)
+        with (
+            self.store.listening(True),
+            nullcontext() if self.on_use is None else self.on_use.in_use(for_backward=True),
+        ):
+            yield
 
     def meet(self) -> None:
         """The step's own code begins a collective of all ranks: in parts, others may still need parameters first."""
