@@ -123,7 +123,7 @@ class PlacedModule(ABC):
         """What steps the optimizer's parameters as soon as their gradients are complete, None where somebody may look
         at the gradients, or change them, before the step."""
         trainer, plugin = self.module.trainer, self.module.trainer.precision_plugin
-        is_one = self.module.automatic_optimization and len(self.optimizers) == 1
+        is_one = self.module.automatic_optimization and len(self.optimizers) == 1 and self.syncs
         looks = self._gradient_check, trainer.gradient_clip_val, getattr(plugin, "scaler", None)
         is_known = type(plugin).__module__.startswith(("lightning.", "alpa_strategy."))
         if not (is_one and is_known and self._optimizer_info.element_wise) or any(each is not None for each in looks):

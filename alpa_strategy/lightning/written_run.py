@@ -236,8 +236,7 @@ class WrittenRun(PlacedModule):
 
 
 class _PartsAreRead(TorchFunctionMode):
-    """Gradients of which this rank has parts: says once that the user's code, not an optimizer, reads them; the user
-    sets parts or whole ones."""
+    """Gradients in parts: says once that the user's code, no optimizer, reads them, and sets parts or whole ones."""
 
     def __init__(self, store: ParameterStore) -> None:
         super().__init__()
@@ -262,9 +261,10 @@ class _PartsAreRead(TorchFunctionMode):
 
 
 def _is_of_step(frame: FrameType) -> bool:
-    if not is_user_file(frame.f_code.co_filename):  # nearly always: torch's optimizers ask for every parameter
-        return False
-    return not any(isinstance(caller.f_locals.get("self"), Optimizer) for caller, _ in walk_stack(frame))
+    # The first is quick, and false nearly always: torch's optimizers ask for every parameter.
+    return is_user_file(frame.f_code.co_filename) and not any(
+        isinstance(caller.f_locals.get("self"), Optimizer) for caller, _ in walk_stack(frame)
+    )
 
 
 _READS_GRAD, _SETS_GRAD = cast("Any", Tensor).grad.__get__, cast("Any", Tensor).grad.__set__

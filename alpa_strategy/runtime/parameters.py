@@ -433,6 +433,12 @@ class ParameterStore:
         assert held is not None
         return held.to_whole(held.in_step(parameter)).view(held.module_shape)
 
+    def summed_later(self, parameter: nn.Parameter) -> Tensor | None:
+        """The whole copy of a parameter whose gradient, of this rank alone, more batches of one update add to."""
+        known = self._known[parameter]
+        copy = None if known.held is None else known.held.leaf
+        return copy if copy is not None and copy.grad is not None and copy.numel() == known.shape.numel() else None
+
     def start_gather(self, parts: Mapping[nn.Parameter, Tensor]) -> Callable[[], list[Tensor]]:
         """The whole of parameters of one dtype, from their parts: begun now, in one collective where all are cut
         along one axis. Collective; what it gives waits, without communication of its own."""

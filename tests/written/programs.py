@@ -773,6 +773,19 @@ class SparseTablesBySgd(SparseTables):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+class AccumulatesOneOfAKind(Program):
+    """The gradient of a number is complete before those that lie in shards, batch by batch of an optimizer step."""
+
+    arguments: ClassVar = {"accumulate_grad_batches": 2}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def loss(self, x: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.scale * self.net(x), label) + self.all_gather(x).mean()
+
+
 class SetsItsGradients(AccumulatesByHand):
     """To whole tensors of its own (made sample by sample, say), and to new tensors of what is there."""
 
@@ -969,6 +982,7 @@ PROGRAMS = {
         AccumulatesByHand,
         SeveralBackwards,
         ClipsByHand,
+        AccumulatesOneOfAKind,
         SetsItsGradients,
         TrainsElsewhere,
         Lbfgs,
