@@ -136,7 +136,9 @@ class PlacedModule(ABC):
         self.syncs = enabled
         # A pipeline reduces the gradients of each of its steps; what parameters in parts keep of one is its part.
         if not self.plan.is_pipelined and self.on_use is None:
-            self.store.sync(enabled)
+            # One device's step: who looks after every batch (to clip, say) finds what it would there.
+            looks = not self.plan.is_as_written and bool(own_hooks(self.module, ("on_after_backward",)))
+            self.store.sync(enabled or looks)
 
     def leave_steps(self) -> None:
         """The next step is another run's, in the midst of an epoch."""
