@@ -29,6 +29,7 @@ CASES = {
     "llama": {"num_layers": 1},
     "bert": {"num_layers": 1},
     "convnet": {},
+    "spectral": {},
 }
 ADAM = OptimizerInfo(state_bytes=16)
 

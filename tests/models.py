@@ -351,4 +351,26 @@ class ConvNet(TestModel):
         return images, torch.randint(self.num_classes, (batch_size,), generator=generator)
 
 
+class Spectral(TestModel):
+    """Complex linear layers on a spectrum, conjugates and adjoints. Batch: (x [B, 8], y [B, 10])."""
+
+    def __init__(self, optimizer: str = "adamw", lr: float = 1e-2) -> None:
+        super().__init__(optimizer, lr)
+        self.up, self.down = (nn.Linear(*sizes, dtype=torch.complex128) for sizes in ((5, 8), (8, 5)))
+        self.mix = nn.Parameter(torch.randn(5, 5, dtype=torch.complex128))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        modes = torch.fft.rfft(x)
+        hidden = torch.tanh(self.up(modes)).conj() * (1 + 2j)
+        found = self.down(hidden).mH.mT @ self.mix.mH + modes * self.mix[0].conj()
+        loss = F.mse_loss(torch.view_as_real(found).flatten(1), y) + found.imag.mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        return tuple(torch.randn(batch_size, n, generator=generator, dtype=torch.float64) for n in (8, 10))
+
+
 MODELS: dict[str, type[TestModel]] = {"mlp": MLP, "gpt": GPT, "llama": Llama, "bert": Bert, "convnet": ConvNet}
+MODELS |= {"spectral": Spectral}

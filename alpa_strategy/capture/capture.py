@@ -96,7 +96,7 @@ def _after_first_call(call: StepCall, graph: ir.StepGraph, stored: Mapping[str, 
 aten = torch.ops.aten
 
 # All overloads of these.
-_SAME_VALUE = (aten.alias, aten.lift, aten._conj, aten.resolve_conj, aten.resolve_neg)
+_SAME_VALUE = (aten.alias, aten.lift, aten.resolve_conj, aten.resolve_neg)
 _COPIES = (aten.to, aten._to_copy, aten.type_as, aten.lift_fresh_copy)
 
 
@@ -197,6 +197,8 @@ class _Converter:
             )
 
     def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
+        if target is aten._conj.default:  # a bit that says how memory is read, which messages do not carry
+            node.target = target = aten.conj_physical.default
         if target.overloadpacket in _SAME_VALUE:
             self.views[node] = self.memory.same(self.views[node.args[0]])
             return
@@ -235,6 +237,8 @@ class _Converter:
             return
         kwargs = rewrites.with_traced_dtype(target, args, kwargs, traced)
         result = rewrites.rewrite_loss(self.builder, target, args, kwargs, summed_in)
+        if result is None and target.overloadpacket in (aten.mH, aten.adjoint, aten.matrix_H) and traced.is_conj():
+            result = self.builder.emit(aten.conj_physical.default, self.builder.emit(aten.mT.default, *args))
         if result is None:
             result = self.builder.emit(target, *args, **kwargs)
         if isinstance(result, ir.ValueRef) and self.builder.meta(result).dtype != traced.dtype:

@@ -192,7 +192,7 @@ class Memory:
                 return emit(aten.reshape.default, changed, shape)
             case "transpose" | "swapaxes" | "swapdims":
                 return emit(aten.transpose.int, changed, *rest)
-            case "t" | "numpy_T" | "mT" | "matrix_H":
+            case "t" | "numpy_T" | "mT":
                 return emit(aten.transpose.int, changed, -2, -1)
             case "permute":
                 order = [d % len(shape) for d in rest[0]]

@@ -225,7 +225,7 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor as flat bytes: what only moves data then works for every dtype (bool, bfloat16, ...)."""
-    return tensor.view(-1).view(torch.uint8)
+    return tensor.resolve_conj().view(-1).view(torch.uint8)
 
 
 def _renamed(library: Any, new: str, old: str) -> Callable[..., Any]:

@@ -100,6 +100,8 @@ class FullParameters:
                 whole, whole_grad = store.gather_like(parameter, part), None
                 if present:
                     whole_grad = store.gather_like(parameter, torch.zeros_like(part) if grad is None else grad)
+                elif with_gradients and (copy := store.summed_later(parameter)) is not None:
+                    whole_grad = None if copy.grad is None else copy.grad.view(whole.shape)
                 parameter.grad, parameter.data = None, whole  # a gradient must have its parameter's shape
                 parameter.grad = whole_grad
         self._parts = parts
@@ -108,7 +110,7 @@ class FullParameters:
         """Bring what was changed in the whole tensors into the parts. No communication."""
         store = self.store
         with torch.inference_mode(False), torch.no_grad():
-            for i, (parameter, part, _) in enumerate(self._parts):
+            for i, (parameter, part, grad) in enumerate(self._parts):
                 if not store.holds(parameter):
                     continue
                 # Only what changed is written: a step between forward and backward must find its parameters untouched.
@@ -116,6 +118,8 @@ class FullParameters:
                     store.take_whole(parameter, parameter.data, part)
                 if with_gradients:
                     whole = parameter.grad
+                    if grad is None and (copy := store.summed_later(parameter)) is not None:
+                        copy.grad, whole = None if whole is None else whole.view(copy.shape), None
                     self._parts[i] = (parameter, part, None if whole is None else store.shard_like(parameter, whole))
 
 

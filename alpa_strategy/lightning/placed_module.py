@@ -92,6 +92,7 @@ class PlacedModule(ABC):
         if check is not None:
             check.copies = CopyCheck(store, module, (), 1, job.device, GRADIENT)
         self._adapted = ExitStack()  # see `adapt_trainer`
+        self._adapted.enter_context(store.listening(False))  # as DDP, to nothing outside of a step, as in an evaluation
         self._by_bucket = [StepByBucket(each) for each in optimizers]
         self.calls: Sequence[Call] | None = None  # of submodules, recorded for the run that follows
         self.peers: Any = None  # values of the step under way are exchanged with theirs: a group for `reduce`
@@ -122,7 +123,7 @@ class PlacedModule(ABC):
         """What steps the optimizer's parameters as soon as their gradients are complete, None where somebody may look
         at the gradients, or change them, before the step."""
         trainer, plugin = self.module.trainer, self.module.trainer.precision_plugin
-        is_one = self.module.automatic_optimization and len(self.optimizers) == 1
+        is_one = self.module.automatic_optimization and len(self.optimizers) == 1 and self.syncs
         looks = self._gradient_check, trainer.gradient_clip_val, getattr(plugin, "scaler", None)
         is_known = type(plugin).__module__.startswith(("lightning.", "alpa_strategy."))
         if not (is_one and is_known and self._optimizer_info.element_wise) or any(each is not None for each in looks):
@@ -135,7 +136,9 @@ class PlacedModule(ABC):
         self.syncs = enabled
         # A pipeline reduces the gradients of each of its steps; what parameters in parts keep of one is its part.
         if not self.plan.is_pipelined and self.on_use is None:
-            self.store.sync(enabled)
+            # One device's step: who looks after every batch (to clip, say) finds what it would there.
+            looks = not self.plan.is_as_written and bool(own_hooks(self.module, ("on_after_backward",)))
+            self.store.sync(enabled or looks)
 
     def leave_steps(self) -> None:
         """The next step is another run's, in the midst of an epoch."""
@@ -151,9 +154,14 @@ class PlacedModule(ABC):
         grads = [(p, torch.zeros_like(p) if p.grad is None else p.grad) for p in compress(parameters, there)]
         return [(p, self.store.gather_like(p, grad)) for p, grad in grads]
 
-    def in_step(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
         """Around code of a step, of its backward or of an optimizer's closure: it sees whole parameters."""
-        return nullcontext() if self.on_use is None else self.on_use.in_use(for_backward=True)
+        with (
+            self.store.listening(True),
+            nullcontext() if self.on_use is None else self.on_use.in_use(for_backward=True),
+        ):
+            yield
 
     def meet(self) -> None:
         """The step's own code begins a collective of all ranks: in parts, others may still need parameters first."""

@@ -117,7 +117,8 @@ class Run(PlacedModule):
         captured, counters = self._captured_step(batch, batch_idx)
         captured.leaves.begin(batch)
         self._clear_gradients(batch_idx)
-        values = captured.program(batch, counters)
+        with self.in_step():  # a pipeline's backward is in it
+            values = captured.program(batch, counters)
         self._placed.num_steps += 1
         captured.leaves.finish()  # long there: the forward has taken its time
         step, own = captured.step, step_effects.own_rows_of(values, captured.own_rows)

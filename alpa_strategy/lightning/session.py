@@ -170,14 +170,9 @@ class Session:
         """Around an optimizer's step: parameters get new values. Gives the closure for it."""
         assert self.run is not None
 
-        def within() -> Any:
-            assert self.run is not None
-            with self.run.in_step():
-                return closure()
-
         with self.run.stepping():
             # Of a step that runs its own backward the closure computes; the Trainer's calls our `training_step`.
-            yield closure if self.run.module.automatic_optimization else within
+            yield closure if self.run.module.automatic_optimization else self.run.in_step()(closure)
             self.run.stepped()  # perhaps another run: a step that goes on as written is computed in here
         self._is_accumulating = False
 

@@ -138,8 +138,10 @@ class SubmoduleRun(PlacedModule):
         return patched([(self._glue, "sees", False)])
 
     @override
-    def in_step(self) -> AbstractContextManager[None]:
-        return patched([(self._forwards, "is_active", True), (self._glue, "sees", True)])
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        with super().in_step(), patched([(self._forwards, "is_active", True), (self._glue, "sees", True)]):
+            yield
 
     @override
     def finish_backward(self) -> None:

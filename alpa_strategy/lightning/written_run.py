@@ -35,7 +35,7 @@ from alpa_strategy.lightning.planning import check_optimizer
 from alpa_strategy.options import SELECTIVE, OptimizerInfo
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
 from alpa_strategy.planner.written_plan import against_written, asks_for_written, plan_as_written
-from alpa_strategy.runtime.gather_on_use import GatherOnUse
+from alpa_strategy.runtime.gather_on_use import GatherOnUse, set_data
 from alpa_strategy.runtime.gradients import Replicas
 from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
 from alpa_strategy.runtime.made_again import MadeAgain, Room, modules_to_make_again
@@ -55,7 +55,7 @@ def why_written(module: Any, optimizers: Sequence[Optimizer], job: Job, resumes_
         return CaptureError('capture="submodules"')
     if not module.automatic_optimization:
         return CaptureError(f"{type(module).__name__} uses manual optimization (automatic_optimization = False)")
-    if hooked := [name for name, parameter in module.named_parameters() if parameter._backward_hooks]:
+    if hooked := [n for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]:
         return CaptureError(f"{hooked[0]} has a hook (register_hook) for the gradient that a rank's own backward makes")
     if _is_pruned(module):
         return CaptureError("ModelPruning puts masks into the module while it trains")
@@ -191,15 +191,12 @@ class WrittenRun(PlacedModule):
         self.take_buffers()
         if self.on_use is not None:
             self.on_use.rounds.begin()
-        holds_back = self.module.automatic_optimization and self.on_use is None
-        if holds_back:  # as DDP has it: what a backward within the step makes may be cleared before the Trainer's own
-            self.store.sync(False)
-        with self.in_step(), self._parts_of_gradients():
+        # As DDP has it: what a backward within the step makes may be cleared before the Trainer's own.
+        listens = not self.module.automatic_optimization or self.on_use is not None
+        with self.in_step(), self.store.listening(listens), self._parts_of_gradients():
             output = as_written()
             if self.on_use is not None and not self.module.automatic_optimization:
                 self.on_use.rounds.finish()
-        if holds_back:
-            self.store.sync(self.syncs)
         # As DDP has it: not after a step whose gradients stay local, nor where the step runs its own backward passes.
         self.buffers_differ = self._shares_buffers and self.syncs and self.module.automatic_optimization
         return output
@@ -239,7 +236,7 @@ class WrittenRun(PlacedModule):
 
 
 class _PartsAreRead(TorchFunctionMode):
-    """Says once that the user's code reads gradients of which this rank has parts; not an optimizer's, which may."""
+    """Gradients in parts: says once that the user's code, no optimizer, reads them, and sets parts or whole ones."""
 
     def __init__(self, store: ParameterStore) -> None:
         super().__init__()
@@ -254,13 +251,20 @@ class _PartsAreRead(TorchFunctionMode):
                 "changes element by element are right, and norms by torch.nn.utils; for sums and products of your own "
                 'keep gradients whole (parallel="data")'
             )
+        if func == _SETS_GRAD and args[1] is not None and args[0] in self._store.sharded_parameters:
+            kept, part = args[0].data, self._store.shard_like(*args)
+            set_data([(args[0], part)])  # whose shape its gradient has
+            func(args[0], part)
+            set_data([(args[0], kept)])
+            return None
         return func(*args, **(kwargs or {}))
 
 
 def _is_of_step(frame: FrameType) -> bool:
-    if not is_user_file(frame.f_code.co_filename):  # nearly always: torch's optimizers ask for every parameter
-        return False
-    return not any(isinstance(caller.f_locals.get("self"), Optimizer) for caller, _ in walk_stack(frame))
+    # The first is quick, and false nearly always: torch's optimizers ask for every parameter.
+    return is_user_file(frame.f_code.co_filename) and not any(
+        isinstance(caller.f_locals.get("self"), Optimizer) for caller, _ in walk_stack(frame)
+    )
 
 
-_READS_GRAD = cast("Any", Tensor).grad.__get__
+_READS_GRAD, _SETS_GRAD = cast("Any", Tensor).grad.__get__, cast("Any", Tensor).grad.__set__

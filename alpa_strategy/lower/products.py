@@ -43,11 +43,11 @@ class Multiplied:
 
     def gradient_of_rows(self, grad: Tensor, weight: Tensor) -> Tensor:
         """grad: of the product."""
-        return F.linear(grad, self._matrix(weight).t())
+        return F.linear(grad, self._matrix(weight).mH)
 
     def gradient_of_weight(self, grad: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
         """grad: of the product."""
-        matrix = grad.flatten(0, -2).t() @ rows.flatten(0, -2)  # [n, k]
+        matrix = grad.flatten(0, -2).t() @ rows.flatten(0, -2).conj()  # [n, k]
         return matrix.t() if self.product.is_transposed else matrix.view(weight.shape)
 
     def gradient_of_bias(self, grad: Tensor, bias: Tensor) -> Tensor:

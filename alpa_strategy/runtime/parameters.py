@@ -14,6 +14,7 @@ only `data` is replaced. Values and gradients move by `Reshard`s from the storag
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 
+from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.comm.mesh import MeshComm, build_mesh
 from alpa_strategy.comm.regather import Regather
@@ -50,6 +52,7 @@ class MeshParameters:
         self._by_name: dict[str, ShardedParameter] = {}  # by every name of a tied parameter
         self._by_parameter: dict[nn.Parameter, ShardedParameter] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.listens = True  # to gradients as the backward makes them
 
     def add(self, given: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter) -> ShardedParameter:
         """A stage of this mesh has this parameter; stages on the same devices store it alike."""
@@ -175,14 +178,16 @@ class MeshParameters:
             parameter.data = part.new_zeros(()).expand(sharded.module_shape)
         sharded.accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
         parameter.data = part
-        self._hooks.append(sharded.accumulator.register_prehook(sharded.set_complete_aside))
+        aside = sharded.set_complete_aside
+        self._hooks.append(sharded.accumulator.register_prehook(lambda grads: aside(grads) if self.listens else None))
         self._hooks.append(sharded.parameter.register_post_accumulate_grad_hook(partial(self._made, sharded.name)))
 
     def _made(self, name: str, used: Tensor) -> None:
         """The backward has made the gradient of a parameter, or of its copy: of this rank, not reduced yet."""
-        if self._look is not None:
+        if self._look is not None and self.listens:
             self._look(name, used)
-        self.reducer.mark_ready(name)
+        if self.listens:
+            self.reducer.mark_ready(name)
 
 
 class OnDemand(dict[str, Tensor]):
@@ -362,6 +367,10 @@ class ParameterStore:
         for mesh in self._meshes.values():
             mesh.reducer.enabled = enabled
 
+    def listening(self, flag: bool) -> AbstractContextManager[None]:
+        """Context in which gradients are taken as they are made, or stay this rank's own."""
+        return patched((mesh, "listens", flag) for mesh in self._meshes.values())
+
     @property
     def is_syncing(self) -> bool:
         """What `sync` was last given."""
@@ -423,6 +432,12 @@ class ParameterStore:
         held = self._known[parameter].held
         assert held is not None
         return held.to_whole(held.in_step(parameter)).view(held.module_shape)
+
+    def summed_later(self, parameter: nn.Parameter) -> Tensor | None:
+        """The whole copy of a parameter whose gradient, of this rank alone, more batches of one update add to."""
+        known = self._known[parameter]
+        copy = None if known.held is None else known.held.leaf
+        return copy if copy is not None and copy.grad is not None and copy.numel() == known.shape.numel() else None
 
     def start_gather(self, parts: Mapping[nn.Parameter, Tensor]) -> Callable[[], list[Tensor]]:
         """The whole of parameters of one dtype, from their parts: begun now, in one collective where all are cut

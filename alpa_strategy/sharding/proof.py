@@ -30,11 +30,11 @@ class WholeRun:
     def equals_shards(self, strategy: AxisStrategy, n: int) -> bool:
         """Whether `n` devices that follow the strategy give the same results and gradients together.
 
-        True where the data is no evidence: summands of infinity are infinity minus infinity.
+        True where the data is no evidence: summands of infinity, and complex products, are infinity minus infinity.
         """
         given = (*self.operands, *self.results, *(g for g in self.operand_grads if g is not None))
         with_summands = PARTIAL in strategy.inputs or REPLICATE in strategy.outputs
-        if with_summands and any(t.is_floating_point() and bool(t.isinf().any()) for t in given):
+        if any((with_summands or t.is_complex()) and bool(t.isinf().any()) for t in given):
             return True
         generator = torch.Generator().manual_seed(n)
         parts = [_parts(t, dual, n, generator) for t, dual in zip(self.operands, strategy.inputs, strict=True)]

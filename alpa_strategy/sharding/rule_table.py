@@ -76,7 +76,7 @@ POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(("aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Tensor"), ((0, 1),)),
     "aten.mul.Tensor": EACH,
     **dict.fromkeys(_aten("mul.Scalar div.Tensor div.Scalar neg positive resolve_conj clone contiguous"), FIRST),
-    **dict.fromkeys(_aten("_to_copy to detach alias lift_fresh_copy"), FIRST),
+    **dict.fromkeys(_aten("_to_copy to detach alias lift_fresh_copy conj_physical"), FIRST),
     "aten.where.self": ((1, 2),),
 }
 

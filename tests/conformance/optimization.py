@@ -332,6 +332,31 @@ def gradients_by_hand(bench: Bench) -> Any:
     return bench.fit(Changes)
 
 
+def gradients_by_hand_while_they_accumulate(bench: Bench) -> Any:
+    """Parameters that are gathered once a step: gradients of whole copies, in place and as new tensors."""
+
+    class ByHand(Net):
+        def on_after_backward(self) -> None:
+            for layer in (self.net[0], self.net[2]):
+                layer.weight.grad *= 1.5
+                layer.bias.grad = layer.bias.grad * 0.5
+
+    return bench.fit(ByHand, plan={"parallel": "zero2"}, accumulate_grad_batches=2, max_epochs=2)
+
+
+def gradients_clipped_at_every_batch(bench: Bench) -> Any:
+    """Of an accumulated step: one device has the gradients of all rows then."""
+
+    class Clips(Net):
+        def on_after_backward(self) -> None:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+    return bench.fit(Clips, plan={"parallel": "data"}, accumulate_grad_batches=2)
+
+
+gradients_clipped_at_every_batch.reference = "plain"
+
+
 def shared_weights(bench: Bench) -> Any:
     class Tied(Net):
         def __init__(self) -> None:

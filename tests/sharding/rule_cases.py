@@ -238,6 +238,7 @@ def _pointwise_cases(add: Any) -> None:
     phases = torch.polar(c(5), c(5))
     rotated = torch.view_as_complex(c(4, 5, 2)).requires_grad_()
     add("complex_rotation", aten.mul.Tensor, rotated, phases, expect=("S0,R->S0", "S1,S0->S1"))
+    add("conjugate", aten.conj_physical.default, rotated, expect=("S0->S0", "S1->S1", "P->P"))
     add("view_as_real", aten.view_as_real.default, rotated, expect=("S0->S0", "S1->S1"))
     add("view_dtype", aten.view.dtype, c(4, 5), torch.int64, expect="S0->S0")
     square = f(4, 5)

@@ -773,6 +773,68 @@ class SparseTablesBySgd(SparseTables):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+class AccumulatesOneOfAKind(Program):
+    """The gradient of a number is complete before those that lie in shards, batch by batch of an optimizer step."""
+
+    arguments: ClassVar = {"accumulate_grad_batches": 2}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def loss(self, x: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.scale * self.net(x), label) + self.all_gather(x).mean()
+
+
+class SetsItsGradients(AccumulatesByHand):
+    """To whole tensors of its own (made sample by sample, say), and to new tensors of what is there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, weights = self.optimizers(), [self.net[0].weight, self.net[2].weight]
+        optimizer.zero_grad()
+        loss = self.loss(*batch)
+        grads = torch.autograd.grad(loss, weights, retain_graph=True)
+        self.manual_backward(loss)
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = self.trainer.strategy.reduce(grad.sign(), reduce_op="mean")
+        for layer in (self.net[0], self.net[2]):
+            layer.bias.grad = layer.bias.grad.clamp(-0.05, 0.05)
+        optimizer.step()
+        self.log("train_loss", loss, sync_dist=True)
+
+
+class TrainsElsewhere(Program):
+    """Backward passes of its own in a hook and in its validation, where it adapts to a batch for a while."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        x, label = batch
+        x.requires_grad_()
+        self.loss(x, label).backward()
+        self.sharpness = x.grad.norm() * self.net[2].bias.grad.norm()
+        self.zero_grad()
+        x.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("sharpness", self.sharpness, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, label = batch
+        kept = copy.deepcopy(self.net.state_dict())
+        with torch.inference_mode(False), torch.enable_grad():
+            optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                self.net(x.clone()).softmax(-1).square().sum().neg().backward()
+                optimizer.step()
+            self.log("adapted", self.loss(x, label).item(), sync_dist=True)
+            self.net.load_state_dict(kept)
+            self.zero_grad()
+
+
 class Adversarial(Program):
     """Its step runs a backward for the inputs' gradient and clears what that left in the weights."""
 
@@ -795,6 +857,17 @@ class HookOfAWeight(Program):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class HookOfWhatIsMade(HookOfAWeight):
+    """The same in `grad` itself."""
+
+    def __init__(self) -> None:
+        Program.__init__(self)
+        self.net[0].weight.register_post_accumulate_grad_hook(self.clamp)
+
+    def clamp(self, parameter: Tensor) -> None:
+        parameter.grad.clamp_(-0.01, 0.01)
 
 
 class ClipsInBackward(Program):
@@ -909,6 +982,9 @@ PROGRAMS = {
         AccumulatesByHand,
         SeveralBackwards,
         ClipsByHand,
+        AccumulatesOneOfAKind,
+        SetsItsGradients,
+        TrainsElsewhere,
         Lbfgs,
         Sam,
         ActorCritic,
@@ -929,6 +1005,7 @@ PROGRAMS = {
         SparseTablesBySgd,
         Adversarial,
         HookOfAWeight,
+        HookOfWhatIsMade,
         CountsNames,
         CountsRecords,
     )

@@ -132,7 +132,7 @@ IN_SHARDS = sorted(PROGRAMS.keys() - {"Lbfgs", "Sam", "Pruned", "LotteryTickets"
 AT_OTHER_MOMENTS = {
     *("LooksAtItsWeights", "FreezesInItsStep", "RankDependent", "Normalized", "Recurrent", "Gan", "AccumulatesByHand"),
     *("SeveralBackwards", "ClipsByHand", "TwoKindsOfOptimizer", "CapturableAtFirst", "AveragesWeights"),
-    "SparseTablesBySgd",
+    *("SparseTablesBySgd", "SetsItsGradients"),
 }
 CASES_IN_SHARDS = [("zero3", name) for name in IN_SHARDS]
 CASES_IN_SHARDS += [
