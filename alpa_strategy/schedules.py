@@ -46,7 +46,7 @@ class Schedule:
     orders: Callable[[int, int, int], Orders]
     stages_per_mesh: tuple[int, ...] = (1,)  # how many stages a mesh may have; several are tried
     is_folded: bool = False  # where the stages lie, see the module's docstring
-    # (num_meshes, num_microbatches) -> why it cannot run these, or None
+    # (num_meshes, num_microbatches) -> why it cannot run these ("needs ..."), or None
     refuses: Callable[[int, int], str | None] = lambda num_meshes, num_microbatches: None
     is_searched: bool = False  # whether the planner tries it where no schedule is asked for
     bubble: float | None = None  # of the closed form of a step's time (see `terms`); None: equal stages are simulated
@@ -98,7 +98,8 @@ def why_not(schedule: str, num_meshes: int, num_microbatches: int) -> str | None
     """The reason why a schedule cannot run so many micro-batches on so many meshes, or None."""
     if schedule not in SCHEDULES:
         return f"the schedule {schedule!r} is unknown"
-    return SCHEDULES[schedule].refuses(num_meshes, num_microbatches)
+    why = SCHEDULES[schedule].refuses(num_meshes, num_microbatches)
+    return why and f"{schedule} on {num_meshes} meshes {why}"
 
 
 def mesh_of(schedule: str, num_meshes: int, stage: int) -> int:
@@ -421,19 +422,16 @@ def _interleaved_alive(S: int, B: int, v: int) -> list[int]:
     return [min(B * v, (v - 1) * per_round + 2 * (S - 1 - r) + 1) for r in range(S)]
 
 
-def _needs_full_meshes(name: str, num_meshes: int, num_microbatches: int, needs_rounds: bool = True) -> str | None:
+def _needs_full_meshes(num_meshes: int, num_microbatches: int, needs_rounds: bool = True) -> str | None:
     rounds = max(1, num_microbatches // num_meshes)
     if needs_rounds and num_microbatches % rounds:
-        return f"{name} on {num_meshes} meshes needs micro-batches that are a multiple of {rounds}"
-    if num_microbatches < num_meshes:
-        return f"{name} on {num_meshes} meshes needs at least as many micro-batches"
-    return None
+        return f"needs micro-batches that are a multiple of {rounds}"
+    return "needs at least as many micro-batches" if num_microbatches < num_meshes else None
 
 
 def _zbv_refuses(num_meshes: int, num_microbatches: int) -> str | None:
-    if num_microbatches >= 2 * num_meshes - 1:
-        return None
-    return f"ZBVZeroBubble on {num_meshes} meshes needs at least {2 * num_meshes - 1} micro-batches"
+    least = 2 * num_meshes - 1
+    return f"needs at least {least} micro-batches" if num_microbatches < least else None
 
 
 LOOPS = (2, 3, 4)  # stages per mesh that are tried
@@ -447,18 +445,12 @@ for _schedule in (
         alive=lambda S, B, v: [min(B, S - r) for r in range(S)],
         is_searched=True,
     ),
-    Schedule(
-        "LoopedBFS",
-        _looped_bfs,
-        LOOPS,
-        refuses=partial(_needs_full_meshes, "LoopedBFS", needs_rounds=False),
-        bubble=1.0,
-    ),
+    Schedule("LoopedBFS", _looped_bfs, LOOPS, refuses=partial(_needs_full_meshes, needs_rounds=False), bubble=1.0),
     Schedule(
         "Interleaved1F1B",
         _each_mesh(_interleaved),
         LOOPS,
-        refuses=partial(_needs_full_meshes, "Interleaved1F1B"),
+        refuses=_needs_full_meshes,
         bubble=1.0,
         alive=_interleaved_alive,
         is_searched=True,
@@ -467,7 +459,7 @@ for _schedule in (
         "InterleavedZeroBubble",
         _each_mesh(partial(_interleaved, zero_bubble=True)),
         LOOPS,
-        refuses=partial(_needs_full_meshes, "InterleavedZeroBubble"),
+        refuses=_needs_full_meshes,
         bubble=1 / 3,
         is_searched=True,
     ),
