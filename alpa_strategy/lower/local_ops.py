@@ -295,18 +295,12 @@ def _check_ids(valid: Tensor, what: str) -> None:
 
 
 def vocab_embedding(
-    first_id: int,
-    vocabulary: int,
-    weight: Tensor,
-    ids: Tensor,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    first_id: int, vocabulary: int, weight: Tensor, ids: Tensor, padding_idx: int = -1, *flags: bool
 ) -> Tensor:
     """weight [local rows, width] of ids from `first_id`; ids [...] -> this device's summand [..., width].
 
-    `padding_idx` is the whole table's (negative: none); gradients are dense, and no rule cuts a table whose gradients
-    are scaled by frequency. IndexError when an id is outside the whole vocabulary.
+    `padding_idx` is the whole table's (negative: none); of the whole op's `flags` gradients are never sparse here, and
+    no rule cuts a table whose gradients are scaled by frequency. IndexError: an id is outside the whole vocabulary.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
     rows = ids - first_id  # [...], of the local weight; outside it where another device holds the id
@@ -318,13 +312,7 @@ def vocab_embedding(
 
 
 def vocab_bags(
-    first_id: int,
-    vocabulary: int,
-    weight: Tensor,
-    ids: Tensor,
-    per_sample_weights: Tensor | None,
-    mode: int,
-    padding_idx: int,
+    first_id: int, vocabulary: int, weight: Tensor, ids: Tensor, weights: Tensor | None, mode: int, padding_idx: int
 ) -> Tensor:
     """weight [local rows, width] of ids from `first_id`; ids [n, k] -> this device's summand [n, width] of each bag.
 
@@ -336,8 +324,8 @@ def vocab_bags(
     here = (rows >= 0) & (rows < weight.shape[0])
     counted = ids != padding_idx
     share = (here & counted).to(weight.dtype)  # [n, k]: what each id adds to its bag on this device
-    if per_sample_weights is not None:
-        share = share * per_sample_weights
+    if weights is not None:
+        share = share * weights
     if mode == 1:
         share = share / counted.sum(-1, keepdim=True).clamp(min=1)
     return torch.nn.functional.embedding_bag(rows.masked_fill(~here, 0), weight, mode="sum", per_sample_weights=share)
