@@ -141,7 +141,7 @@ def _choose(task: PlanTask) -> Plan:
         # What to make again takes minutes to solve on meshes of many devices; pipelines decide it stage by stage.
         is_small = task.cluster.num_devices <= EVERY_SIZE
         if asked.remat is True:  # as the named plan lies on all devices
-            return _one_stage(task.for_stages(), asked.num_microbatches)
+            return _one_stage(task.for_stages())
         one = plan_one_stage(task, by_tensor=is_small or not _may_be_pipelined(task))
     except PlanError as error:
         clear_frames(error.__traceback__)  # its tables are as large as all those to come
@@ -166,7 +166,7 @@ def _where_one_stage_fails(task: PlanTask, error: PlanError) -> Plan:
         raise error
     if task.options.remat is None:  # whole spans made again need less than single results
         with suppress(PlanError):
-            return _one_stage(task.for_stages(), 1)
+            return _one_stage(task.for_stages())
     if task.options.offload is None and task.cluster.host is not None and _may_be_pipelined(task):
         on_host = replace(task.for_stages(), options=replace(task.options, offload=True))
         with suppress(PlanError):
@@ -174,9 +174,10 @@ def _where_one_stage_fails(task: PlanTask, error: PlanError) -> Plan:
     raise error
 
 
-def _one_stage(task: PlanTask, num_microbatches: int | None) -> Plan:
+def _one_stage(task: PlanTask) -> Plan:
     """One stage over all devices, as pipelines have them: it may compute spans again and run micro-batches."""
-    alone = replace(task.options, num_stages=1, num_microbatches=num_microbatches)
+    count = task.options.num_microbatches or (None if _can_be_cut(task) else 1)
+    alone = replace(task.options, num_stages=1, num_microbatches=count)
     return replace(plan_pipeline(replace(task, options=alone)), fingerprint=task.fingerprint)
 
 
@@ -237,10 +238,14 @@ def _with_note(plan: Plan, note: str) -> Plan:
 
 def _may_be_pipelined(task: PlanTask) -> bool:
     """Whether nothing that the user asked for, and nothing in the step, stands against a pipeline."""
-    step, cluster, options = task.step, task.cluster, task.options
+    options = task.options
     pins_mesh = options.parallel != "auto" or options.logical_mesh is not None or options.device_map
-    if pins_mesh or 1 in (options.num_stages, options.num_microbatches):
-        return False
+    return not pins_mesh and options.num_stages != 1 and _can_be_cut(task)
+
+
+def _can_be_cut(task: PlanTask) -> bool:
+    """Whether some number of micro-batches gives exactly the whole batch's results."""
+    step, cluster, options = task.step, task.cluster, task.options
     counts = [count for count in microbatch_counts(step, cluster, options) if count > 1]
     if not counts:
         return False

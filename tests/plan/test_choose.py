@@ -11,6 +11,7 @@ from models import MODELS
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec, CommTable
 from alpa_strategy.cost.model import RooflineCosts
+from alpa_strategy.errors import DoesNotFitError
 from alpa_strategy.ir.plan import modes_text
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner import search
@@ -100,3 +101,27 @@ def test_stages_on_one_mesh_see_it_as_one_grid_whatever_is_best_for_each(monkeyp
     spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1})
     found = make_plan(module, module.example_batch(16), spec, options)
     assert [(stage.first_device, stage.logical_mesh[0]) for stage in found.stages] == [(0, 4), (4, 2), (4, 2), (0, 4)]
+
+
+def on_one_device(model: str, rows: int, share: float, **options):
+    """Within a share of what keeping all activations on one device takes."""
+    spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 1})
+    module = MODELS[model]()
+    batch = module.example_batch(rows)
+    all_kept = make_plan(module, batch, spec, PlanOptions(memory_limit=float("inf"), remat=False))
+    return make_plan(module, batch, spec, PlanOptions(memory_limit=share * all_kept.predicted.peak_bytes, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_stages": 1}, {"parallel": "data"}], ids=str)
+def test_micro_batches_are_for_what_does_not_fit_whoever_decides_what_is_made_again(options):
+    pinned = on_one_device("gpt", 256, 0.2, remat=True, **options)
+    solved = on_one_device("gpt", 256, 0.2, **options)
+    assert pinned.num_microbatches > 1
+    assert solved.predicted.step_seconds <= 1.001 * pinned.predicted.step_seconds
+
+
+@pytest.mark.parametrize("options", [{}, {"num_stages": 1}, {"remat": True}], ids=str)
+def test_little_memory_does_not_ask_for_statistics_of_micro_batches(options):
+    with pytest.raises(DoesNotFitError):
+        on_one_device("convnet", 256, 0.2, **options)
+    assert on_one_device("convnet", 256, 0.2, num_microbatches=8, **options).num_microbatches == 8
