@@ -283,7 +283,8 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
     """AlpaError when the optimizer cannot work on shards and a stage shards a parameter, or on one stage's alone."""
     if len(stages) > 1 and not optimizer.parameter_wise:
         raise AlpaError(
-            f"{optimizer.name} updates parameters by the gradients of other parameters, which are on other stages",
+            f"{optimizer.name} updates parameters by other parameters' gradients or in train() and eval(), and others "
+            "are on other stages",
             "use an optimizer that looks at one parameter at a time, such as AdamW, or num_stages=1",
         )
     if optimizer.element_wise:
@@ -291,8 +292,8 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
     for name, plan in (item for stage in stages for item in stage.parameter_plans.items()):
         if not plan.is_whole:
             raise AlpaError(
-                f"{optimizer.name} does not work element by element, and the plan stores {name!r} in shards "
-                f"({modes_text(plan.module_modes)})",
+                f"{optimizer.name} does not work element by element (or has train() and eval()), and the plan stores "
+                f"{name!r} in shards ({modes_text(plan.module_modes)})",
                 'use an element-wise optimizer such as AdamW, or parallel="data"',
             )
 

@@ -105,6 +105,19 @@ class Sometimes(NormScaled):
                 p -= group["lr"] * (p.norm() if scales else 1.0) * p.grad
 
 
+class ScheduleFree(torch.optim.SGD):
+    """With weights of its own for evaluation, which hooks ask for."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_what_changes_weights_for_evaluation_needs_all_of_its_state() -> None:
+    info = inspect_optimizer(ScheduleFree(parameter(), lr=0.1))
+    assert (info.element_wise, info.parameter_wise) == (False, False)
+
+
 def test_every_kind_of_group_and_parameter_is_tried() -> None:
     kernel = [torch.nn.Parameter(torch.ones(4, 6, 1, 3))]
     flagged = [{"params": parameter()}, {"params": parameter(), "scales": True}]
