@@ -113,7 +113,7 @@ class AxisComm:
         own = _padded(tensor.detach(), dim, sizes[0]).contiguous()
         gathered = own.new_empty((self.size, *own.shape))  # [devices, *chunk]
         way = self._at_once(own) if at_once else self
-        work = way._all_gather(_as_bytes(gathered), _as_bytes(own), way.group, True)
+        work = way._all_gather(as_bytes(gathered), as_bytes(own), way.group, True)
 
         def finish() -> Tensor:
             if sizes[0] != sizes[-1]:
@@ -171,7 +171,7 @@ class AxisComm:
             return Pending(lambda: flat)
         output, width = flat.new_empty(sum(received)), flat.dtype.itemsize
         splits = [n * width for n in received], [n * width for n in sent]
-        work = self._library.all_to_all_single(_as_bytes(output), _as_bytes(flat), *splits, self.group, True)
+        work = self._library.all_to_all_single(as_bytes(output), as_bytes(flat), *splits, self.group, True)
         return Pending(lambda: output, work, self._is_polled)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
@@ -199,7 +199,7 @@ class AxisComm:
     def _start_even_exchange(self, rows: Tensor) -> Pending:
         """Part i of `rows`, contiguous, goes to device i, parts being equal; what comes, of the same shape."""
         received = torch.empty_like(rows)
-        work = self._library.all_to_all_single(_as_bytes(received), _as_bytes(rows), None, None, self.group, True)
+        work = self._library.all_to_all_single(as_bytes(received), as_bytes(rows), None, None, self.group, True)
         return Pending(lambda: received, work, self._is_polled)
 
     def _at_once(self, given: Tensor) -> "AxisComm":
@@ -223,9 +223,9 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
     return torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, size - tensor.shape[dim]])
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor as flat bytes: what only moves data then works for every dtype (bool, bfloat16, ...)."""
-    return tensor.resolve_conj().view(-1).view(torch.uint8)
+    return tensor.resolve_conj().view(-1).view(torch.uint8)  # a conjugate is a flag beside the bytes
 
 
 def _renamed(library: Any, new: str, old: str) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
 from alpa_strategy.comm.collectives import Background
-from alpa_strategy.comm.mesh import MeshComm
+from alpa_strategy.comm.mesh import MeshComm, as_bytes
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import LostRankError
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, Layout, shard
@@ -235,7 +235,7 @@ def exchange(transfers: Sequence[tuple[Transfer, Sequence[Tensor | None]]], tag:
 
 def _pack(slots: list[_Slot], parts: list[Tensor]) -> Tensor:
     """One flat buffer of bytes; a single part is sent from where it lies."""
-    flat = [part.resolve_conj().contiguous().view(-1).view(torch.uint8) for part in parts]
+    flat = [as_bytes(part.contiguous()) for part in parts]
     if len(flat) == 1:
         return flat[0]
     buffer = flat[0].new_empty(slots[-1].offset + slots[-1].num_bytes)

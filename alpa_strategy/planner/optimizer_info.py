@@ -47,8 +47,9 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
             flags = repr([group.get(key) for key in optimizer.defaults if not isinstance(group.get(key), float)])
             kinds.update({(flags, max(2, parameter.dim())): group for parameter in group["params"]})
         found = [_works(partial(_rebuilt, optimizer, group), dims) for (_, dims), group in kinds.items()]
-        if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):  # schedule-free: hooks have these change weights
-            found.append((False, False))  # by state that must be there
+        # Hooks have a schedule-free one's change weights, by state that must be there.
+        if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
+            found.append((False, False))
         element_wise, parameter_wise = map(all, zip(*found, strict=True))
         state_bytes, moved, scratch = _per_element(optimizer)
         return OptimizerInfo(state_bytes, element_wise, name, parameter_wise, moved_bytes=moved, scratch=scratch)

@@ -184,10 +184,11 @@ class MeshParameters:
 
     def _made(self, name: str, used: Tensor) -> None:
         """The backward has made the gradient of a parameter, or of its copy: of this rank, not reduced yet."""
-        if self._look is not None and self.listens:
+        if not self.listens:
+            return
+        if self._look is not None:
             self._look(name, used)
-        if self.listens:
-            self.reducer.mark_ready(name)
+        self.reducer.mark_ready(name)
 
 
 class OnDemand(dict[str, Tensor]):
