@@ -376,6 +376,8 @@ class AlpaStrategy(ParallelJob):
     @override
     def on_train_end(self) -> None:
         """The module leaves the training whole, and so does the optimizer, unless that would not fit."""
+        if self._signals is not None:
+            self._signals.meet(is_over=True)
         self._session.end_training()
 
     # Checkpoints

@@ -39,7 +39,7 @@ from alpa_strategy.capture.python_state import patched
 from alpa_strategy.checkpoint.saving import discard_unfinished
 from alpa_strategy.comm.collectives import any_rank, check_groups, of_all_ranks
 from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store
-from alpa_strategy.errors import AlpaError
+from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 
 CHILD_POLL_SECONDS = 0.5
 REPORT_SECONDS = 6.0  # that the other ranks have to say what they know and to end by themselves
@@ -238,7 +238,7 @@ class JobSignals:
         self._connector = trainer._signal_connector
         self._requeue = self._connector._slurm_sigusr_handler_fn
         self._asked: int | None = None  # the signal by which the job ends
-        self._is_requeued = self._interrupted = False
+        self._requeued, self._interrupted = threading.Event(), False
         self._timers: list[threading.Timer] = []
         self._taken = ExitStack()  # what stands in the place of Lightning's and the process's own
         self._old_interrupt: Any = None
@@ -249,11 +249,11 @@ class JobSignals:
             return  # nor does Lightning get signals there
         taken = [
             (self._connector, "_sigterm_notifier_fn", self._ask),
-            (self._connector, "_slurm_sigusr_handler_fn", self._on_requeue),
+            (self._connector, "_slurm_sigusr_handler_fn", lambda *_: self._requeued.set()),
             (self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self.meet),
         ]
         self._taken.enter_context(patched(taken))
-        self._watch.on_told = self._told
+        self._watch.on_told = lambda word: self._begin_to_end(int(word), interrupts=True)  # as if Ctrl+C came here, too
         heard, rung = socket.socketpair()
         rung.setblocking(False)
         listener = threading.Thread(target=self._listen, args=(heard,), daemon=True, name="alpa-signals")
@@ -277,15 +277,19 @@ class JobSignals:
         if signal.getsignal(signal.SIGINT) == self._on_interrupt:
             signal.signal(signal.SIGINT, self._old_interrupt)
 
-    def meet(self) -> None:
-        """Before each training batch: what any rank was asked to do, all do now. Collective.
+    def meet(self, is_over: bool = False) -> None:
+        """Before a training batch, or after the last: what any rank was asked to do, all do now. Collective.
 
         Raises:
             SIGTERMException, KeyboardInterrupt: the job ends, on all ranks at this batch.
         """
-        ends, interrupts, requeues = any_rank([*(self._asked == number for number in ENDING), self._is_requeued])
+        asked = [*(self._asked == number for number in ENDING), self._requeued.is_set()]
+        ends, interrupts, requeues, over, goes_on = any_rank([*asked, is_over, not is_over])
+        if over and goes_on:
+            advice = "give all ranks equally many (limit_train_batches, max_steps, or drop the surplus in the dataset)"
+            raise RuntimeMismatchError("some ranks have no more training batches, others have", advice)
         if requeues:
-            self._is_requeued = False
+            self._requeued.clear()
             self._requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]  # the frame is not looked at
         if ends:
             self._connector.received_sigterm = True
@@ -304,9 +308,6 @@ class JobSignals:
         self._interrupted = True
         self._ask(signum)
 
-    def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
-        self._is_requeued = True
-
     def _listen(self, end: socket.socket) -> None:
         """Signals as they come, one byte each: while the main thread waits in a collective its handlers do not run."""
         while numbers := end.recv(16):
@@ -318,14 +319,11 @@ class JobSignals:
     def _ask(self, signum: int, frame: FrameType | None = None) -> None:
         if self._asked is None:
             self._watch.tell(str(signum))
-            self._begin_to_end(signum, interrupts=self._old_interrupt is not None)
-
-    def _told(self, word: str) -> None:
-        """Another rank was asked to end."""
-        if self._asked is None:
-            self._begin_to_end(int(word), interrupts=True)  # as if Ctrl+C had reached this rank, too
+        self._begin_to_end(signum, interrupts=self._old_interrupt is not None)
 
     def _begin_to_end(self, signum: int, interrupts: bool) -> None:
+        if self._asked is not None:
+            return
         self._asked = signum
         self._timers = [threading.Timer(END_SECONDS, self._end)]
         if signum == signal.SIGINT and interrupts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -74,3 +76,33 @@ def test_a_rank_without_a_batch_of_a_loader(pool, tmp_path, rows: tuple, loader:
 def test_a_rank_without_a_batch_where_parameters_are_gathered_for_use(pool, tmp_path) -> None:
     names = pool.run(2, evaluate, str(tmp_path), FIRST, False, 1e3, False)
     assert ["loss/dataloader_idx_0" in found for found in names] == [True, False]
+
+
+class Streams(IterableDataset):
+    """A rank's own stream: rank 0 has one batch more."""
+
+    def __iter__(self):
+        return iter(torch.ones(3 - torch.distributed.get_rank(), 8))
+
+
+def train_unevenly(root: str, parallel: str, max_steps: int) -> Any:
+    """The steps that were made, or the error."""
+    strategy = AlpaStrategy(cluster="pcie_8gpu", parallel=parallel, plan_dir=root, verbose=False)
+    epochs = 1 if max_steps == -1 else -1
+    steps = {"max_epochs": epochs, "max_steps": max_steps}
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=root, **steps, **QUIET)
+    try:
+        trainer.fit(Logging(sync=False), DataLoader(Streams()))
+    except RuntimeMismatchError as error:
+        return error.problem
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("parallel", ["data", "zero3"])
+def test_a_rank_without_a_training_batch_ends_the_run_on_all(pool, tmp_path, parallel: str) -> None:
+    found = pool.run(2, train_unevenly, str(tmp_path), parallel, -1, timeout=60)
+    assert found == ["some ranks have no more training batches, others have"] * 2
+
+
+def test_streams_of_other_lengths_train_for_as_many_steps(pool, tmp_path) -> None:
+    assert pool.run(2, train_unevenly, str(tmp_path), "data", 7) == [7, 7]
