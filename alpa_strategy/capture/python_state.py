@@ -245,7 +245,8 @@ class KeptNames(_Kept):
 
     @override
     def changes(self) -> dict[str, Any]:
-        changed = [n for n in self._changed() if n in self.before or not _is_cached(self.owner, n)]
+        held = [(n, getattr(type(self.owner), str(n), None)) for n in self._changed()]
+        changed = [n for n, of_class in held if n in self.before or not isinstance(of_class, cached_property)]
         counted = [n for n in changed if n not in self.own] if self.is_noticed else []
         return {f"{self.place}.{name}".lstrip("."): self.items.get(name, MISSING) for name in counted}
 
@@ -420,11 +421,6 @@ def _class_values(kind: type) -> dict[str, Any]:
     bases = (base for base in reversed(kind.__mro__) if not base.__module__.startswith((*LIBRARIES, "builtins", "abc")))
     values = ((k, v) for base in bases for k, v in vars(base).items() if not k.startswith("__"))
     return {k: v for k, v in values if not isinstance(v, types.FunctionType)}
-
-
-def _is_cached(owner: Any, name: str) -> bool:
-    """True for a functools.cached_property: it fills itself again."""
-    return isinstance(name, str) and isinstance(getattr(type(owner), name, None), cached_property)
 
 
 @contextmanager

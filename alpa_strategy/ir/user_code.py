@@ -71,7 +71,7 @@ def asked_by_user(frame: FrameType | None) -> bool:
 
     Not of `logging`'s, which asks for the time for itself, nor of an import, which asks once.
     """
-    while frame is not None and _serves(frame.f_code.co_filename):
+    while frame and ((path := frame.f_code.co_filename)[:1] == "<" or _is_pythons(path)) and "logging" not in path:
         frame = frame.f_back
     asking = frame
     while frame is not None and frame.f_code.co_name != "dispatch_trace":  # where torch begins to trace
@@ -79,10 +79,6 @@ def asked_by_user(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return asking is not None and is_user_file(asking.f_code.co_filename)
-
-
-def _serves(path: str) -> bool:
-    return (path.startswith("<") or _is_pythons(path)) and "logging" not in path
 
 
 def _is_pythons(path: str) -> bool:

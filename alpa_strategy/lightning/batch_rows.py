@@ -433,7 +433,7 @@ def check_own_numbers(
     module: Any,
     step: StepGraph,
     batch: Any,
-    again: Callable[[Any], StepGraph],
+    again: Callable[..., StepGraph],
     may_run_as_written: bool,
     is_guess: bool,
 ) -> None:
@@ -455,7 +455,8 @@ def check_own_numbers(
     text = f"the step reads what a hook stores that reads this rank's rows: {shown}"
     text = text if shown else _computes_with(module, step, batch, again, later)
     by_place = not (is_guess and may_run_as_written)
-    if not text and (line := where_rows_meet(step, world_size(), by_place)) is not None:
+    own_step = functools.partial(again, batch, world_size=1)
+    if not text and (line := where_rows_meet(step, world_size(), by_place, own_step)) is not None:
         text = f"rows are taken by their places in the batch ({line}), where the batch of all ranks has others"
         guess = f"the loader yields batches, not samples: what meets here may be rows or a sequence's steps ({line})"
         text = text if by_place else guess

@@ -9,6 +9,7 @@ beside that rank's batch.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -20,6 +21,7 @@ from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
 from alpa_strategy.ir.op import OpCall, aten_name, bind, dims_of
 from alpa_strategy.microbatch import rules
 from alpa_strategy.microbatch.rules import ANY, SPLITS, WHOLE, State, TimeStrategy, rows
+from alpa_strategy.sharding.rule_families import RESHAPES
 from alpa_strategy.sharding.strategies import is_random
 
 Form = Literal["own", "share", "given"]
@@ -275,39 +277,49 @@ def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
     return step.loss in sums
 
 
-_BY_PLACE = {"select", "slice", "narrow", "unbind", "squeeze", "select_scatter", "slice_scatter", *SPLITS}
+_BY_PLACE = {"select", "slice", "narrow", "unbind", "select_scatter", "slice_scatter", *SPLITS}
 _BY_PLACE |= {"diff", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
 
 
-def where_rows_meet(step: StepGraph, num_ranks: int, by_place: bool) -> str | None:
+def where_rows_meet(step: StepGraph, num_ranks: int, by_place: bool, own_step: Callable[[], StepGraph]) -> str | None:
     """The user's line on which the loss depends on rows of several ranks' being one batch; None: there is none.
 
     by_place: only where rows are taken by their places (`x[0]`, `x[:5]`, `x.squeeze(0)` of a batch of one), as each
     rank's own batch has others there. Equal pieces of all rows, smaller than a rank's, are a loop over these.
+    own_step: of this rank's rows alone. Groups of rows that are others there are by place, too (`x.view(5, -1, n)`).
     """
     found = _WalkOfRanks(step.bare(()), num_ranks, 1, set()).states()
+    lines = [op.source or op.name for op in step.ops]
     # (value, its rows' dim, a rank's rows) -> what takes some of them
-    taken: dict[tuple[int, int, int], dict[OpCall, str]] = {}
+    taken: dict[tuple[int, int, int], dict[OpCall, int]] = {}
+    alike: dict[int, tuple[int, ...]] = {}  # op -> the shape that its result has in the step of a rank
     for index in step.ancestors({step.loss}):
         op, name = step.ops[index], aten_name(step.ops[index].call.target)
+        result, state = op.call.results[0].shape, found.state[op.results[0]]
         for value, meta in zip(op.operands, op.call.operands, strict=True):
-            have, line = found.state[value], op.source or op.name
+            have = found.state[value]
             of_rank = meta.shape[have.dim] // (have.segments * num_ranks) if have.kind == "rows" else 0
-            if of_rank and index in found.moved and not by_place:
-                return line
+            if of_rank and index in found.moved and (not by_place or name in RESHAPES):
+                return lines[index]
+            is_reshaped = of_rank and name in RESHAPES and state.kind == "rows"
+            if is_reshaped and (result[state.dim] % step.batch_size or (of_rank == 1 and name == "squeeze")):
+                alike[index] = (*result[: state.dim], result[state.dim] // num_ranks, *result[state.dim + 1 :])
             is_along = name in _BY_PLACE and value == op.operands[0]
             is_along = is_along and have.dim in dims_of(bind(op.call).get("dim"), len(meta.shape))
-            if of_rank == 1 and is_along and name == "squeeze":
-                return line
             if of_rank and is_along and index in found.moved:
-                taken.setdefault((value, have.dim, of_rank), {})[op.call] = line
+                taken.setdefault((value, have.dim, of_rank), {}).setdefault(op.call, index)
     for (value, dim, of_rank), calls in taken.items():
-        shape = step.values[value].shape
+        shape, first = step.values[value].shape, next(iter(calls.values()))
         parts = [meta.shape for call in calls for meta in call.results]
         sizes = [part[dim] if len(part) == len(shape) else 1 for part in parts]
         is_loop = sizes[0] < of_rank and of_rank % sizes[0] == 0 and set(sizes) == {sizes[0]}
         if not is_loop or sum(sizes) != shape[dim]:
-            return next(iter(calls.values()))
+            return lines[first]
+        alike[first] = parts[0]
+    others = own_step().ops if alike else ()
+    for index, shape in sorted(alike.items()):
+        if index < len(others) and others[index].call.results[0].shape != shape:
+            return lines[index]
     return None
 
 

@@ -260,10 +260,6 @@ def _row_loss(call: OpCall, axis_size: int) -> str:
     return f"[n, c!, *d], {'[n, c!, *d]' if target.dtype.is_floating_point else '[n, *d]'}, [c!]? -> [n, *d]"
 
 
-def _feature_dropout(call: OpCall, axis_size: int) -> str:
-    return "[n, c, *s!] -> [n, c, *s!]" if bind(call)["train"] else "[*b] -> [*b]"
-
-
 def _tensordot(call: OpCall, axis_size: int) -> str:
     bound = bind(call)
     terms: list[list[str]] = []
@@ -439,7 +435,10 @@ NOTATION: dict[str, Notation] = {
     **dict.fromkeys(("aten.tril", "aten.triu"), Notation(f"{_MATRIX} -> {_MATRIX}", linear=FIRST, carries=True)),
     "aten.affine_grid_generator": Notation(("[n, i!, j!] -> [n, h!, w!, k!]", "[n, i!, j!] -> [n, d!, h!, w!, k!]")),
     "aten.prelu": Notation("[n, c, *s], [c] -> [n, c, *s]"),
-    **{f"aten.feature_{kind}": Notation(_feature_dropout) for kind in ("dropout", "alpha_dropout")},
+    **dict.fromkeys(
+        ("aten.feature_dropout", "aten.feature_alpha_dropout"),
+        Notation(lambda call, _: "[n, c, *s!] -> [n, c, *s!]" if bind(call)["train"] else "[*b] -> [*b]"),
+    ),
     "aten.cross_entropy_loss": Notation(_row_loss),
     "aten.nll_loss_nd": Notation(_row_loss),
     "aten.bucketize.Tensor": Notation("[*b], [s] -> [*b]"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -254,6 +255,12 @@ PLACES: dict[str, Any] = {
     "each": lambda z: torch.stack([row.tanh() for row in z]),
     "pieces": lambda z: torch.cat([part - part.mean(0) for part in z.split(2)]),
     "views": lambda z: torch.cat([z, 2.0 * z]).chunk(2)[1],
+    "ways": lambda z: z.view(2, -1, 5).mean(1),  # 2 groups: of 2 rows in a rank's 4, of 4 in all 8
+    "shots": lambda z: z.reshape(2, 2, -1).mean(1),
+    "mixed": lambda z: z.view(5, -1).mean(1),
+    "chunks": lambda z: torch.stack([part.mean(0) for part in z.chunk(2)]),
+    "fours": lambda z: torch.stack([part.mean(0) for part in z.chunk(4)]),
+    "pairs": lambda z: z.view(-1, 2, 5).mean(1),  # the same pairs in both
     "columns": lambda z: z[:, 0] + z.unsqueeze(1).squeeze(1)[:, 1],
 }
 
@@ -276,7 +283,7 @@ def train_by_place(root: str, use: str) -> Any:
 def test_rows_that_are_taken_by_their_places_are_this_ranks(pool, tmp_path, use: str) -> None:
     for (expected, _), (weights, as_written) in pool.run(2, train_by_place, str(tmp_path), use):
         torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
-        assert as_written == (use not in ("each", "pieces", "views", "columns"))
+        assert as_written == (use not in ("each", "pieces", "views", "pairs", "columns"))
 
 
 @pytest.mark.parametrize(("rows", "is_told"), [(1, True), (2, False)])
@@ -285,8 +292,9 @@ def test_a_batch_of_one_is_squeezed_by_its_place(rows: int, is_told: bool) -> No
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
             return self.layer(batch["x"].squeeze(0)).square().mean()
 
-    step = capture_step(Squeezed("x"), {"x": torch.ones(rows, 3, 5)}, world_size=2)
-    assert (where_rows_meet(step, 2, by_place=True) is not None) == is_told
+    captured = partial(capture_step, Squeezed("x"), {"x": torch.ones(rows, 3, 5)})
+    step = captured(world_size=2)
+    assert (where_rows_meet(step, 2, True, partial(captured, world_size=1)) is not None) == is_told
 
 
 class Batches(Dataset):
