@@ -104,7 +104,7 @@ def reading(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:  # also what `weights_only` refuses
-        said = str(error).strip().partition("\n")[0]
+        said = str(error.__context__ or error).strip().partition("\n")[0]  # torch puts pages of advice around its own
         raise CheckpointError(
             f"the checkpoint {path} holds more than tensors and plain values, or is damaged: {said}",
             "if you trust who wrote it, read it with weights_only=False (`alpa export --trust`)",

@@ -223,11 +223,11 @@ def _reach(function: Any, found: dict[types.FunctionType, None], depth: int) -> 
             held += [attributes[name] for name in names if name in attributes]
             held.append(owner)
         for value in held:
-            for callee in _functions_of(value, names):
+            for callee in functions_of(value, names):
                 _reach(callee, found, depth + 1)
 
 
-def _functions_of(value: Any, names: set[str]) -> Iterator[Any]:
+def functions_of(value: Any, names: set[str]) -> Iterator[Any]:
     """The user's functions that code with `names` may call by way of `value`."""
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         if is_user_code(value):

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import any_rank, world_size
 from alpa_strategy.errors import AlpaError, SetupError
-from alpa_strategy.ir.user_code import is_user_code, mentioned_names
+from alpa_strategy.ir.user_code import functions_of, is_user_code, mentioned_names
 from alpa_strategy.lightning.checks import AFTER_BACKWARD, is_overridden, names_in, own_hooks
 from alpa_strategy.runtime.gather_on_use import GatherOnUse, set_data
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -157,9 +157,7 @@ _HOOKS = (
     "on_train_end",
 )
 _LOOKING = (WeightAveraging, StochasticWeightAveraging)  # of Lightning's own callbacks
-_PARAMETER_WORDS = re.compile(
-    r"(?:^|_)(?:params?|parameters?|weights?|bias(?:es)?|grads?|gradients?|state_dict|deepcopy)(?:_|$)"
-)
+_PARAMETER_WORDS = re.compile(r"(^|_)(param(eter)?s?|weights?|bias(es)?|grads?|gradients?|state_dict|deepcopy)(_|$)")
 _NOT_PARAMETERS = {"param_groups", "add_param_group", "gradient_clip_val", "gradient_clip_algorithm"}
 
 
@@ -231,9 +229,11 @@ def _looks(hook: Callable[..., Any], module: nn.Module) -> bool:
         return True
     if not is_user_code(hook):  # most are Lightning's
         return False
-    names = mentioned_names(hook)
+    names, held = mentioned_names(hook), {**getattr(owner, "__dict__", {}), **getattr(owner, "_modules", {})}
+    called = {*names, "forward", "__call__"}  # `self.ema.update(self.net)`, `self.ema(self.net)`
+    names = names.union(*(mentioned_names(f) for name in names & held.keys() for f in functions_of(held[name], called)))
     own = {path.rpartition(".")[2] for path, _ in module.named_parameters()}  # `self.gamma`
-    own |= {name for name, value in getattr(owner, "__dict__", {}).items() if isinstance(value, nn.Parameter)}
+    own |= {name for name, value in held.items() if isinstance(value, nn.Parameter)}
     return not own.isdisjoint(names) or any(map(_PARAMETER_WORDS.search, names - _NOT_PARAMETERS))
 
 

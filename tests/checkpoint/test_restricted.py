@@ -134,7 +134,7 @@ def test_a_pickle_planted_in_any_file_is_not_run(tmp_path, name):
 def test_a_planted_ordinary_file_is_not_run_unless_trusted(tmp_path):
     torch.save({"state_dict": {}, "x": Planted(tmp_path / "ran")}, tmp_path / "plain.ckpt")
     for read in (open_checkpoint, lambda path: export_checkpoint(path, tmp_path / "out.ckpt")):
-        with pytest.raises(CheckpointError, match="trust"):
+        with pytest.raises(CheckpointError, match=r"(?s)GLOBAL posix\.mkdir.*if you trust"):
             read(tmp_path / "plain.ckpt")
     assert not (tmp_path / "ran").exists()
     export_checkpoint(tmp_path / "plain.ckpt", tmp_path / "out.ckpt", weights_only=False)

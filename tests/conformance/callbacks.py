@@ -113,6 +113,31 @@ def average_in_the_module(bench: Bench) -> Any:
     return bench.fit(Student, validate=True, max_epochs=2)
 
 
+def average_in_a_submodule_that_is_called(bench: Bench) -> Any:
+    """As in latent diffusion: nothing in the hook itself names parameters."""
+
+    class Average(torch.nn.Module):
+        def __init__(self, net: torch.nn.Module) -> None:
+            super().__init__()
+            for name, p in net.named_parameters():
+                self.register_buffer(name.replace(".", ""), p.detach().clone())
+
+        @torch.no_grad()
+        def forward(self, net: torch.nn.Module) -> None:
+            for name, p in net.named_parameters():
+                self.get_buffer(name.replace(".", "")).lerp_(p, 0.2)
+
+    class Averaged(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.average = Average(self.net)
+
+        def on_train_batch_end(self, *unused: Any) -> None:
+            self.average(self.net)
+
+    return bench.fit(Averaged, max_epochs=2)
+
+
 def weights_changed_and_read_by_a_callback(bench: Bench) -> Any:
     class Clamps(pl.Callback):
         def __init__(self) -> None:

@@ -264,6 +264,7 @@ def _reduction_cases(add: Any) -> None:
     add("var_mean", aten.var_mean.correction, f(4, 5), (1,), correction=0, expect="S0->S0,S0")
     add("any", aten.any.dim, m(4, 5), 1, expect="S0->S0")
     add("all", aten.all.dim, m(4, 5), 0, expect="S1->S0")
+    add("is_all_true", aten._is_all_true.default, m(4, 5), expect="R->R")  # asked by torch.distributions
     add("max_dim", aten.max.dim, f(4, 5), 1, expect="S0->S0,S0")
     add("argmax", aten.argmax.default, f(4, 5), -1, expect="S0->S0")
     add("norm", aten.norm.ScalarOpt_dim, f(4, 5), 2, (1,), True, expect="S0->S0")
