@@ -63,7 +63,8 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
                     f"the step uses an open file ({user_frame()}): captured, it would write once and never again",
                     "write files in a hook such as on_train_batch_end (what the step returns arrives there)",
                 )
-            if is_first and isinstance(value, Iterator) and not _is_no_iterator(type(value)):
+            is_iterator = is_first and isinstance(value, Iterator) and type(value) not in weakref.ProxyTypes
+            if is_iterator and not python_state.is_user_class(type(value)):  # such a one has a state that is kept
                 refuse_iterator()
             return value
 
@@ -78,11 +79,6 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
     # On the classes and not by swapping those of objects: `type(module)` stays what the user's code expects.
     with patched([*map(watching, _watched_classes(module)), (type(os.environ), "__getitem__", variable)]):
         yield reads
-
-
-def _is_no_iterator(kind: type) -> bool:
-    """Whether it only seems one: a user's class has a state that is kept, a `weakref.proxy` any method of any class."""
-    return kind in weakref.ProxyTypes or python_state.is_user_class(kind)
 
 
 def refuse_iterator() -> NoReturn:

@@ -260,6 +260,8 @@ PLACES: dict[str, Any] = {
     "mixed": lambda z: z.view(5, -1).mean(1),
     "chunks": lambda z: torch.stack([part.mean(0) for part in z.chunk(2)]),
     "fours": lambda z: torch.stack([part.mean(0) for part in z.chunk(4)]),
+    "sections": lambda z: torch.stack([part.mean(0) for part in z.tensor_split(3)]),
+    "listed": lambda z: z[[0, 3]],
     "pairs": lambda z: z.view(-1, 2, 5).mean(1),  # the same pairs in both
     "columns": lambda z: z[:, 0] + z.unsqueeze(1).squeeze(1)[:, 1],
 }
@@ -295,6 +297,17 @@ def test_a_batch_of_one_is_squeezed_by_its_place(rows: int, is_told: bool) -> No
     captured = partial(capture_step, Squeezed("x"), {"x": torch.ones(rows, 3, 5)})
     step = captured(world_size=2)
     assert (where_rows_meet(step, 2, True, partial(captured, world_size=1)) is not None) == is_told
+
+
+def test_all_pairs_of_rows_are_pairs_of_the_whole_batch() -> None:
+    class Pairs(Model):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            z = self.layer(batch["x"])
+            left, right = torch.triu_indices(len(z), len(z), 1)
+            return (z[left] - z[right]).square().mean()
+
+    captured = partial(capture_step, Pairs("x"), {"x": torch.ones(3, 5)})
+    assert where_rows_meet(captured(world_size=2), 2, True, partial(captured, world_size=1)) is None
 
 
 class Batches(Dataset):
