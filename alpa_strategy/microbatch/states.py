@@ -279,7 +279,7 @@ def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
 
 _BY_PLACE = {"select", "slice", "narrow", "unbind", "select_scatter", "slice_scatter", *SPLITS}
 _BY_PLACE |= {"tensor_split", "diff", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
-_BY_INDEX = ("index", "index_select", "gather")
+_BY_INDEX = ("index", "index_select", "gather")  # with numbers of no batch: `x[[0, 3]]`, `x[self.anchors]`
 
 
 def where_rows_meet(step: StepGraph, num_ranks: int, by_place: bool, own_step: Callable[[], StepGraph]) -> str | None:
@@ -290,7 +290,7 @@ def where_rows_meet(step: StepGraph, num_ranks: int, by_place: bool, own_step: C
     own_step: of this rank's rows alone. Groups of rows that are others there are by place, too (`x.view(5, -1, n)`).
     """
     found = _WalkOfRanks(step.bare(()), num_ranks, 1, set()).states()
-    lines, written = [op.source or op.name for op in step.ops], {entry.value for entry in step.constants}
+    lines, given = [op.source or op.name for op in step.ops], {x.value for x in step.constant_inputs}
     # (value, its rows' dim, a rank's rows) -> what takes some of them
     taken: dict[tuple[int, int, int], dict[OpCall, int]] = {}
     alike: dict[int, tuple[int, ...]] = {}  # op -> the shape that its result has in the step of a rank
@@ -300,13 +300,12 @@ def where_rows_meet(step: StepGraph, num_ranks: int, by_place: bool, own_step: C
         for value, meta in zip(op.operands, op.call.operands, strict=True):
             have = found.state[value]
             of_rank = meta.shape[have.dim] // (have.segments * num_ranks) if have.kind == "rows" else 0
-            if of_rank and index in found.moved and (not by_place or name in RESHAPES):
+            is_listed = name in _BY_INDEX and not given.isdisjoint(op.operands)
+            if of_rank and index in found.moved and (is_listed or name in RESHAPES or not by_place):
                 return lines[index]
             is_reshaped = of_rank and name in RESHAPES and state.kind == "rows"
             if is_reshaped and (result[state.dim] % step.batch_size or (of_rank == 1 and name == "squeeze")):
                 alike[index] = (*result[: state.dim], result[state.dim] // num_ranks, *result[state.dim + 1 :])
-            if of_rank and index in found.moved and name in _BY_INDEX and not written.isdisjoint(op.operands):
-                return lines[index]
             is_along = name in _BY_PLACE and value == op.operands[0]
             is_along = is_along and have.dim in dims_of(bind(op.call).get("dim"), len(meta.shape))
             if of_rank and is_along and index in found.moved:
