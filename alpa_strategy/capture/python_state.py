@@ -245,6 +245,7 @@ class KeptNames(_Kept):
 
     @override
     def changes(self) -> dict[str, Any]:
+        # A cached_property that was not there before fills itself again.
         held = [(n, getattr(type(self.owner), str(n), None)) for n in self._changed()]
         changed = [n for n, of_class in held if n in self.before or not isinstance(of_class, cached_property)]
         counted = [n for n in changed if n not in self.own] if self.is_noticed else []
