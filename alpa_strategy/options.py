@@ -64,8 +64,7 @@ class PlanOptions:
         compile: whether stages run compiled: chains of pointwise ops are one kernel then. `from_user` takes
             AlpaStrategy's `compile`.
         offload: whether parameters, with their gradients and optimizer state, lie in host memory: all of them, none, or
-            those that names (glob patterns) say. None: solved, where not everything fits on the device and the cluster
-            has a way to the host.
+            those that names (glob patterns) say. None: solved where not everything fits and the cluster has a `host`.
         costs: a cost model of your own (`alpa_strategy.OpCosts`); None: measured op times where the cluster is
             measured, else the roofline of its device.
         fp32_reduction: whether gradients are summed over devices in fp32 at least, where steps compute in bf16 or fp16:

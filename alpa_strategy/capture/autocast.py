@@ -1,8 +1,7 @@
 """Autocast made explicit: which operands of a call would be cast, found by running the call once under autocast.
 
 The trace is taken above autocast, so its ops still see uncast operands. Replaying an op on fake tensors with autocast
-on shows the casts that PyTorch's own policy makes; `Autocast` puts them into the graph as ops, and the graph runs
-without autocast.
+on shows the casts of PyTorch's own policy; `Autocast` puts them into the graph as ops, which runs without autocast.
 """
 
 import logging

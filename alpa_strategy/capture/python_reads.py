@@ -118,8 +118,7 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
 
     Of the modules of torch.nn plain values are guarded (training, p, padding, ...), of Lightning's own attributes
     `training` and the hyperparameters, of all modules their hooks. Submodules are guarded by identity, parents before
-    children, other objects last. What lies in the lists `appended`, and which list it is, does not matter: they are
-    only appended to.
+    children, other objects last. The lists `appended`, and what lies in them, do not matter: they only grow.
     """
     found: dict[tuple[int, str], ValueGuard] = {}
     paths = {id(child): (place, path) for place, (path, child) in enumerate(module.named_modules())}

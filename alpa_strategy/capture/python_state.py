@@ -2,8 +2,7 @@
 
 What the step reads is frozen into the captured graph, so it becomes guards (python_reads.py): each holds a `snapshot`.
 What it changes would be changed once and never again, so it is refused, and all is restored. Parameters and buffers are
-inputs of the graph and need no guard. Globals and closures are found in the code of the methods that ran, not by
-watching them run.
+inputs of the graph and need no guard. Globals and closures are found in the code of the methods that ran.
 """
 
 import argparse
@@ -500,8 +499,7 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
     of the functions that they name; caches (`functools.lru_cache`) that were filled, with fake tensors, are emptied.
 
     Raises:
-        CaptureError: when the step set a global, or changed a container among globals and closures, or an object that
-            the functions name.
+        CaptureError: when the step set a global, or changed a container or an object that globals or closures hold.
     """
     kinds = user_classes(module)
     members = [member for kind in kinds for member in vars(kind).values()]

@@ -1,5 +1,4 @@
-"""StepCounter: what the step's Python sees of batch_idx, global_step, current_epoch and numbers that change while it is
-captured.
+"""StepCounter: what a step that is captured sees of batch_idx, global_step, current_epoch and numbers that change.
 
 Arithmetic and functions of `math` and NumPy give another one, comparisons become guards, and where it meets a tensor,
 its number becomes an argument of the graph that is computed at every step (ir/guards.py).

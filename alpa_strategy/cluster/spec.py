@@ -288,8 +288,7 @@ class ClusterSpec:
 
         An axis whose groups cross nodes uses the inter-node link; the groups that cross out of one node at the same
         time share it. A group with several devices in a node is a ring that leaves each node once, so it also needs
-        the intra-node link's bandwidth. Where links differ, costs are the worst of those at the mesh's possible places,
-        blocks of its size.
+        the intra-node link's bandwidth. Where links differ, costs are the worst at the mesh's possible places.
         """
         shape = tuple(shape)
         num_nodes, per_node = self._submesh(submesh)

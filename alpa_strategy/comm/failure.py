@@ -36,8 +36,7 @@ class FailureWatch:
     """Watches the other ranks of the job between `start` and `stop`.
 
     Args:
-        store: the job's store; clones of it (own connections) are used, so a blocked main thread does not
-            block the watch.
+        store: the job's store, of which clones (own connections) are used: a blocked main thread blocks no watch.
         children: gives the processes that this one launched; they are ended before this process ends itself.
         last: called then, before it ends.
     """

@@ -256,9 +256,7 @@ class MeshComm:
 
 @dataclass(frozen=True)
 class Replica:
-    """Neighbouring ranks that run the steps of one batch together, as a job of their own would: number `index` of
-    `count` equal ones.
-    """
+    """Neighbouring ranks that run one batch's steps together, as a job of their own: number `index` of `count`."""
 
     index: int
     count: int

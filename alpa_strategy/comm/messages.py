@@ -41,8 +41,7 @@ class _Slot:
 class Outbox:
     """Sends under way: keeps their buffers until they have left, without holding up the sender.
 
-    gloo tells that a send is done only to who waits for it: once buffers add up, a thread waits for them. Other
-    backends are asked.
+    gloo tells only who waits that a send is done: a thread does, once buffers add up. Other backends are asked.
     """
 
     def __init__(self) -> None:

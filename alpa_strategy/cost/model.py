@@ -212,8 +212,7 @@ def differentiated(
 # --- What a user's autograd.Function costs: by the kernels that it runs on tensors without data, forward and backward.
 #
 # Products are priced as the ops that they are, at the dtype of their data: float8 under a wrapper such as torchao's.
-# All else moves bytes: kernel by kernel, or fused, where a tensor is read once, and once more if its sum or maximum is
-# needed first.
+# All else moves bytes: kernel by kernel, or fused, where a tensor is read once, or twice if its sum comes first.
 
 
 @dataclass

@@ -4,8 +4,7 @@ What is bounded by what: docs/formulas.md#inter-op. One stage a mesh: for each m
 shortest path over (layers, stages and devices left). Several: the mean over the meshes counts, or the one with the
 longest layer, or all cuts are simulated.
 
-Memory is left out, and every layer takes its best logical shape and layouts: what is left is below every plan that the
-stage costs can price.
+Memory is left out, and every layer takes its best logical shape and layouts: no plan that is priced can be below.
 """
 
 import heapq

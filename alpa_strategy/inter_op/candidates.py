@@ -485,8 +485,7 @@ def simulated_seconds(
 ) -> list[float]:
     """Seconds of a step of each pipeline: micro-batches by the schedule, then what is once per step.
 
-    The DP's closed form takes messages for work of their sender; here a boundary carries one after the other, beside
-    the work.
+    The DP's closed form takes messages for work of their sender; here a boundary carries them beside the work.
 
     Args:
         pipelines: all of as many stages, in pipeline order; of each the seconds of a micro-batch forward and backward

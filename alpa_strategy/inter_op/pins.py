@@ -279,8 +279,7 @@ def submeshes(cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
 def stage_fits(cluster: ClusterSpec, candidates: tuple[tuple[int, int], ...]) -> np.ndarray:
     """[devices left, submesh] whether a stage may start there when stages take devices in order.
 
-    A part of a node lies in one node, whole nodes begin at a node: device ranges are contiguous, and links are
-    as priced.
+    A part of a node lies in one node, whole nodes begin at a node: ranges are contiguous, and links as priced.
     """
     left, (nodes, devices) = np.arange(cluster.num_devices + 1)[:, None], np.array(candidates).T
     offset = (cluster.num_devices - left) % cluster.devices_per_node  # in the stage's first node

@@ -1,5 +1,4 @@
-"""What every run of layers costs on every submesh and logical shape, from the same strategies and costs as one
-stage's ILP.
+"""What every run of layers costs on every submesh and logical shape, by the same strategies and costs as an ILP.
 
 Layers that are the same by structure are solved once per mesh, from boundary layout to boundary layout, for several
 prices of memory (layer_matrix.py). All runs follow by min-plus products; what is kept of each are the cheapest
@@ -101,8 +100,7 @@ def stage_costs(
     known: dict[Hashable, RunCosts] | None = None,
     unlikely: Collection[tuple[int, int]] = (),
 ) -> list[RunCosts]:
-    """`RunCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest layouts alone, which is enough
-    for a bound.
+    """`RunCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest layouts: enough for a bound.
 
     Args:
         known: is filled with what is worked out, for later calls; the jobs differ in the number of micro-batches alone.

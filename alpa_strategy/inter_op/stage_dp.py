@@ -89,8 +89,7 @@ def solve_stages(
     """The best stages that use exactly `num_devices`, or None where none is below `known` seconds.
 
     Args:
-        in_flight: micro-batches alive in a stage with s stages from it to the end, at index s - 1; its length bounds
-            the number of stages.
+        in_flight: at index s - 1: micro-batches alive in a stage with s stages from it to the end; s up to the most.
         num_stages: allowed numbers of stages (default: any up to that bound).
         steps: weight of `once_seconds` (stages per mesh).
         tolerance: relative distance from the optimum at which searching on is not worth the time.

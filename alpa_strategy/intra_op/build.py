@@ -152,8 +152,7 @@ def boundary_layouts(meta: TensorMeta, mesh_shape: tuple[int, ...]) -> tuple[Dua
 def build(step: StepGraph, tables: OptionTables) -> IntraOp:
     """The problem of `step` on `tables.mesh`, unrestricted (see `restrict.py` for pins).
 
-    A received value is a choice among `boundary_layouts`; a sent value must reach one of these layouts. Both are kept
-    until the backward.
+    A received value has one of `boundary_layouts`, a sent one must reach one. Both are kept until the backward.
     """
     builder = _Builder(step, tables)
     builder.add_inputs()

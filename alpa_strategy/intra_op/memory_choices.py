@@ -7,9 +7,8 @@ and pointwise ops keep one tensor. `with_stored_results` gives them once more, w
 forward to the backward. That needs no operands, so products may go there, which take long to be made again.
 
 `with_offload` gives parameters every way to be stored a second time, with their gradients and the optimizer's state in
-host memory. What is used of one comes over the link to the host for each use (`ParameterPlan.is_fetched`), or once per
-step where its gradient is reduced once per step, and leaves no byte on the device but while it is in use. The optimizer
-steps on the host.
+host memory, where the optimizer steps. What is used of one comes over the link to the host for each use
+(`ParameterPlan.is_fetched`), or once per step where its gradient is reduced so, and is on the device only meanwhile.
 """
 
 import glob
@@ -139,8 +138,7 @@ def _extended(
     gathered: Mapping[int, np.ndarray],
     only: bool = False,
 ) -> IntraOp:
-    """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with nothing kept of the result, nor
-    of its views.
+    """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with no result, or view, kept.
 
     gathered: transfer -> [source, target] seconds that its value costs them as well. only: an op that has them has no
     others.

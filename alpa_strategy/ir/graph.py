@@ -246,8 +246,7 @@ class StepGraph:
     notes: tuple[str, ...] = ()  # things that the user should know (shown with the plan)
     # what the step's Python asked of its counters; when one no longer holds, capture again
     guards: tuple[Guard, ...] = ()
-    # what else the step read: attributes of the module, globals, closures, the Trainer's values; when one changed,
-    # capture again
+    # what else the step read: attributes, globals, closures, the Trainer's values; when one changed, capture again
     attributes: tuple[ValueGuard, ...] = ()
     # leaves of the batch, no tensors, that the step read, with their values as text; as for attributes
     leaves: tuple[tuple[int, str], ...] = ()

@@ -162,8 +162,7 @@ class LocalCall:
     call: OpCall  # the call with local operand and result shapes and local size arguments
     implementation: str | None = None  # name in `alpa_strategy.lower.local_ops`, or None for the plain op
     axes: tuple[int, ...] = ()  # the mesh axes over which `implementation` works
-    # for random ops, the mesh axes whose devices must draw different numbers (the others must draw the same); None for
-    # ops that draw none
+    # the mesh axes whose devices must draw different numbers (the others: the same); None for ops that draw none
     random_axes: tuple[int, ...] | None = None
 
 

@@ -3,8 +3,7 @@ small JSON file that a person can read and edit (docs/formulas.md#plan-file).
 
 In the file, modes of a parameter are one text such as "R* S0" (one mode per mesh axis; fused projections: "R* S0 in 3
 segments"; what lies in host memory: "S0 R* on host"); strategies of an op are one text per axis, joined by " | ". All
-else is written as the data classes have it. Reading checks every field against its type and says where and what is
-wrong.
+else is written as the data classes have it. Reading checks every field against its type and says what is wrong where.
 """
 
 import hashlib
@@ -245,8 +244,7 @@ class StagePlan:
     # of one micro-batch's values to the next stage and their gradients back; 0 where not known
     boundary_seconds: float = 0.0
     layers: str = ""  # the modules whose ops it holds, for display: `embed to blocks.3`
-    # op indices, ascending and inside `ops`, that cut the stage into the spans which are recomputed one by one; (): as
-    # a whole
+    # op indices inside `ops`, ascending, that cut the stage into spans, recomputed one by one; (): as a whole
     remat_cuts: tuple[int, ...] = ()
     # names of ops of a stage that keeps its activations whose results are not kept but made again
     recomputed: tuple[str, ...] = ()

@@ -1,8 +1,7 @@
 """What must be the same on several ranks is known to be, by digests of tensors; and gradients to be finite.
 
 `GradientCheck` looks at the gradients that a rank's backward makes, before sums over ranks spread what is not finite.
-What no one device would have can then be told from the training's own: it begins on one rank, or in a sum of finite
-parts.
+What is not the training's own can then be told: it begins on one rank, or in a sum of finite parts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -167,8 +167,7 @@ def unshard_for_hooks(
     """Context of a running training: its hooks that look at parameters see whole ones.
 
     Args:
-        fits: None where whole parameters (True: and gradients) have room on this device beside the training, else why
-            not.
+        fits: None where whole parameters (True: and gradients) have room beside the training, else why not.
     """
     seeing = [hook for hook in own_hooks(module, _HOOKS) if _looks(getattr(*hook), module) and _has_room(*hook, fits)]
     if every_step := [f"{type(owner).__name__}.{name}" for owner, name in seeing if name in _HOOKS_OF_STEPS]:

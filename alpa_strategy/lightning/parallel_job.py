@@ -1,5 +1,4 @@
-"""The job below the strategy: which devices and ranks there are, how they meet, what passes between them, and how they
-end as one.
+"""The job below the strategy: its devices and ranks, how they meet, what passes between them, how they end as one.
 
 As in Lightning's DDP strategy, with two differences: ranks that Lightning's launcher started are ended when one of them
 fails (it says which was lost, where Lightning's own kills all silently within 5 s of a child's death), and every rank

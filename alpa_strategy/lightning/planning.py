@@ -49,8 +49,7 @@ LIKELY_PER_DEVICE, LIKELY_COUNTS = 4, 3  # numbers of micro-batches whose shapes
 def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Place, ...] = ()) -> StepGraph:
     """Capture the training step on every rank and make sure that all captured the same. Collective.
 
-    Where the step can still be run as it is written, an error of any kind is a CaptureError: the user's own comes
-    again there.
+    Where the step can still run as it is written, any error is a CaptureError: the user's own comes again there.
 
     Args:
         numbers: what has changed since the step was captured: inputs of the step where that gives the same step.

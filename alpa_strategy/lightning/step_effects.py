@@ -195,8 +195,7 @@ def _keep_synced(metric: Metric) -> None:
 def _keep_part(metric: Metric, num_ranks: int, rank: int) -> None:
     """Forget what the ranks' sum would count again: sums stay on rank 0, rows that were kept are dealt out in order.
 
-    Every rank has rows of the same kind then, maybe none: torchmetrics could not gather `[]` with them. Means and
-    extremes stay.
+    Every rank has rows of one kind then, maybe none: torchmetrics cannot gather `[]`. Means and extremes stay.
     """
     for name, reduction in metric._reductions.items():
         state, default = getattr(metric, name), metric._defaults[name]

@@ -236,8 +236,7 @@ def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> O
 # --- Where rows go in views, `cat`, `split` and slices when a dim holds several runs of rows, one after the other.
 #
 # A dim with `segments` k is [k, n]: k runs of n rows (or rows times something), each of which is cut into equal
-# parts. `torch.cat([a, b])` has k = 2, [T, B] flattened has k = T. Device meshes have no such layout; micro-batches
-# can.
+# parts. `torch.cat([a, b])` has k = 2, [T, B] flattened has k = T. Micro-batches have this layout, meshes do not.
 
 
 SPLITS = ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk")

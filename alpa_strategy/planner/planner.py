@@ -84,8 +84,7 @@ def choose_plan(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = Non
 
     A pipeline is made when the options ask for one (on one device: micro-batches, recomputation). Else it is where
     micro-batches give exactly the whole batch's result, and no single stage fits or the pipeline is predicted to be
-    faster by `MARGIN` than the best one, whose reduction of gradients is taken to hide behind the backward as far as it
-    can.
+    faster by `MARGIN` than the best one, whose reduction of gradients hides behind the backward as far as it can.
 
     Args:
         pinned: as for `plan_one_stage`; then there is one stage.

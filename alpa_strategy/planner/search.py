@@ -504,8 +504,7 @@ def plan_of(
 # A step is slow with many micro-batches (ops too small for the device, a launch each) and slow with few (stages that
 # wait, activations that do not fit), so the best number is climbed to from a middling one. At the first number all
 # submeshes are priced; its neighbours are compared on the submeshes that the best plan uses, which is a small part of
-# the work; where another number wins, all submeshes are priced once more for that one. How busy the machine is cannot
-# change the plan.
+# the work; where another wins, all are priced once more for that one. How busy the machine is changes no plan.
 
 
 Submeshes = frozenset[int]

@@ -57,8 +57,7 @@ class PlanTask:
     def fingerprint(self) -> Fingerprint:
         """What a plan that is made for this task is stored under, as hashes part by part.
 
-        The optimizer counts as an option: its state needs memory. So do the sharding rules that were registered for
-        the step's ops.
+        The optimizer counts as an option: its state needs memory. So do registered rules of the step's ops.
         """
         own = self.optimizer
         option_text = f"{self.options.digest()} {own.state_bytes:g} {own.element_wise} {own.moved_bytes} {own.scratch}"

@@ -142,8 +142,7 @@ class GatherOnUse:
     Args:
         module: whose parameters `store` holds.
         group: see `Rounds`.
-        keeps: whether parameters stay whole from the first `in_use` until `drop` (ZeRO-2), instead of while they are
-            used.
+        keeps: whether parameters stay whole from the first `in_use` until `drop` (ZeRO-2), not only while in use.
         has_room: for all of them at once, beside a step.
     """
 

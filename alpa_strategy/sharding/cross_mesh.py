@@ -60,8 +60,7 @@ class TransferPlan:
     shape: tuple[int, ...]
     dtype: torch.dtype
     target: MeshSide  # where it lies after it
-    # layout on the target's mesh right after the messages; where it differs from `target.layout`, all-gathers on the
-    # target's mesh follow
+    # layout right after the messages; where it differs from `target.layout`, all-gathers on the target's mesh follow
     received: Layout
     pieces: tuple[Piece, ...]  # in one order on all ranks: by target, then by box
     # source_boxes, received_boxes: rank -> box

@@ -1,8 +1,7 @@
 """What a user's autograd.Function does to tensors, seen by running it on shapes alone, forward and backward.
 
 One that works element by element (straight-through estimators, gradient reversal, activations) may be cut along every
-dim, which its ops prove: nothing is tried on data. All others run whole on every device, unless `register_sharding`
-says more.
+dim, which its ops prove: nothing is tried on data. Others run whole everywhere, unless `register_sharding` says more.
 """
 
 from dataclasses import replace

@@ -1,7 +1,6 @@
 """Sharding rules from outside: `register_sharding` gives an op rules, `prove_sharding` tries them out.
 
-For ops that ATen does not have (`torch.library`) and for a user's `autograd.Function`s: without a rule they run whole
-on every device.
+For ops that ATen does not have (`torch.library`) and a user's `autograd.Function`s: without rules they run whole.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,8 +47,7 @@ def register_sharding(op: str | type[torch.autograd.Function], *rules: str) -> N
         rules: at least one line.
 
     Raises:
-        ShardingError: there is no such op, it changes its arguments, or a rule cannot be read or does not fit its
-            schema.
+        ShardingError: there is no such op, it changes its arguments, or a rule cannot be read or misfits its schema.
     """
     if not rules:
         raise ShardingError(f"register_sharding({op!r}) without a rule", _NOTATION)
