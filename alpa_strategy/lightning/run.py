@@ -4,7 +4,8 @@ import itertools
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.runtime.gradients import average
 from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
+from alpa_strategy.runtime.step_by_bucket import fused
 
 MEASURED_STEPS = range(5, 25)
 _SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")  # before the Trainer clears them
@@ -74,7 +76,9 @@ class Run(PlacedModule):
         self._rank_zero, replica = rank_zero, job.replica
         if replica is not None:  # others draw other numbers
             seed, self._rank_zero = seed + replica.index, RankZero(job.limits.plan_timeout_seconds, replica.group)
-        info = inspect_optimizer(given.optimizers)
+        self._to_fuse = given.optimizers if job.compile is not None else ()
+        with fused(self._to_fuse):
+            info = inspect_optimizer(given.optimizers)
         step = capture(module, batch, batch_idx, job)
         if replica is not None and len(set(of_all_ranks(step.parameter_digest))) > 1:
             raise RuntimeMismatchError(
@@ -139,6 +143,12 @@ class Run(PlacedModule):
             self.store.finish_backward(None if self._job.replica is not None else self.steps_by_bucket())
         if self._job.replica is not None and self.syncs:
             average(self.store.parameters, self._job.replica.across, self.store.device, self._job.limits.bucket_bytes)
+
+    @contextmanager
+    @override
+    def stepping(self) -> Iterator[None]:
+        with super().stepping(), fused(self._to_fuse):
+            yield
 
     def _clear_gradients(self, batch_idx: int) -> None:
         """The Trainer clears the last gradients after the step: where nobody looks at them in between they go now, and

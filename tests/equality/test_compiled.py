@@ -180,6 +180,42 @@ def test_a_module_that_the_user_compiled_is_compiled_with_its_backend(pool, tmp_
         assert seen == graphs
 
 
+class TwoGroups(MLP):
+    """Of its optimizer's groups one says how it is stepped."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        said = {"params": list(self.net[2].parameters()), "foreach": False}
+        return torch.optim.AdamW([{"params": list(self.net[0].parameters())}, said], lr=1e-2)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.fused = [group["fused"] for group in optimizer.param_groups]
+
+
+def fit_two_groups(compiled: bool, folder: str) -> tuple[list[Any], list[Any], list[torch.Tensor]]:
+    """Which groups are fused in the training, and afterwards; the weights after a run, and another that goes on."""
+    torch.manual_seed(0)
+    model = TwoGroups()
+    for steps in (2, 4):
+        strategy = AlpaStrategy(
+            cluster="pcie_8gpu", plan_dir=folder, compile={"backend": "aot_eager"} if compiled else False
+        )
+        trainer = pl.Trainer(devices=2, accelerator="cpu", strategy=strategy, max_steps=steps, **QUIET)
+        data = DataLoader(TensorDataset(*MLP().example_batch(32, torch.Generator().manual_seed(0))), batch_size=4)
+        trainer.fit(model, data, ckpt_path=f"{folder}/2.ckpt" if steps == 4 else None)
+        trainer.save_checkpoint(f"{folder}/{steps}.ckpt")
+    after = [group["fused"] for group in trainer.optimizers[0].param_groups]
+    return model.fused, after, [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_compiled_step_has_a_fused_optimizer_where_its_user_left_that_open(pool, tmp_path):
+    (fused, after, weights), _ = pool.run(2, fit_two_groups, True, str(tmp_path / "compiled"))
+    assert fused == [True, None]
+    assert after == [None, None]
+    (fused, _, plain), _ = pool.run(2, fit_two_groups, False, str(tmp_path / "plain"))
+    assert fused == [None, None]
+    torch.testing.assert_close(weights, plain, rtol=1e-4, atol=1e-6)
+
+
 class OneLayer(MLP):
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
