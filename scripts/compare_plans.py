@@ -3,8 +3,9 @@
     python scripts/compare_plans.py ../before .                                    # thirteen pairs
     python scripts/compare_plans.py ../before . gpt_2_6b:p3_16xlarge_x8:2 moe_1_3b # recipe[:cluster[:nodes]]
 
-Every plan is made by `alpa plan` of its checkout, in a process and an empty folder of its own. What a checkout gave
-once is kept in `--kept` (a JSON file) by its commit, so that only the new side need run again. Fails where the second
+Every plan is made by `alpa plan` of its checkout, in a process and an empty folder of its own, at the rates of the
+first checkout's cluster files: a fitted rate makes a plan neither better nor worse. What a checkout gave once is kept
+in `--kept` (a JSON file) by its commit, so that only the new side need run again. Fails where the second
 checkout has no plan, or one that is predicted to be slower by more than 0.1 %, or where planning took more than 5 %
 more CPU seconds in all.
 """
@@ -41,11 +42,12 @@ class Made:
     error: str = ""
 
 
-def plan(checkout: Path, pair: str) -> Made:
-    """`alpa plan` of one recipe on one cluster, by the code of `checkout`."""
+def plan(checkout: Path, pair: str, clusters: Path) -> Made:
+    """`alpa plan` of one recipe on one cluster's file in `clusters`, by the code of `checkout`."""
     recipe, cluster, nodes = (pair + "::").split(":")[:3]
     path = str(checkout / "recipes" / f"{recipe}.yaml")
-    made = run_plan(checkout, path, cluster or "p3_16xlarge_x8", f"cluster.num_nodes={nodes or 1}")
+    rates = str(clusters / f"{cluster or 'p3_16xlarge_x8'}.yaml")
+    made = run_plan(checkout, path, rates, f"cluster.num_nodes={nodes or 1}")
     data, cpu, rss = made.plan, made.cpu_seconds, made.peak_gib
     if data is None:
         return Made(float("inf"), 0.0, cpu, rss, error=made.output[-2000:])
@@ -71,13 +73,14 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     kept: dict[str, dict] = json.loads(args.kept.read_text()) if args.kept and args.kept.exists() else {}
     commits = {checkout: commit_of(checkout) for checkout in (args.before, args.after)}
+    clusters = (args.before / "configs" / "clusters").resolve()
     slower, total = [], [0.0, 0.0]
     for pair in args.pairs or PAIRS:
         made: list[Made] = []
         for checkout in (args.before, args.after):
-            key = f"{commits[checkout]} {pair}"
+            key = f"{commits[checkout]} {pair} {commits[args.before]}"
             if commits[checkout] is None or key not in kept:
-                made.append(plan(checkout.resolve(), pair))
+                made.append(plan(checkout.resolve(), pair, clusters))
                 if args.kept and commits[checkout] is not None:
                     kept[key] = asdict(made[-1])
                     args.kept.write_text(json.dumps(kept, indent=1))
