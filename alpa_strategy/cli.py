@@ -299,8 +299,7 @@ def _example_batch(data: Any, recipe: Recipe) -> Any:
 
 
 def precision_plugin(recipe: Recipe) -> Precision:
-    """What the Trainer would make of the recipe's precision, for a step that is captured as CPU, whatever the cluster's
-    devices are."""
+    """The Trainer's for the recipe's precision, of a step captured on the CPU, whatever the cluster's devices are."""
     given = str(recipe.trainer.get("precision") or "32-true")
     precision = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(given, given)
     plugins: dict[str, Callable[[], Precision]] = {

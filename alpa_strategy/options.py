@@ -61,8 +61,7 @@ class PlanOptions:
             Or names: results of these ops and modules (glob patterns) are made again one by one and all others kept;
             "selective": of norms and pointwise ops, not of products, convolutions and attention. In a step that runs
             as it is written whole modules are made again: those named, or the items of their lists, the first ones.
-        compile: whether stages run compiled: chains of pointwise ops are one kernel then. `from_user` takes
-            AlpaStrategy's `compile`.
+        compile: whether stages run compiled: chains of pointwise ops are one kernel. `from_user`: as AlpaStrategy's.
         offload: whether parameters, with their gradients and optimizer state, lie in host memory: all of them, none, or
             those that names (glob patterns) say. None: solved where not everything fits and the cluster has a `host`.
         costs: a cost model of your own (`alpa_strategy.OpCosts`); None: measured op times where the cluster is

@@ -38,7 +38,7 @@ from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.full_parameters import check_backward
 from alpa_strategy.lightning.job import Job, compiled_by_user, most_accumulated
 from alpa_strategy.lightning.master_weights import with_masters
-from alpa_strategy.lightning.parallel_job import ParallelJob
+from alpa_strategy.lightning.parallel_job import ENDS, PAUSES, ParallelJob
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL, REPLICAS
 from alpa_strategy.options import BUCKET_BYTES, CHECK_REPLICAS_EVERY, Limits, PlanOptions, compile_options
@@ -351,6 +351,9 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def on_validation_start(self) -> None:
+        if self._signals is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._signals.meet(PAUSES)
+            self._signals.check_together()  # ranks go through an evaluation together
         self._session.start_evaluation(self._module)
 
     on_test_start = on_predict_start = on_validation_start
@@ -377,7 +380,7 @@ class AlpaStrategy(ParallelJob):
     def on_train_end(self) -> None:
         """The module leaves the training whole, and so does the optimizer, unless that would not fit."""
         if self._signals is not None:
-            self._signals.meet(is_over=True)
+            self._signals.meet(ENDS)
         self._session.end_training()
 
     # Checkpoints
@@ -455,27 +458,32 @@ class AlpaStrategy(ParallelJob):
         if is_global or not isinstance(tensor, Tensor):
             return tensor
         if group is None:
-            self._session.meet()
+            self._meet()
         return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if group is None:
-            self._session.meet()
+            self._meet()
         if self.run is not None and self.run.peers and group in (None, dist.group.WORLD):  # as the module's own gives
             return stacked(tensor if sync_grads else tensor.detach(), self._across)
         return super().all_gather(tensor, group, sync_grads)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._session.meet()
+        self._meet()
         if not self.interrupted:
             super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._session.meet()
+        self._meet()
         return super().broadcast(obj, src)
+
+    @override
+    def _meet(self) -> None:
+        super()._meet()
+        self._session.meet()
 
     # The end
 

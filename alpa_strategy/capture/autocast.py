@@ -50,8 +50,7 @@ Casts = tuple[torch.dtype | None, ...]  # of each operand; None: left alone
 @lru_cache(maxsize=4096)
 def done_by_autocast(call: OpCall, state: AutocastState) -> tuple[Casts, torch.dtype | None] | None:
     """Casts of the operands with which the call does without autocast what it does under it; and what autocast has it
-    compute in by its `dtype` argument, casting none: on GPUs sum, cumsum and prod, and softmax of float16 (PyTorch's
-    `fp32_set_opt_dtype`).
+    compute in by its `dtype`, casting none: on GPUs sum, cumsum, prod and float16's softmax (`fp32_set_opt_dtype`).
 
     None: there are none such; what autocast casts inside of an op without a policy of its own is made of the operands
     by more than moving elements. On GPUs these are known: cross entropy (`loss_dtype`), pairwise_distance, trapezoid.

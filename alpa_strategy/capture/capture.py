@@ -1,8 +1,7 @@
 """capture_step: an ordinary LightningModule and one batch in, the training step as a StepGraph out.
 
 `trace` runs the step; here the raw fx trace becomes the StepGraph: one walk over the nodes, then removal of what has no
-effect. Factories (arange, zeros, ...) and conversions lose their `device` argument when it is the capture device: the
-lowering runs them on its own device.
+effect. Factories (arange, zeros, ...) and conversions to the capture device lose their `device`: lowering has its own.
 """
 
 import operator
@@ -47,8 +46,7 @@ def capture_step(
         module: parameters on any device, meta included; with or without a trainer.
         batch: one rank's batch, any pytree of tensors (real, fake or meta) and constants.
         world_size: number of ranks that load rows.
-        batch_scope: `rank`: leaves with one row per sample are `world_size` times longer in the graph; `global`: the
-            batch is already the whole one.
+        batch_scope: `rank`: leaves of rows are `world_size` times longer in the graph; `global`: it is the whole batch.
         batch_idx: what the step sees as batch_idx; comparisons with it become guards.
         context: the precision plugin's `train_step_context`, so that autocast's casts are captured.
         rows: of every tensor leaf whether it has one row per sample; None: those do whose dim 0 is the most frequent.

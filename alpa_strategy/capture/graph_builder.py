@@ -42,8 +42,7 @@ def run_fake(call: OpCall, run: Callable[[list[Tensor]], Any] | None = None, dev
 
 @lru_cache(maxsize=4096)
 def infer(call: OpCall) -> tuple[OpCall, tuple[int | None, ...]]:
-    """The call with its results, requires_grad included; and per item that it returns its tensor's number, None where
-    that is no tensor."""
+    """The call with its results, requires_grad included; and the tensor's number of each result, None of others."""
     out = run_fake(call)
     returned = list(out) if isinstance(out, tuple | list) else [out]
     tensors = [item for item in returned if isinstance(item, Tensor)]

@@ -3,8 +3,7 @@
 The classes of modules, and the user's (a schedule, a data module), note what is read while the step is traced: what an
 object holds changes without a trace in what holds the object, and only what is read matters. A number is first captured
 as it is. Once it has changed, the step is captured with a StepCounter in its place: what is computed with it is
-computed at every step, comparisons become guards, and where a number is needed at once (shapes, indices) the step is
-good for this one only.
+computed at every step, comparisons become guards; where a number is needed at once (shapes), the step is for this one.
 """
 
 import operator
@@ -168,8 +167,7 @@ def guards_at(owner: Any, values: Mapping[str, Any], prefix: str = "") -> tuple[
 def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[ValueGuard, ...]:
     """Guards of the globals and closures in the code of the methods in `reads` (id of a module, name).
 
-    Numbers, texts, containers and configurations of them, tensors and arrays are guarded; functions and other objects
-    are taken to stay what they are.
+    Numbers, texts, containers of them, tensors and arrays are guarded; functions and other objects are taken to stay.
     """
     guards: dict[tuple[int, str], ValueGuard] = {}
     looked_into: set[int] = set()  # many functions name the same ones

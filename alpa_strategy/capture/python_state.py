@@ -190,8 +190,7 @@ class _Kept:
     def came(self) -> list[Any] | None:
         """What it holds now (values of a dict) after all that it held; None where that is not as it was.
 
-        Objects count, not whether they are equal (tensors do not compare), and so does their order in a dict
-        (`OrderedDict.move_to_end`).
+        Objects count, not whether they are equal (tensors do not compare), and their order (`move_to_end`).
         """
         old, new = self.before, _raw(self.items)
         if isinstance(old, set):
@@ -389,8 +388,7 @@ def kept_in(
 
 
 def fields_kept(owner: Any, *functions: Any) -> AbstractContextManager[dict[str, Any]]:
-    """The fields of an object, what functions name or hold from outside, and the containers and generators in these,
-    are afterwards what they were."""
+    """An object's fields, what functions name or hold, containers and generators in these: afterwards as they were."""
     seen: set[int] = set()
     found = [("", "", getattr(owner, "__dict__", {})), ("", "", type(owner))]
     for function in user_code.reached_functions(functions):

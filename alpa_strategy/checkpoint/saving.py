@@ -3,8 +3,7 @@ background; and `export_checkpoint`: one as an ordinary Lightning file, as a pla
 
 A sharded checkpoint is a directory that all ranks write through `torch.distributed.checkpoint` (DCP), beside its place
 under a hidden name. It takes its place when everything is on disk: a reader sees the whole old checkpoint or the whole
-new one. The hidden name holds no part of the checkpoint's own: nothing that lists a folder (`ckpt_path="last"`, SLURM's
-`hpc_ckpt_*`) takes it for one.
+new one. Nothing that lists a folder (`ckpt_path="last"`, SLURM's `hpc_ckpt_*`) takes the hidden name for a checkpoint.
 """
 
 import ctypes

@@ -154,8 +154,7 @@ def to_bytes(rest: Any, places: Mapping[Path, str]) -> bytes | Exception:
 
 
 def from_file(path: Any, weights_only: bool | None, tensors: Mapping[str, Tensor]) -> Any:
-    """The checkpoint that `to_bytes` stored, as `torch.load(..., weights_only)` reads it, with `tensors` by key where
-    shards were."""
+    """What `to_bytes` stored, as `torch.load(..., weights_only)` reads it, with `tensors` by key where shards were."""
     stored = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
     for place, key in stored["places"]:
         owner = stored["rest"]

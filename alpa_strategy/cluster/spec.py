@@ -70,8 +70,7 @@ class Host:
     """A node's host memory, where parameters with their optimizer's state, and activations, may lie."""
 
     link_bandwidth: float  # bytes/s per direction of each device's way to it (PCIe, NVLink-C2C)
-    # memory_bytes, memory_bandwidth: what may be used of the node's memory, and bytes/s that its cores reach on it; the
-    # node's devices share both
+    # memory_bytes, memory_bandwidth: what may be used of the node's memory, and its cores' bytes/s; devices share both
     memory_bytes: float
     memory_bandwidth: float
 

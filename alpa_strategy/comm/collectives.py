@@ -156,8 +156,7 @@ def lasting_group(use: Any, ranks: Sequence[int] | None = None, **options: Any) 
 
 
 def check_groups() -> None:
-    """Before a training: where one that failed has left the ranks apart in a group, this one makes its own. Collective
-    over the job."""
+    """Before a training: groups in which one that failed has left ranks apart are made anew. Collective."""
     found = [(key, group) for key, group in _groups.items() if group != dist.GroupMember.NON_GROUP_MEMBER]
     begun = of_all_ranks([(key, group._get_sequence_number_for_group()) for key, group in found])
     numbers = {each for of_rank in begun for each in of_rank}
@@ -184,8 +183,7 @@ def all_largest(numbers: Sequence[int], group: Any = None) -> list[int]:
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0, group: Any = None) -> None:
-    """Write rank `source`'s values into every rank's tensors, those of a dtype in one message, as DDP does; except
-    those without memory. Collective."""
+    """Rank `source`'s values for every rank's tensors that have memory, a message a dtype, as DDP does. Collective."""
     held = [tensor.detach() for tensor in tensors if not tensor.is_meta]
     if world_size(group) > 1 and held:
         group = group or dist.distributed_c10d._get_default_group()

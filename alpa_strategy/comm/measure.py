@@ -157,8 +157,7 @@ def measure_host(mesh: MeshComm, device: torch.device, devices_per_node: int) ->
 
 
 def stored_path(folder: Path, device: str, num_nodes: int, devices_per_node: int, backend: str) -> Path:
-    """The file of such a cluster. Host names are no part of the key: the next job on the same kind of machines need not
-    measure again."""
+    """The file of such a cluster. Host names do not count: the next job on such machines need not measure again."""
     key = json.dumps([device, num_nodes, devices_per_node, backend, torch.__version__])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     return folder / f"cluster-{num_nodes}x{devices_per_node}-{backend}-{digest}.json"
@@ -257,8 +256,7 @@ def _agreed_device(mesh: MeshComm, spec: DeviceSpec, device: torch.device) -> De
 def _fit_link(tables: list[CommTable], num_nodes: int, devices_per_node: int, *, across: bool) -> Link | None:
     """Latency and bandwidth of the link that explain the measured all-reduces, across nodes or inside them.
 
-    Latency is the fastest small one's; bandwidth (of the whole node across, shared by the groups that cross) is what
-    the best large one reached after it.
+    Latency is the fastest small one's; bandwidth (across: the whole node's, for all groups) the best large one's.
     """
     latency, bandwidth = float("inf"), 0.0
     one_way_out = Topology(num_nodes, devices_per_node, (0.0, math.inf), (0.0, 1.0), (), ())

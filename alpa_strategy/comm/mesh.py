@@ -164,8 +164,7 @@ class AxisComm:
         return torch.cat(parts, gather_dim)
 
     def start_exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        """Of `flat` [elements], the first `sent[0]` go to device 0, and so on; what comes, `received[i]` elements from
-        device i, one after the other."""
+        """Of `flat` [elements], the first `sent[0]` go to device 0, ...; what comes: `received[i]` of device i, ..."""
         flat = flat.detach()
         if self.size == 1:
             return Pending(lambda: flat)

@@ -121,8 +121,7 @@ def stacked(tensor: Tensor, axis: AxisComm) -> Tensor:
 
 
 class _ReshardNode(torch.autograd.Function):
-    """The backward is again such a node, with the directions swapped: resharding is linear, so any order of derivative
-    is right."""
+    """The backward is such a node too, directions swapped: resharding is linear, and derivatives of any order right."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool, coming: Pending | None = None) -> Tensor:

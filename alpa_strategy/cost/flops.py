@@ -159,8 +159,7 @@ def _product_work(call: OpCall, name: str, flops: float, grads: list[TensorMeta]
     factors_1d = name in ("dot", "mv", "vdot", "matmul", "einsum")
     main = [meta for meta in grads if len(meta.shape) > 1 or factors_1d]
     biases = [meta for meta in grads if len(meta.shape) <= 1 and not factors_1d]
-    # One product per operand that requires grad, each reading the result's gradient and the other operands; a bias'
-    # gradient is a sum over the result's.
+    # One product per operand that requires grad, of the result's gradient and the others; a bias' is a sum over it.
     num_bytes = len(grads) * results + len(main) * operands + sum(meta.num_bytes for meta in biases)
     return forward, Work(len(main) * flops, num_bytes, len(grads))
 

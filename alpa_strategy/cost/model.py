@@ -305,8 +305,7 @@ def _meta(tensor: Tensor) -> TensorMeta:
 # The sum, not the larger of the two: kernels load their first tiles before they compute, store the last ones after,
 # and read operands again for every wave of tiles, so that small products reach less than large ones (of fp16 on a
 # V100: 83 TFLOP/s at 8192, as measured, 80 at 4096, 57 at 1024). A table of measured ops corrects it: exactly where
-# the very call was measured, by the ratio measured/roofline of its neighbours in size where only other shapes of the
-# op were.
+# the very call was measured, else by the ratio measured/roofline of the op's neighbours in size.
 
 
 # Where a device names no peak for a dtype: the first of these that it names. bfloat16 does not fall back to float16:

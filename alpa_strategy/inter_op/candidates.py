@@ -489,8 +489,7 @@ def simulated_seconds(
 
     Args:
         pipelines: all of as many stages, in pipeline order; of each the seconds of a micro-batch forward and backward
-            (recomputation is a part of it), those once per step, and those of a micro-batch's values to the next stage
-            and their gradients back.
+            (recomputation included), those once per step, and those of a micro-batch's messages to and from the next.
         overhead: seconds of a micro-batch in each stage beside its ops (`runtime_seconds`).
     """
     forward, backward, once, wires = np.moveaxis(np.array(pipelines), -1, 0)  # [pipeline, stage]

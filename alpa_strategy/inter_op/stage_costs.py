@@ -84,8 +84,7 @@ class CostJob:
 
     @property
     def gradients_begin(self) -> bool:
-        """Whether no gradients are there when the graph's backward begins. The last ones are gone when a step does, but
-        for one without a loss (submodules)."""
+        """Whether no gradients are there when the graph's backward begins: the last are gone, if it has a loss."""
         return self.graph.loss >= 0 and self.num_microbatches == self.options.accumulate_grad_batches == 1
 
     @property
@@ -265,8 +264,7 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
 
 
 def _prune(columns: list[np.ndarray], job: CostJob) -> list[np.ndarray]:
-    """`columns` (see `_candidates`) of, per run, the cheapest that fits for each of growing numbers of micro-batches in
-    flight."""
+    """`columns` (see `_candidates`) of each run's cheapest that fits, for growing numbers of micro-batches alive."""
     seconds, once, always, each, _, _ = columns  # each [first, last + 1, candidate]
     B = job.num_microbatches
     alive = sorted({min(B, n) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {B})
@@ -309,8 +307,7 @@ def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None
 
 
 def _ends(job: CostJob, layer: int, shape: tuple[int, ...]) -> Ends:
-    """The values at the ends of a layer. Of those that cross a cut, one leads: differentiable first, then the
-    largest."""
+    """The values at a layer's ends. Of those that cross a cut one leads: differentiable first, then the largest."""
     values, found = job.graph.values, []
     before, after = job.crossing[layer : layer + 2]
     for crossing in (before, after):

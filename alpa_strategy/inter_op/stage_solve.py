@@ -267,8 +267,7 @@ class StageSolver:
         return cost.num_bytes(wish.alive / wish.stages_per_mesh) <= self.job.memory_limit / wish.stages_per_mesh
 
     def _solve(self, priced: PricedStage, cutoff: float) -> _Solved:
-        """The optimum without a memory limit where that fits, in the spans that need least memory; else the cheapest
-        layouts whose bytes do."""
+        """The optimum without a memory limit where that fits, in the thriftiest spans; else the cheapest that fits."""
         job, wish, solution = self.job, priced.wish, priced.free
         limit, alive = job.memory_limit / wish.stages_per_mesh, wish.alive / wish.stages_per_mesh
 

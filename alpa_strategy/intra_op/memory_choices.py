@@ -140,8 +140,7 @@ def _extended(
 ) -> IntraOp:
     """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with no result, or view, kept.
 
-    gathered: transfer -> [source, target] seconds that its value costs them as well. only: an op that has them has no
-    others.
+    gathered: transfer -> [source, target] seconds that its value costs them as well. only: ops with them lose others.
     """
     ops, offset, views = list(intra.ops), len(intra.parameters), _views(intra, more)
     more, seconds = {**more, **views}, {**seconds, **{i: np.zeros(len(which)) for i, which in views.items()}}
@@ -222,8 +221,7 @@ def _storable(intra: IntraOp, index: int) -> np.ndarray:
 
 
 def _plain(intra: IntraOp, index: int) -> np.ndarray:
-    """The strategies of an op that is called as it is and can run again; none where no other op keeps its result, or it
-    does so itself."""
+    """Strategies of an op that is called as it is and can run again; none where no op, or itself, keeps its result."""
     op, options = intra.step.ops[index], intra.ops[index]
     is_able = can_run_again(op.call) and index not in intra.per_step.ops
     is_kept = is_able and not options.saved.results[0] and _is_kept(intra, op.results[0])

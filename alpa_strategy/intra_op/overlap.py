@@ -78,8 +78,7 @@ def making_seconds(step: StepGraph, ops: Sequence[OpOptions], value: int, source
 
 
 def weights_seconds(step: StepGraph, ops: Sequence[OpOptions], value: int, targets: Sequence[DualLayout]) -> np.ndarray:
-    """[target] seconds, at the least, of the gradients of all weights that a value is multiplied with; 0 where it is
-    read by others too."""
+    """[target] least seconds of the gradients of all weights that a value is multiplied with; 0 if others read it."""
     total = np.zeros(len(targets))
     for reader, position in step.consumers.get(value, ()):
         found = product_of(step.ops[reader].call)

@@ -327,8 +327,7 @@ class StepGraph:
 
     @cached_property
     def escaping(self) -> tuple[int, ...]:
-        """Values that leave the graph: loss, outputs, what is appended, logs, metric arguments, checks, buffer updates
-        (each once, ascending)."""
+        """Values that leave it (loss, output, appended, logs, metrics, checks, buffers), once each, ascending."""
         found = {*([self.loss] if self.loss >= 0 else []), *(b.update for b in self.buffers if b.update is not None)}
         found.update(values_of((self.output, self.appended, self.logs, self.metrics, self.checks)))
         return tuple(sorted(found))

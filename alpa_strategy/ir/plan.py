@@ -252,8 +252,7 @@ class StagePlan:
     # whether what the stage makes of its parameters alone (casts to half precision) is made again for every micro-
     # batch, which takes less memory where activations are recomputed; else once per step
     derives_again: bool = False
-    # global ranks of the logical mesh, row-major, where links differ (`ClusterSpec.orders`); (): as many as there are,
-    # from `first_device` on
+    # global ranks of the logical mesh, row-major, where links differ (`ClusterSpec.orders`); (): from `first_device` on
     devices: tuple[int, ...] = ()
     # of parameters that are gathered before they are used (ZeRO-3), in the forward as in the backward
     ahead_bytes: int = 0

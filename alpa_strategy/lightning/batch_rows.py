@@ -188,8 +188,7 @@ class BatchHooks:
         self.are_tried = True  # transfer hooks, or there are none: what theirs set or fill could not be put back
 
     def watch(self, module: Any) -> None:
-        """Look at the hooks of the module and its callbacks, and try those of its transfers, and of its data module's,
-        when the next training batch comes."""
+        """Look at hooks of the module and callbacks; try those of transfers when the next training batch comes."""
         self.close()
         self.kinds, self.stored, self.are_tried = None, {}, True
         if world_size() == 1:

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -191,8 +192,14 @@ class ParallelJob(DDPStrategy):
 
     # Values between ranks
 
+    def _meet(self) -> None:
+        """Before values are exchanged that user code, callbacks or Lightning want to have exchanged."""
+        if self._signals is not None:
+            self._signals.check_together()
+
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._meet()
         return not any_rank([not decision])[0] if all else any_rank([bool(decision)])[0]
 
     # The end
@@ -227,6 +234,9 @@ END_SECONDS = 5.0  # schedulers kill after 10 to 30; some of that passes until e
 INTERRUPT_SECONDS = 2.0
 CHILD_SECONDS = 1.0
 ENDING = (signal.SIGTERM, signal.SIGINT)
+# Where ranks meet: before a training batch, before an evaluation or an epoch's end, after the last batch.
+POINTS = TRAINS, PAUSES, ENDS = "trains", "pauses", "ends"
+EQUALLY_MANY = "give all ranks equally many (limit_train_batches, max_steps, or drop the surplus in the dataset)"
 
 
 class JobSignals:
@@ -238,6 +248,7 @@ class JobSignals:
         self._requeue = self._connector._slurm_sigusr_handler_fn
         self._asked: int | None = None  # the signal by which the job ends
         self._requeued, self._interrupted = threading.Event(), False
+        self._is_alone = False  # at a pause to which others do not come
         self._timers: list[threading.Timer] = []
         self._taken = ExitStack()  # what stands in the place of Lightning's and the process's own
         self._old_interrupt: Any = None
@@ -250,6 +261,7 @@ class JobSignals:
             (self._connector, "_sigterm_notifier_fn", self._ask),
             (self._connector, "_slurm_sigusr_handler_fn", lambda *_: self._requeued.set()),
             (self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self.meet),
+            (self._trainer.fit_loop, "on_advance_end", partial(self._end_epoch, self._trainer.fit_loop.on_advance_end)),
         ]
         self._taken.enter_context(patched(taken))
         self._watch.on_told = lambda word: self._begin_to_end(int(word), interrupts=True)  # as if Ctrl+C came here, too
@@ -276,17 +288,28 @@ class JobSignals:
         if signal.getsignal(signal.SIGINT) == self._on_interrupt:
             signal.signal(signal.SIGINT, self._old_interrupt)
 
-    def meet(self, is_over: bool = False) -> None:
-        """Before a training batch, or after the last: what any rank was asked to do, all do now. Collective.
+    def _end_epoch(self, as_ever: Callable[[], None]) -> None:
+        self.meet(PAUSES)
+        as_ever()
+
+    def meet(self, point: str = TRAINS) -> None:
+        """What any rank was asked to do, all do before a training batch, or after the last. Collective.
+
+        Streams may be of unequal lengths: a rank that pauses while others train goes on alone, and meets them later.
 
         Raises:
             SIGTERMException, KeyboardInterrupt: the job ends, on all ranks at this batch.
+            RuntimeMismatchError: some ranks are done, others are not.
         """
-        asked = [*(self._asked == number for number in ENDING), self._requeued.is_set()]
-        ends, interrupts, requeues, over, goes_on = any_rank([*asked, is_over, not is_over])
-        if over and goes_on:
-            advice = "give all ranks equally many (limit_train_batches, max_steps, or drop the surplus in the dataset)"
-            raise RuntimeMismatchError("some ranks have no more training batches, others have", advice)
+        pauses = True
+        while pauses:
+            asked = [*(self._asked == number for number in ENDING), self._requeued.is_set()]
+            ends, interrupts, requeues, trains, pauses, over = any_rank([*asked, *(point == each for each in POINTS)])
+            self._is_alone = point == PAUSES and (trains or over)
+            if point == PAUSES:
+                return
+        if trains and over:
+            raise RuntimeMismatchError("some ranks have no more training batches, others have", EQUALLY_MANY)
         if requeues:
             self._requeued.clear()
             self._requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]  # the frame is not looked at
@@ -297,6 +320,13 @@ class JobSignals:
             self._asked = self._asked or signal.SIGINT  # what comes late is no second Ctrl+C
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does once it shuts down
             raise KeyboardInterrupt
+
+    def check_together(self) -> None:
+        """RuntimeMismatchError where others do not come to what this rank is about to do with them."""
+        if self._is_alone:
+            here = "an evaluation" if self._trainer.validating else "the end of an epoch"
+            problem = f"rank {self._trainer.global_rank} is at {here}, where it needs all ranks: others still train"
+            raise RuntimeMismatchError(problem, EQUALLY_MANY)
 
     # What is asked: in the main thread by handlers, in others by the listener and the watch
 

@@ -1,7 +1,6 @@
 """SameSteps: all ranks take the same kind of step, or learn who does not.
 
-Where a module changes, the ranks meet in the job's store, not in a collective: ranks on which it did not are already in
-the collectives of their step.
+Where a module changes, the ranks meet in the job's store: ranks on which it did not are in their step's collectives.
 """
 
 import hashlib

@@ -30,8 +30,7 @@ GLOBAL, REPLICAS = "global", "replicas"
 def fill(
     structure: Any, values: Mapping[int, Tensor], leaves: Sequence[Any] = (), counters: Mapping[str, int] | None = None
 ) -> Any:
-    """`structure` with every ValueRef replaced by its tensor, every LeafRef by its leaf of the batch, every CounterRef
-    by its number."""
+    """`structure` with a tensor for every ValueRef, a leaf of the batch for a LeafRef, a number for a CounterRef."""
 
     def filled(leaf: Any) -> Any:
         if isinstance(leaf, ValueRef):

@@ -427,8 +427,7 @@ class _Writer:
 
 
 def _not_kept(target: Callable[..., Tensor], is_stored: bool) -> Callable[..., Tensor]:
-    """`target`, whose result is not kept on the device for the backward of others but made again, or brought from host
-    memory (see `Regather`)."""
+    """`target`, whose result is made again for others' backward, or brought from host memory (see `Regather`)."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         result = target(*args, **kwargs)

@@ -188,8 +188,7 @@ def hand_over(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:
 
 
 class _HandOver(torch.autograd.Function):
-    """Gradients do not pass through the parameters' own graph nodes: hooks of theirs would take them for parts that are
-    still to be reduced."""
+    """Gradients pass by the parameters' own graph nodes, whose hooks would take them for parts yet to be reduced."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: Gradients, known_scale: float) -> Tensor:

@@ -156,8 +156,7 @@ def _choose(task: PlanTask) -> Plan:
 
 
 def _where_one_stage_fails(task: PlanTask, error: PlanError) -> Plan:
-    """A pipeline, or one stage whose spans are made again, or either with all state in host memory; `error` where none
-    fits."""
+    """A pipeline, or one stage whose spans are made again, or either with all state on the host; else `error`."""
     if shared_bytes(task.step, task.cluster, task.optimizer) <= task.memory_limit and _may_be_pipelined(task):
         with suppress(PlanError):  # the first error speaks of the ordinary case
             return plan_pipeline(task.for_stages())

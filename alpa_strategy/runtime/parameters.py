@@ -148,8 +148,7 @@ class MeshParameters:
             self._by_name[name].will_be_read_in(dtype)
 
     def regather_hooks(self, ahead_bytes: int) -> Regather:
-        """Context for the forward: parameters that the step gathers at use are not kept but gathered again (ZeRO-3), so
-        many bytes ahead."""
+        """Context of a forward: what it gathers at use is not kept but gathered again (ZeRO-3), so many bytes ahead."""
         return Regather(self._by_parameter, self._results.store, ahead_bytes)
 
     def hold(self, names: Collection[str]) -> None:
@@ -484,8 +483,7 @@ class ParameterStore:
         return {p: text for p, text in own.items() if p not in self} | said
 
     def shard_like(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """This rank's part (a copy) of a tensor of the parameter's whole shape, empty where it holds none; other
-        shapes as they are."""
+        """This rank's part (a copy, perhaps empty) of a tensor of the whole shape; other shapes as they are."""
         if (known := self._known.get(parameter)) is None:
             return whole
         return whole.new_empty(0) if known.held is None else known.held.shard_like(whole)

@@ -39,8 +39,7 @@ def _in_front(names: str, inner: int) -> dict[str, Callable[[OpCall, int], str]]
 
 
 def _solve(call: OpCall, axis_size: int, made_of: str = _MATRIX, or_vectors: bool = False) -> str:
-    """Right-hand sides after what the matrix is made of; they may be vectors, as told by the ranks (linalg_solve).
-    solve_ex also says how it went."""
+    """Right-hand sides after what the matrix is made of, perhaps vectors (linalg_solve); solve_ex: how it went, too."""
     sides = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
     if or_vectors:
         matrix, right = (call.operands[bind(call)[name].index].shape for name in ("A", "B"))

@@ -338,8 +338,7 @@ def fourier(call: OpCall) -> Found:
 
 
 def factory(call: OpCall) -> Found:
-    """full, zeros: any dim of the result may be made in shards. new_zeros and the like read only their operand's dtype:
-    every layout of it will do."""
+    """full, zeros: any dim may be made in shards. new_zeros and the like read only a dtype: any layout will do."""
     made = [shard(d) for d in range(len(call.results[0].shape))]
     found = [AxisStrategy((INVARIANT,) * len(call.operands), (m,)) for m in made]
     for p in (shard(d) for d in range(len(call.operands[0].shape) if call.operands else 0)):

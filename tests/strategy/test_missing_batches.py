@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from jobs import run_job
 from models import MLP
 from quiet import QUIET
 from torch.utils.data import DataLoader, IterableDataset
@@ -106,3 +107,39 @@ def test_a_rank_without_a_training_batch_ends_the_run_on_all(pool, tmp_path, par
 
 def test_streams_of_other_lengths_train_for_as_many_steps(pool, tmp_path) -> None:
     assert pool.run(2, train_unevenly, str(tmp_path), "data", 7) == [7, 7]
+
+
+SCRIPT = """
+import sys
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+import torch
+from quiet import QUIET
+from strategy.test_missing_batches import Logging, Rows
+from alpa_strategy import AlpaStrategy
+
+class Ends(pl.Callback):
+    def on_train_epoch_end(self, trainer, module):
+        trainer.strategy.barrier()
+
+strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, collective_timeout_seconds=1000)
+callbacks = [Ends()] if sys.argv[1] == "epoch" else []
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=9, callbacks=callbacks, **QUIET)
+
+class Uneven(Logging):
+    def train_dataloader(self):
+        return DataLoader(Rows(3 - self.global_rank))
+
+    def val_dataloader(self):
+        return DataLoader(Rows(2)) if sys.argv[1] == "evaluation" else []
+
+trainer.fit(Uneven(sync=True))
+"""
+
+
+@pytest.mark.parametrize(("where", "said"), [("epoch", "the end of an epoch"), ("evaluation", "an evaluation")])
+def test_a_rank_that_waits_between_batches_for_others_that_train(tmp_path, where: str, said: str) -> None:
+    """DDP's ranks wait for each other there until the process group's timeout."""
+    job = run_job(tmp_path, SCRIPT, where)
+    assert job.returncode
+    assert f"RuntimeMismatchError: rank 1 is at {said}, where it needs all ranks: others still train" in job.stderr
