@@ -28,6 +28,7 @@ from alpa_strategy.options import PROPAGATION, OptimizerInfo, PlanOptions
 from alpa_strategy.units import format_bytes
 
 # Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with micro-batches in flight.
+BETWEEN = (0.25, 0.5, 0.75)
 PRICES = ((0.05, 1), (0.5, 1), (0.5, 16), (5.0, 1), (5.0, 16), (1e3, 4))
 
 
@@ -127,7 +128,9 @@ def run_costs(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[flo
     least, each, layers = np.full(L, np.inf), np.full(L, np.inf), np.arange(L)
     for index, shape in enumerate(shapes):
         parts = run_parts(job, submesh, shape, prices)
-        columns += _candidates(parts, index, job.remat)
+        # Stages choose layer by layer, and lie between what all layers choose at one price of memory and at the next.
+        between = [(1 - share) * parts[:-1] + share * parts[1:] for share in BETWEEN]
+        columns += _candidates(np.concatenate([parts, *between]), index, job.remat)
         alone = parts[0, layers, layers + 1]  # [layer, part]: memory has no price
         seconds = alone[:, Part.FORWARD] + alone[:, Part.BACKWARD]
         least = np.minimum(least, job.num_microbatches * seconds + alone[:, Part.ONCE])
