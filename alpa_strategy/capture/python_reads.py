@@ -167,7 +167,7 @@ def guards_at(owner: Any, values: Mapping[str, Any], prefix: str = "") -> tuple[
 def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[ValueGuard, ...]:
     """Guards of the globals and closures in the code of the methods in `reads` (id of a module, name).
 
-    Numbers, texts, containers of them, tensors and arrays are guarded; functions and other objects are taken to stay.
+    Numbers, texts, containers of them, tensors and arrays are guarded; functions and other objects are constant.
     """
     guards: dict[tuple[int, str], ValueGuard] = {}
     looked_into: set[int] = set()  # many functions name the same ones

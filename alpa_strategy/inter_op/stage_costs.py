@@ -28,8 +28,8 @@ from alpa_strategy.options import PROPAGATION, OptimizerInfo, PlanOptions
 from alpa_strategy.units import format_bytes
 
 # Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with micro-batches in flight.
-BETWEEN = (0.25, 0.5, 0.75)
 PRICES = ((0.05, 1), (0.5, 1), (0.5, 16), (5.0, 1), (5.0, 16), (1e3, 4))
+BETWEEN = (0.25, 0.5, 0.75)  # shares of a stage's layers that take the next price's layouts
 
 
 @dataclass(frozen=True)

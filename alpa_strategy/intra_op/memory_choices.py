@@ -140,7 +140,7 @@ def _extended(
 ) -> IntraOp:
     """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with no result, or view, kept.
 
-    gathered: transfer -> [source, target] seconds that its value costs them as well. only: ops with them lose others.
+    gathered: transfer -> [source, target] seconds that its value costs them as well. only: instead of an op's others.
     """
     ops, offset, views = list(intra.ops), len(intra.parameters), _views(intra, more)
     more, seconds = {**more, **views}, {**seconds, **{i: np.zeros(len(which)) for i, which in views.items()}}

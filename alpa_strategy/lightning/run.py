@@ -59,7 +59,7 @@ class CapturedStep:
 
 
 class Run(PlacedModule):
-    """Plans a module's step on its first batch, shards it in place, then runs its steps, of any stages. Collective.
+    """Plans a module's step on its first batch, shards it in place, then runs it, whatever the stages. Collective.
 
     Args:
         given: with one optimizer, whose state, if any, is sharded too.

@@ -159,7 +159,7 @@ class StageWorker:
         self.escaped[microbatch] = {value: escaping[value].detach() for value in self.spec.escaping}
 
     def backward(self, microbatch: int, in_halves: bool) -> None:
-        """The backward of a micro-batch, or (`in_halves`) the half that others wait for: receive, go back, send."""
+        """The backward of a micro-batch, or (`in_halves`) what others wait for of it: receive, differentiate, send."""
         run = self._in_flight[microbatch] if in_halves else self._in_flight.pop(microbatch)
         receive = partial(self._arrived_grads, microbatch)
         grads = run.backward(receive, self._loss_scale, self._own.store.hold, in_halves)
