@@ -105,11 +105,9 @@ def shapes_text(batch: Any) -> str:
 
 def toggled(module: Any, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     """Parameters that a step as written may freeze and unfreeze on its way: the discriminator of a GAN."""
-    may_freeze = not module.automatic_optimization or mentioned_names(module.training_step) & _FREEZING
+    freezing = mentioned_names(module.training_step) & {"requires_grad", "requires_grad_", "freeze", "unfreeze"}
+    may_freeze = freezing or not module.automatic_optimization
     return [p for each in optimizers for group in each.param_groups for p in group["params"]] if may_freeze else []
-
-
-_FREEZING = {"requires_grad", "requires_grad_", "freeze", "unfreeze"}
 
 
 class ParametersAsTheyWere:
@@ -118,10 +116,13 @@ class ParametersAsTheyWere:
     def __init__(self, module: nn.Module, toggled: Iterable[nn.Parameter] = ()) -> None:
         left_out, self._module = set(map(id, toggled)), module
         self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters() if id(p) not in left_out]
-        children = list(module.named_modules())
-        self._owners = [(path, child, tuple(child._parameters.items())) for path, child in children]
-        self._members = [(child._modules, tuple(child._modules.values())) for _, child in children]
+        self._owners = [(path, child, tuple(child._parameters.items())) for path, child in module.named_modules()]
+        self._members = [(child._modules, tuple(child._modules.values())) for child in module.modules()]
         self._all = set(module.parameters())
+
+    def leave_frozen(self) -> None:
+        """What was frozen since, by a step as written, may be unfrozen by a later one: neither is a change."""
+        self._flags = [each for each in self._flags if each[1].requires_grad or not each[2]]
 
     def changed(self) -> str | None:
         """The first change in words, None when there is none. Some microseconds for a hundred parameters."""

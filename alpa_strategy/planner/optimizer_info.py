@@ -180,10 +180,8 @@ def _rebuilt(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[to
     """A fresh optimizer of the same class with a group's settings, as schedulers left them, for other parameters."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    known = {**optimizer.defaults, **group}
-    settings = {key: copy.copy(known[key]) for key in optimizer.defaults if takes_any or key in accepted}
-    # A warmup's first rate, often none at all, would move too little to tell one optimizer from another.
-    settings |= {"lr": max(settings["lr"], 1e-3)} if settings.get("lr") is not None else {}
+    settings = {k: copy.copy(group.get(k, v)) for k, v in optimizer.defaults.items() if takes_any or k in accepted}
+    settings |= {"lr": max(settings["lr"], 1e-3)} if settings.get("lr") is not None else {}  # a warmup begins at none
     # Kernels for devices; what they compute is the same, and the probe runs on the CPU.
     settings |= {key: False for key in ("fused", "capturable") if settings.get(key)}
     return type(optimizer)(parameters, **settings)
