@@ -133,7 +133,6 @@ class ParametersAsTheyWere:
             now = child._parameters
             if len(now) != len(before) or any(name not in now or now[name] is not p for name, p in before):
                 return f"the parameters of {path or 'the module'} were replaced"
-        is_other = any(tuple(now.values()) != before for now, before in self._members)
-        if is_other and set(self._module.parameters()) != self._all:
-            return "submodules with parameters were added or replaced"
-        return None
+        is_same = all(tuple(now.values()) == before for now, before in self._members)
+        is_same = is_same or set(self._module.parameters()) == self._all
+        return None if is_same else "submodules with parameters were added or replaced"
