@@ -246,7 +246,8 @@ class KeptNames(_Kept):
         # A cached_property that was not there before fills itself again.
         held = [(n, getattr(type(self.owner), str(n), None)) for n in self._changed()]
         changed = [n for n, of_class in held if n in self.before or not isinstance(of_class, cached_property)]
-        counted = [n for n in changed if n not in self.own] if self.is_noticed else []
+        counters = {n for n in changed if self.owner is None and type(self.before.get(n)) in (int, float)}
+        counted = [n for n in changed if n not in self.own and (self.is_noticed or n in counters)]
         return {f"{self.place}.{name}".lstrip("."): self.items.get(name, MISSING) for name in counted}
 
     @override
@@ -519,7 +520,7 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
     # What other packages fill are their caches (einops: a dict of backends).
     foreign = {where: each for where, each in files.items() if where.partition(".")[0] not in own}
     installed = {where for where, each in foreign.items() if user_code.is_installed(each.get("__file__", ""))}
-    kept: list[_Kept] = [KeptNames(where, names, dict(names)) for where, names in files.items()]
+    kept: list[_Kept] = [KeptNames(where, names, dict(names), where not in installed) for where, names in files.items()]
     for place, name, value in found:
         if _may_change(name, value):
             where = place.rpartition(".")[0]

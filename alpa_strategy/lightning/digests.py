@@ -146,8 +146,8 @@ class CopyCheck:
         ranks, first = unequal[:, column].nonzero().flatten().tolist(), self._first[:, column].tolist()
         raise RuntimeMismatchError(
             f"copies of {self.names[column]} differ {when}: on ranks {ranks} from those on ranks "
-            f"{sorted({first[rank] for rank in ranks})}; so do {len(columns)} of {len(self.names)} "
-            f"that are compared{': ' * bool(others)}{others}",
+            f"{sorted({first[rank] for rank in ranks})}; {len(columns)} of {len(self.names)} that are compared do"
+            f"{': also ' * bool(others)}{others}",
             "look for code that changes them on one rank only (a hook, a callback, random numbers of its own); else a "
             "device or link computes wrongly. check_replicas_every=0, check_gradients=False leave these checks out",
         )

@@ -104,11 +104,9 @@ def shapes_text(batch: Any) -> str:
 
 def toggled(module: Any, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     """Parameters that a step as written may freeze and unfreeze on its way: the discriminator of a GAN."""
-    may_freeze = not module.automatic_optimization or mentioned_names(module.training_step) & _FREEZING
+    freezing = mentioned_names(module.training_step) & {"requires_grad", "requires_grad_", "freeze", "unfreeze"}
+    may_freeze = freezing or not module.automatic_optimization
     return [p for each in optimizers for group in each.param_groups for p in group["params"]] if may_freeze else []
-
-
-_FREEZING = {"requires_grad", "requires_grad_", "freeze", "unfreeze"}
 
 
 class ParametersAsTheyWere:
@@ -117,10 +115,13 @@ class ParametersAsTheyWere:
     def __init__(self, module: nn.Module, toggled: Iterable[nn.Parameter] = ()) -> None:
         left_out, self._module = set(map(id, toggled)), module
         self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters() if id(p) not in left_out]
-        children = list(module.named_modules())
-        self._owners = [(path, child, tuple(child._parameters.items())) for path, child in children]
-        self._members = [(child._modules, tuple(child._modules.values())) for _, child in children]
+        self._owners = [(path, child, tuple(child._parameters.items())) for path, child in module.named_modules()]
+        self._members = [(child._modules, tuple(child._modules.values())) for child in module.modules()]
         self._all = set(module.parameters())
+
+    def leave_frozen(self) -> None:
+        """What was frozen since, by a step as written, may be unfrozen by a later one: neither is a change."""
+        self._flags = [each for each in self._flags if each[1].requires_grad or not each[2]]
 
     def changed(self) -> str | None:
         """The first change in words, None when there is none. Some microseconds for a hundred parameters."""
@@ -131,7 +132,6 @@ class ParametersAsTheyWere:
             now = child._parameters
             if len(now) != len(before) or any(name not in now or now[name] is not p for name, p in before):
                 return f"the parameters of {path or 'the module'} were replaced"
-        is_other = any(tuple(now.values()) != before for now, before in self._members)
-        if is_other and set(self._module.parameters()) != self._all:
-            return "submodules with parameters were added or replaced"
-        return None
+        is_same = all(tuple(now.values()) == before for now, before in self._members)
+        is_same = is_same or set(self._module.parameters()) == self._all
+        return None if is_same else "submodules with parameters were added or replaced"

@@ -197,6 +197,7 @@ class WrittenRun(PlacedModule):
             output = as_written()
             if self.on_use is not None and not self.module.automatic_optimization:
                 self.on_use.rounds.finish()
+        self._parameters.leave_frozen()
         # As DDP has it: not after a step whose gradients stay local, nor where the step runs its own backward passes.
         self.buffers_differ = self._shares_buffers and self.syncs and self.module.automatic_optimization
         return output

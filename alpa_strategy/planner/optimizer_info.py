@@ -71,6 +71,7 @@ def _works(make: Make, dims: int) -> tuple[bool, bool]:
 
     cuts = ((0, 3), (0, 1), (1, 2), (1, 4))  # (dim, size of a shard)
     element_wise = all(torch.allclose(in_shards(*cut), whole, rtol=1e-12, atol=1e-14) for cut in cuts)
+    element_wise &= not torch.equal(whole, start)  # what moves nothing shows nothing
     others = [g * 3.0 for g in grads]
     both = _trained(make, [start, -start], [grads, others])
     alone = (whole, *_trained(make, [-start], [others]))
@@ -179,11 +180,8 @@ def _rebuilt(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[to
     """A fresh optimizer of the same class with a group's settings, as schedulers left them, for other parameters."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    settings: dict[str, Any] = {
-        key: copy.copy(value)
-        for key, value in {**optimizer.defaults, **group}.items()
-        if key != "params" and key in optimizer.defaults and (key in accepted or takes_any)
-    }
+    settings = {k: copy.copy(group.get(k, v)) for k, v in optimizer.defaults.items() if takes_any or k in accepted}
+    settings |= {"lr": max(settings["lr"], 1e-3)} if settings.get("lr") is not None else {}  # a warmup begins at none
     # Kernels for devices; what they compute is the same, and the probe runs on the CPU.
     settings |= {key: False for key in ("fused", "capturable") if settings.get(key)}
     return type(optimizer)(parameters, **settings)

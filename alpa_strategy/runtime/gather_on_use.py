@@ -429,7 +429,7 @@ class _NeedOnAccess(dict[str, Any]):
         return [self._needed(parameter) for parameter in super().values()]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(super().items()),)  # a copy of the module is nobody's
+        return dict, (dict(self.items()),)  # a copy of the module is nobody's; within a step it has values
 
     def _needed(self, parameter: Any) -> Any:
         if self._on_use.is_active and parameter is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
 import os
@@ -533,3 +534,35 @@ class FillsACache(Model):
 def test_a_cache_in_an_object_keeps_no_tensor_of_the_capture() -> None:
     capture_step(FillsACache(), torch.randn(4, 4))
     assert CACHE.values == {}
+
+
+def test_a_global_that_an_installed_package_sets_at_first_use_is_no_change_but_a_counter_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As matplotlib.pyplot its backend, where a plot is named in the module's code."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    (site / "lazy_scale.py").write_text(LAZY)
+    monkeypatch.syspath_prepend(str(site))
+    lazy = importlib.import_module("lazy_scale")
+    capture_step(Model(lambda model, loss: lazy.scaled(loss)), torch.randn(6, 4))
+    assert lazy._scale is None
+    with pytest.raises(CaptureError, match="_count"):
+        capture_step(Model(lambda model, loss: lazy.annealed(loss)), torch.randn(6, 4))
+
+
+LAZY = """
+_scale, _count = None, 0
+
+
+def scaled(x):
+    global _scale
+    _scale = _scale or 2.0
+    return _scale * x
+
+
+def annealed(x):
+    global _count
+    _count += 1
+    return x / _count
+"""

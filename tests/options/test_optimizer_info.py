@@ -88,6 +88,26 @@ def test_unknown_optimizers_are_judged_by_experiment() -> None:
     assert not inspect_optimizer(torch.optim.Adafactor(parameter())).element_wise
 
 
+@pytest.mark.parametrize("factor", [0.0, 1e-17])
+def test_a_warmup_that_begins_near_nothing_hides_no_norms(factor: float) -> None:
+    scaled, signed = NormScaled(parameter(), 0.1), Signed(parameter(), 0.1)
+    for optimizer in (scaled, signed):
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: factor)
+    assert not inspect_optimizer(scaled).element_wise
+    assert inspect_optimizer(signed).element_wise
+
+
+class Still(NormScaled):
+    """Begins at a later step, whatever the rate."""
+
+    @torch.no_grad()
+    def step(self, closure=None): ...
+
+
+def test_what_moves_nothing_is_not_known() -> None:
+    assert not inspect_optimizer(Still(parameter(), 0.1)).element_wise
+
+
 class Sometimes(NormScaled):
     """Scales by the norm where a flag says so, in convolutions, or what is large."""
 

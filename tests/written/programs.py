@@ -848,6 +848,22 @@ class Adversarial(Program):
         return loss
 
 
+class CopiesItsNet(ReadsItsLoss):
+    """A moving average that begins as a copy, made within a step, of the net as it is then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average: nn.Module | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.average is None and batch_idx == 2:
+            self.average = copy.deepcopy(self.net).requires_grad_(False)
+        elif self.average is not None:
+            for slow, fast in zip(self.average.parameters(), self.net.parameters(), strict=True):
+                slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+        return super().training_step(batch, batch_idx)
+
+
 class HookOfAWeight(Program):
     """The gradient of a weight is changed where a rank's backward makes it, not linearly."""
 
@@ -1004,6 +1020,7 @@ PROGRAMS = {
         SparseTables,
         SparseTablesBySgd,
         Adversarial,
+        CopiesItsNet,
         HookOfAWeight,
         HookOfWhatIsMade,
         CountsNames,
