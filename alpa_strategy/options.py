@@ -53,8 +53,7 @@ class PlanOptions:
             them (the Trainer's own setting, filled in by the strategy).
         baselines: also predict data, zero2, zero3 and tensor plans for comparison (data is always predicted).
         num_microbatches, num_stages: whole numbers to pin, None to solve.
-        stages: what every stage holds, by names of modules: `"embed, blocks.0-11"`. What no stage names joins a stage
-            beside it; empty: solved.
+        stages: what every stage holds, by modules: `"embed, blocks.0-11"`; others join a stage beside. Empty: solved.
         schedule: a name to pin (see schedules.py), for at least two stages; None to solve. `from_user` also takes a
             `Schedule`, or a function that writes its orders, and registers it.
         remat: whether stages recompute their activations in the backward, span by span; None: solved stage by stage.
@@ -355,8 +354,7 @@ _SOLVED = {f.name for f in fields(PlanOptions) if f.default is None}
 class OptimizerInfo:
     """What planning needs to know of the optimizer."""
 
-    # bytes of optimizer state per parameter element, for parameters of the dtype that the optimizer has (Adam on fp32:
-    # 8, on bf16: 4)
+    # bytes of optimizer state per parameter element, in the dtype that the optimizer has (Adam on fp32: 8, on bf16: 4)
     state_bytes: float = 8.0
     element_wise: bool = True  # True when its update of a shard equals the shard of its update
     name: str = "Adam"  # class name, for messages

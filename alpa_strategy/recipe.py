@@ -55,8 +55,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     `path` is a file, or the name of a recipe that comes with the package, such as `gpt_tiny`.
 
-    Raises OptionError for a missing file, a YAML mistake (with file and line), an unknown key (with the nearest known
-    one) and a value of the wrong type.
+    Raises OptionError: no file, a YAML mistake (with its line), an unknown key (with the nearest), a wrong type.
     """
     path = find_named(path, RECIPES) or Path(path)  # neither: `read_yaml` says what there is
     content = read_yaml(path)

@@ -137,8 +137,7 @@ def _least_fill(costs: _Costs, most: float, waits: bool) -> float:
             seconds, work = (np.where(costs.may_be[..., index], each, np.inf) for each in every)
             rest = after[:, : total + 1 - size] + (costs.wires[:, index, None] if s > 1 else 0.0)
             ends = np.flatnonzero(np.isfinite(rest).any(axis=1))
-            # In the formula's maximum: own, (B - s_m) t_m + g_m, [first, end]; trips, the sums of t_j and w_j after it,
-            # [end, units left].
+            # The formula's: own, (B - s_m) t_m + g_m, [first, end]; trips, sums of t_j, w_j, [end, units left].
             with np.errstate(invalid="ignore"):  # where there is no such stage
                 own = work - seconds
                 if waits:  # with fewer micro-batches than stages, its backwards alone are one after the other

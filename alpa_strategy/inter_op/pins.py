@@ -267,8 +267,7 @@ FEW = 4  # nodes, or devices of a single node, of which every number is tried
 def submeshes(cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
     """(n_nodes, n_devices) ascending: powers of two and divisors within a node, then (k, all devices of a node).
 
-    On a single node of few devices every number is tried, so that 1 + 3 is possible. Of many nodes, powers of two and
-    divisors of the number of nodes.
+    On one node of few devices every number is tried (1 + 3); of many nodes, powers of two and divisors of theirs.
     """
     nodes, per_node = cluster.num_nodes, cluster.devices_per_node
     inside = _sizes(per_node, every=nodes == 1 and per_node <= FEW)

@@ -91,8 +91,7 @@ def restrict(
 
 
 def least_of_equals(intra: IntraOp) -> IntraOp:
-    """The same problem where, of layouts of parameters and of what is handed in and on that cost the same, those are
-    better in which a device has less."""
+    """The same where, of layouts (parameters', what is handed on) that cost the same, those with less are better."""
     boundary = {given.choice for given in (*intra.received.values(), *intra.sent.values())}
     given = {index: intra.problem.choices[index] for index in (*range(len(intra.parameters)), *boundary)}
     return intra.with_costs({index: TIE * choice.memory for index, choice in given.items()})

@@ -52,8 +52,7 @@ class ParameterInput:
     value: int
     names: tuple[str, ...]  # every name that it has in the module tree (tied weights: several)
     meta: TensorMeta  # with its shape in the step
-    # set where the step's shape is a view of the module's own, whose first dim the step sees as two, segments and rows
-    # of a segment (see capture/rewrites.py)
+    # set where the step sees the first dim as two, segments and rows of a segment (see capture/rewrites.py)
     module_shape: tuple[int, ...] | None = None
 
     @property

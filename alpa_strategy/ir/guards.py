@@ -23,8 +23,7 @@ COUNTERS = "<counters>"  # what a program's buffers call the values of the count
 
 @dataclass(frozen=True, repr=False)
 class CounterRef:
-    """A counter (`batch_idx`, `global_step`, `current_epoch`, a number that changes), or what `function` makes of such
-    and numbers."""
+    """A counter (`batch_idx`, `global_step`, `current_epoch`, a number that changes), or `function` of such."""
 
     name: str
     function: Callable[..., Any] | None = None

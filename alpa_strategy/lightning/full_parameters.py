@@ -36,6 +36,8 @@ class FullParameters:
     def __init__(self, store: ParameterStore) -> None:
         self.store = store
         self._parts: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # parameter, its part, its gradient's part
+        self._gathered: dict[nn.Parameter, int] = {}  # where the data lies that a parameter was given
+        self._replaced: list[Callable[[], None]] = []  # what brings data into the parts, after the backward
         self.is_entered = False
         self.on_use: list[GatherOnUse] = []  # as long as one is active, parameters are as good as whole
 
@@ -45,11 +47,13 @@ class FullParameters:
         return self.is_entered or any(each.is_active for each in self.on_use)
 
     @contextmanager
-    def entered(self, with_gradients: bool = False) -> Iterator[None]:
+    def entered(self, with_gradients: bool = False, awaits_backward: bool = False) -> Iterator[None]:
         """The context. Collective, unless the module is whole already.
 
         Args:
             with_gradients: gradients are whole in it as well, unless the module is whole already.
+            awaits_backward: of a step whose forward is over: it uses what the forward did, unless that is changed in
+                place (`p.data = ...` leaves it alone).
         """
         if self.is_active:  # the first to enter takes what is changed
             yield
@@ -58,7 +62,7 @@ class FullParameters:
         self.is_entered = True
         try:
             yield
-            self._take_changes(with_gradients)
+            self._take_changes(with_gradients, awaits_backward)
         finally:
             self.is_entered = False
             _put(self._parts)
@@ -104,23 +108,37 @@ class FullParameters:
                     whole_grad = None if copy.grad is None else copy.grad.view(whole.shape)
                 parameter.grad, parameter.data = None, whole  # a gradient must have its parameter's shape
                 parameter.grad = whole_grad
-        self._parts = parts
+        self._parts, self._gathered = parts, {p: p.data.data_ptr() for p, _, _ in parts}
 
-    def _take_changes(self, with_gradients: bool) -> None:
+    def _take_changes(self, with_gradients: bool, awaits_backward: bool = False) -> None:
         """Bring what was changed in the whole tensors into the parts. No communication."""
         store = self.store
         with torch.inference_mode(False), torch.no_grad():
             for i, (parameter, part, grad) in enumerate(self._parts):
                 if not store.holds(parameter):
                     continue
-                # Only what changed is written: a step between forward and backward must find its parameters untouched.
-                if not torch.equal(store.shard_like(parameter, parameter.data), part):
-                    store.take_whole(parameter, parameter.data, part)
+                self._replaced.append(partial(self._take, parameter, parameter.data, part))
+                if not awaits_backward or parameter.data.data_ptr() == self._gathered[parameter]:
+                    self._replaced.pop()()
                 if with_gradients:
                     whole = parameter.grad
                     if grad is None and (copy := store.summed_later(parameter)) is not None:
                         copy.grad, whole = None if whole is None else whole.view(copy.shape), None
                     self._parts[i] = (parameter, part, None if whole is None else store.shard_like(parameter, whole))
+
+    def _take(self, parameter: nn.Parameter, whole: Tensor, part: Tensor) -> None:
+        # Only what changed is written: a step between forward and backward must find its parameters untouched.
+        if not torch.equal(self.store.shard_like(parameter, whole), part):
+            self.store.take_whole(parameter, whole, part)
+        for each in self.on_use:
+            each.take_whole(parameter, whole)
+
+    @torch.no_grad()
+    def end_of_backward(self) -> None:
+        """What replaced parameters before it takes their place."""
+        for take in self._replaced:
+            take()
+        self._replaced.clear()
 
 
 @contextmanager
@@ -180,7 +198,8 @@ def unshard_for_hooks(
         hook = getattr(owner, name)
         if name == "optimizer_step":  # it may call its closure, the step and its backward, by itself
             hook = partial(_with_closure, hook, whole.suspended(is_stepping=True))
-        return whole.entered(with_gradients=name in _GRADIENT_HOOKS or "grad" in names_in([(owner, name)]))(hook)
+        sees_gradients = name in _GRADIENT_HOOKS or "grad" in names_in([(owner, name)])
+        return whole.entered(sees_gradients, name in ("on_before_backward", "on_before_zero_grad"))(hook)
 
     patches: list[Any] = [(owner, name, seen_whole(owner, name)) for owner, name in seeing]
     for optimizer in module.trainer.optimizers:

@@ -184,6 +184,7 @@ class Session:
         with self.run.in_step():
             yield
             self.run.end_of_backward()
+        self.run.whole.end_of_backward()
         self.run.finish_backward()
         self.run.check_gradients()
 

@@ -104,8 +104,7 @@ def parameter_inputs(module: nn.Module, trains: bool) -> list[ParameterInput]:
 
 def _store(module: nn.Module, parameters: Sequence[ParameterInput], plan: Plan, job: Job) -> ParameterStore:
     group = cpu_group("agree")
-    # Gradients are on their way while parameters are gathered, beside collectives of the step's own: in other orders
-    # perhaps on other ranks.
+    # Gradients are on their way while parameters are gathered, beside the step's collectives: in any order on a rank.
     uses = "parameters", "gradients"
     mesh, of_gradients = (build_mesh((world_size(),), backend=job.backend, own_group=use) for use in uses)
     for each in (mesh, of_gradients):

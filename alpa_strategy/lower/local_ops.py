@@ -65,8 +65,7 @@ def _fraction(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCa
 
 
 def _added_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
-    """Results that sum up, of which one operand must be part once: the bias of a row-parallel linear, or what addmm,
-    index_add or scatter_add adds to."""
+    """Results that sum up, of which one operand must be part once: a row-parallel linear's bias, what addmm adds to."""
     added = added_operand(call)
     counts = all(mesh.coordinate[axis] == 0 for axis in local.axes)
 

@@ -118,8 +118,7 @@ def _pass_on(comm: AxisComm, flat: Tensor) -> Pending:
 
 
 def _seen(flat: Tensor, own: Tensors, columns: slice) -> Tensors:
-    """Columns of somebody's keys and values, or of what is due to them, that came one after the other; `own` has their
-    shapes."""
+    """Columns of somebody's keys and values, or of what is due to them, that came in turn; `own` has their shapes."""
     parts = flat.split([x.numel() for x in own])
     return tuple(_cut(part.view(x.shape), columns) for part, x in zip(parts, own, strict=True))
 

@@ -53,8 +53,7 @@ class StageProgram:
 
     spans: Sequence[Span]
     loss: int  # value index of the step's loss, whichever stage makes it
-    # of the stage's random numbers (`ShardedRandom.bookmark`) where it recomputes. None: it is one span, whose
-    # activations are kept.
+    # of its random numbers (`ShardedRandom.bookmark`) where it recomputes. None: one span, whose activations are kept.
     bookmark: Callable[[], Replay] | None = None
 
 

@@ -104,8 +104,7 @@ def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = 
     plan, options = plan_of(solver.job, fingerprint, [best], [0]), task.options
     is_free = options.parallel == "auto" and not options.placements and options.logical_mesh is None
     if is_free and not options.baselines and (data := named.get("data")) is not None:
-        # The ILP adds up what runs side by side: fair to all layouts but to data parallelism's, most of whose
-        # communication is hidden.
+        # The ILP adds up what runs side by side: unfair to data parallelism, most of whose communication is hidden.
         other = plan_of(solver.job, fingerprint, [data], [0])
         theirs, ours = (hidden_seconds(each, task.cluster.overlap) for each in (other, plan))
         if theirs != ours and theirs < (TOLD_APART if task.cluster.measured else 1.0) * ours:

@@ -139,8 +139,7 @@ def plan_as_written(
 def _stored(
     parameters: Sequence[ParameterInput], way: str, num_devices: int, state_bytes: float, kept_whole: tuple[str, ...]
 ) -> tuple[dict[str, ParameterPlan], float, float]:
-    """How each parameter lies, the bytes of parameters, gradients and optimizer state at the peak, and of those the
-    bytes that are gathered ahead."""
+    """How each parameter lies, the peak's bytes of parameters, gradients and state, and those gathered ahead."""
     plans: dict[str, ParameterPlan] = {}
     least = sum(given.meta.num_elements for given in parameters) / KEPT_WHOLE
     total = largest = cut = 0.0

@@ -68,8 +68,7 @@ class RecordedOp:
     kwargs: dict[str, Any]
     reads: tuple[int, ...]  # storages whose contents it needs
     writes: dict[int, bool]  # storage -> whether all of it is overwritten (and nothing of it read)
-    # the tensors that it makes, in the order of the tensor leaves of what it returns; None for one that lies in storage
-    # which was there before
+    # the tensors that it makes, in order of the leaves that it returns; None for one in storage that was there before
     results: tuple[View | None, ...]
     default_dtype: torch.dtype  # torch's when it ran: what a factory makes that is not told, and numbers become
     random: Sequence[Tensor] = ()  # of an op that draws numbers, the states of `generators_of` it

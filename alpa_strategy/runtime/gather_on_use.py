@@ -261,6 +261,11 @@ class GatherOnUse:
         self._whole.clear()
         self._stays_whole = False
 
+    def take_whole(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """New values, where a copy is kept."""
+        if parameter in self._whole and not torch.equal(self._whole[parameter], whole):
+            self._whole[parameter].copy_(whole)
+
     def remove(self) -> None:
         """Give the module back as it was."""
         self._installed.close()

@@ -152,8 +152,7 @@ class Replicas:
     """How ranks with steps of their own average gradients."""
 
     mesh: MeshComm  # of all of them
-    # the largest of some numbers over all ranks; a collective of its own group, as other ranks may have started more
-    # buckets than this one
+    # the largest of some numbers over all ranks, in a group of its own: others may have started more buckets
     agree: Callable[[Sequence[int]], list[int]]
 
 

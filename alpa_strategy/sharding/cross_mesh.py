@@ -216,8 +216,7 @@ class StageSpec:
 
     ranks: tuple[int, ...]  # global ranks, ascending; two stages have the same ranks or no rank in common
     mesh_shape: tuple[int, ...]
-    # value -> layout in which the stage wants it (`R`, `S<d>`): from an earlier stage, or given. The stage may have to
-    # pass it on to a later one on its mesh.
+    # value -> layout in which the stage wants it (`R`, `S<d>`), perhaps for a later one on its mesh
     received: Mapping[int, Layout] = field(default_factory=dict)
     sent: Mapping[int, Layout] = field(default_factory=dict)  # value -> layout in which the stage makes it
     # index of a batch tensor -> layout in which the stage wants a micro-batch of it

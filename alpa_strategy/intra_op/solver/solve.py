@@ -58,8 +58,7 @@ def solve(
 
     Raises:
         NotCheaper: as soon as it is proved that no assignment is cheaper than `cutoff`.
-        PlanError: when no assignment has a finite cost, or none fits into the memory limit (the message says the least
-            number of bytes that one can reach).
+        PlanError: no assignment has a finite cost, or none fits into the memory limit (it says the least bytes).
     """
     deadline = time.process_time() + time_limit
     problem = with_shared_arrays(problem)
