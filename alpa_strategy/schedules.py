@@ -4,8 +4,7 @@ The built-in orders are those of `torch.distributed.pipelining` (names too); not
 one's own is a function from numbers to orders, given as `schedule=` or by `register_schedule`; what it keeps in memory
 and how long it takes follows from its actions.
 
-With `v` stages per mesh, stage s of N = v * num_meshes is on mesh s % num_meshes, or folded (`ZBVZeroBubble`): stages
-m and N - 1 - m on mesh m.
+With `v` stages per mesh, stage s of N = v * num_meshes is on mesh s % num_meshes, or folded (ZBV): m and N - 1 - m.
 """
 
 import itertools

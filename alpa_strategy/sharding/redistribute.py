@@ -3,8 +3,7 @@
 The gradient of a resharding takes the same steps backwards, each from `dst.grad` to `src.grad`. When two axes shard the
 same dim, the later axis cuts the chunks of the earlier one, so the earlier may change only while the later does not
 shard that dim; where layouts force it, a step through a replicated value is put in between. Among the valid orders the
-one that moves the fewest bytes is taken (shrink first, gather last), bytes on earlier axes, whose devices lie further
-apart, weighing more.
+one that moves the fewest bytes is taken (shrink first, gather last); bytes weigh more on earlier, distant axes.
 """
 
 import heapq
