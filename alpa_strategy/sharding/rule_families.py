@@ -74,7 +74,7 @@ def reduction(
 ) -> Found:
     """Reductions over the argument `dim` (None: all), also of what two operands make together (linalg_vecdot).
 
-    kind: `sum`, `mean`, `nansum` (a sum, but of summands it is not that of their sum), or `other` (they stay whole).
+    kind: `sum`, `mean`, `nansum` (a sum, but not of partial sums), or `other` (reduced dims stay whole).
     where: the dim, or the argument that names it.
     """
     bound, rank = bind(call), max(len(call.operands[s.index].shape) for s in slots(call))
