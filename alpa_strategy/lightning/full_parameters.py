@@ -117,9 +117,9 @@ class FullParameters:
             for i, (parameter, part, grad) in enumerate(self._parts):
                 if not store.holds(parameter):
                     continue
-                self._replaced.append(partial(self._take, parameter, parameter.data, part))
-                if not awaits_backward or parameter.data.data_ptr() == self._gathered[parameter]:
-                    self._replaced.pop()()
+                take = partial(self._take, parameter, parameter.data, part)
+                is_replaced = parameter.data.data_ptr() != self._gathered[parameter]
+                self._replaced.append(take) if awaits_backward and is_replaced else take()
                 if with_gradients:
                     whole = parameter.grad
                     if grad is None and (copy := store.summed_later(parameter)) is not None:
