@@ -79,9 +79,10 @@ def main() -> int:
         made: list[Made] = []
         for checkout in (args.before, args.after):
             key = f"{commits[checkout]} {pair} {commits[args.before]}"
-            if commits[checkout] is None or key not in kept:
+            is_kept = args.kept and None not in (commits[checkout], commits[args.before])  # whose files are the rates
+            if not is_kept or key not in kept:
                 made.append(plan(checkout.resolve(), pair, clusters))
-                if args.kept and commits[checkout] is not None:
+                if is_kept:
                     kept[key] = asdict(made[-1])
                     args.kept.write_text(json.dumps(kept, indent=1))
             else:

@@ -158,7 +158,7 @@ def ctc_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Rows of x [s, k] up to offsets[0] times weight[0] [k, n], up to offsets[1] times weight[1], ... -> [s, n].
 
-    offsets [e] ascend; rows past the last give zeros. Of [e + 1] offsets the first begins weight[0]'s rows.
+    offsets [e] ascend; rows past the last give zeros. Of [e + 1] the first begins weight[0]'s: zeros before it.
     """
     result = x.new_zeros(x.shape[0], weight.shape[2])
     for group, (start, end) in enumerate(_bounds(weight, offsets)):
