@@ -114,8 +114,7 @@ def terms(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, spl
     GPipe and 1F1B: sum + (B - 1) max (Alpa, section 5.2), an upper bound for unequal stages under 1F1B. With v stages
     on a mesh the pipeline fills v times as fast (Narayanan et al. 2021, section 2.2): sum / v + (B v - 1) max.
     Zero-bubble schedules fill the drain with weight gradients (Qi et al. 2023): what is left of a bubble is one
-    forward, t / 3, per hop and stage-sized chunk. Without `splits` (stages that recompute do their backward in one
-    piece) they gain nothing by it.
+    forward, t / 3, per hop and stage-sized chunk; nothing is gained without `splits` (as where stages recompute).
     """
     _check(schedule, num_meshes, num_microbatches)
     total, bubble = num_microbatches * v, SCHEDULES[schedule].bubble
@@ -210,8 +209,7 @@ def timeline(
     Args:
         forward, backward: seconds of one micro-batch per stage, in pipeline order.
         num_meshes: meshes (default: one per stage); stages are laid on them as the schedule does.
-        boundary: seconds between stage s and s + 1, each way. One message after the other: a link that takes longer
-            than its stages holds them up.
+        boundary: seconds between stage s and s + 1, each way; one message after the other: a slow link holds them up.
     """
     num_stages = len(forward)
     meshes = num_meshes or num_stages

@@ -229,8 +229,7 @@ class _Kept:
 class KeptNames(_Kept):
     """The attributes of a module or another object, or the globals of a file: each name counts by itself.
 
-    Names that begin with two underscores do not (torch's `__dynamo_disable`), nor do those in `skipped`, nor imports,
-    which a first call may do.
+    Names that begin with two underscores do not (torch's `__dynamo_disable`), nor those in `skipped`, nor imports.
     """
 
     owner: Any = None  # whose attributes they are

@@ -2,8 +2,7 @@
 checkpoints) and the parts that this rank holds of them.
 
 The optimizer object, its groups and its parameters stay the same; only the tensors of `state` that have a parameter's
-shape are cut or gathered. Step counters and the like are left alone. Every rank keeps the state of its own stages'
-parameters; a checkpoint holds all of it.
+shape are cut or gathered. Every rank keeps the state of its own stages' parameters; a checkpoint holds all of it.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,8 +1,7 @@
 """ClusterSpec: the nodes, devices and links that a plan is made for. Declared in YAML or measured; no process groups.
 
 A logical mesh lays the same devices out as a 1-D or 2-D grid in row-major order: the last mesh axis runs over
-neighbouring devices. What a collective costs on a mesh axis follows from the links that the axis crosses, or from
-measured tables where there are any.
+neighbouring devices. What a collective costs on an axis follows from the links that it crosses, or measured tables.
 """
 
 import hashlib
@@ -170,8 +169,7 @@ class ClusterSpec:
     def from_dict(cls, data: Mapping[str, Any], source: str = "(given as data)") -> "ClusterSpec":
         """Inverse of `to_dict`. Strict: ClusterError names `source` and the field that is missing, unknown or wrong.
 
-        With `measured: true` only `name`, `num_nodes` and `devices_per_node` are needed; what is not given is nominal
-        until `measure_cluster` has run.
+        With `measured: true`, `name`, `num_nodes` and `devices_per_node` will do: the rest is nominal until measured.
         """
         fields = Fields(data, CLUSTER_FIELDS, source)
         measured = fields.value("measured", "true or false", False)

@@ -160,8 +160,7 @@ class Topology:
     def messages(self, sizes: Mapping[tuple[int, int], float]) -> tuple[float, float]:
         """(latency, seconds) of messages that are under way at the same time: (source, target) -> bytes.
 
-        The slowest of: a link that two devices have to themselves, a device's way to all others, a block's way out or
-        in, which all share that cross it.
+        The slowest of: a link of two devices alone, a device's way to all others, a block's shared way out or in.
         """
         moved = [(source, target, size) for (source, target), size in sizes.items() if source != target]
         if not moved:

@@ -109,8 +109,7 @@ class RankZero:
                 self._store.set(key, pickle.dumps((None, error)))
                 raise
             return result
-        # In a thread: a launcher that lost a rank sends the others SIGTERM. Who waits in the store does not hear it,
-        # who joins a thread does.
+        # In a thread: who waits in the store hears no SIGTERM of a launcher that lost a rank, who joins a thread does.
         waiting = Background("alpa-rank-zero")
         waiting.run(lambda: self._store.wait([key], timedelta(seconds=self._timeout_seconds)))
         try:

@@ -37,8 +37,7 @@ class FailureWatch:
 
     Args:
         store: the job's store, of which clones (own connections) are used: a blocked main thread blocks no watch.
-        children: gives the processes that this one launched; they are ended before this process ends itself.
-        last: called then, before it ends.
+        children: gives the processes that this one launched; they are ended first. last: called then.
     """
 
     def __init__(

@@ -83,12 +83,10 @@ class AxisComm:
         self._all_gather = _renamed(library, "all_gather_single", "all_gather_into_tensor")
         self._reduce_scatter = _renamed(library, "reduce_scatter_single", "reduce_scatter_tensor")
         self._is_gloo = self._is_polled = size > 1 and dist.get_backend(group) == "gloo"
-        shared = shared_memory_group(group, index, size) if self._is_gloo else None
-        self._shared: AxisComm | None = None  # the same axis, for collectives that are waited for
-        if shared is not None:
-            self._shared = copy.copy(self)
-            self._shared.group, self._shared._is_polled = shared, False
-            self._shared_bytes = shared.most_bytes
+        # The same axis through shared memory: for collectives that are waited for, and for sums that are begun.
+        self._shared: AxisComm | None = None
+        self._shared_sums: AxisComm | None = None
+        self._shared = self._in_shared_memory() if self._is_gloo else None
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Element-wise `sum` or `max` over the axis; the result has the same bits on each of its devices."""
@@ -177,7 +175,7 @@ class AxisComm:
         """Sum `tensor` (contiguous) over the axis in place."""
         if self.size == 1:
             return Pending(lambda: tensor)
-        return self._start_all_reduce(tensor, "sum")
+        return self._for_sums(tensor)._start_all_reduce(tensor, "sum")
 
     def _start_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         work = self._library.all_reduce(tensor, getattr(self._library.ReduceOp, op.upper()), self.group, True)
@@ -189,7 +187,7 @@ class AxisComm:
             return Pending(lambda: rows[0])
         if self._is_gloo:
             # gloo does reduce_scatter as a whole all_reduce: all_to_all and a local sum move half the bytes.
-            coming = self._start_even_exchange(rows)
+            coming = self._for_sums(rows)._start_even_exchange(rows)
             return Pending(lambda: coming.wait().sum(0, dtype=rows.dtype))
         own = torch.empty_like(rows[0])
         work = self._reduce_scatter(own.view(-1), rows.view(-1), self._library.ReduceOp.SUM, self.group, True)
@@ -202,9 +200,25 @@ class AxisComm:
         return Pending(lambda: received, work, self._is_polled)
 
     def _at_once(self, given: Tensor) -> "AxisComm":
-        """What is quickest for a collective that is waited for now. given: of this device, as large as the others'."""
-        shared = self._shared
-        return self if shared is None or given.is_cuda or given.nbytes > self._shared_bytes else shared
+        """What is quickest for a collective that is waited for now. given: what this device gives."""
+        return self if self._shared is None or given.is_cuda else self._shared
+
+    def _for_sums(self, given: Tensor) -> "AxisComm":
+        """What is quickest for sums that are begun. Collective at the first call."""
+        if self._shared is None or given.is_cuda:
+            return self
+        if self._shared_sums is None:
+            self._shared_sums = self._in_shared_memory() or self
+        return self._shared_sums
+
+    def _in_shared_memory(self) -> "AxisComm | None":
+        """This axis with a group that is nobody else's, where it can have one. Collective."""
+        shared = shared_memory_group(self.group, self.index, self.size)
+        if shared is None:
+            return None
+        axis = copy.copy(self)
+        axis.group, axis._is_polled, axis._shared = shared, False, None
+        return axis
 
     def _check_size(self, tensor: Tensor, dim: int, expected: int) -> None:
         if tensor.shape[dim] != expected:
@@ -302,8 +316,7 @@ def build_stage_meshes(
 ) -> list[MeshComm | None]:
     """Make the (shape, ranks) meshes of a pipeline's stages, in order; None for those that do not hold this rank.
 
-    Collective over the whole job, or over the replica whose `group` is given: every rank passes the same list. Stages
-    may share ranks; equal meshes are made once.
+    Collective over the whole job, or the replica of `group`: every rank passes the same list. Stages may share ranks.
     """
     chosen = select_backend(backend, "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
     wanted = [(tuple(shape), tuple(ranks)) for shape, ranks in meshes]
@@ -375,8 +388,7 @@ def select_backend(name: str = "auto", device_type: str = "cpu") -> Any:
     """The module whose collectives are used: `torch.distributed`, or `deepspeed.comm`, which has the same functions.
 
     Args:
-        name: `torch`, `deepspeed` (which attaches to the process group there is), or `auto`: DeepSpeed on CUDA where
-            it is installed, else torch.
+        name: `torch`, `deepspeed` (attaches to the process group there is), or `auto`: DeepSpeed on CUDA if installed.
     """
     check_names([name], BACKEND_NAMES, "there is no communication backend")
     installed = importlib.util.find_spec("deepspeed") is not None

@@ -4,8 +4,7 @@ Results of ops that the plan recomputes (`StagePlan.recomputed`) are made again 
 host memory (`StagePlan.stored`) brought from there.
 
 Autograd saves a gathered weight (or a view of it) for the backward of the op that used it. `Regather` puts a recipe in
-its place, by `saved_tensors_hooks`: which parameter, which resharding, which view. The registry is keyed by storage, so
-that views are found too.
+its place, by `saved_tensors_hooks`: which parameter, which resharding, which view (found by the storage).
 """
 
 from __future__ import annotations

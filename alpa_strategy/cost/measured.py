@@ -150,8 +150,7 @@ def measure_ops(
     name: str | None = None,
     later: Iterable[OpCall] = (),
 ) -> OpTable:
-    """Time the distinct calls that `table` does not hold, longest expected first (and `later` ones after the others),
-    until the budget is spent.
+    """Time the calls that `table` does not hold, longest expected first (`later` ones last), until the budget is spent.
 
     Returns `table`, with the new times under the device's name (`device_name`, or `name`). Views are skipped; so are
     calls that do not run by themselves on random data, and calls that would need more than half of the free memory.
@@ -246,8 +245,7 @@ def device_memory_bytes(device: torch.device | str, local_ranks: int = 1) -> int
 def device_name(device: torch.device | str) -> str:
     """A name under which measurements are shared between hosts: the model of the device, and on CPUs its threads.
 
-    A GPU that may use TensorFloat-32 (`torch.set_float32_matmul_precision`) is another device to the planner: it
-    multiplies float32 several times as fast.
+    A GPU that may use TensorFloat-32 (`torch.set_float32_matmul_precision`) is another device, several times as fast.
     """
     device = torch.device(device)
     if device.type == "cuda":

@@ -514,7 +514,6 @@ class _Point:
         return _Point(tuple(map(len, sizes)), dims, arguments, size, forward, backward)
 
     def unlike(self, other: "_Point") -> float:
-        """How many factors of e lie between the two, all dims together; other arguments count as one, and how much
-        longer one takes a little."""
+        """How many factors of e lie between the two, all dims together; other arguments count as one."""
         apart = NEAR * abs(self.size - other.size) + (self.arguments != other.arguments)
         return apart + (float(np.abs(self.dims - other.dims).sum()) if self.ranks == other.ranks else OTHER_RANKS)

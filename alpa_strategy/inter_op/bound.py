@@ -1,8 +1,7 @@
 """A bound of whole plans: seconds below which no stages of a job's layers can be, whatever cut, meshes and schedule.
 
 What is bounded by what: docs/formulas.md#inter-op. One stage a mesh: for each maximum that is tried, the least sum is a
-shortest path over (layers, stages and devices left). Several: the mean over the meshes counts, or the one with the
-longest layer, or all cuts are simulated.
+shortest path over (layers, stages and devices left). Several: their mean, the longest layer's, or all cuts simulated.
 
 Memory is left out, and every layer takes its best logical shape and layouts: no plan that is priced can be below.
 """

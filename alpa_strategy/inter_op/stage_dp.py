@@ -4,7 +4,6 @@
 
 In whose terms, and how messages count that run beside their sender's work (`sender_share`): docs/formulas.md#inter-op.
 Alpa enumerates t_max; here the bound is on the whole second term, and only thresholds that can still win are tried.
-Exact, on plain numpy tables.
 """
 
 from collections.abc import Iterator, Sequence

@@ -161,12 +161,10 @@ def boundary_bytes(step: StepGraph, with_gradients: bool = False) -> np.ndarray:
 
 
 def best_cuts(bytes_at: np.ndarray, flops: np.ndarray, num_layers: int, least: float = 0.0) -> tuple[int, ...] | None:
-    """The optimal cuts for given bytes per position [n + 1] and FLOPs per op [n]; None where layers of at least `least`
-    times the average FLOPs cannot be.
+    """The optimal cuts by bytes per position [n + 1] and FLOPs per op [n]; None without layers >= `least` x mean.
 
-    The smallest largest cut is found by bisection (a greedy walk, and the DP where there is a least size, tell whether
-    a threshold is feasible); the ties by a DP over the positions below the threshold, O(num_layers * positions *
-    window).
+    The smallest largest cut is found by bisection (a greedy walk, or the DP where there is a least size, tells whether
+    a threshold is feasible), ties by a DP over the positions below it, O(num_layers * positions * window).
     """
     n = len(flops)
     prefix = np.concatenate([[0.0], np.cumsum(flops)])

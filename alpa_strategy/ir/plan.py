@@ -233,8 +233,7 @@ class StagePlan:
     predicted: Predicted  # the stage's own prediction
     remat: bool = False  # whether activations are recomputed in the backward
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameter name -> shape in the module
-    # value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives. Only `R` and `S<d>` with
-    # even chunks occur, here and in `sent`.
+    # value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives: `R` or even `S<d>`
     received: dict[int, DualLayout] = field(default_factory=dict)
     # value that later stages need -> dual layout in which it is handed on
     sent: dict[int, DualLayout] = field(default_factory=dict)

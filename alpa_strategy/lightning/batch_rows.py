@@ -55,8 +55,7 @@ UPDATE_HOOKS = ("on_before_backward", "backward", *AFTER_BACKWARD)
 class WatchedCollate:
     """A collate function; to everyone else it is that function itself.
 
-    Its first call in any process also finds out what the leaves of the batch are; later ones, which of them were
-    as many as the samples by chance.
+    Its first call also finds out what the leaves of the batch are; later ones, which had as many by chance.
     """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
@@ -436,8 +435,7 @@ def check_own_numbers(
     may_run_as_written: bool,
     is_guess: bool,
 ) -> None:
-    """NotRowsError, or a warning, where a step of all ranks' batches, or what is done with its gradients, computes with
-    what belongs to this rank's rows alone.
+    """NotRowsError, or a warning, where a step of all ranks' rows, or its gradients' use, needs what is this rank's.
 
     That is what a hook has made of them, by what it showed when it was tried; and, where the step that `again` captures
     with all ranks' in their place is another one: their number, an attribute or in the batch, a list of something

@@ -2,8 +2,7 @@
 and when what was read is put where it belongs.
 
 `LightningModule.load_from_checkpoint(path)` of a sharded checkpoint has no hook in Lightning, nor has a Trainer with
-another strategy, so the functions by which they open a checkpoint are wrapped, once, when the strategy is imported;
-other checkpoints go on to Lightning's own.
+another strategy, so the functions by which they open a checkpoint are wrapped, once, when the strategy is imported.
 """
 
 import warnings

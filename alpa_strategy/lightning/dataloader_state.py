@@ -216,9 +216,8 @@ def _scaled(num_batches: int, num_before: int, num_now: int) -> int:
 def _open_epoch(progress: dict[str, dict[str, int]], epoch: int, in_the_middle: bool) -> None:
     """Let the counters say that epoch number `epoch` has begun, and that it is not over where this is its middle.
 
-    Lightning's say something else where `max_steps` ended it in its middle (then it counts as a whole one), and in the
-    first epoch after a resumption at the end of one: then it was never counted as begun, and a resumption at its end
-    would repeat it.
+    Lightning's say something else where `max_steps` ended it in its middle (it counts as a whole one), and in the first
+    epoch after a resumption at the end of one: never counted as begun, it would be repeated by a resumption at its end.
     """
     for counts in (progress["total"], progress["current"]):
         counts["ready"] = counts["started"] = epoch + 1

@@ -113,8 +113,7 @@ class Run(PlacedModule):
 
     @override
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
-        """What `module.training_step(batch, batch_idx)` returns, computed by all ranks on all their rows, or by those
-        of each replica on its own."""
+        """What `module.training_step(batch, batch_idx)` returns, computed by all ranks, or a replica's, on all rows."""
         self.take_buffers()
         self._measure()
         captured, counters = self._captured_step(batch, batch_idx)

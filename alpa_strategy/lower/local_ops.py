@@ -133,8 +133,7 @@ def _over_all(tensor: Tensor, comms: Sequence[AxisComm], op: str = "sum") -> Ten
 def batch_norm_in_parts(call: OpCall, local: LocalCall, mesh: MeshComm) -> tuple[OpCall, LocalOp, OpCall]:
     """`batch_norm_sync` for compilers: what comes before its exchange and after it are calls of torch's ops alone.
 
-    Returns (operand x -> this device's statistics [2 C + 1], these -> all devices', the op's operands and these -> its
-    results).
+    Returns (operand x -> this device's statistics [2 C + 1], these -> all devices', the operands and these -> results).
     """
     x, comms = bind(call)["x"], tuple(mesh.axes[axis] for axis in local.axes)
     before = replace(local.call, target=_statistics, args=(x,), kwargs=())
@@ -315,8 +314,7 @@ def vocab_bags(
 ) -> Tensor:
     """weight [local rows, width] of ids from `first_id`; ids [n, k] -> this device's summand [n, width] of each bag.
 
-    Ids of other devices, and padding, weigh nothing here. Sums (mode 0) or means (1); `padding_idx` is the whole
-    table's (negative: none).
+    Ids of other devices, and padding, weigh nothing. Sums (mode 0) or means (1); `padding_idx`: the whole table's.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
     rows = ids - first_id

@@ -4,8 +4,7 @@ One walk in op order. An op takes the strategy that fits its operands' states; w
 out (`R` as summands of 1/M), made again as rows (`zeros(B, h)`), or handed in by the prologue; else the op is moved to
 the prologue (it depends on no parameter), to the epilogue (only logs and outputs depend on it), or the step is refused.
 
-At the end (`rows_of_ranks`): which part of a step's results belongs to one rank's rows, for user code that reads them
-beside that rank's batch.
+At the end (`rows_of_ranks`): which part of a step's results belongs to one rank's rows, as user code wants them.
 """
 
 import math

@@ -47,8 +47,7 @@ class MicroStep:
     # buffers that every micro-batch updates and the next one reads (BatchNorm statistics, as in plain gradient
     # accumulation). All other buffers keep their values until the step's end.
     sequential_buffers: tuple[str, ...] = ()
-    # logs and outputs that are no sums over micro-batches (`loss.exp()`): a step over combined and prologue values (its
-    # `received`), or None
+    # logs and outputs that are no sums over micro-batches (`loss.exp()`): a step over combined and prologue values
     epilogue: StepGraph | None = None
 
 

@@ -70,8 +70,7 @@ class PerStepValues:
 
 
 class _Derived(torch.autograd.Function):
-    """(what was made, its trained parameters) -> the derived values; the backward goes through the derivation's graph,
-    which stays for the next micro-batch.
+    """(what was made, its trained parameters) -> the derived values; their graph stays for the next micro-batch.
 
     `is_made_of_parameters` is for `regather`: what is gathered of these values is gathered again.
     """

@@ -1,5 +1,4 @@
-"""What planning must know of the user's optimizer: bytes of state per element, bytes that a step moves, and whether it
-works element by element.
+"""What planning must know of an optimizer: its state's bytes per element, those it moves, whether it is element-wise.
 
 All are found by experiment, on a copy of the optimizer's class with the user's own settings and a tiny parameter:
 an optimizer is element-wise when training the shards of a parameter gives the shards of training the whole.

@@ -33,12 +33,10 @@ from alpa_strategy.sharding.redistribute import reshard_table
 class Phase:
     """A part of an iteration: `step(*args)`, so many `times`.
 
-    A LightningModule's `iteration_phases(self, batch) -> dict[str, Phase]` names those of one training step. In it new
-    tensors are on the meta device.
+    A LightningModule's `iteration_phases(self, batch) -> dict[str, Phase]` names those of a step; new tensors are meta.
     """
 
-    # computes tensors of `args`: the next token of one, and of the keys and values of those before it, say. Of the one
-    # phase that trains, the loss.
+    # computes tensors of `args`: the next token, of one and earlier keys and values, say; a phase that trains: the loss
     step: Callable[..., Any]
     args: tuple[Any, ...] = ()  # pytrees of tensors of typical shapes; those with rows have one rank's, in dim 0
     times: int = 1

@@ -1,7 +1,6 @@
 """Another step on running stages: batches of another shape. Parameters stay where and as they lie.
 
-The step is cut where the running stages' parameters allow it and least has to pass; layouts are solved anew around the
-parameters. Needs no process groups.
+The step is cut where the running stages' parameters allow it and least has to pass; layouts are solved around these.
 """
 
 import glob

@@ -56,8 +56,7 @@ Failures = list[tuple[str, PlanError]]  # (what was tried, why it cannot be)
 def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None, by_tensor: bool = True) -> Plan:
     """The best single stage over all devices: every logical mesh that the options allow is solved.
 
-    Meshes are taken by their optimum if memory were free. No plan on a mesh is faster than that: one that is slower
-    than a plan on another mesh is left alone.
+    Meshes are taken by their optimum if memory were free: one that is slower so than a plan on another is left alone.
 
     Args:
         pinned: parameter name -> plan to keep; `options.logical_mesh` must then be the running plan's.

@@ -39,8 +39,7 @@ Wait = Callable[[], list[Tensor]]
 
 
 class Rounds:
-    """Gatherings that all ranks make, whatever each of them needs. All methods are collective, in any order, but for
-    those that say otherwise.
+    """Gatherings that all ranks make, whatever each needs. Methods are collective, in any order, if not said otherwise.
 
     Args:
         start: begins to gather all of a unit of parameters, by number; collective.

@@ -167,8 +167,7 @@ class ShardedParameter:
         return self.gathering
 
     # Its gradient in a step: the backward adds to `used.grad`, `take_gradient` hands that to a reduction (`is_taken`),
-    # `put_gradient` brings the sum (`is_complete`). What was complete before the backward waits in `complete` meanwhile
-    # and is added to the sum.
+    # `put_gradient` brings the sum (`is_complete`). What was complete before waits in `complete`, and is added to it.
 
     @property
     def used(self) -> Tensor | None:

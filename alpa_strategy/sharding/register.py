@@ -84,8 +84,7 @@ def prove_sharding(
         example_args, example_kwargs: what the op takes; tensors that require a gradient are checked for theirs.
         num_devices: how many devices to play.
 
-    Returns the strategies that were proved: per tensor `S<dim>` cut along a dim, `P` a summand, `R` whole, `R*` whole
-    with summands of the gradient.
+    Returns the proved strategies: per tensor `S<dim>` cut, `P` summands, `R` whole, `R*` whole with partial gradients.
 
     Raises:
         ShardingError: a strategy does not give the whole op's results or gradients, or the op refuses the example.
