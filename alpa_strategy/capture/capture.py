@@ -215,6 +215,8 @@ class _Converter:
             self._write(node, write)
             return
         args, kwargs = self._arguments(node)
+        # No `sparse`, nor a `sparse_grad` (in `_arguments`): reductions know dense gradients only.
+        args = tuple(a.name != "sparse" and x for a, x in zip(target._schema.arguments, args, strict=False))
         args = rewrites.without_empty_tensors(self.builder, target, args)
         if target is aten.broadcast_tensors.default:
             self._broadcast(node)
@@ -229,8 +231,6 @@ class _Converter:
         summed_in = self.autocast.loss_dtype(target, args)
         if summed_in is None:
             args, kwargs = self.autocast.operands(target, args, kwargs)
-        if target is aten.embedding.default:
-            args = args[:4]  # no `sparse`: reductions know dense gradients only
         if (traced := node.meta.get("val")) is None:  # it has failed, which the step has caught
             return
         kwargs = rewrites.with_traced_dtype(target, args, kwargs, traced)
@@ -257,7 +257,7 @@ class _Converter:
         args: Any = fx.map_arg(node.args, read)
         kwargs: Any = fx.map_arg(node.kwargs, read)
         # The run sets its own device around the ops; the trace has seen that the step asks for no other.
-        dropped = ("device", "pin_memory", "layout", "non_blocking")
+        dropped = ("device", "pin_memory", "layout", "non_blocking", "sparse_grad")
         return args, {k: v for k, v in kwargs.items() if k not in dropped and v is not None}
 
     def _read(self, view: View) -> ir.ValueRef:

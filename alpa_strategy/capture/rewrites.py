@@ -82,9 +82,9 @@ def rewrite_bags(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs:
     given = bound_arguments(node.target, tuple(node.args), dict(node.kwargs))
     a = bound_arguments(node.target, args, kwargs)
     offsets, num_ids = given["offsets"], builder.meta(a["indices"]).num_elements
-    if getattr(offsets, "target", None) is not aten.arange.start_step or a["scale_grad_by_freq"] or a["sparse"]:
+    if getattr(offsets, "target", None) is not aten.arange.start_step or a["scale_grad_by_freq"]:
         return None
-    start, stop, step = offsets.args[:3]
+    start, stop, step = (*offsets.args, 1)[:3]
     if a["include_last_offset"] or (start, stop) != (0, num_ids) or step == 0 or num_ids % step:
         return None
     ids, weights = (  # both [num_ids] -> [bags, step]

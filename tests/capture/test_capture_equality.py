@@ -91,8 +91,16 @@ def test_ignore_index_is_sum_over_count() -> None:
     assert "aten.cross_entropy_loss.default" not in names
 
 
-def test_sparse_tables_get_dense_gradients() -> None:
-    module = Step(lambda self, x, y: self.child(y).sum() + self.a(x).sum(), nn.Embedding(4, 3, sparse=True))
+@pytest.mark.parametrize("kind", ["table", "bags", "bags of all lengths", "gather"])
+def test_sparse_tables_get_dense_gradients(kind: str) -> None:
+    looked_up = {
+        "table": lambda self, y: self.child(y),
+        "bags": lambda self, y: self.child(y[:, None]),
+        "bags of all lengths": lambda self, y: self.child(y, torch.arange(len(y))),
+        "gather": lambda self, y: torch.gather(self.child.weight, 0, y[:, None].expand(-1, 3), sparse_grad=True),
+    }[kind]
+    child = nn.EmbeddingBag(4, 3, mode="sum", sparse=True) if "bags" in kind else nn.Embedding(4, 3, sparse=True)
+    module = Step(lambda self, x, y: looked_up(self, y).sum() + self.a(x).sum(), child)
     step, (x, y) = capture_step(module, example()), example()
     values = run_step(step, dict(module.named_parameters()), {"buffer": module.buffer}, [x, y])
     (grad,) = torch.autograd.grad(values[step.loss], list(module.child.parameters()))
