@@ -175,9 +175,7 @@ class AxisComm:
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Sum `tensor` (contiguous) over the axis in place."""
-        if self.size == 1:
-            return Pending(lambda: tensor)
-        return self._start_all_reduce(tensor, "sum")
+        return Pending(lambda: tensor) if self.size == 1 else self._start_all_reduce(tensor, "sum")
 
     def _start_all_reduce(self, tensor: Tensor, op: str) -> Pending:
         work = self._library.all_reduce(tensor, getattr(self._library.ReduceOp, op.upper()), self.group, True)

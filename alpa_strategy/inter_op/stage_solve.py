@@ -229,11 +229,6 @@ class StageSolver:
             raise NotCheaper
         return self._solved(priced, found)
 
-    def laid_out(self, priced: PricedStage, solution: Solution) -> SolvedStage:
-        """The stage by an assignment of `priced.finest` that was found elsewhere, whether it fits or not."""
-        working = self._working(priced.finest.intra, solution)
-        return self._solved(priced, _Solved(priced.wish.starts, solution, working))
-
     def _solved(self, priced: PricedStage, found: _Solved) -> SolvedStage:
         stage = priced.unrestricted(found.starts)
         cost = cost_of(stage, found.solution.assignment, found.working)
