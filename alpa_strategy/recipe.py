@@ -258,9 +258,7 @@ def _instantiate(recipe: Recipe, node: Any, where: str) -> Any:
         factory = _checked_target(recipe, node, where) if TARGET in node else None
         built = {key: _instantiate(recipe, value, f"{where}.{key}") for key, value in node.items() if key != TARGET}
         return built if factory is None else _call(factory, built, f"{recipe.path}: {where}")
-    if isinstance(node, list):
-        return [_instantiate(recipe, value, where) for value in node]
-    return node
+    return [_instantiate(recipe, value, where) for value in node] if isinstance(node, list) else node
 
 
 def _call(factory: Callable[..., Any], arguments: dict[str, Any], where: str) -> Any:

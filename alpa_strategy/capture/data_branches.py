@@ -74,8 +74,7 @@ class ConstantValues:
         return slot.proxy.node if slot.proxy.node in self._values else None
 
     def told_to_libraries(self) -> AbstractContextManager[None]:
-        """Context in which transformers asks instead of taking its way for fake tensors, where it builds causal masks
-        that fast attention kernels do not take."""
+        """Context in which transformers asks, instead of building causal masks that fast kernels do not take."""
         if (library := sys.modules.get("transformers.utils.import_utils")) is None:
             return patched([])
         return patched([(vars(library), "is_fake_tensor", lambda x: self.known_node(x) is None)])
@@ -163,8 +162,7 @@ def _writes(node: fx.Node) -> bool:
 def passing_answer(frame: FrameType) -> bool | None:
     """What a tensor that `frame` is asking for its truth must say so that nothing is raised.
 
-    Both ways that the code may take from there are followed: one of them does nothing but raise. None when the answer
-    decides more than whether something is raised.
+    Both ways of the code from there are followed: one does nothing but raise. None when the answer decides more.
     """
     raises = [_raises_after(frame.f_code, frame.f_lasti, truth) for truth in (False, True)]
     return None if raises[0] == raises[1] else raises[0]

@@ -96,8 +96,7 @@ def map_refs(tree: Any, fn: Callable[[ValueRef], Any]) -> Any:
 
 @dataclass
 class Storage:
-    """A tensor that owns memory. `parameter`: its name where it is one, else ""; `is_outside`: it is no input of the
-    graph, and nothing can be written there."""
+    """A tensor that owns memory. `parameter`: its name, or ""; `is_outside`: no input of the graph, not written to."""
 
     value: ValueRef
     parameter: str = ""

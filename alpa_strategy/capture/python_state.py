@@ -8,6 +8,7 @@ inputs of the graph and need no guard. Globals and closures are found in the cod
 import argparse
 import copy
 import copyreg
+import ctypes
 import dataclasses
 import pickle
 import random
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any, TypeGuard, cast
 
 import numpy as np
@@ -38,7 +40,8 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, deque)
 _ARRAYS = (array, bytearray)
 LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
-_GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState, torch.Generator)
+_SHARED: tuple[Any, ...] = (SynchronizedBase, ctypes._SimpleCData, ctypes.Array)  # multiprocessing's Value and Array
+_WITH_STATE = (random.Random, np.random.BitGenerator, np.random.RandomState, torch.Generator, *_SHARED)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 MAX_DEPTH = 6
 _MAX_ITEMS, _MAX_COMPARED = 1000, 10_000
@@ -293,10 +296,12 @@ class KeptState(_Kept):
 
     @override
     def restore(self) -> None:
-        if isinstance(self.items, np.ndarray):
+        if isinstance(self.items, np.ndarray | Tensor):
             self.items[...] = self.before
         elif isinstance(self.items, _ARRAYS):
             self.items[:] = self.before
+        elif isinstance(self.items, _SHARED):
+            ctypes.memmove(ctypes.byref(self.items), self.before, len(self.before))
         elif isinstance(self.items, torch.Generator):
             self.items.set_state(torch.from_numpy(self.before))
         else:
@@ -304,8 +309,10 @@ class KeptState(_Kept):
 
 
 def state_of(value: Any) -> Any:
-    if isinstance(value, (np.ndarray, *_ARRAYS)):
-        return copy.copy(value)
+    if isinstance(value, (np.ndarray, Tensor, *_ARRAYS)):
+        return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+    if isinstance(value, _SHARED):
+        return bytes(value)
     return value.get_state().numpy() if isinstance(value, torch.Generator) else value.__getstate__()
 
 
@@ -359,6 +366,7 @@ def kept_in(
     while waiting:
         value, keys, is_inside = waiting.pop()
         value = value.bit_generator if isinstance(value, np.random.Generator) else value
+        value = value.get_obj() if isinstance(value, SynchronizedBase) else value
         value = (value.args, value.keywords) if isinstance(value, partial) else value
         kind = type(value)
         if id(value) in seen or kind in PLAIN:
@@ -368,7 +376,7 @@ def kept_in(
         container = next((each for each in _CONTAINERS if isinstance(value, each)), None)
         is_small = kind is np.ndarray and value.size <= _MAX_ITEMS and value.flags.writeable
         is_small |= isinstance(value, _ARRAYS) and len(value) <= _MAX_ITEMS
-        if isinstance(value, _GENERATORS) or is_small:
+        if isinstance(value, _WITH_STATE) or is_small:
             found.append(KeptState(label, value, state_of(value), is_noticed))
         elif is_object and len(keys) < MAX_DEPTH:
             found.append(KeptNames(label, vars(value), dict(vars(value)), is_noticed, owner=value))
@@ -388,16 +396,20 @@ def kept_in(
 
 
 def fields_kept(owner: Any, *functions: Any) -> AbstractContextManager[dict[str, Any]]:
-    """An object's fields, what functions name or hold, containers and generators in these: afterwards as they were."""
-    seen: set[int] = set()
+    """An object's fields, what functions name or hold, containers, generators and small tensors in these: afterwards as
+    they were. CaptureError where the functions name an iterator, which cannot go back."""
+    seen, names = set[int](), set[str]()
     found = [("", "", getattr(owner, "__dict__", {})), ("", "", type(owner))]
     for function in user_code.reached_functions(functions):
-        names = function.__globals__
-        found += [
-            *_held_by(function),
-            *((n, n, names[n]) for n in user_code.code_names(function.__code__) if n in names),
-        ]
-    return restored([each for at, name, v in found if _may_change(name, v) for each in kept_in(v, at, seen)])
+        names.update(user_code.code_names(function.__code__))
+        found += [*_held_by(function), *((n, n, v) for n, v in function.__globals__.items() if n in names)]
+    kept = [each for at, name, v in found if _may_change(name, v) for each in kept_in(v, at, seen)]
+    named = [v for each in kept if isinstance(each.before, dict) for n, v in each.before.items() if n in names]
+    named += [v for _, _, v in found]
+    if any(isinstance(each, Iterator) for each in named):
+        raise CaptureError("an iterator cannot go back to where it was")
+    tensors = (each.detach() for each in named if isinstance(each, Tensor) and each.numel() <= _MAX_ITEMS)
+    return restored([*kept, *(KeptState("", each, state_of(each)) for each in tensors)])
 
 
 def _held_by(function: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
@@ -411,7 +423,7 @@ def _held_by(function: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
 def _may_change(name: str, value: Any) -> bool:
     """Not for objects of libraries: a logger, a console."""
     is_users = is_user_module(sys.modules.get(type(value).__module__))
-    return name[:2] != "__" and (is_users or not has_fields(value) or isinstance(value, _GENERATORS))
+    return name[:2] != "__" and (is_users or not has_fields(value) or isinstance(value, _WITH_STATE))
 
 
 def _class_values(kind: type) -> dict[str, Any]:

@@ -98,9 +98,7 @@ def product_kind(call: OpCall) -> str | None:
     name = op_base_name(call)
     if name in ATTENTION:
         return "attention"
-    if name in CONVOLUTIONS:
-        return "convolution"
-    return "matmul" if name in PRODUCTS else None
+    return "convolution" if name in CONVOLUTIONS else "matmul" if name in PRODUCTS else None
 
 
 def product_shape(call: OpCall) -> tuple[int, int, int, int] | None:

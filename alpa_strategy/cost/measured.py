@@ -116,9 +116,7 @@ class OpTable:
 def _show(arg: Any) -> str:
     if isinstance(arg, Slot):
         return f"${arg.index}"
-    if isinstance(arg, tuple):
-        return f"[{', '.join(_show(item) for item in arg)}]"
-    return str(arg)
+    return f"[{', '.join(map(_show, arg))}]" if isinstance(arg, tuple) else str(arg)
 
 
 def _entry_from_dict(data: dict[str, Any]) -> OpTime:

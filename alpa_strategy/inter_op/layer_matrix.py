@@ -208,9 +208,7 @@ def _followed(
 def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list[np.ndarray]:
     per_byte, in_flight = price
     seconds, num_bytes = weigh(parts, num_microbatches, in_flight)
-    if not per_byte:
-        return seconds
-    return [s + per_byte * b for s, b in zip(seconds, num_bytes, strict=True)]
+    return [s + per_byte * b for s, b in zip(seconds, num_bytes, strict=True)] if per_byte else seconds
 
 
 def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...], begins: bool) -> np.ndarray:

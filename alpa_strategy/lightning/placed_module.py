@@ -291,8 +291,7 @@ class PlacedModule(ABC):
     # The Trainer's own, the end
 
     def adapt_trainer(self, trainer: Any) -> None:
-        """Let hooks of users and callbacks that look at parameters or gradients see whole ones, and its precision
-        plugin clip by the norm of all shards."""
+        """Let hooks and callbacks see whole parameters and gradients, and the precision plugin clip by all shards."""
         if self.store.sharded_parameters or not self.plan.is_as_written:
             self._adapted.enter_context(use_whole_norms(trainer.precision_plugin, self.whole))
         if self.store.sharded_parameters:

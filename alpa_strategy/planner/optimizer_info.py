@@ -21,6 +21,7 @@ from alpa_strategy.options import OptimizerInfo
 
 _SHAPE = (4, 6)
 _NUM_STEPS = 3
+_MEMBERS = ("params", "param_names")  # of a group, no settings
 Make = Callable[[list[torch.nn.Parameter]], Optimizer]  # a fresh optimizer of parameters
 
 
@@ -43,7 +44,7 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
         # Rates and decays do not say how it works; flags may (`use_muon`), and so may convolutions' dims.
         kinds: dict[tuple[str, int], dict[str, Any]] = {}
         for group in optimizer.param_groups:
-            flags = repr([group.get(key) for key in optimizer.defaults if not isinstance(group.get(key), float)])
+            flags = repr([v for key, v in group.items() if key not in _MEMBERS and not isinstance(v, float)])
             kinds.update({(flags, max(2, parameter.dim())): group for parameter in group["params"]})
         found = [_works(partial(_rebuilt, optimizer, group), dims) for (_, dims), group in kinds.items()]
         # Hooks have a schedule-free one's change weights, by state that must be there.
@@ -183,4 +184,5 @@ def _rebuilt(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[to
     settings |= {"lr": max(settings["lr"], 1e-3)} if settings.get("lr") is not None else {}  # a warmup begins at none
     # Kernels for devices; what they compute is the same, and the probe runs on the CPU.
     settings |= {key: False for key in ("fused", "capturable") if settings.get(key)}
-    return type(optimizer)(parameters, **settings)
+    own = {k: copy.copy(v) for k, v in group.items() if k not in (*optimizer.defaults, *_MEMBERS)}  # GaLore's `rank`
+    return type(optimizer)([own | {"params": parameters}] if own else parameters, **settings)

@@ -147,6 +147,25 @@ def test_every_kind_of_group_and_parameter_is_tried() -> None:
     assert not inspect_optimizer(Sometimes(parameter(), lr=0.01)).element_wise
 
 
+class Projecting(torch.optim.SGD):
+    """Like GaLore: in groups that give a rank, which has no default, gradients are projected."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"] if "rank" in group else ():
+                basis = torch.linalg.svd(p.grad, full_matrices=False)[0][:, : group["rank"]]
+                p.grad = basis @ (basis.T @ p.grad)
+        return super().step(closure)
+
+
+def test_settings_of_a_group_alone_are_tried() -> None:
+    assert inspect_optimizer(Projecting(parameter(), lr=0.1)).element_wise
+    assert inspect_optimizer(Projecting([{"params": parameter(), "name": "all"}], lr=0.1)).element_wise
+    groups = [{"params": parameter()}, {"params": parameter(), "rank": 2}]
+    assert not inspect_optimizer(Projecting(groups, lr=0.1)).element_wise
+
+
 def test_inspection_leaves_optimizer_and_random_state_alone() -> None:
     optimizer = torch.optim.AdamW(parameter(), lr=0.1)
     before = torch.get_rng_state()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import multiprocessing
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -127,6 +131,42 @@ def test_looking_leaves_no_trace_in_random_numbers_counters_and_samples() -> Non
     assert counting.calls == len(plain) == len(counting.seen)
     for a, b in zip(plain, watched, strict=True):
         torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
+
+
+class Stepping:
+    """A collate function that counts its calls in what its attributes hold, as I-JEPA's masks do."""
+
+    def __init__(self, counter: Any) -> None:
+        self.counter = counter
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"x": torch.stack([s["x"] for s in samples]) * self.step()}
+
+    def step(self) -> int:
+        if isinstance(self.counter, Iterator):
+            return next(self.counter)
+        if isinstance(self.counter, Tensor | ctypes.Array):
+            self.counter[1] += 1
+            return int(self.counter[1])
+        self.counter.value += 1
+        return self.counter.value
+
+
+COUNTERS = {
+    "shared": lambda: multiprocessing.Value("i", 0),
+    "raw": lambda: multiprocessing.Array("d", 2, lock=False),
+    "tensor": lambda: torch.zeros(2).share_memory_(),
+    "iterator": lambda: itertools.count(1),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTERS)
+def test_looking_leaves_no_trace_in_what_attributes_hold(kind: str) -> None:
+    plain = list(DataLoader(Samples(), ROWS, collate_fn=Stepping(COUNTERS[kind]())))
+    loader = watch(DataLoader(Samples(), ROWS, collate_fn=Stepping(COUNTERS[kind]())))
+    torch.testing.assert_close(list(loader), plain, rtol=0.0, atol=0.0)
+    assert isinstance(loader.collate_fn, WatchedCollate)
+    assert loader.collate_fn.kinds == (None if kind == "iterator" else ("rows",))
 
 
 class Model(pl.LightningModule):
