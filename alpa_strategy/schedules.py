@@ -1,8 +1,7 @@
 """Pipeline schedules as data: who does what in which order, how long a step takes, how much is alive meanwhile.
 
 The built-in orders are those of `torch.distributed.pipelining` (names too); nothing here runs anything. A schedule of
-one's own is a function from numbers to orders, given as `schedule=` or by `register_schedule`; what it keeps in memory
-and how long it takes follows from its actions.
+one's own is a function from numbers to orders (`schedule=`, `register_schedule`); memory and time follow from these.
 
 With `v` stages per mesh, stage s of N = v * num_meshes is on mesh s % num_meshes, or folded (ZBV): m and N - 1 - m.
 """

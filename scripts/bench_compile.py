@@ -3,9 +3,10 @@
     python scripts/bench_compile.py                        # GPT 4 x 512, a LLaMA-like model and a ResNet on 2 CPU ranks
     python scripts/bench_compile.py --models gpt --rounds 1 --steps 6
 
-Jobs take turns (`--rounds` times), so that a busy machine slows all alike. A round's first figure is the median of its
-steps after warm-up, its second the seconds from the job's launch to the end of its first step. Each strategy has an
-Inductor cache of its own: empty in the first round, filled afterwards (the second start).
+Jobs take turns (`--rounds` times). A round's first figure is its quickest step after warm-up (a busy machine only adds
+to a step: medians of one round after the other differ by 10 %), and a strategy's is that of its quickest round. The
+second is the seconds from the job's launch to the end of its first step. Each strategy has an Inductor cache of its
+own: empty in the first round, filled afterwards (the second start).
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def worker(args: argparse.Namespace, model_name: str, strategy: str) -> None:
 
 
 def run_job(args: argparse.Namespace, model: str, strategy: str, folder: Path) -> tuple[float, float]:
-    """(seconds of a step, seconds to the end of the first one) of one job."""
+    """(seconds of the quickest step, seconds to the end of the first one) of one job."""
     own = folder / model / strategy
     own.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(own / "inductor")}
@@ -159,7 +160,7 @@ def run_job(args: argparse.Namespace, model: str, strategy: str, folder: Path) -
     if done.returncode:
         raise SystemExit(f"{model}, {strategy} failed:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
     times = json.loads(out.read_text(encoding="utf-8"))
-    return statistics.median([b - a for a, b in pairwise(times)][args.warmup :]), times[0] - begun
+    return min([b - a for a, b in pairwise(times)][args.warmup :]), times[0] - begun
 
 
 def main() -> int:
@@ -196,7 +197,7 @@ def main() -> int:
                 )
             for name in {"alpa+compile", "replica+compile"} & found.keys() if "ddp+compile" in found else ():
                 pairs = list(zip(found["ddp+compile"], found[name], strict=True))
-                speed = statistics.median(theirs[0] / mine[0] for theirs, mine in pairs)
+                speed = min(theirs[0] for theirs, _ in pairs) / min(mine[0] for _, mine in pairs)
                 ratios = [mine[1] / theirs[1] for theirs, mine in pairs][1:]
                 start = statistics.median(ratios) if ratios else None
                 of_starts = "no later start" if start is None else f"{start:.2f} x its later start"

@@ -1,7 +1,6 @@
 """Parameters that are gathered for use are not kept until the backward, but gathered again (ZeRO-3).
 
-Results of ops that the plan recomputes (`StagePlan.recomputed`) are made again in the same way, and those that wait in
-host memory (`StagePlan.stored`) brought from there.
+Results that the plan recomputes (`StagePlan.recomputed`) or keeps in host memory (`StagePlan.stored`) return so, too.
 
 Autograd saves a gathered weight (or a view of it) for the backward of the op that used it. `Regather` puts a recipe in
 its place, by `saved_tensors_hooks`: which parameter, which resharding, which view (found by the storage).

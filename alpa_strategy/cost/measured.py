@@ -42,8 +42,7 @@ class OpTime:
 def call_family(call: OpCall) -> str:
     """`aten.linear.default float32* float32*` (`*`: requires grad): calls whose times say something of each other.
 
-    A convolution's says its kernel (`3x3`, `3x3 grouped`): kernels of one, of several elements and of few channels
-    run in other ways, at rates that differ severalfold.
+    A convolution's says its kernel (`3x3`, `3x3 grouped`), as rates of these differ severalfold.
     """
     dtypes = [str(meta.dtype).removeprefix("torch.") + "*" * meta.requires_grad for meta in call.operands]
     kind = []

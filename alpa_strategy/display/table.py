@@ -32,8 +32,7 @@ MODE_MEANINGS = {
 
 
 def plan_table(plan: Plan, memory_limit: float | None = None, process_bytes: int = 0) -> RenderableType:
-    """The whole plan. What is shown where it is known: `memory_limit` and `process_bytes` (host memory that the process
-    takes beside the plan's tensors) in bytes."""
+    """The whole plan; in bytes, where known: `memory_limit`, `process_bytes` (host's, beside the plan's tensors)."""
     parts: list[RenderableType] = [_phases(plan, memory_limit), Text()] if plan.phases else []
     parts += [_headline(plan), _summary(plan, memory_limit, process_bytes)]
     if len(plan.stages) > 1:

@@ -238,8 +238,7 @@ class StepGraph:
     batch_size: int = 0  # rows of the global batch
     # `rank`: every rank brings its own rows of the batched leaves; `global`: every rank brings all
     batch_scope: str = "rank"
-    # for a stage: values that earlier stages (or a prologue) hand in. They arrive in the layout that the stage's plan
-    # asks for. Numbering is that of the whole step.
+    # for a stage: values that earlier stages (or a prologue) hand in, in its plan's layouts; the whole step's numbers
     received: tuple[int, ...] = ()
     sent: tuple[int, ...] = ()  # for a stage: values that later stages need
     notes: tuple[str, ...] = ()  # things that the user should know (shown with the plan)

@@ -1,8 +1,7 @@
 """What one op call is to the planner: its target, its arguments, and the metadata of the tensors around it.
 
 An `OpCall` holds no tensors and no graph nodes, is hashable, and is therefore the key under which strategies, costs
-and saved-tensor findings are remembered: identical layers share all of it. At the end: its arguments by name, and
-calls rebuilt with other arguments.
+and saved-tensor findings are remembered: identical layers share all of it. At the end: its arguments, by name or new.
 """
 
 import inspect

@@ -290,8 +290,7 @@ def _with_rows(batch: Any, kinds: tuple[Kind, ...], count: int, order: Sequence[
 
 @contextmanager
 def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
-    """Attributes, weights, buffers and generators of a module and other objects are afterwards what they were, and so
-    are torch's, NumPy's and Python's random numbers.
+    """Attributes, weights, buffers and generators of a module, other objects and libraries are afterwards as they were.
 
     The list that it gives then holds weights and buffers that were changed.
     """

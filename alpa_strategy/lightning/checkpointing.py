@@ -1,5 +1,4 @@
-"""Checkpoints: the strategy's part in saving and resuming. What goes into a checkpoint, in which form it is written,
-and when what was read is put where it belongs.
+"""Checkpoints: what goes into one, in which form it is written, and when what was read is put where it belongs.
 
 `LightningModule.load_from_checkpoint(path)` of a sharded checkpoint has no hook in Lightning, nor has a Trainer with
 another strategy, so the functions by which they open a checkpoint are wrapped, once, when the strategy is imported.

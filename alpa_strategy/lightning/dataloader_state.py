@@ -2,8 +2,7 @@
 
 Lightning restores its counters, but iterates the loader from its beginning. Here the loader is wound forward: the
 epoch's random state is set again, and the batches that were trained on are loaded and dropped. Loaders that keep their
-own state (`state_dict`) are left to it. All of it lies where Lightning keeps the fit loop's own state: a plain Trainer
-reads such a checkpoint and passes it over.
+own state (`state_dict`) are left to it. It lies where Lightning keeps the fit loop's: a plain Trainer passes it over.
 """
 
 from collections.abc import Callable, Iterator
@@ -159,8 +158,7 @@ def put_states(checkpoint: dict[str, Any], states: list[dict[str, Any]], num_sha
 def take_up(checkpoint: dict[str, Any], rank: int, world_size: int, num_shares: int) -> Resume | None:
     """What rank `rank` of `world_size` takes up, None when the checkpoint says nothing; corrects the loop's counters.
 
-    On another number of ranks, or of shares of the rows, than the writing ones', the place in the data is the same
-    number of samples, and random states start anew.
+    On another number of ranks, or shares of rows, than the writing ones', as many samples are gone; random states anew.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     stored = loop.get("state_dict", {}).get(KEY)

@@ -1,7 +1,6 @@
 """What an evaluation loop of the Trainer is like, and whether all ranks come to the same dataloaders in it.
 
-Lightning reduces what was logged when a loader ends, and a rank without a batch in it is not there. The others would
-wait, or add up what belongs to other loaders.
+Lightning reduces logged values when a loader ends; a rank without a batch in it would be waited for, or mix loaders up.
 """
 
 from typing import Any

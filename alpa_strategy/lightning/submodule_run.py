@@ -42,6 +42,7 @@ from alpa_strategy.planner.written_plan import plan_as_written
 from alpa_strategy.runtime.gather_on_use import WholeOnUse
 from alpa_strategy.runtime.gradients import average
 from alpa_strategy.runtime.host_memory import tuned
+from alpa_strategy.runtime.made_again import forward_of_copy
 from alpa_strategy.runtime.synced_norms import synced
 
 
@@ -243,10 +244,12 @@ class Forwards:
         paths = {program.path for program in self._programs}
         modules = {k: m for k, m in root.named_modules() if k and not isinstance(m, torch.jit.ScriptModule)}
         own = {k: m for k, m in modules.items() if k in paths or (self.recorded is not None and [*m.parameters()])}
-        return patched((m, "forward", partial(self._forward, k, m.forward)) for k, m in own.items())
+        return patched((m, "forward", partial(self._forward, k, m, m.forward)) for k, m in own.items())
 
     @torch.compiler.disable
-    def _forward(self, path: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, path: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if (of_copy := forward_of_copy(module)) is not None:
+            return of_copy(*args, **kwargs)
         if not self.is_active or torch._C._functorch.peek_interpreter_stack() is not None:  # not tensors of a program
             return forward(*args, **kwargs)
         given = (args, kwargs) if _casts(self._device) == self._casts else None

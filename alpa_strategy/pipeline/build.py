@@ -1,7 +1,6 @@
 """From a plan's stages to a running `Pipeline`: slices the micro-batched step, lowers this rank's stages, connects all.
 
-The stages' meshes, then a `ParameterStore` (the caller shards it), then `build_pipeline`; a second pipeline for another
-shape of batch takes the same meshes and parameters.
+The stages' meshes, a `ParameterStore` (the caller shards it), then `build_pipeline`, once for each shape of batch.
 """
 
 import warnings

@@ -12,7 +12,7 @@ are about to do what all did in the step before, one round agrees on all of it, 
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice, takewhile
 from typing import Any
@@ -29,6 +29,7 @@ from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.comm.regather import Regather
 from alpa_strategy.errors import SetupError
 from alpa_strategy.options import BUCKET_BYTES
+from alpa_strategy.runtime.made_again import forward_of_copy
 from alpa_strategy.runtime.parameters import ParameterStore
 
 _DONE, _GONE = -1, -2  # what a rank says instead of a unit
@@ -338,14 +339,15 @@ class GatherOnUse:
         named = module.parameters() if is_scripted else dict.values(module._parameters)
         own = [p for p in named if p is not None and p in self._unit_of]
 
-        @contextmanager
-        def running() -> Iterator[None]:
+        def running(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            if (of_copy := forward_of_copy(module)) is not None:
+                return of_copy(*args, **kwargs)
             if self._depth and not self._keeps:
                 for parameter in own:
                     self.need(parameter)
                 self._users.update(units)
             try:
-                yield
+                return forward(*args, **kwargs)
             finally:
                 if self._depth and not self._keeps and not self._stays_whole:
                     self._users.subtract(units)
@@ -353,7 +355,7 @@ class GatherOnUse:
 
         # Not a hook: code may run a forward alone, once more for the backward (`runtime/made_again.py`). A partial, not
         # a decorated function: a copy of the module runs its own.
-        self._installed.enter_context(patched([(module, "forward", partial(_within, running, module.forward))]))
+        self._installed.enter_context(patched([(module, "forward", partial(running, module, module.forward))]))
 
     def _is_for_generation(self, unit: int) -> bool:
         """Used again and again without a backward, as by a model that writes a token at a time: it stays whole then,
@@ -389,11 +391,6 @@ class GatherOnUse:
         value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
         one = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
         return one.expand(self._store.whole_shape(parameter))
-
-
-def _within(context: Callable[[], AbstractContextManager[None]], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-    with context():
-        return forward(*args, **kwargs)
 
 
 def set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

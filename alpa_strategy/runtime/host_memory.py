@@ -39,8 +39,7 @@ SLACK = 0.05  # of what is planned: held once more before it is given back again
 
 @contextmanager
 def tuned(device: torch.device) -> Iterator[None]:
-    """Around what shards a module: what the whole module and planning took is given back, and where tensors lie in host
-    memory, freed blocks are kept from then on."""
+    """Around what shards a module: what planning took is given back; freed blocks are kept with tensors on the host."""
     if device.type == "cpu":
         keep_freed(True)
     yield

@@ -6,6 +6,7 @@ changed in between) is an error. Works on steps as they are written, which nobod
 """
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -71,6 +72,8 @@ class MadeAgain:
 
     @torch.compiler.disable
     def _forward(self, name: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if (of_copy := forward_of_copy(module)) is not None:
+            return of_copy(*args, **kwargs)
         is_function = torch._C._functorch.peek_interpreter_stack() is not None  # whose tensors are no one's to keep
         if self._root is None or not self._root.training or not torch.is_grad_enabled() or is_function:
             return forward(*args, **kwargs)
@@ -87,6 +90,17 @@ class MadeAgain:
                 return forward(*again[: len(args)], **dict(zip(kwargs, again[len(args) :], strict=True)))
 
         return checkpoint(run, *unique, use_reentrant=False)
+
+
+def forward_of_copy(module: nn.Module) -> Callable[..., Any] | None:
+    """What a forward of ours is to run instead, a partial with `module` among its arguments, where that is called as a
+    shallow copy's, which has it with all other attributes (a learner of MAML)."""
+    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    called = module if frame is None else frame.f_locals["self"]
+    is_copy = called is not module and module in getattr(vars(called).get("forward"), "args", ())
+    return partial(type(called).forward, called) if is_copy else None
 
 
 class Room:

@@ -28,8 +28,7 @@ _SAME_IF_SHAPE_IS = (aten.view, aten._unsafe_view, aten.expand)
 def elementwise_dims(call: OpCall, axis_size: int) -> Found | None:
     """The ways to cut a Function that works element by element over `axis_size` devices; None: it does not.
 
-    A dim is cut where every device's share runs the very ops of the whole with the very constants: code that asks for
-    a shape, or keeps count of its calls, does not.
+    A dim is cut where every device's share runs the very ops of the whole with the very constants.
     """
     whole = _recorded(call)
     if whole is None or whole.shape is None or whole.draws:

@@ -183,6 +183,30 @@ class GradientPenalty(Program):
         return loss if loss.item() < 1e3 else 0.1 * loss
 
 
+class LearnsToLearn(Program):
+    """MAML as learn2learn writes it: a learner shares the net's attributes, but for weights made of the net's."""
+
+    def _learner(self, module: nn.Module) -> nn.Module:
+        learner = copy.copy(module)
+        learner._parameters = {name: weight.clone() for name, weight in module._parameters.items()}
+        learner._modules = {name: self._learner(child) for name, child in module._modules.items()}
+        return learner
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, label = batch
+        learner = self._learner(self.net)
+        places = [(each._parameters, name) for each in learner.modules() for name in each._parameters]
+        loss = F.cross_entropy(learner(x[::2]), label[::2])
+        weights = [weights[name] for weights, name in places]
+        slopes = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+        for (own, name), slope in zip(places, slopes, strict=True):
+            if slope is not None:  # of no part in the loss
+                own[name] = own[name] - 0.5 * slope
+        loss = F.cross_entropy(learner(x[1::2]), label[1::2])
+        self.log("train_loss", loss.item(), sync_dist=True)
+        return loss
+
+
 class MoCo(Program):
     """Momentum weights and a queue of keys, updated in the step."""
 
@@ -984,6 +1008,7 @@ PROGRAMS = {
         SelectsRows,
         LoopsOverExperts,
         GradientPenalty,
+        LearnsToLearn,
         MoCo,
         Contrastive,
         Checkpointed,

@@ -206,7 +206,7 @@ def test_what_is_reached_past_its_module_has_no_values_in_shards_and_that_is_sai
 # norms have buffers, GANs run several backward passes, some checkpoint by themselves.
 MADE_AGAIN = [
     *("GradientPenalty", "LoopsOverExperts", "Recurrent", "MoCo", "Normalized", "Gan", "SeveralBackwards"),
-    *("Checkpointed", "RankDependent", "Functions", "CapturableAtFirst"),
+    *("Checkpointed", "RankDependent", "Functions", "CapturableAtFirst", "LearnsToLearn"),
 ]
 
 

@@ -194,8 +194,7 @@ def repair(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> 
 
 
 def improve(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> list[int]:
-    """Change one choice at a time while the seconds fall (forbidden transfers count as very dear), and never leave the
-    memory limit: the start must be within it."""
+    """Change one choice at a time while the seconds fall (forbidden transfers are dear), within the memory limit."""
     current = list(assignment)
     for _ in range(MAX_SWEEPS):
         moved = False
