@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from alpa_strategy import AlpaStrategy
 
-ROWS, WIDTH, LAYERS, STEPS = 512, 4096, 6, 6  # activations of 8 MB
+ROWS, WIDTH, LAYERS, STEPS = 512, 4096, 6, 24  # activations of 8 MB
 
 
 class Wide(pl.LightningModule):
@@ -36,18 +38,19 @@ class Wide(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def faults_of_a_step(root: str) -> int:
+def faults_of_a_step(root: str) -> float:
     strategy = AlpaStrategy(capture="never", parallel="data", cluster="pcie_8gpu")
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, strategy=strategy, max_steps=STEPS, default_root_dir=root, **QUIET
     )
     module = Wide()
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(ROWS * STEPS, 1)), ROWS))
-    return min(b - a for a, b in zip(module.faults[2:], module.faults[3:], strict=False))
+    # Blocks find their places in the first dozen steps: until then the heap grows by a few of them now and then.
+    return median(b - a for a, b in pairwise(module.faults[STEPS // 2 :]))
 
 
 def test_pages_are_kept(tmp_path):
     pages = LAYERS * ROWS * WIDTH * 4 // resource.getpagesize()
-    # A process of its own: in the heap of one that other tests had used there was no place for one of the six blocks.
+    # A process of its own: the heap of one that other tests have used takes longer to find places.
     with multiprocessing.get_context("spawn").Pool(1) as fresh:
         assert fresh.apply(faults_of_a_step, (str(tmp_path),)) < 0.05 * pages
