@@ -3,8 +3,7 @@ and, on the finished graph, fused projections (query, key and value; gate and up
 
 A column-parallel shard of a fused weight must take its share of *every* segment: rows [0, n) of a [3n, k] weight are
 the whole query and nothing of the key. Seen as [3, n, k] the same weight is sharded along n like any other, so
-`segment_fused_linears` gives the parameter that shape in the step (its memory does not move:
-`ParameterInput.module_shape` keeps the module's).
+`segment_fused_linears` gives the parameter that shape in the step (`ParameterInput.module_shape`: the module's own).
 """
 
 import operator

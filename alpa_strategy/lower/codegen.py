@@ -207,8 +207,7 @@ class _Writer:
             operands[0] = self.channels_last(op, local, operands[0])
         plain: OpCall | None
         if local.implementation == "batch_norm_sync" and self.compiler is not None and not is_symbolic(op.call):
-            shared, plain = self.exchanged(op, local, operands)
-            operands.append(shared)
+            plain = self.exchanged(op, local, operands)
             code = self.written(f"f_{op.name}", plain.target, op, plain, operands)
         else:
             code, plain = self.call(op, local, strategies, operands)
@@ -313,19 +312,21 @@ class _Writer:
         self.lines.append(Line(code, (name,), (image,), op.source or op.module, op.module, call))
         return name
 
-    def exchanged(self, op: Op, local: LocalCall, operands: list[str]) -> tuple[str, OpCall]:
-        """The variable of what devices exchange in the midst of an op, and the call that makes the op's results of it.
+    def exchanged(self, op: Op, local: LocalCall, operands: list[str]) -> OpCall:
+        """The call that makes the op's results of `operands`, to which what devices exchange in its midst is added.
 
         So that what is before the exchange and what is after it are compiled, with the ops around them.
         """
         before, exchange, after = batch_norm_in_parts(op.call, local, self.mesh)
-        part, shared = f"part_{op.name}", f"shared_{op.name}"
-        code = f"{part} = {self.written(f'before_{op.name}', before.target, op, before, operands)}"
-        reads, note = (operands[before.args[0].index],), op.source or op.module
+        x, part, shared = f"x_{op.name}", f"part_{op.name}", f"shared_{op.name}"
+        code = f"{x}, {part} = {self.written(f'before_{op.name}', before.target, op, before, operands)}"
+        position, note = before.args[0].index, op.source or op.module
         self.namespace[f"exchange_{op.name}"] = exchange
-        self.lines.append(Line(code, (part,), reads, note, op.module, before))
+        self.lines.append(Line(code, (x, part), (operands[position],), note, op.module, before))
         self.lines.append(Line(f"{shared} = exchange_{op.name}({part})", (shared,), (part,), note, op.module))
-        return shared, after
+        operands[position] = x
+        operands.append(shared)
+        return after
 
     def call(
         self, op: Op, local: LocalCall, strategies: tuple[AxisStrategy, ...], operands: list[str]

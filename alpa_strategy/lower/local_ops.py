@@ -133,61 +133,101 @@ def _over_all(tensor: Tensor, comms: Sequence[AxisComm], op: str = "sum") -> Ten
 def batch_norm_in_parts(call: OpCall, local: LocalCall, mesh: MeshComm) -> tuple[OpCall, LocalOp, OpCall]:
     """`batch_norm_sync` for compilers: what comes before its exchange and after it are calls of torch's ops alone.
 
-    Returns (operand x -> this device's statistics [2 C + 1], these -> all devices', the operands and these -> results).
+    Returns (operand x -> x and this device's statistics [3 C + 1], these -> all devices', the operands with that x and
+    all devices' statistics -> results).
     """
     x, comms = bind(call)["x"], tuple(mesh.axes[axis] for axis in local.axes)
-    before = replace(local.call, target=_statistics, args=(x,), kwargs=())
+    before = replace(local.call, target=_Statistics.apply, args=(x,), kwargs=())
     after = replace(local.call, target=_normalised, args=(Slot(len(call.operands)), *local.call.args))
     return before, lambda part: _SharedStatistics.apply(part, comms), after
 
 
-def _statistics(x: Tensor) -> Tensor:
-    """This device's means, sums of squared deviations and number of values: [2 C + 1]. Autograd has its backward."""
-    dtype, count = torch.promote_types(x.dtype, torch.float32), x.numel() // x.shape[1]
-    variance, mean = torch.var_mean(x.to(dtype), [d for d in range(x.dim()) if d != 1], correction=0)
-    return torch.cat([mean, variance * count, mean.new_full((1,), count)])
+class _Statistics(torch.autograd.Function):
+    """x [n, C, ...] -> x, [its means, sums of squared deviations, number of values, C zeros].
+
+    Backward, the zeros' places bring the scale by which the gradient of y becomes one of x (`_Affine`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        wide, count = x.to(torch.promote_types(x.dtype, torch.float32)), x.numel() // x.shape[1]
+        if _has_kernels(x):
+            mean, variance = torch.batch_norm_update_stats(wide, None, None, 0.0)
+        else:
+            variance, mean = torch.var_mean(wide, [0, *range(2, x.dim())], correction=0)
+        ctx.save_for_backward(x, mean)
+        return x.view_as(x), torch.cat([mean, variance * count, mean.new_full((1,), count), torch.zeros_like(mean)])
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor, grad: Tensor) -> Tensor:
+        x, mean = ctx.saved_tensors
+        channels, wide = len(mean), x.to(mean.dtype)
+        grad_mean, grad_square, _, scale = grad.split([channels, channels, 1, channels])
+        of_statistics = _affine(wide, mean, 2 * grad_square, grad_mean / (x.numel() // channels))
+        return of_statistics.addcmul_(grad_y.to(mean.dtype), _in_channels(scale, x)).to(x.dtype)
 
 
-def _normalised(
-    statistics: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    """`batch_norm_sync` with all devices' statistics."""
-    channels, shape = x.shape[1], [-1] + [1] * (x.dim() - 2)
-    mean, square, total = statistics.split([channels, channels, 1])
-    scale = (square / total + eps).rsqrt()
-    scale = scale if weight is None else scale * weight
-    y = (x - mean.view(shape)) * scale.view(shape)
-    y = (y if bias is None else y + bias.view(shape)).to(x.dtype)
-    return y, *_running((mean.detach(), square.detach(), total), (running_mean, running_var), momentum)
+class _Affine(torch.autograd.Function):
+    """y = (x - mean) scale + shift, whose gradient goes to x unscaled: the scale goes with `carrier`'s.
+
+    So neither y's gradient nor x's is written twice: `_Statistics` scales as it adds the statistics' part.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, carrier: Tensor) -> Tensor:
+        ctx.save_for_backward(x, mean, scale)
+        return _affine(x, mean, scale, shift).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, scale = ctx.saved_tensors
+        wide, grad = x.to(mean.dtype), grad_y.to(mean.dtype)
+        if _has_kernels(x):
+            own = mean, torch.ones_like(mean), True, 0.0, [False, True, True]
+            _, grad_scale, grad_shift = torch.ops.aten.native_batch_norm_backward(grad, wide, None, None, None, *own)
+        else:
+            rows = [0, *range(2, x.dim())]
+            grad_scale, grad_shift = (grad * (wide - _in_channels(mean, x))).sum(rows), grad.sum(rows)
+        return grad_y, None, grad_scale, grad_shift, scale
+
+
+def _affine(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """(x - mean) scale + shift in one pass over x [n, C, ...]; the others are [C]."""
+    if _has_kernels(x):
+        return torch.batch_norm(x, scale, shift, mean, torch.ones_like(mean), False, 0.0, 0.0, False)
+    return (x - _in_channels(mean, x)) * _in_channels(scale, x) + _in_channels(shift, x)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether kernels of PyTorch's own, each one pass over the memory, are better than ops that a compiler fuses."""
+    return x.device.type in ("cpu", "cuda") and not torch.compiler.is_compiling()
+
+
+def _in_channels(values: Tensor, x: Tensor) -> Tensor:
+    """[C] as it is broadcast over x [n, C, ...]."""
+    return values.view([-1] + [1] * (x.dim() - 2))
 
 
 class _SharedStatistics(torch.autograd.Function):
-    """Statistics of all devices' values, of those of each's: `_statistics`, [2 C + 1]."""
+    """Statistics of all devices' values, of those of each's: `_Statistics`, [3 C + 1]."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
-        shared = _combined(part, comms)
-        ctx.save_for_backward(part, shared)
+        own, carrier = part.split([2 * (len(part) // 3) + 1, len(part) // 3])
+        shared = _combined(own, comms)
+        ctx.save_for_backward(own, shared)
         ctx.comms = comms
-        return shared
+        return torch.cat([shared, carrier])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        part, shared = ctx.saved_tensors
-        grad = _over_all(grad, ctx.comms)
-        channels = len(part) // 2
-        count, total = part[-1], shared[-1]
-        grad_mean, grad_square, none = grad.split([channels, channels, 1])
+        own, shared = ctx.saved_tensors
+        channels = len(own) // 2
+        count, total = own[-1], shared[-1]
+        grad_mean, grad_square = _over_all(grad[: 2 * channels], ctx.comms).split(channels)
         # mean = sum(count_i mean_i) / total; square = sum(square_i + count_i (mean_i - mean)^2), i: the devices
-        apart = 2 * (part[:channels] - shared[:channels]) * grad_square
-        return torch.cat([count * (grad_mean / total + apart), grad_square, torch.zeros_like(none)]), None
+        apart = 2 * (own[:channels] - shared[:channels]) * grad_square
+        return torch.cat([count * (grad_mean / total + apart), grad_square, grad[2 * channels :]]), None
 
 
 def _combined(part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
@@ -203,53 +243,17 @@ def _combined(part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
     return part
 
 
-class _BatchNormSync(torch.autograd.Function):
-    """PyTorch's own kernels, each one pass over the memory, around the exchange of what the devices found."""
+def batch_norm_sync(comms: Sequence[AxisComm], x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    """`capture.ops.batch_norm_train` on this device's part of the batch x [n, C, ...]; `comms`: the axes that share it.
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comms: Sequence[AxisComm]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        channels = x.shape[1]
-        if x.device.type in ("cpu", "cuda"):  # nowhere else has it a kernel
-            dtype, count = torch.promote_types(x.dtype, torch.float32), x.numel() // channels
-            mean, variance = torch.batch_norm_update_stats(x.to(dtype), None, None, 0.0)
-            part = torch.cat([mean, variance * count, mean.new_tensor([count])])
-        else:
-            part = _statistics(x)
-        mean, square, total = _combined(part, comms).split([channels, channels, 1])
-        variance = square / total
-        scale, shift = (p if p is None else p.to(mean.dtype) for p in (weight, bias))  # as kernels want them
-        y = torch.batch_norm(x, scale, shift, mean, variance, False, 0.0, eps, False)
-        ctx.save_for_backward(x, weight, mean, variance, total)
-        ctx.comms, ctx.eps, ctx.bias_dtype = comms, eps, None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(mean, square, total)
-        return y, mean, square, total
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, weight, mean, variance, total = ctx.saved_tensors
-        wide, grad_y = x.to(mean.dtype), grad_y.to(mean.dtype)
-        inverse_std = (variance + ctx.eps).rsqrt()
-        # This device's summands, [C] each: weight and bias are R* on the axes.
-        _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            grad_y, wide, None, None, None, mean, inverse_std, True, ctx.eps, [False, True, True]
-        )
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            sums = _over_all(torch.stack([grad_bias, grad_weight]), ctx.comms)  # [2, C]
-            scale = inverse_std if weight is None else inverse_std * weight
-            less, slope = (-scale * sums / total).unbind()
-            # scale (dy - mean(dy) - normal mean(dy normal)), with normal = (x - mean) inverse_std
-            grad_x = torch.batch_norm(wide, slope, less, mean, variance, False, 0.0, ctx.eps, False)
-            grad_x = grad_x.addcmul_(grad_y, scale.view([-1] + [1] * (x.dim() - 2))).to(x.dtype)
-        grad_weight = grad_weight.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
-        grad_bias = grad_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None
+    Returns (y, new_running_mean, new_running_var), or (y,) without running statistics.
+    """
+    x, part = _Statistics.apply(x)
+    return _normalised(_SharedStatistics.apply(part, tuple(comms)), x, *others)
 
 
-def batch_norm_sync(
-    comms: Sequence[AxisComm],
+def _normalised(
+    statistics: Tensor,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -258,25 +262,19 @@ def batch_norm_sync(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """`capture.ops.batch_norm_train` on this device's part of the batch x [n, C, ...]; `comms`: the axes that share it.
-
-    Returns (y, new_running_mean, new_running_var), or (y,) without running statistics.
-    """
-    y, mean, square, total = _BatchNormSync.apply(x, weight, bias, eps, tuple(comms))
-    return y, *_running((mean, square, total), (running_mean, running_var), momentum)
-
-
-def _running(
-    found: tuple[Tensor, Tensor, Tensor], running: tuple[Tensor | None, Tensor | None], momentum: float
-) -> tuple[Tensor, ...]:
-    """The new running mean and variance, where there are such. found: mean, sum of squared deviations, their number."""
-    (mean, square, total), (running_mean, running_var) = found, running
+    """`batch_norm_sync` with all devices' statistics."""
+    channels = x.shape[1]
+    mean, square, total, carrier = statistics.split([channels, channels, 1, channels])
+    scale = (square / total + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
+    shift = (mean.detach() - mean) * scale  # 0, by which the gradient of y comes to the mean's
+    shift = shift if bias is None else shift + bias
+    y = _Affine.apply(x, mean.detach(), scale, shift, carrier)
     if running_mean is None or running_var is None:
-        return ()
-    unbiased = square / (total - 1.0)  # as torch: running_var is unbiased, the variance that normalises is not
-    new_mean = torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)
-    new_var = torch.lerp(running_var, unbiased.to(running_var.dtype), momentum)
-    return new_mean, new_var
+        return (y,)
+    unbiased = square.detach() / (total - 1.0)  # as torch: of the running variance, not of what normalises
+    new_mean = torch.lerp(running_mean, mean.detach().to(running_mean.dtype), momentum)
+    return y, new_mean, torch.lerp(running_var, unbiased.to(running_var.dtype), momentum)
 
 
 # --- Embedding and cross entropy with the vocabulary (class) dim sharded, as in Megatron-LM (arXiv:1909.08053, section

@@ -337,7 +337,12 @@ def test_cross_entropy_target_out_of_range():
 def in_parts(call, strategies, local, mesh):
     """As compiled programs run it."""
     before, exchange, after = batch_norm_in_parts(call, local, mesh)
-    return lambda *operands: after.call(*operands, exchange(before.call(*operands)))
+
+    def run(x, *others):
+        x, part = before.call(x, *others)
+        return after.call(x, *others, exchange(part))
+
+    return run
 
 
 @pytest.mark.parametrize("build", [build_local_op, in_parts])
