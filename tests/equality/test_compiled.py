@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from alpa_strategy import AlpaStrategy
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.lightning.job import compiled_as_written, compiled_by_user
-from alpa_strategy.lower.segments import is_compilable, segment_options
+from alpa_strategy.lower.local_ops import batch_norm_sync
+from alpa_strategy.lower.segments import Segment, is_compilable, segment_options
 
 STEPS = 3
 PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
@@ -153,6 +154,22 @@ def test_inductor_keeps_no_masks_in_segments_and_no_layout_of_its_own():
     assert all(kept.dtype != torch.bool for kept in result.grad_fn.saved_tensors)
     (grad,) = torch.autograd.grad(result.sum(), [x])
     assert grad.is_contiguous()
+
+
+def test_later_starts_have_the_backward_of_statistics_from_the_cache():
+    """It is an `autograd.Function`'s, which AOTAutograd does not keep unless told that it may."""
+    source = "def segment(x, weight, bias):\n    return normalized([], x, weight, bias, None, None, 0.1, 1e-5)\n"
+    x, weight, bias = (torch.randn(size, requires_grad=True) for size in [(6, 4, 3), (4,), (4,)])
+    found, counters = [], torch._dynamo.utils.counters["aot_autograd"]
+    with torch._inductor.utils.fresh_cache():
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            (y,) = Segment(source, {"normalized": batch_norm_sync}, segment_options({}), "the step")(x, weight, bias)
+            y.square().sum().backward()
+            found.append({name: counters[f"autograd_cache_{name}"] for name in ("miss", "hit", "bypass")})
+    assert found == [{"miss": 1, "hit": 0, "bypass": 0}, {"miss": 0, "hit": 1, "bypass": 0}]
+    torch.testing.assert_close(y, torch.nn.functional.batch_norm(x, None, None, weight, bias, True))
 
 
 def fit_what_the_user_compiled(how: str, folder: str) -> int:
