@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from alpa_strategy.capture.ops import grouped_mm
 from alpa_strategy.comm.mesh import AxisComm, MeshComm
@@ -220,6 +221,7 @@ class _SharedStatistics(torch.autograd.Function):
         return torch.cat([shared, carrier])
 
     @staticmethod
+    @once_differentiable  # what is summed over devices has no second backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         own, shared = ctx.saved_tensors
         channels = len(own) // 2

@@ -145,7 +145,7 @@ class Segment:
                 return self._compiled(*operands)
             # The backward too is compiled now (a failure in the midst of autograd's could not be caught), and kept for
             # later starts where it is of an `autograd.Function`, as BatchNorm's is: its graph is part of the key.
-            cached = {"autograd_cache_allow_custom_autograd_functions": True}
+            cached: dict[str, Any] = {"autograd_cache_allow_custom_autograd_functions": True}
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True, **cached):
                 results = self._compiled(*operands)
             self._has_compiled.add(torch.is_grad_enabled())

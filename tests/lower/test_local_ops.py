@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from alpa_strategy.capture import ops as capture_ops
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall
 from alpa_strategy.ir.placement import Layout, value_layout
-from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
+from alpa_strategy.lower.local_ops import batch_norm_in_parts, batch_norm_sync, build_local_op
 
 aten = torch.ops.aten
 
@@ -367,6 +367,15 @@ def test_batch_norm_over_the_whole_batch(affine, tracked, shape, build):
     check(call, tensors, (2, 2), [channel, batch], tolerance=1e-11, build=build)
     if len(shape) > 2:
         check(call, tensors, (2, 2), [batch, text("S2", "R*", "R")], tolerance=1e-11, build=build)
+
+
+def test_batch_norm_over_devices_is_not_differentiated_twice():
+    """What the others' values add to the second derivative is lost in the sum over devices."""
+    x = rand(4, 3).requires_grad_()
+    y = batch_norm_sync([], x, None, None, None, None, 0.1, 1e-5)[0]
+    (grad,) = torch.autograd.grad(y.square().sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
