@@ -130,9 +130,8 @@ def parameter_options(
 ) -> ParameterOptions:
     """Every combination of modes over the mesh axes, with once-per-step seconds and bytes.
 
-    `read`: what the step takes it in, if that is not its own dtype.
+    `read`: what the step takes it in, if not its own dtype. `on_host`: what is stored lies in host memory.
     `num_steps`: gradient accumulation; what happens once per optimizer step is shared by so many steps.
-    `on_host`: what is stored lies in host memory.
     """
     meta, num_segments = given.meta, given.num_segments
     plans, sources, rows = [], [], []
