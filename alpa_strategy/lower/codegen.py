@@ -318,14 +318,14 @@ class _Writer:
         So that what is before the exchange and what is after it are compiled, with the ops around them.
         """
         before, exchange, after = batch_norm_in_parts(op.call, local, self.mesh)
-        x, part, shared = f"x_{op.name}", f"part_{op.name}", f"shared_{op.name}"
-        code = f"{x}, {part} = {self.written(f'before_{op.name}', before.target, op, before, operands)}"
+        x, part, carrier, shared = (f"{what}_{op.name}" for what in ("x", "part", "carrier", "shared"))
+        code = f"{x}, {part}, {carrier} = {self.written(f'before_{op.name}', before.target, op, before, operands)}"
         position, note = before.args[0].index, op.source or op.module
         self.namespace[f"exchange_{op.name}"] = exchange
-        self.lines.append(Line(code, (x, part), (operands[position],), note, op.module, before))
+        self.lines.append(Line(code, (x, part, carrier), (operands[position],), note, op.module, before))
         self.lines.append(Line(f"{shared} = exchange_{op.name}({part})", (shared,), (part,), note, op.module))
         operands[position] = x
-        operands.append(shared)
+        operands += [shared, carrier]
         return after
 
     def call(

@@ -134,36 +134,36 @@ def _over_all(tensor: Tensor, comms: Sequence[AxisComm], op: str = "sum") -> Ten
 def batch_norm_in_parts(call: OpCall, local: LocalCall, mesh: MeshComm) -> tuple[OpCall, LocalOp, OpCall]:
     """`batch_norm_sync` for compilers: what comes before its exchange and after it are calls of torch's ops alone.
 
-    Returns (operand x -> x and this device's statistics [3 C + 1], these -> all devices', the operands with that x and
-    all devices' statistics -> results).
+    Returns (operand x -> x, this device's statistics [2 C + 1] and `_Statistics`' carrier; statistics -> all devices';
+    the operands with that x, all devices' statistics, the carrier -> results).
     """
-    x, comms = bind(call)["x"], tuple(mesh.axes[axis] for axis in local.axes)
+    x, comms, more = bind(call)["x"], tuple(mesh.axes[axis] for axis in local.axes), len(call.operands)
     before = replace(local.call, target=_Statistics.apply, args=(x,), kwargs=())
-    after = replace(local.call, target=_normalised, args=(Slot(len(call.operands)), *local.call.args))
+    after = replace(local.call, target=_normalised, args=(Slot(more), Slot(more + 1), *local.call.args))
     return before, lambda part: _SharedStatistics.apply(part, comms), after
 
 
 class _Statistics(torch.autograd.Function):
-    """x [n, C, ...] -> x, [its means, sums of squared deviations, number of values, C zeros].
+    """x [n, C, ...] -> x, its [means, sums of squared deviations, number of values], [2 C + 1], and a carrier: C zeros.
 
-    Backward, the zeros' places bring the scale by which the gradient of y becomes one of x (`_Affine`).
+    As the carrier's gradient comes the scale by which the gradient of y becomes one of x (`_Affine`).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         wide, count = x.to(torch.promote_types(x.dtype, torch.float32)), x.numel() // x.shape[1]
         if _has_kernels(x):
             mean, variance = torch.batch_norm_update_stats(wide, None, None, 0.0)
         else:
             variance, mean = torch.var_mean(wide, [0, *range(2, x.dim())], correction=0)
         ctx.save_for_backward(x, mean)
-        return x.view_as(x), torch.cat([mean, variance * count, mean.new_full((1,), count), torch.zeros_like(mean)])
+        return x.view_as(x), torch.cat([mean, variance * count, mean.new_full((1,), count)]), torch.zeros_like(mean)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad_y: Tensor, grad: Tensor, scale: Tensor) -> Tensor:
         x, mean = ctx.saved_tensors
         channels, wide = len(mean), x.to(mean.dtype)
-        grad_mean, grad_square, _, scale = grad.split([channels, channels, 1, channels])
+        grad_mean, grad_square, _ = grad.split([channels, channels, 1])
         of_statistics = _affine(wide, mean, 2 * grad_square, grad_mean / (x.numel() // channels))
         return of_statistics.addcmul_(grad_y.to(mean.dtype), _in_channels(scale, x)).to(x.dtype)
 
@@ -210,25 +210,24 @@ def _in_channels(values: Tensor, x: Tensor) -> Tensor:
 
 
 class _SharedStatistics(torch.autograd.Function):
-    """Statistics of all devices' values, of those of each's: `_Statistics`, [3 C + 1]."""
+    """Statistics of all devices' values, of those of each's: `_Statistics`, [2 C + 1]."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
-        own, carrier = part.split([2 * (len(part) // 3) + 1, len(part) // 3])
-        shared = _combined(own, comms)
-        ctx.save_for_backward(own, shared)
+        shared = _combined(part, comms)
+        ctx.save_for_backward(part, shared)
         ctx.comms = comms
-        return torch.cat([shared, carrier])
+        return shared
 
     @staticmethod
     @once_differentiable  # what is summed over devices has no second backward
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own, shared = ctx.saved_tensors
-        channels = len(own) // 2
-        count, total = own[-1], shared[-1]
+        part, shared = ctx.saved_tensors
+        channels = len(part) // 2
+        count, total = part[-1], shared[-1]
         grad_mean, grad_square = _over_all(grad[: 2 * channels], ctx.comms).split(channels)
         # mean = sum(count_i mean_i) / total; square = sum(square_i + count_i (mean_i - mean)^2), i: the devices
-        apart = 2 * (own[:channels] - shared[:channels]) * grad_square
+        apart = 2 * (part[:channels] - shared[:channels]) * grad_square
         return torch.cat([count * (grad_mean / total + apart), grad_square, grad[2 * channels :]]), None
 
 
@@ -250,12 +249,13 @@ def batch_norm_sync(comms: Sequence[AxisComm], x: Tensor, *others: Any) -> tuple
 
     Returns (y, new_running_mean, new_running_var), or (y,) without running statistics.
     """
-    x, part = _Statistics.apply(x)
-    return _normalised(_SharedStatistics.apply(part, tuple(comms)), x, *others)
+    x, part, carrier = _Statistics.apply(x)
+    return _normalised(_SharedStatistics.apply(part, tuple(comms)), carrier, x, *others)
 
 
 def _normalised(
     statistics: Tensor,
+    carrier: Tensor,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -264,9 +264,9 @@ def _normalised(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """`batch_norm_sync` with all devices' statistics."""
+    """`batch_norm_sync` with all devices' statistics, and `_Statistics`' carrier."""
     channels = x.shape[1]
-    mean, square, total, carrier = statistics.split([channels, channels, 1, channels])
+    mean, square, total = statistics.split([channels, channels, 1])
     scale = (square / total + eps).rsqrt()
     scale = scale if weight is None else scale * weight
     shift = (mean.detach() - mean) * scale  # 0, by which the gradient of y comes to the mean's

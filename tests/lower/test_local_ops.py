@@ -339,8 +339,8 @@ def in_parts(call, strategies, local, mesh):
     before, exchange, after = batch_norm_in_parts(call, local, mesh)
 
     def run(x, *others):
-        x, part = before.call(x, *others)
-        return after.call(x, *others, exchange(part))
+        x, part, carrier = before.call(x, *others)
+        return after.call(x, *others, exchange(part), carrier)
 
     return run
 
