@@ -18,7 +18,12 @@ from typing import Any
 
 import torch
 from lightning import seed_everything
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from rich.console import Console
 from rich.text import Text
 
@@ -33,10 +38,23 @@ from alpa_strategy.lightning.job import compiled_by_user
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.planner.written_plan import asks_for_written
-from alpa_strategy.recipe import Recipe, build_data, build_model, build_trainer, load_recipe, resolve_target
+from alpa_strategy.recipe import (
+    Recipe,
+    build_data,
+    build_model,
+    build_trainer,
+    load_recipe,
+    resolve_target,
+)
 
 EXIT_USER_ERROR = 2
-SEARCHES = ("mcmc", "greedy", "exhaustive", "megatron", "flexflow-like")  # functions of recipes/searches.py
+SEARCHES = (
+    "mcmc",
+    "greedy",
+    "exhaustive",
+    "megatron",
+    "flexflow-like",
+)  # functions of recipes/searches.py
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +83,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # argparse ends a list of positionals at the first option: `alpa plan R --cluster C key=value` leaves one over.
     unknown = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)} (a recipe's are written trainer.devices=2)")
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)} (a recipe's are written trainer.devices=2)"
+        )
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
@@ -73,14 +93,23 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="alpa", description='Automatic parallelism for PyTorch Lightning: Trainer(strategy="alpa").'
+        prog="alpa",
+        description='Automatic parallelism for PyTorch Lightning: Trainer(strategy="alpa").',
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def of_recipe(name: str, about: str, example: str, run: Callable[[argparse.Namespace], int]) -> Any:
-        command = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
-        command.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help=f"for example {example}")
+    def of_recipe(
+        name: str, about: str, example: str, run: Callable[[argparse.Namespace], int]
+    ) -> Any:
+        command = commands.add_parser(
+            name, help=about, description=f"{about[0].upper()}{about[1:]}."
+        )
+        command.add_argument(
+            "recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped"
+        )
+        command.add_argument(
+            "overrides", nargs="*", metavar="key=value", help=f"for example {example}"
+        )
         command.set_defaults(run=run)
         return command
 
@@ -88,8 +117,15 @@ def _parser() -> argparse.ArgumentParser:
     of_recipe("train", about, "trainer.devices=2 model.lr=1e-3", _train)
 
     about = "plan a recipe for a cluster; no devices and no weights are needed"
-    plan = of_recipe("plan", about, "cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8", _plan)
-    plan.add_argument("--cluster", required=True, metavar="CLUSTER", help="a YAML file, or a name in configs/clusters")
+    plan = of_recipe(
+        "plan", about, "cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8", _plan
+    )
+    plan.add_argument(
+        "--cluster",
+        required=True,
+        metavar="CLUSTER",
+        help="a YAML file, or a name in configs/clusters",
+    )
     plan.add_argument(
         "--search",
         metavar="NAME",
@@ -97,7 +133,11 @@ def _parser() -> argparse.ArgumentParser:
         "a function (task, seconds) -> Plan of your own",
     )
     plan.add_argument(
-        "--search-seconds", type=float, default=10.0, metavar="S", help="for each number of micro-batches (10)"
+        "--search-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="for each number of micro-batches (10)",
     )
     plan.add_argument(
         "--tune",
@@ -105,7 +145,9 @@ def _parser() -> argparse.ArgumentParser:
         help="double and halve data.batch_size for the most samples a second; micro-batches are solved for each",
     )
     plan.add_argument(
-        "--around", metavar="PLAN.json", help="a plan for other batches: parameters stay where and as they lie there"
+        "--around",
+        metavar="PLAN.json",
+        help="a plan for other batches: parameters stay where and as they lie there",
     )
     plan.add_argument("-o", "--output", metavar="PLAN.json", help="where to store the plan")
 
@@ -115,10 +157,22 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--svg", metavar="OUT.svg", help="write a picture")
     show.set_defaults(run=_show)
 
-    export = commands.add_parser("export", help="turn a sharded checkpoint into an ordinary Lightning file")
-    export.add_argument("checkpoint", metavar="CKPT", help="a directory that a Trainer with this strategy has written")
-    export.add_argument("output", metavar="OUT.ckpt", help="its state_dict is what the plain module loads")
-    export.add_argument("--trust", action="store_true", help="run what is pickled in it: only if you trust its writer")
+    export = commands.add_parser(
+        "export", help="turn a sharded checkpoint into an ordinary Lightning file"
+    )
+    export.add_argument(
+        "checkpoint",
+        metavar="CKPT",
+        help="a directory that a Trainer with this strategy has written",
+    )
+    export.add_argument(
+        "output", metavar="OUT.ckpt", help="its state_dict is what the plain module loads"
+    )
+    export.add_argument(
+        "--trust",
+        action="store_true",
+        help="run what is pickled in it: only if you trust its writer",
+    )
     export.set_defaults(run=_export)
     return parser
 
@@ -133,14 +187,27 @@ def _train(arguments: argparse.Namespace) -> int:
     model, data = build_model(recipe), build_data(recipe)
     trainer.fit(model, datamodule=data)
     if trainer.is_global_zero:
-        shown = {k: v for k, v in trainer.progress_bar_metrics.items() if isinstance(v, int | float) and k != "v_num"}
-        print(", ".join([f"trained {trainer.global_step} steps", *(f"{k} {v:.4g}" for k, v in shown.items())]))
+        shown = {
+            k: v
+            for k, v in trainer.progress_bar_metrics.items()
+            if isinstance(v, int | float) and k != "v_num"
+        }
+        print(
+            ", ".join(
+                [
+                    f"trained {trainer.global_step} steps",
+                    *(f"{k} {v:.4g}" for k, v in shown.items()),
+                ]
+            )
+        )
     return 130 if trainer.interrupted else 0  # as a shell says it of Ctrl-C
 
 
 def _export(arguments: argparse.Namespace) -> int:
     try:
-        written = export_checkpoint(arguments.checkpoint, arguments.output, weights_only=not arguments.trust)
+        written = export_checkpoint(
+            arguments.checkpoint, arguments.output, weights_only=not arguments.trust
+        )
     except FileNotFoundError as error:
         raise CheckpointError(str(error), "give the path of a checkpoint") from error
     print(f"{written}: {written.stat().st_size / 2**20:.1f} MiB")
@@ -155,10 +222,16 @@ def _plan(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, overrides)
     options, given = plan_options(recipe), recipe.strategy
     limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits) if f.name in given})
-    if asks := asks_for_written(options, limits) or (limits.replicas and f"replicas={limits.replicas}"):
+    if asks := asks_for_written(options, limits) or (
+        limits.replicas and f"replicas={limits.replicas}"
+    ):
         fix = "leave it out; one of several replicas: a cluster of its devices, and batch_scope=global"
         raise OptionError(f"{asks}: there is no plan of all devices", fix)
-    plan = _tuned(arguments, cluster, overrides, console) if arguments.tune else _planned(arguments, cluster, overrides)
+    plan = (
+        _tuned(arguments, cluster, overrides, console)
+        if arguments.tune
+        else _planned(arguments, cluster, overrides)
+    )
     console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
     console.print(plan_timing(plan, peak_rss_bytes()))
     if arguments.output:
@@ -185,11 +258,17 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
     precision = precision_plugin(recipe)
     precision.convert_module(model)
     optimizer = optimizer_info_of(model)
-    choose = partial(_search(arguments.search), seconds=arguments.search_seconds) if arguments.search else None
+    choose = (
+        partial(_search(arguments.search), seconds=arguments.search_seconds)
+        if arguments.search
+        else None
+    )
     with _rare_collections():
         around = Plan.load(arguments.around) if arguments.around else None
         context = precision.train_step_context
-        return make_plan(model, batch, cluster, options, optimizer, progress, context, None, choose, around)
+        return make_plan(
+            model, batch, cluster, options, optimizer, progress, context, None, choose, around
+        )
 
 
 def _search(name: str) -> Callable[..., Plan]:
@@ -197,10 +276,14 @@ def _search(name: str) -> Callable[..., Plan]:
     if "." in name:
         return resolve_target(name, Path.cwd(), "--search")
     check_names([name], SEARCHES, "--search: there is no")
-    return resolve_target(f"searches.plan_{name.replace('-', '_')}", shipped_folder(RECIPES), "--search")
+    return resolve_target(
+        f"searches.plan_{name.replace('-', '_')}", shipped_folder(RECIPES), "--search"
+    )
 
 
-def _tuned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str], console: Console) -> Plan:
+def _tuned(
+    arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str], console: Console
+) -> Plan:
     """The plan of the best batch size around the recipe's; a table of all that were planned is printed.
 
     A number of micro-batches that the recipe pins is for its own batch size: only what the command line pins holds.
@@ -210,9 +293,14 @@ def _tuned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seque
     recipe = load_recipe(arguments.recipe, overrides)
     given = recipe.data.get("batch_size")
     if not isinstance(given, int) or given < 1:
-        raise OptionError(f"{recipe.path}: data.batch_size={given!r} cannot be tuned", "give a whole number, such as 8")
+        raise OptionError(
+            f"{recipe.path}: data.batch_size={given!r} cannot be tuned",
+            "give a whole number, such as 8",
+        )
     free = ["strategy.num_microbatches=null", *overrides]
-    found = tune_batch(lambda n: _planned(arguments, cluster, [*free, f"data.batch_size={n}"]), given)
+    found = tune_batch(
+        lambda n: _planned(arguments, cluster, [*free, f"data.batch_size={n}"]), given
+    )
     ranks = 1 if plan_options(recipe).rows == "global" else cluster.num_devices
     best = best_batch(found)
     console.print(tune_table(found, best, ranks))
@@ -253,7 +341,9 @@ def _writing(path: str) -> Iterator[Path]:
             raise OSError(EINVAL, "it is a directory, or has a name that no file can have")
         yield Path(path)
     except OSError as error:
-        raise OptionError(f"{path} cannot be written: {error.strerror}", "give another path") from None
+        raise OptionError(
+            f"{path} cannot be written: {error.strerror}", "give another path"
+        ) from None
 
 
 def plan_options(recipe: Recipe) -> PlanOptions:
@@ -273,7 +363,9 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
         if text.startswith("cluster."):
             key, equals, value = text.removeprefix("cluster.").partition("=")
             if not equals:
-                raise OptionError(f"override {text!r} is not of the form key=value", "write cluster.num_nodes=2")
+                raise OptionError(
+                    f"override {text!r} is not of the form key=value", "write cluster.num_nodes=2"
+                )
             to_cluster[key] = value
         else:
             to_recipe.append(re.sub(r"^plan\.", "strategy.", text))
@@ -301,7 +393,9 @@ def _example_batch(data: Any, recipe: Recipe) -> Any:
 def precision_plugin(recipe: Recipe) -> Precision:
     """The Trainer's for the recipe's precision, of a step captured on the CPU, whatever the cluster's devices are."""
     given = str(recipe.trainer.get("precision") or "32-true")
-    precision = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(given, given)
+    precision = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(
+        given, given
+    )
     plugins: dict[str, Callable[[], Precision]] = {
         "32-true": Precision,
         "64-true": DoublePrecision,

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 # The last ranges turn the direction of text: what a terminal shows then is not what is there.
-UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")  # not tab, newline
+UNPRINTABLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]"
+)  # not tab, newline
 _LONG_WORD = re.compile(r"(\S{200})\S{300,}")
 
 
@@ -94,4 +96,6 @@ def check_names(names: Iterable[str], known: Iterable[str], problem: str) -> Non
     for name in names:
         if name not in allowed:
             near = did_you_mean(name, allowed)
-            raise OptionError(f"{problem} {name!r}", f"{near} Known are: {', '.join(sorted(allowed))}".lstrip())
+            raise OptionError(
+                f"{problem} {name!r}", f"{near} Known are: {', '.join(sorted(allowed))}".lstrip()
+            )

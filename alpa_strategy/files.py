@@ -76,7 +76,9 @@ def read_yaml(path: str | Path) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise BadFileError(f"is not valid YAML{place}: {getattr(error, 'problem', None) or error}") from None
+        raise BadFileError(
+            f"is not valid YAML{place}: {getattr(error, 'problem', None) or error}"
+        ) from None
 
 
 def write_json(path: str | Path, data: Any) -> None:
@@ -115,7 +117,9 @@ def _text(path: Path, max_bytes: int) -> str:
     if not is_possible(path):
         raise BadFileError("has a name that no file can have")
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise BadFileError("is no ordinary file")  # opening a pipe waits for somebody to write into it
+        raise BadFileError(
+            "is no ordinary file"
+        )  # opening a pipe waits for somebody to write into it
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -154,7 +158,9 @@ def _check_values(data: Any, most: float = math.inf, most_digits: float = math.i
             raise BadFileError(f"stands for more than {most} values")
         if isinstance(value, str):
             if not value.isprintable() and (bad := UNPRINTABLE.search(value)):
-                raise BadFileError(f"holds the control character {bad[0]!a} in the text {value[:40]!a}")
+                raise BadFileError(
+                    f"holds the control character {bad[0]!a} in the text {value[:40]!a}"
+                )
             if len(value) > most_digits and _WHOLE_NUMBER.fullmatch(value):
                 raise BadFileError(f"holds a number of {len(value)} digits")
         elif isinstance(value, dict | list):
@@ -180,7 +186,9 @@ def find_named(name: str | Path, folder: str) -> Path | None:
     places = [given] if given.suffix in (".yaml", ".yml") else []
     if len(given.parts) == 1:
         places.append(shipped_folder(folder) / f"{given.name.removesuffix('.yaml')}.yaml")
-    return next((place for place in [*places, given] if is_possible(place) and place.is_file()), None)
+    return next(
+        (place for place in [*places, given] if is_possible(place) and place.is_file()), None
+    )
 
 
 def shipped_names(folder: str) -> list[str]:

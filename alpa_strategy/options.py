@@ -21,9 +21,15 @@ SELECTIVE = "selective"  # a value of `remat`
 ILP, PROPAGATION = SOLVERS = ("ilp", "propagation")
 BATCH_SCOPES = ("auto", "rank", "global", "replica")
 CAPTURES = ("auto", "require", "never", "submodules")
-COMPILE_NAMES = ("backend", "mode", "options")  # of torch.compile's arguments; the others follow from what is compiled
+COMPILE_NAMES = (
+    "backend",
+    "mode",
+    "options",
+)  # of torch.compile's arguments; the others follow from what is compiled
 BUCKET_BYTES = 25 * 2**20  # gradients reduced at once; costs are worked out for this size
-CHECK_REPLICAS_EVERY = 50  # steps: a digest of a training's parameters costs a thousandth of them or less
+CHECK_REPLICAS_EVERY = (
+    50  # steps: a digest of a training's parameters costs a thousandth of them or less
+)
 # Even a small model's gradients are reduced while its backward runs: in several buckets, none below this size.
 SEVERAL_BUCKETS, LEAST_BUCKET_BYTES = 8, 2**20
 
@@ -110,7 +116,11 @@ class PlanOptions:
     @property
     def asks_for_pipeline(self) -> bool:
         """Whether something is pinned that only a pipeline (or micro-batches) can meet."""
-        return (self.num_stages or 1) > 1 or (self.num_microbatches or 1) > 1 or self.schedule is not None
+        return (
+            (self.num_stages or 1) > 1
+            or (self.num_microbatches or 1) > 1
+            or self.schedule is not None
+        )
 
     @property
     def rows(self) -> str:
@@ -119,7 +129,9 @@ class PlanOptions:
 
     def usable_bytes(self, device_bytes: float) -> float:
         """Bytes of a device of `device_bytes` that a plan may use."""
-        return device_bytes * self.memory_fraction if self.memory_limit is None else self.memory_limit
+        return (
+            device_bytes * self.memory_fraction if self.memory_limit is None else self.memory_limit
+        )
 
     def digest(self) -> str:
         """Hash of every option: two option sets with the same digest ask for the same plan."""
@@ -127,7 +139,11 @@ class PlanOptions:
         given["batch_scope"] = self.rows  # a plan is for rows, whatever else may come
         given["costs"] = None if self.costs is None else self.costs.name
         # As before there were the last two.
-        given = {name: value for name, value in given.items() if value or name not in ("completes", "kept_whole")}
+        given = {
+            name: value
+            for name, value in given.items()
+            if value or name not in ("completes", "kept_whole")
+        }
         return hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
 
 
@@ -145,17 +161,26 @@ def compile_options(value: object) -> dict[str, Any] | None:
             "write true, false, or arguments of torch.compile: {'mode': 'max-autotune-no-cudagraphs'}",
         )
     check_names(value, COMPILE_NAMES, "unknown option of compile")
-    if value.get("mode") in ("reduce-overhead", "max-autotune"):  # a replay may overwrite what is still being sent
+    if value.get("mode") in (
+        "reduce-overhead",
+        "max-autotune",
+    ):  # a replay may overwrite what is still being sent
         raise OptionError(
             f"compile's mode {value['mode']!r} records CUDA graphs, whose results do not outlive the next call",
             "use 'max-autotune-no-cudagraphs', or none",
         )
     for name in value:
         try:  # nothing is compiled yet
-            torch.compile(bucket_limit, **{"backend": value.get("backend", "inductor"), name: value[name]})
-        except Exception as error:  # of many kinds; Inductor's goes on with the hundreds of options that it knows
+            torch.compile(
+                bucket_limit, **{"backend": value.get("backend", "inductor"), name: value[name]}
+            )
+        except (
+            Exception
+        ) as error:  # of many kinds; Inductor's goes on with the hundreds of options that it knows
             said = str(error).partition("\n")[0].partition(", known options")[0]
-            raise OptionError(f"compile={dict(value)!r}: {said}", "give what torch.compile takes") from None
+            raise OptionError(
+                f"compile={dict(value)!r}: {said}", "give what torch.compile takes"
+            ) from None
     return dict(value)
 
 
@@ -171,13 +196,19 @@ def _contradictions(options: PlanOptions) -> Iterator[tuple[str, str]]:
         problem = f"parallel={list(parallel)} names {len(parallel)} mesh axes, logical_mesh={list(mesh)} has others"
         yield problem, "give one name per mesh axis, or a single name for all"
     if isinstance(parallel, tuple) and mesh is None and len(parallel) > 1:
-        yield f"parallel={list(parallel)} needs a mesh to lie on", "give logical_mesh as well, such as [2, 2]"
+        yield (
+            f"parallel={list(parallel)} needs a mesh to lie on",
+            "give logical_mesh as well, such as [2, 2]",
+        )
     for pattern, modes in options.placements if mesh is not None else ():
         if (count := len(modes.split())) != len(mesh or ()):
             problem = f"placements[{pattern!r}]={modes!r} has {count} modes, logical_mesh={list(mesh or ())} other axes"
             yield problem, "write one mode per mesh axis"
     if stages and options.num_stages not in (None, len(stages)):
-        yield f"num_stages={options.num_stages}, but stages has {len(stages)} entries", "leave num_stages out"
+        yield (
+            f"num_stages={options.num_stages}, but stages has {len(stages)} entries",
+            "leave num_stages out",
+        )
     if options.num_stages == 1 and options.schedule is not None:
         problem = f"num_stages=1 leaves nothing for schedule={options.schedule!r} to order"
         yield problem, "leave one of them out, or ask for at least 2 stages"
@@ -232,19 +263,28 @@ def _mesh(value: Any) -> tuple[int, ...]:
 
 
 def _placements(value: Any) -> tuple[tuple[str, str], ...]:
-    given = {} if value is None else {str(pattern): modes.split() for pattern, modes in value.items()}
+    given = (
+        {} if value is None else {str(pattern): modes.split() for pattern, modes in value.items()}
+    )
     for pattern, modes in given.items():
         if not modes or not all(map(_MODE.fullmatch, modes)):
             fix = "write one mode per mesh axis: R, R*, S<dim> or G<dim>, such as 'R* S0'"
-            raise OptionError(f"placements[{pattern!r}]={' '.join(modes)!r} is not a placement", fix)
+            raise OptionError(
+                f"placements[{pattern!r}]={' '.join(modes)!r} is not a placement", fix
+            )
     return tuple((pattern, " ".join(modes)) for pattern, modes in given.items())
 
 
 def _ranks(value: Any) -> tuple[int, ...]:
     """Of a number, several numbers, or a text such as `0-3, 8-11`; ascending."""
     if isinstance(value, str):
-        ends = [(int(first), int(last or first)) for first, _, last in (p.partition("-") for p in value.split(","))]
-        value = [rank for first, last in ends for rank in range(first, _if(last <= MAX_RANK, last) + 1)]
+        ends = [
+            (int(first), int(last or first))
+            for first, _, last in (p.partition("-") for p in value.split(","))
+        ]
+        value = [
+            rank for first, last in ends for rank in range(first, _if(last <= MAX_RANK, last) + 1)
+        ]
     ranks = {_whole(rank, 0) for rank in ([value] if isinstance(value, int) else value)}
     return _if(bool(ranks), tuple(sorted(ranks)))
 
@@ -267,13 +307,19 @@ def _schedule(value: Any) -> str:
         return register_schedule(value).name
     known = {text.lower(): text for text in SCHEDULES}
     if not isinstance(value, str) or value.lower() not in known:
-        fix = f"use one of {', '.join(SCHEDULES)}, a function of your own, or None to have it solved"
+        fix = (
+            f"use one of {', '.join(SCHEDULES)}, a function of your own, or None to have it solved"
+        )
         raise OptionError(f"schedule={value!r} is not known", fix)
     return known[value.lower()]
 
 
 def _costs(value: Any) -> "OpCosts":
-    missing = [n for n in ("op_seconds", "saved", "optimizer_seconds") if not callable(getattr(value, n, None))]
+    missing = [
+        n
+        for n in ("op_seconds", "saved", "optimizer_seconds")
+        if not callable(getattr(value, n, None))
+    ]
     missing += [] if isinstance(getattr(value, "name", None), str) else ["name"]
     if missing:
         raise OptionError(
@@ -284,7 +330,11 @@ def _costs(value: Any) -> "OpCosts":
 
 
 def _name_in(known: Sequence[str]) -> tuple[Callable[[Any], Any], str, str]:
-    return lambda value: _if(value in known, value), "is not known", f"use one of {', '.join(known)}"
+    return (
+        lambda value: _if(value in known, value),
+        "is not known",
+        f"use one of {', '.join(known)}",
+    )
 
 
 # One mode of a parameter on a mesh axis, as in plan files; ir/plan.py says what they mean.
@@ -296,24 +346,54 @@ _UNITS = {"b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
-_COUNT = (partial(_whole, low=1), "cannot be", "give a whole number from 1, or None to have it solved")
-_FLAG = (lambda value: _if(isinstance(value, bool), value), "is neither true nor false", "write true or false")
+_COUNT = (
+    partial(_whole, low=1),
+    "cannot be",
+    "give a whole number from 1, or None to have it solved",
+)
+_FLAG = (
+    lambda value: _if(isinstance(value, bool), value),
+    "is neither true nor false",
+    "write true or false",
+)
 _SECONDS = (partial(_number, low=0.0, high=float("inf")), "cannot be", "give a number above 0")
 _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "parallel": (_parallel, "is not known", f"use one of {', '.join(PARALLEL_NAMES)}, or one per mesh axis"),
+    "parallel": (
+        _parallel,
+        "is not known",
+        f"use one of {', '.join(PARALLEL_NAMES)}, or one per mesh axis",
+    ),
     "logical_mesh": (_mesh, "is not a mesh shape", "give one or two whole numbers, such as [2, 4]"),
-    "placements": (_placements, "is not a mapping", """write {"pattern": "modes"}, as in {"*.bias": "R*"}"""),
+    "placements": (
+        _placements,
+        "is not a mapping",
+        """write {"pattern": "modes"}, as in {"*.bias": "R*"}""",
+    ),
     "device_map": (
-        lambda value: tuple((str(p), _ranks(given)) for p, given in ({} if value is None else value).items()),
+        lambda value: tuple(
+            (str(p), _ranks(given)) for p, given in ({} if value is None else value).items()
+        ),
         "is no mapping of parameters to devices",
         """write {"pattern": devices}, as in {"embed.*": "0-3", "head.*": [4, 5]}""",
     ),
     "solver": _name_in(SOLVERS),
-    "memory_limit": (_memory_limit, "is not a size", "give bytes, a text such as '16GB' or '80GiB', or inf for none"),
-    "memory_fraction": (partial(_number, low=0.0, high=1.0), "cannot be", "give a number above 0 and at most 1"),
+    "memory_limit": (
+        _memory_limit,
+        "is not a size",
+        "give bytes, a text such as '16GB' or '80GiB', or inf for none",
+    ),
+    "memory_fraction": (
+        partial(_number, low=0.0, high=1.0),
+        "cannot be",
+        "give a number above 0 and at most 1",
+    ),
     "batch_scope": _name_in(BATCH_SCOPES),
     "solver_seconds": _SECONDS,
-    "accumulate_grad_batches": (partial(_whole, low=1), "cannot be", "give a whole number of at least 1"),
+    "accumulate_grad_batches": (
+        partial(_whole, low=1),
+        "cannot be",
+        "give a whole number of at least 1",
+    ),
     "baselines": _FLAG,
     "num_microbatches": _COUNT,
     "schedule": (_schedule, "", ""),
@@ -329,7 +409,9 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
         'write true, false, "selective", or names of ops or modules',
     ),
     "offload": (
-        lambda value: None if value == "auto" else value if isinstance(value, bool) else _texts(value),
+        lambda value: (
+            None if value == "auto" else value if isinstance(value, bool) else _texts(value)
+        ),
         "says neither whether nor what",
         "write true, false, or names of parameters",
     ),
@@ -339,9 +421,17 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "master_weights": _FLAG,
     "plan_timeout_seconds": _SECONDS,
     "collective_timeout_seconds": _SECONDS,
-    "bucket_bytes": (lambda value: int(_number(value, 0.0, 1e18)), "cannot be", "give a number of bytes"),
+    "bucket_bytes": (
+        lambda value: int(_number(value, 0.0, 1e18)),
+        "cannot be",
+        "give a number of bytes",
+    ),
     "capture": _name_in(CAPTURES),
-    "check_replicas_every": (partial(_whole, low=0), "cannot be", "give a number of steps; 0: no checks"),
+    "check_replicas_every": (
+        partial(_whole, low=0),
+        "cannot be",
+        "give a number of steps; 0: no checks",
+    ),
     "check_gradients": _FLAG,
     "verbose": _FLAG,
     "async_checkpoint": _FLAG,
@@ -362,7 +452,9 @@ class OptimizerInfo:
     parameter_wise: bool = True
     # bytes of a gradient's element where it is reduced and accumulated; None: the parameter's own
     gradient_itemsize: int | None = None
-    moved_bytes: float | None = None  # that a step reads and writes per element; None: all once, as fused kernels do
+    moved_bytes: float | None = (
+        None  # that a step reads and writes per element; None: all once, as fused kernels do
+    )
     scratch: float = 0.0  # bytes per byte of gradient that a step of all parameters at once makes (`foreach` on GPUs)
 
     def update_bytes(self, itemsize: int) -> float:
@@ -381,12 +473,16 @@ class Limits:
     plan_timeout_seconds: float = 3600.0
     collective_timeout_seconds: float = 1800.0
     bucket_bytes: int = BUCKET_BYTES
-    capture: str = "auto"  # one of CAPTURES: whether steps that cannot be captured run as they are written
+    capture: str = (
+        "auto"  # one of CAPTURES: whether steps that cannot be captured run as they are written
+    )
     check_replicas_every: int = CHECK_REPLICAS_EVERY
     check_gradients: bool = False
     verbose: bool = True
     async_checkpoint: bool = False
-    replicas: int | None = None  # that the devices are divided into; None: each is one, whose steps run as written
+    replicas: int | None = (
+        None  # that the devices are divided into; None: each is one, whose steps run as written
+    )
     master_weights: bool = False
 
     @classmethod

@@ -64,7 +64,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     merged = _merge(path, content, overrides, known)
     seed = merged.get("seed")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise OptionError(f"{path}: seed is {seed!r}, not a whole number", "write for example seed: 0")
+        raise OptionError(
+            f"{path}: seed is {seed!r}, not a whole number", "write for example seed: 0"
+        )
     sections = {section: dict(merged.get(section) or {}) for section in SECTIONS}
     recipe = Recipe(path, **sections, seed=seed)
     for section in ("model", "data"):
@@ -80,7 +82,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     _check_call(lightning.Trainer, recipe.trainer, f"{path}: trainer", required=False)
     # The Trainer tells the strategy how many batches it accumulates; `alpa plan` takes it as an option.
     check_names(
-        recipe.strategy, [*OPTION_NAMES, "accumulate_grad_batches"], f"{path}: strategy: AlpaStrategy has no option"
+        recipe.strategy,
+        [*OPTION_NAMES, "accumulate_grad_batches"],
+        f"{path}: strategy: AlpaStrategy has no option",
     )
     return recipe
 
@@ -95,9 +99,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except BadFileError as error:
         raise OptionError(f"{path} {error}", "correct it: a recipe is a small YAML file") from None
     except (OSError, OmegaConfBaseException) as error:
-        raise OptionError(f"{path} cannot be read: {_first_line(error)}", "give a YAML text file") from None
+        raise OptionError(
+            f"{path} cannot be read: {_first_line(error)}", "give a YAML text file"
+        ) from None
     if not OmegaConf.is_dict(content):
-        raise OptionError(f"{path} is not a mapping of keys to values", "start with lines such as model: and data:")
+        raise OptionError(
+            f"{path} is not a mapping of keys to values",
+            "start with lines such as model: and data:",
+        )
     return typing.cast("dict[str, Any]", OmegaConf.to_container(content, resolve=False))
 
 
@@ -120,33 +129,53 @@ def build_data(recipe: Recipe) -> lightning.LightningDataModule:
 
 def build_trainer(recipe: Recipe) -> lightning.Trainer:
     """The Trainer with `AlpaStrategy(**strategy)`; `trainer.strategy` (`ddp`, ...) replaces it, for comparison."""
-    arguments = {key: _instantiate(recipe, value, f"trainer.{key}") for key, value in recipe.trainer.items()}
-    if arguments.get("strategy") is None:  # else `trainer.strategy=ddp`: the recipe's own options are for ours alone
-        arguments["strategy"] = _call(AlpaStrategy, dict(recipe.strategy), f"{recipe.path}: strategy")
+    arguments = {
+        key: _instantiate(recipe, value, f"trainer.{key}") for key, value in recipe.trainer.items()
+    }
+    if (
+        arguments.get("strategy") is None
+    ):  # else `trainer.strategy=ddp`: the recipe's own options are for ours alone
+        arguments["strategy"] = _call(
+            AlpaStrategy, dict(recipe.strategy), f"{recipe.path}: strategy"
+        )
     return _call(lightning.Trainer, arguments, f"{recipe.path}: trainer")
 
 
 def resolve_target(target: str, folder: Path, what: str = TARGET) -> Any:
     """The class (or function) that `module.Name` means: a file in `folder` first, then an importable module."""
     if not _TARGET_NAME.fullmatch(str(target)):
-        raise OptionError(f"{what}: {target!r} is no name in Python", "write file.Class, for example gpt.GPT")
+        raise OptionError(
+            f"{what}: {target!r} is no name in Python", "write file.Class, for example gpt.GPT"
+        )
     module_name, _, name = str(target).rpartition(".")
     if not module_name:
-        raise OptionError(f"{what}: {target!r} has no module", f"write file.Class, for example gpt.{target or 'GPT'}")
+        raise OptionError(
+            f"{what}: {target!r} has no module",
+            f"write file.Class, for example gpt.{target or 'GPT'}",
+        )
     # `text.py` beside the recipe is meant, not an installed package of that name.
     file = folder.joinpath(*module_name.split(".")).with_suffix(".py")
     try:
-        module = _import_file(module_name, file.resolve()) if file.is_file() else importlib.import_module(module_name)
+        module = (
+            _import_file(module_name, file.resolve())
+            if file.is_file()
+            else importlib.import_module(module_name)
+        )
     except ModuleNotFoundError as error:
         if error.name and not f"{module_name}.".startswith(f"{error.name}."):
-            raise OptionError(f"{what}: {target}: {module_name} needs {error.name!r}", "install it") from None
+            raise OptionError(
+                f"{what}: {target}: {module_name} needs {error.name!r}", "install it"
+            ) from None
         near = did_you_mean(module_name, [p.stem for p in folder.glob("*.py")])
         fix = near or f"put {module_name}.py into {folder}, or install the module"
         raise OptionError(f"{what}: {target}: no module {module_name!r}", fix) from None
     if not hasattr(module, name):
         members = [n for n, value in vars(module).items() if callable(value)]
         where = getattr(module, "__file__", module_name)
-        raise OptionError(f"{what}: {target}: {where} has no {name!r}", did_you_mean(name, members) or "check the name")
+        raise OptionError(
+            f"{what}: {target}: {where} has no {name!r}",
+            did_you_mean(name, members) or "check the name",
+        )
     return getattr(module, name)
 
 
@@ -171,42 +200,55 @@ def _import_file(name: str, file: Path) -> types.ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         del sys.modules[key]
-        raise OptionError(f"{error.filename}, line {error.lineno}: {error.msg}", "correct the Python file") from None
+        raise OptionError(
+            f"{error.filename}, line {error.lineno}: {error.msg}", "correct the Python file"
+        ) from None
     except BaseException:
         del sys.modules[key]  # a second attempt shall see the error again, not half a module
         raise
     return module
 
 
-def _merge(path: Path, content: dict[str, Any], overrides: Sequence[str], known: Iterable[str]) -> dict[str, Any]:
+def _merge(
+    path: Path, content: dict[str, Any], overrides: Sequence[str], known: Iterable[str]
+) -> dict[str, Any]:
     config = OmegaConf.create(content)
     for text in overrides:
         key, equals, value = text.partition("=")
         parts = key.split(".")
         if not equals or not all(parts):
-            raise OptionError(f"override {text!r} is not of the form key=value", "write for example trainer.devices=2")
+            raise OptionError(
+                f"override {text!r} is not of the form key=value",
+                "write for example trainer.devices=2",
+            )
         check_names([parts[0]], known, f"override {text!r}: unknown key")
         for parent in accumulate(parts[:-1], "{}.{}".format):
             node = OmegaConf.select(config, parent)
             if node is not None and not OmegaConf.is_config(node):
                 raise OptionError(
-                    f"override {text!r}: {parent} is {node!r} and has no parts", f"override {parent} itself"
+                    f"override {text!r}: {parent} is {node!r} and has no parts",
+                    f"override {parent} itself",
                 )
         try:
             # As OmegaConf reads a file: `1e-3` is a number there, `null` is None.
             parsed = OmegaConf.from_dotlist([f"value={value}"])
             OmegaConf.update(config, key, parsed["value"], merge=True, force_add=True)
         except Exception as error:  # OmegaConf and YAML each have their own family of errors
-            raise OptionError(f"override {text!r}: {_first_line(error)}", "write key=value with a YAML value") from None
+            raise OptionError(
+                f"override {text!r}: {_first_line(error)}", "write key=value with a YAML value"
+            ) from None
     try:
         merged = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise OptionError(f"{path}: {_first_line(error)}", "define it, or give it as key=value") from None
+        raise OptionError(
+            f"{path}: {_first_line(error)}", "define it, or give it as key=value"
+        ) from None
     assert isinstance(merged, dict)  # as its content was
     for section in SECTIONS:
         if not isinstance(merged.get(section) or {}, dict):
             raise OptionError(
-                f"{path}: {section} is {merged[section]!r}, not a mapping", f"write {section}: {{key: value}}"
+                f"{path}: {section} is {merged[section]!r}, not a mapping",
+                f"write {section}: {{key: value}}",
             )
     return typing.cast("dict[str, Any]", merged)
 
@@ -219,23 +261,39 @@ def _checked_target(recipe: Recipe, node: Mapping[str, Any], where: str) -> Any:
     return factory
 
 
-def _check_call(factory: Callable[..., Any], arguments: Mapping[str, Any], where: str, *, required: bool) -> None:
+def _check_call(
+    factory: Callable[..., Any], arguments: Mapping[str, Any], where: str, *, required: bool
+) -> None:
     """OptionError unless `factory(**arguments)` would find every name known, present and of its simple type."""
     parameters = {n: p for n, p in inspect.signature(factory).parameters.items() if n != "self"}
     name = getattr(factory, "__name__", str(factory))
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         check_names(arguments, parameters, f"{where}: {name} has no argument")
-    keywords = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    missing = [n for n in keywords if parameters[n].default is inspect.Parameter.empty and n not in arguments]
+    keywords = [
+        n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    missing = [
+        n
+        for n in keywords
+        if parameters[n].default is inspect.Parameter.empty and n not in arguments
+    ]
     if required and missing:
-        raise OptionError(f"{where}: {name} needs {', '.join(missing)}", "add it to the recipe or as key=value")
+        raise OptionError(
+            f"{where}: {name} needs {', '.join(missing)}", "add it to the recipe or as key=value"
+        )
     try:
         hints = typing.get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
-    except Exception:  # annotations of user classes may not resolve; the constructor still checks its arguments
+    except (
+        Exception
+    ):  # annotations of user classes may not resolve; the constructor still checks its arguments
         return
     for key, value in arguments.items():
         if key in hints and not _fits(value, hints[key]):
-            expected = getattr(hints[key], "__name__", None) if inspect.isclass(hints[key]) else str(hints[key])
+            expected = (
+                getattr(hints[key], "__name__", None)
+                if inspect.isclass(hints[key])
+                else str(hints[key])
+            )
             raise OptionError(f"{where}.{key} is {value!r}", f"give a value of type {expected}")
 
 
@@ -256,9 +314,15 @@ def _instantiate(recipe: Recipe, node: Any, where: str) -> Any:
     """Build `node` and every mapping with a `_target_` inside it (callbacks, loggers, parts of a model)."""
     if isinstance(node, dict):
         factory = _checked_target(recipe, node, where) if TARGET in node else None
-        built = {key: _instantiate(recipe, value, f"{where}.{key}") for key, value in node.items() if key != TARGET}
+        built = {
+            key: _instantiate(recipe, value, f"{where}.{key}")
+            for key, value in node.items()
+            if key != TARGET
+        }
         return built if factory is None else _call(factory, built, f"{recipe.path}: {where}")
-    return [_instantiate(recipe, value, where) for value in node] if isinstance(node, list) else node
+    return (
+        [_instantiate(recipe, value, where) for value in node] if isinstance(node, list) else node
+    )
 
 
 def _call(factory: Callable[..., Any], arguments: dict[str, Any], where: str) -> Any:
@@ -268,7 +332,9 @@ def _call(factory: Callable[..., Any], arguments: dict[str, Any], where: str) ->
         raise
     except (TypeError, ValueError, MisconfigurationException) as error:
         name = getattr(factory, "__name__", str(factory))
-        raise OptionError(f"{where}: {name} refused its arguments: {error}", "correct the value") from error
+        raise OptionError(
+            f"{where}: {name} refused its arguments: {error}", "correct the value"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

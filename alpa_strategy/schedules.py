@@ -47,7 +47,9 @@ class Schedule:
     # (num_meshes, num_microbatches) -> why it cannot run these ("needs ..."), or None
     refuses: Callable[[int, int], str | None] = lambda num_meshes, num_microbatches: None
     is_searched: bool = False  # whether the planner tries it where no schedule is asked for
-    bubble: float | None = None  # of the closed form of a step's time (see `terms`); None: equal stages are simulated
+    bubble: float | None = (
+        None  # of the closed form of a step's time (see `terms`); None: equal stages are simulated
+    )
     # (num_meshes, num_microbatches, stages per mesh) -> what `in_flight` is, in closed form; None: counted
     alive: Callable[[int, int, int], Sequence[int]] | None = None
 
@@ -70,7 +72,9 @@ def register_schedule(schedule: Schedule | Callable[[int, int, int], Orders]) ->
         schedule = Schedule(schedule.__name__, schedule)
     known = SCHEDULES.get(schedule.name)
     if known is not None and known != schedule:
-        raise OptionError(f"there is another schedule {schedule.name!r}", "give this one a name of its own")
+        raise OptionError(
+            f"there is another schedule {schedule.name!r}", "give this one a name of its own"
+        )
     SCHEDULES[schedule.name] = schedule
     return schedule
 
@@ -107,7 +111,9 @@ def mesh_of(schedule: str, num_meshes: int, stage: int) -> int:
     return stage % num_meshes
 
 
-def terms(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, splits: bool = True) -> Terms:
+def terms(
+    schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, splits: bool = True
+) -> Terms:
     """The closed form of a step's time; exact for equal stages with backward = 2 x forward, see the tests.
 
     GPipe and 1F1B: sum + (B - 1) max (Alpa, section 5.2), an upper bound for unequal stages under 1F1B. With v stages
@@ -119,7 +125,9 @@ def terms(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, spl
     total, bubble = num_microbatches * v, SCHEDULES[schedule].bubble
     if bubble is None:
         # Chosen so that equal stages come to the simulated time: fill * (num_meshes * v) + run.
-        return Terms(1.0 / v, _equal_seconds(schedule, num_meshes, num_microbatches, v) - num_meshes)
+        return Terms(
+            1.0 / v, _equal_seconds(schedule, num_meshes, num_microbatches, v) - num_meshes
+        )
     bubble = bubble if splits else 1.0
     return Terms(bubble / v, total - bubble)
 
@@ -129,7 +137,10 @@ def _equal_seconds(schedule: str, num_meshes: int, num_microbatches: int, v: int
     """Of a step whose stages all take one second of a micro-batch."""
     # A backward takes twice its forward.
     each = num_meshes * v
-    return max(done.end for done in timeline(schedule, [1 / 3] * each, [2 / 3] * each, num_microbatches, num_meshes))
+    return max(
+        done.end
+        for done in timeline(schedule, [1 / 3] * each, [2 / 3] * each, num_microbatches, num_meshes)
+    )
 
 
 def in_flight(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> tuple[int, ...]:
@@ -141,7 +152,9 @@ def in_flight(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1)
     return tuple(_alive(order) for order in actions(schedule, num_meshes, num_microbatches, v))
 
 
-def in_flight_by_stage(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> tuple[int, ...]:
+def in_flight_by_stage(
+    schedule: str, num_meshes: int, num_microbatches: int, v: int = 1
+) -> tuple[int, ...]:
     """Per stage: what `in_flight` is of its mesh."""
     pairs = in_flight(schedule, num_meshes, num_microbatches, v)
     return tuple(pairs[mesh_of(schedule, num_meshes, stage)] for stage in range(num_meshes * v))
@@ -151,11 +164,15 @@ def splits_backward(schedule: str, num_meshes: int, num_microbatches: int, v: in
     """Whether weights' gradients are made apart (`W`): stages that recompute gain nothing by that."""
     if SCHEDULES[schedule].bubble == 1.0:
         return False
-    return any(action.kind == "W" for action in actions(schedule, num_meshes, num_microbatches, v)[0])
+    return any(
+        action.kind == "W" for action in actions(schedule, num_meshes, num_microbatches, v)[0]
+    )
 
 
 @lru_cache(maxsize=64)
-def actions(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> tuple[tuple[Action, ...], ...]:
+def actions(
+    schedule: str, num_meshes: int, num_microbatches: int, v: int = 1
+) -> tuple[tuple[Action, ...], ...]:
     """Every mesh's actions in order.
 
     Raises:
@@ -164,27 +181,39 @@ def actions(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -
     _check(schedule, num_meshes, num_microbatches)
     orders = SCHEDULES[schedule].orders(num_meshes * v, num_microbatches, num_meshes)
     found = tuple(tuple(order) for order in orders)
-    if schedule not in BUILT_IN:  # those are compared with torch's by the tests; counting takes planning time
+    if (
+        schedule not in BUILT_IN
+    ):  # those are compared with torch's by the tests; counting takes planning time
         _check_work(schedule, found, num_meshes, num_microbatches, v)
         _topological(schedule, found, num_meshes * v)  # refuses what locks up
     return found
 
 
 def _check_work(
-    schedule: str, orders: tuple[tuple[Action, ...], ...], num_meshes: int, num_microbatches: int, v: int
+    schedule: str,
+    orders: tuple[tuple[Action, ...], ...],
+    num_meshes: int,
+    num_microbatches: int,
+    v: int,
 ) -> None:
     """PlanError unless every mesh does the work of its stages, each piece once."""
     fix = "give every mesh F and B (or I and W) of every micro-batch in each of its stages once"
     if len(orders) != num_meshes:
-        raise PlanError(f"the schedule {schedule!r} has orders for {len(orders)} meshes of {num_meshes}", fix)
+        raise PlanError(
+            f"the schedule {schedule!r} has orders for {len(orders)} meshes of {num_meshes}", fix
+        )
     for mesh, order in enumerate(orders):
         # A whole backward is both of its halves.
         parts = {"F": "F", "B": "IW", "I": "I", "W": "W"}
         if odd := [a for a in order if not isinstance(a, Action) or a.kind not in parts]:
-            raise PlanError(f"the schedule {schedule!r} has {odd[0]!r} on mesh {mesh}, which is no action", fix)
+            raise PlanError(
+                f"the schedule {schedule!r} has {odd[0]!r} on mesh {mesh}, which is no action", fix
+            )
         done = Counter((a.stage, part, a.microbatch) for a in order for part in parts[a.kind])
         stages = [s for s in range(num_meshes * v) if mesh_of(schedule, num_meshes, s) == mesh]
-        wanted = Counter((s, part, m) for s in stages for part in "FIW" for m in range(num_microbatches))
+        wanted = Counter(
+            (s, part, m) for s in stages for part in "FIW" for m in range(num_microbatches)
+        )
         if done != wanted:
             stage, part, microbatch = min((*(wanted - done), *(done - wanted)))
             what = {"F": "the forward", "I": "the backward", "W": "the weights' backward"}[part]
@@ -214,7 +243,9 @@ def timeline(
     meshes = num_meshes or num_stages
     order = _in_order(schedule, meshes, num_microbatches, num_stages // meshes)
     timed = _timed(order, forward, backward, boundary, max)
-    found = [TimedAction(a.stage, a.kind, a.microbatch, m, start, end) for m, a, start, end in timed]
+    found = [
+        TimedAction(a.stage, a.kind, a.microbatch, m, start, end) for m, a, start, end in timed
+    ]
     return sorted(found, key=lambda done: (done.mesh, done.start))
 
 
@@ -243,7 +274,9 @@ def _in_order(
     schedule: str, num_meshes: int, num_microbatches: int, v: int
 ) -> tuple[tuple[int, Action, Source | None], ...]:
     """See `_topological`."""
-    return _topological(schedule, actions(schedule, num_meshes, num_microbatches, v), num_meshes * v)
+    return _topological(
+        schedule, actions(schedule, num_meshes, num_microbatches, v), num_meshes * v
+    )
 
 
 def _topological(
@@ -267,9 +300,17 @@ def _topological(
                 found.append((mesh, action, needed))
                 position[mesh] += 1
                 waiting -= 1
-        if waiting == before:  # an order of one's own, or stages of a plan file that lie where the schedule has others
-            heads = [(m, order[position[m]]) for m, order in enumerate(orders) if position[m] < len(order)]
-            stuck = ", ".join(f"mesh {mesh} before {a.stage}{a.kind}{a.microbatch}" for mesh, a in heads)
+        if (
+            waiting == before
+        ):  # an order of one's own, or stages of a plan file that lie where the schedule has others
+            heads = [
+                (m, order[position[m]])
+                for m, order in enumerate(orders)
+                if position[m] < len(order)
+            ]
+            stuck = ", ".join(
+                f"mesh {mesh} before {a.stage}{a.kind}{a.microbatch}" for mesh, a in heads
+            )
             raise PlanError(
                 f"the schedule {schedule!r} locks up, its actions wait for each other: {stuck}",
                 "let every action come after those that it waits for, and place the stages as the schedule does",
@@ -330,13 +371,17 @@ def _timed(
 
 def _alive(order: Sequence[Action]) -> int:
     """Most forwards without their (last) backward, over the order."""
-    return max(itertools.accumulate((action.kind == "F") - (action.kind in "BW") for action in order))
+    return max(
+        itertools.accumulate((action.kind == "F") - (action.kind in "BW") for action in order)
+    )
 
 
 def _check(schedule: str, num_meshes: int, num_microbatches: int) -> None:
     reason = why_not(schedule, num_meshes, num_microbatches)
     if reason is not None:
-        raise PlanError(reason, f"choose another number of micro-batches, or one of {', '.join(SCHEDULES)}")
+        raise PlanError(
+            reason, f"choose another number of micro-batches, or one of {', '.join(SCHEDULES)}"
+        )
 
 
 # --- The built-in schedules: orders of one mesh (S meshes, B micro-batches, v stages per mesh), and their entries.
@@ -347,7 +392,9 @@ Work = list[tuple[int, str]]  # (stage, kind) pairs: of each, the micro-batches 
 
 def _each_mesh(work: Callable[[int, int, int, int], Work]) -> Callable[[int, int, int], Orders]:
     """All orders, from the function (S, B, v, mesh) that writes the work of one mesh."""
-    return lambda num_stages, B, S: [_numbered(work(S, B, num_stages // S, mesh)) for mesh in range(S)]
+    return lambda num_stages, B, S: [
+        _numbered(work(S, B, num_stages // S, mesh)) for mesh in range(S)
+    ]
 
 
 def _numbered(work: Work) -> list[Action]:
@@ -384,7 +431,10 @@ def _interleaved(S: int, B: int, v: int, mesh: int, zero_bubble: bool = False) -
     per_round = B // max(1, B // S)
     warmup = min(B * v, (v - 1) * per_round + (1 if zero_bubble else 2) * (S - 1 - mesh))
     turns = [step // per_round % v for step in range(B * v)]
-    forward, backward = [turn * S + mesh for turn in turns], [(v - 1 - turn) * S + mesh for turn in turns]
+    forward, backward = (
+        [turn * S + mesh for turn in turns],
+        [(v - 1 - turn) * S + mesh for turn in turns],
+    )
     work: Work = []
     for step in range(B * v + warmup):
         done = step - warmup
@@ -418,7 +468,9 @@ def _interleaved_alive(S: int, B: int, v: int) -> list[int]:
     return [min(B * v, (v - 1) * per_round + 2 * (S - 1 - r) + 1) for r in range(S)]
 
 
-def _needs_full_meshes(num_meshes: int, num_microbatches: int, needs_rounds: bool = True) -> str | None:
+def _needs_full_meshes(
+    num_meshes: int, num_microbatches: int, needs_rounds: bool = True
+) -> str | None:
     rounds = max(1, num_microbatches // num_meshes)
     if needs_rounds and num_microbatches % rounds:
         return f"needs micro-batches that are a multiple of {rounds}"
@@ -441,7 +493,13 @@ for _schedule in (
         alive=lambda S, B, v: [min(B, S - r) for r in range(S)],
         is_searched=True,
     ),
-    Schedule("LoopedBFS", _looped_bfs, LOOPS, refuses=partial(_needs_full_meshes, needs_rounds=False), bubble=1.0),
+    Schedule(
+        "LoopedBFS",
+        _looped_bfs,
+        LOOPS,
+        refuses=partial(_needs_full_meshes, needs_rounds=False),
+        bubble=1.0,
+    ),
     Schedule(
         "Interleaved1F1B",
         _each_mesh(_interleaved),
@@ -459,7 +517,9 @@ for _schedule in (
         bubble=1 / 3,
         is_searched=True,
     ),
-    Schedule("ZBVZeroBubble", _each_mesh(_zbv), (2,), True, _zbv_refuses, is_searched=True, bubble=1 / 3),
+    Schedule(
+        "ZBVZeroBubble", _each_mesh(_zbv), (2,), True, _zbv_refuses, is_searched=True, bubble=1 / 3
+    ),
 ):
     register_schedule(_schedule)
 BUILT_IN = frozenset(SCHEDULES)

@@ -41,7 +41,13 @@ from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ENDS, PAUSES, ParallelJob
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL, REPLICAS
-from alpa_strategy.options import BUCKET_BYTES, CHECK_REPLICAS_EVERY, Limits, PlanOptions, compile_options
+from alpa_strategy.options import (
+    BUCKET_BYTES,
+    CHECK_REPLICAS_EVERY,
+    Limits,
+    PlanOptions,
+    compile_options,
+)
 from alpa_strategy.planner.written_plan import asks_for_written, submodule_options
 from alpa_strategy.schedules import Orders, Schedule
 
@@ -132,14 +138,24 @@ class AlpaStrategy(ParallelJob):
         precision_plugin: Any = None,
         **unknown: Any,
     ) -> None:
-        given = dict(locals())  # the options by name: what each may be is said once, in `options.py`
+        given = dict(
+            locals()
+        )  # the options by name: what each may be is said once, in `options.py`
         check_names(unknown, OPTION_NAMES, "unknown option of AlpaStrategy")
-        self.options = PlanOptions.from_user(**{f.name: given[f.name] for f in fields(PlanOptions) if f.name in given})
+        self.options = PlanOptions.from_user(
+            **{f.name: given[f.name] for f in fields(PlanOptions) if f.name in given}
+        )
         self.limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits)})
         asks_for_written(self.options, self.limits)  # told now where that cannot be
-        submodule_options(self.options, self.limits, math.prod(logical_mesh or (1,)) * (replicas or 1))
-        self._submodules: tuple[int, PlanOptions] | None = None  # see `submodule_options`; known with the devices
-        self._compiled_in: Any = None  # Dynamo's context, where the Trainer is given what `torch.compile` made
+        submodule_options(
+            self.options, self.limits, math.prod(logical_mesh or (1,)) * (replicas or 1)
+        )
+        self._submodules: tuple[int, PlanOptions] | None = (
+            None  # see `submodule_options`; known with the devices
+        )
+        self._compiled_in: Any = (
+            None  # Dynamo's context, where the Trainer is given what `torch.compile` made
+        )
         super().__init__(
             collective_timeout_seconds,
             accelerator=accelerator,
@@ -199,7 +215,9 @@ class AlpaStrategy(ParallelJob):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = with_masters(plugin) if plugin is not None and self.limits.master_weights else plugin
+        self._precision_plugin = (
+            with_masters(plugin) if plugin is not None and self.limits.master_weights else plugin
+        )
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -210,7 +228,9 @@ class AlpaStrategy(ParallelJob):
     def _share(self) -> Replica | None:
         """The replica whose rows this rank loads now; None: its own."""
         module = self.lightning_module
-        is_ours = self.limits.replicas is not None and module is not None and module.trainer.training
+        is_ours = (
+            self.limits.replicas is not None and module is not None and module.trainer.training
+        )
         return divide(self.limits.replicas or 1) if is_ours else None
 
     @property
@@ -225,11 +245,17 @@ class AlpaStrategy(ParallelJob):
         if self._compile is None:
             compiled = compiled_by_user(self._module, self._compiled_in)
         accumulated = most_accumulated(trainer)
-        options = replace(self.options, accumulate_grad_batches=accumulated, compile=compiled is not None)
+        options = replace(
+            self.options, accumulate_grad_batches=accumulated, compile=compiled is not None
+        )
         fitting = trainer.state.fn == TrainerFn.FITTING
-        replica = divide(self.limits.replicas) if self.limits.replicas is not None and fitting else None
+        replica = (
+            divide(self.limits.replicas) if self.limits.replicas is not None and fitting else None
+        )
         if replica is not None:
-            options = replace(options, batch_scope="global")  # of a replica's batch, which each of its ranks has
+            options = replace(
+                options, batch_scope="global"
+            )  # of a replica's batch, which each of its ranks has
         return Job(
             num_nodes=self.num_nodes,
             devices_per_node=self.num_processes,
@@ -245,7 +271,9 @@ class AlpaStrategy(ParallelJob):
             plan_file=self._plan_file,
             cluster=self._cluster,
             context=self.precision_plugin.train_step_context,
-            log_context=getattr(self.precision_plugin, "dtype_context", self.precision_plugin.train_step_context),
+            log_context=getattr(
+                self.precision_plugin, "dtype_context", self.precision_plugin.train_step_context
+            ),
             hooks=self._hooks,
             progress=Progress(enabled=self._verbose and self.global_rank == 0),
         )
@@ -256,8 +284,12 @@ class AlpaStrategy(ParallelJob):
     def setup_environment(self) -> None:
         super().setup_environment()
         replicas = self.limits.replicas
-        checks.check_replicas(replicas, self.options.batch_scope, self.num_nodes, self.num_processes)
-        self._submodules = submodule_options(self.options, self.limits, self.num_nodes * self.num_processes)
+        checks.check_replicas(
+            replicas, self.options.batch_scope, self.num_nodes, self.num_processes
+        )
+        self._submodules = submodule_options(
+            self.options, self.limits, self.num_nodes * self.num_processes
+        )
         self._checkpoints.begin(self._module.trainer, self.run, replicas)
 
     @contextmanager
@@ -335,7 +367,9 @@ class AlpaStrategy(ParallelJob):
         return self._session.accumulating()
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """As in the base class, with the gradients reduced before `on_after_backward` sees them."""
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         with self._session.in_backward(closure_loss):
@@ -343,7 +377,9 @@ class AlpaStrategy(ParallelJob):
         return self.precision_plugin.post_backward(closure_loss, self._module)
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
         with self._session.stepping(closure) as closure:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -404,7 +440,9 @@ class AlpaStrategy(ParallelJob):
             return self._checkpoints.optimizer_state(self, optimizer)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         if not self._checkpoints.save(checkpoint, filepath, storage_options, self.checkpoint_io):
             self.interrupted = True
 
@@ -413,7 +451,9 @@ class AlpaStrategy(ParallelJob):
         self._checkpoints.remove(filepath, self.checkpoint_io)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         return self._checkpoints.load(checkpoint_path, weights_only, self.checkpoint_io)
 
     @override
@@ -465,7 +505,9 @@ class AlpaStrategy(ParallelJob):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if group is None:
             self._meet()
-        if self.run is not None and self.run.peers and group in (None, dist.group.WORLD):  # as the module's own gives
+        if (
+            self.run is not None and self.run.peers and group in (None, dist.group.WORLD)
+        ):  # as the module's own gives
             return stacked(tensor if sync_grads else tensor.detach(), self._across)
         return super().all_gather(tensor, group, sync_grads)
 
@@ -506,4 +548,8 @@ class AlpaStrategy(ParallelJob):
             super().teardown()
 
 
-OPTION_NAMES = [name for name in inspect.signature(AlpaStrategy.__init__).parameters if name not in ("self", "unknown")]
+OPTION_NAMES = [
+    name
+    for name in inspect.signature(AlpaStrategy.__init__).parameters
+    if name not in ("self", "unknown")
+]

@@ -67,7 +67,11 @@ class DPO(lightning.LightningModule):
         margin_B = self.hparams.beta * (self.preference(chosen_BT) - self.preference(rejected_BT))
         loss = -F.logsigmoid(margin_B).mean()
         self.log_dict(
-            {"train_loss": loss, "accuracy": (margin_B > 0).float().mean(), "margin": margin_B.mean()},
+            {
+                "train_loss": loss,
+                "accuracy": (margin_B > 0).float().mean(),
+                "margin": margin_B.mean(),
+            },
             prog_bar=True,
             sync_dist=True,
         )
@@ -76,16 +80,23 @@ class DPO(lightning.LightningModule):
     def preference(self, tokens_BT: Tensor) -> Tensor:
         """log policy(answer) - log reference(answer) [B]: the reward that DPO implies, over beta."""
         P = self.hparams.prompt_length
-        return (answer_log_probs(self.policy, tokens_BT, P) - answer_log_probs(self.reference, tokens_BT, P)).sum(1)
+        return (
+            answer_log_probs(self.policy, tokens_BT, P)
+            - answer_log_probs(self.reference, tokens_BT, P)
+        ).sum(1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(decay_groups(self.policy, self.hparams.weight_decay), lr=self.hparams.lr)
+        return torch.optim.AdamW(
+            decay_groups(self.policy, self.hparams.weight_decay), lr=self.hparams.lr
+        )
 
 
 class Pairs(Dataset):
     """Pair i: a window of text, and the same prompt with its answer's bytes in another order."""
 
-    def __init__(self, tokens: np.ndarray, sequence_length: int, prompt_length: int, num_samples: int) -> None:
+    def __init__(
+        self, tokens: np.ndarray, sequence_length: int, prompt_length: int, num_samples: int
+    ) -> None:
         self.tokens, self.num_samples = tokens, num_samples
         self.sequence_length, self.prompt_length = sequence_length, prompt_length
 
@@ -104,7 +115,9 @@ class Pairs(Dataset):
 class PreferenceData(lightning.LightningDataModule):
     """Pairs for `DPO`: English (see `text.load_tokens`) is preferred to the same bytes shuffled."""
 
-    def __init__(self, batch_size: int, sequence_length: int, prompt_length: int, num_samples: int = 4096) -> None:
+    def __init__(
+        self, batch_size: int, sequence_length: int, prompt_length: int, num_samples: int = 4096
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
 

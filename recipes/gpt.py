@@ -25,7 +25,10 @@ class KeyValues:
 
     def extend(self, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
         if self.k_BHSK is not None and self.v_BHSK is not None:
-            k_BHTK, v_BHTK = torch.cat([self.k_BHSK, k_BHTK], 2), torch.cat([self.v_BHSK, v_BHTK], 2)
+            k_BHTK, v_BHTK = (
+                torch.cat([self.k_BHSK, k_BHTK], 2),
+                torch.cat([self.v_BHSK, v_BHTK], 2),
+            )
         self.k_BHSK, self.v_BHSK = k_BHTK, v_BHTK
         return k_BHTK, v_BHTK
 
@@ -47,12 +50,16 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, cache: KeyValues | None = None) -> Tensor:
         B, T, D = x_BTD.shape
         heads = (B, T, self.num_heads, D // self.num_heads)
-        q_BHTK, k_BHTK, v_BHTK = (part.view(heads).transpose(1, 2) for part in self.qkv(x_BTD).split(D, dim=-1))
+        q_BHTK, k_BHTK, v_BHTK = (
+            part.view(heads).transpose(1, 2) for part in self.qkv(x_BTD).split(D, dim=-1)
+        )
         if cache is not None:
             k_BHTK, v_BHTK = cache.extend(k_BHTK, v_BHTK)  # S >= T keys
         dropout = self.dropout if self.training else 0.0
         is_causal = cache is None or T > 1  # one new token sees all that were before it
-        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=is_causal)
+        y_BHTK = F.scaled_dot_product_attention(
+            q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=is_causal
+        )
         return self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
 
 
@@ -98,7 +105,10 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The optimizer's groups: weights with two or more dims decay, biases and norms do not."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
 
 
 class GPT(lightning.LightningModule):
@@ -157,7 +167,9 @@ class GPT(lightning.LightningModule):
 
     def configure_optimizers(self):
         h = self.hparams
-        optimizer = torch.optim.AdamW(decay_groups(self, h.weight_decay), lr=h.lr, betas=tuple(h.betas))
+        optimizer = torch.optim.AdamW(
+            decay_groups(self, h.weight_decay), lr=h.lr, betas=tuple(h.betas)
+        )
         if h.max_steps is None and not h.warmup_steps:
             return optimizer
 
@@ -170,4 +182,7 @@ class GPT(lightning.LightningModule):
             return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }

@@ -29,7 +29,10 @@ def ascending(prompts_NP: Tensor, answers_NA: Tensor) -> Tensor:
 
 def gumbel_noise(seeds_B: Tensor, shape: tuple[int, ...]) -> Tensor:
     """[B, *shape] whose row is drawn from its seed alone, so that what a prompt is answered depends on no other."""
-    noise = [torch.rand(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds_B.tolist()]
+    noise = [
+        torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+        for seed in seeds_B.tolist()
+    ]
     return -torch.log(-torch.log(torch.stack(noise).clamp(1e-6, 1 - 1e-6))).to(seeds_B.device)
 
 
@@ -74,7 +77,9 @@ class GRPO(lightning.LightningModule):
             answers.append(next_NT)
         return torch.cat(answers, 1)
 
-    def next_token(self, tokens_NT: Tensor, noise_NV: Tensor, caches: Sequence[KeyValues]) -> Tensor:
+    def next_token(
+        self, tokens_NT: Tensor, noise_NV: Tensor, caches: Sequence[KeyValues]
+    ) -> Tensor:
         """The token [N, 1] after `tokens_NT`, which go on where `caches` end and are added to them."""
         logits_NV = self.policy(tokens_NT, caches)[:, -1]
         # The largest of logits / temperature + Gumbel noise is a draw from their softmax.
@@ -101,9 +106,13 @@ class GRPO(lightning.LightningModule):
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
-        self.log_dict({"train_loss": loss, "reward": rewards_N.mean()}, prog_bar=True, sync_dist=True)
+        self.log_dict(
+            {"train_loss": loss, "reward": rewards_N.mean()}, prog_bar=True, sync_dist=True
+        )
 
-    def loss(self, new_NA: Tensor, old_NA: Tensor, reference_NA: Tensor, advantages_N1: Tensor) -> Tensor:
+    def loss(
+        self, new_NA: Tensor, old_NA: Tensor, reference_NA: Tensor, advantages_N1: Tensor
+    ) -> Tensor:
         """The clipped surrogate and `beta` times an unbiased estimate of KL(policy || reference)."""
         ratio_NA = torch.exp(new_NA - old_NA)
         clipped_NA = ratio_NA.clamp(1 - self.hparams.clip, 1 + self.hparams.clip)
@@ -118,11 +127,19 @@ class GRPO(lightning.LightningModule):
         (N, P), A = prompts_NP.shape, h.answer_length
         noise_NV, answers_NA = torch.empty(N, h.policy["vocab_size"]), torch.empty(N, A)
         tokens_NT = prompts_NP.new_empty(N, P + A)
-        past_NHSK = torch.empty(N, heads, P + A // 2, h.policy["hidden"] // heads, dtype=self.policy.embed.weight.dtype)
+        past_NHSK = torch.empty(
+            N, heads, P + A // 2, h.policy["hidden"] // heads, dtype=self.policy.embed.weight.dtype
+        )
 
-        def write(tokens_NT: Tensor, noise_NV: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> Any:
-            caches = [KeyValues(*each) for each in past] or [KeyValues() for _ in self.policy.blocks]
-            return self.next_token(tokens_NT, noise_NV, caches), [(each.k_BHSK, each.v_BHSK) for each in caches]
+        def write(
+            tokens_NT: Tensor, noise_NV: Tensor, past: Sequence[tuple[Tensor, Tensor]]
+        ) -> Any:
+            caches = [KeyValues(*each) for each in past] or [
+                KeyValues() for _ in self.policy.blocks
+            ]
+            return self.next_token(tokens_NT, noise_NV, caches), [
+                (each.k_BHSK, each.v_BHSK) for each in caches
+            ]
 
         past = [(past_NHSK, past_NHSK) for _ in self.policy.blocks]
         log_probs = partial(answer_log_probs, prompt_length=P)
@@ -147,28 +164,40 @@ class Prompts(Dataset):
     """Prompt i: P tokens and a seed, both drawn from i."""
 
     def __init__(self, vocab_size: int, prompt_length: int, num_samples: int) -> None:
-        self.vocab_size, self.prompt_length, self.num_samples = vocab_size, prompt_length, num_samples
+        self.vocab_size, self.prompt_length, self.num_samples = (
+            vocab_size,
+            prompt_length,
+            num_samples,
+        )
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         generator = torch.Generator().manual_seed(index)
-        return torch.randint(self.vocab_size // 2, (self.prompt_length,), generator=generator), index
+        return torch.randint(
+            self.vocab_size // 2, (self.prompt_length,), generator=generator
+        ), index
 
 
 class PromptData(lightning.LightningDataModule):
     """Prompts for `GRPO`."""
 
-    def __init__(self, batch_size: int, vocab_size: int, prompt_length: int, num_samples: int = 65536) -> None:
+    def __init__(
+        self, batch_size: int, vocab_size: int, prompt_length: int, num_samples: int = 65536
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
 
     def train_dataloader(self) -> DataLoader:
         h = self.hparams
-        return DataLoader(Prompts(h.vocab_size, h.prompt_length, h.num_samples), h.batch_size, drop_last=True)
+        return DataLoader(
+            Prompts(h.vocab_size, h.prompt_length, h.num_samples), h.batch_size, drop_last=True
+        )
 
     def example_batch(self) -> tuple[Tensor, Tensor]:
         """A batch of the right shapes."""
         h = self.hparams
-        return torch.zeros(h.batch_size, h.prompt_length, dtype=torch.int64), torch.arange(h.batch_size)
+        return torch.zeros(h.batch_size, h.prompt_length, dtype=torch.int64), torch.arange(
+            h.batch_size
+        )

@@ -23,7 +23,9 @@ class Digits(lightning.LightningDataModule):
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise ImportError("the digits come with scikit-learn: pip install 'alpa-strategy[recipes]'") from error
+            raise ImportError(
+                "the digits come with scikit-learn: pip install 'alpa-strategy[recipes]'"
+            ) from error
         digits = load_digits()
         images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
         dataset = TensorDataset(images, torch.from_numpy(digits.target).long())
@@ -46,7 +48,11 @@ class ImageShapes(lightning.LightningDataModule):
     """
 
     def __init__(
-        self, batch_size: int, image_size: int = 224, num_classes: int = 1024, num_samples: int = 1536
+        self,
+        batch_size: int,
+        image_size: int = 224,
+        num_classes: int = 1024,
+        num_samples: int = 1536,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()

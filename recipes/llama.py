@@ -25,9 +25,15 @@ class Block(nn.Module):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         kv = hidden // num_heads * num_kv_heads
         self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.query, self.proj = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.query, self.proj = (
+            nn.Linear(hidden, hidden, bias=False),
+            nn.Linear(hidden, hidden, bias=False),
+        )
         self.key, self.value = nn.Linear(hidden, kv, bias=False), nn.Linear(hidden, kv, bias=False)
-        self.gate, self.up = nn.Linear(hidden, mlp_hidden, bias=False), nn.Linear(hidden, mlp_hidden, bias=False)
+        self.gate, self.up = (
+            nn.Linear(hidden, mlp_hidden, bias=False),
+            nn.Linear(hidden, mlp_hidden, bias=False),
+        )
         self.down = nn.Linear(mlp_hidden, hidden, bias=False)
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
@@ -37,7 +43,10 @@ class Block(nn.Module):
         k_BGTK = self.key(h).view(B, T, self.num_kv_heads, -1).transpose(1, 2)
         v_BGTK = self.value(h).view(B, T, self.num_kv_heads, -1).transpose(1, 2)
         q_BHTK, k_BGTK = rotate(q_BHTK, cos_TK, sin_TK), rotate(k_BGTK, cos_TK, sin_TK)
-        k_BHTK, v_BHTK = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (k_BGTK, v_BGTK))
+        k_BHTK, v_BHTK = (
+            t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+            for t in (k_BGTK, v_BGTK)
+        )
         y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
         x_BTD = x_BTD + self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
         h = self.norm2(x_BTD)
@@ -64,14 +73,18 @@ class Llama(lightning.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.embed = nn.Embedding(vocab_size, hidden)
-        self.blocks = nn.ModuleList(Block(hidden, num_heads, num_kv_heads, mlp_hidden) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(
+            Block(hidden, num_heads, num_kv_heads, mlp_hidden) for _ in range(num_layers)
+        )
         self.norm = nn.RMSNorm(hidden)
         self.head = nn.Linear(hidden, vocab_size, bias=False)
         for parameter in self.parameters():
             if parameter.ndim >= 2:
                 nn.init.normal_(parameter, std=init_std)
         K = hidden // num_heads
-        angles_TK = torch.outer(torch.arange(sequence_length), rope_base ** (-torch.arange(0, K, 2) / K)).repeat(1, 2)
+        angles_TK = torch.outer(
+            torch.arange(sequence_length), rope_base ** (-torch.arange(0, K, 2) / K)
+        ).repeat(1, 2)
         self.register_buffer("cos", angles_TK.cos(), persistent=False)
         self.register_buffer("sin", angles_TK.sin(), persistent=False)
 
@@ -90,4 +103,6 @@ class Llama(lightning.LightningModule):
 
     def configure_optimizers(self):
         h = self.hparams
-        return torch.optim.AdamW(self.parameters(), lr=h.lr, weight_decay=h.weight_decay, betas=(0.9, 0.95))
+        return torch.optim.AdamW(
+            self.parameters(), lr=h.lr, weight_decay=h.weight_decay, betas=(0.9, 0.95)
+        )

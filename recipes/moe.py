@@ -69,14 +69,20 @@ class Experts(nn.Module):
         weights_GKS = weights_GSK.transpose(1, 2) * (place_GKS < capacity)
         weights_GKS = weights_GKS / weights_GKS.sum(1, keepdim=True).clamp(min=1e-9)
         place_GKSC = F.one_hot(place_GKS.clamp(max=capacity - 1), capacity).to(x_GSD.dtype)
-        combine_GSEC = torch.einsum("gkse,gksc->gsec", mask_GKSE * weights_GKS.unsqueeze(-1), place_GKSC)
+        combine_GSEC = torch.einsum(
+            "gkse,gksc->gsec", mask_GKSE * weights_GKS.unsqueeze(-1), place_GKSC
+        )
         dispatch_GSEC = (combine_GSEC > 0).to(x_GSD.dtype)
         inputs_EGCD = torch.einsum("gsec,gsd->egcd", dispatch_GSEC, x_GSD)
-        hidden_EGCF = F.gelu(torch.einsum("egcd,edf->egcf", inputs_EGCD, self.fc), approximate="tanh")
+        hidden_EGCF = F.gelu(
+            torch.einsum("egcd,edf->egcf", inputs_EGCD, self.fc), approximate="tanh"
+        )
         outputs_EGCD = torch.einsum("egcf,efd->egcd", hidden_EGCF, self.proj)
         return torch.einsum("gsec,egcd->gsd", combine_GSEC, outputs_EGCD)
 
-    def _dropless(self, x_GSD: Tensor, weights_GSK: Tensor, experts_GSK: Tensor, mask_GSKE: Tensor) -> Tensor:
+    def _dropless(
+        self, x_GSD: Tensor, weights_GSK: Tensor, experts_GSK: Tensor, mask_GSKE: Tensor
+    ) -> Tensor:
         """Tokens sorted by expert fill blocks that belong to one expert each; no token is left out.
 
         The number of blocks is that of the worst case, so all shapes are known before; each block brings its expert's
@@ -85,24 +91,32 @@ class Experts(nn.Module):
         G, S, K, E = mask_GSKE.shape
         P = self.block_size
         N = K * S // P + E  # every expert leaves at most one block partly empty
-        order_GA = experts_GSK.reshape(G, S * K).argsort(dim=1, stable=True)  # A: choices in the order of experts
+        order_GA = experts_GSK.reshape(G, S * K).argsort(
+            dim=1, stable=True
+        )  # A: choices in the order of experts
         count_GE = mask_GSKE.sum((1, 2))
         blocks_GE = (count_GE + P - 1) // P
         last_GE = blocks_GE.cumsum(1)  # blocks up to and with an expert's own
         blocks_N1 = torch.arange(N, device=x_GSD.device).unsqueeze(-1)
         expert_GN = (blocks_N1 >= last_GE.unsqueeze(1)).sum(-1).clamp(max=E - 1)
-        shift_GE = P * (last_GE - blocks_GE) - (count_GE.cumsum(1) - count_GE)  # place minus rank in the order
+        shift_GE = P * (last_GE - blocks_GE) - (
+            count_GE.cumsum(1) - count_GE
+        )  # place minus rank in the order
         expert_GA = experts_GSK.reshape(G, S * K).gather(1, order_GA)
         place_GA = torch.arange(S * K, device=x_GSD.device) + shift_GE.gather(1, expert_GA)
         sorted_GAD = x_GSD.gather(1, (order_GA // K).unsqueeze(-1).expand(-1, -1, x_GSD.shape[-1]))
         index_GAD = place_GA.unsqueeze(-1).expand_as(sorted_GAD)
-        inputs_GQD = torch.zeros_like(x_GSD[:, :1]).expand(-1, N * P, -1).scatter(1, index_GAD, sorted_GAD)
+        inputs_GQD = (
+            torch.zeros_like(x_GSD[:, :1]).expand(-1, N * P, -1).scatter(1, index_GAD, sorted_GAD)
+        )
         inputs_GNPD = inputs_GQD.view(G, N, P, -1)
         # An einsum brings the weights: its letters say how experts may be cut, which indices of `fc` do not.
         chosen_GNE = F.one_hot(expert_GN, E).to(self.fc.dtype)
         fc_GNDF = torch.einsum("gne,edf->gndf", chosen_GNE, self.fc)
         proj_GNFD = torch.einsum("gne,efd->gnfd", chosen_GNE, self.proj)
-        hidden_GNPF = F.gelu(torch.einsum("gnpd,gndf->gnpf", inputs_GNPD, fc_GNDF), approximate="tanh")
+        hidden_GNPF = F.gelu(
+            torch.einsum("gnpd,gndf->gnpf", inputs_GNPD, fc_GNDF), approximate="tanh"
+        )
         outputs_GQD = torch.einsum("gnpf,gnfd->gnpd", hidden_GNPF, proj_GNFD).reshape(G, N * P, -1)
         weights_GSK = weights_GSK / weights_GSK.sum(-1, keepdim=True)
         weight_GA = weights_GSK.reshape(G, S * K).gather(1, order_GA)
@@ -114,7 +128,9 @@ class Experts(nn.Module):
 class Block(nn.Module):
     """Attention, then an MLP or experts, each on a normalised copy of the residual stream."""
 
-    def __init__(self, hidden: int, num_heads: int, dropout: float, feed_forward: nn.Module) -> None:
+    def __init__(
+        self, hidden: int, num_heads: int, dropout: float, feed_forward: nn.Module
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(hidden)
         self.attn = Attention(hidden, num_heads, dropout)
@@ -167,9 +183,13 @@ class MoE(lightning.LightningModule):
         if hidden % num_heads:
             raise ValueError(f"hidden ({hidden}) must be a multiple of num_heads ({num_heads})")
         if group_size % sequence_length and sequence_length % group_size:
-            raise ValueError(f"group_size ({group_size}) must be whole rows or equal parts of one ({sequence_length})")
+            raise ValueError(
+                f"group_size ({group_size}) must be whole rows or equal parts of one ({sequence_length})"
+            )
         if capacity_factor is None and NUM_CHOICES * group_size % block_size:
-            raise ValueError(f"block_size ({block_size}) must divide {NUM_CHOICES} x group_size ({group_size})")
+            raise ValueError(
+                f"block_size ({block_size}) must divide {NUM_CHOICES} x group_size ({group_size})"
+            )
         if optimizer not in ("adamw", "sgd"):
             raise ValueError(f"optimizer is {optimizer!r}; use 'adamw' or 'sgd'")
         self.save_hyperparameters()
@@ -182,7 +202,9 @@ class MoE(lightning.LightningModule):
                 return MLP(hidden, mlp_factor)
             return Experts(hidden, mlp_factor, num_experts, group_size, capacity_factor, block_size)
 
-        self.blocks = nn.ModuleList(Block(hidden, num_heads, dropout, feed_forward(i)) for i in range(num_layers))
+        self.blocks = nn.ModuleList(
+            Block(hidden, num_heads, dropout, feed_forward(i)) for i in range(num_layers)
+        )
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocab_size, bias=False)
         self.head.weight = self.embed.weight  # tied

@@ -73,7 +73,11 @@ class Space(StageSpace):
     def kinds(self) -> list[tuple[str, int]]:
         """(schedule, stages per mesh) that may be."""
         pinned = self.job.options.schedule
-        names = [pinned] if pinned else [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
+        names = (
+            [pinned]
+            if pinned
+            else [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
+        )
         return [(name, v) for name in names for v in SCHEDULES[name].stages_per_mesh]
 
     def price(self, state: State) -> Candidate | None:
@@ -89,7 +93,12 @@ class Space(StageSpace):
         ranks, rest = divmod(len(meshes), v)
         sizes = [self.sizes[mesh] for mesh in meshes]
         is_pinned = job.options.num_stages in (None, len(sizes))
-        if rest or not is_pinned or sum(sizes) != v * job.cluster.num_devices or (v > 1 and len(set(sizes)) > 1):
+        if (
+            rest
+            or not is_pinned
+            or sum(sizes) != v * job.cluster.num_devices
+            or (v > 1 and len(set(sizes)) > 1)
+        ):
             return None
         if why_not(schedule, ranks, job.num_microbatches) or sum(counts) != job.num_layers:
             return None
@@ -101,7 +110,9 @@ class Space(StageSpace):
             return equal.candidates([choice])[0] if math.isfinite(sum(seconds)) else None
         left = [sum(sizes[i:]) for i in range(len(sizes))]
         alive = in_flight(schedule, ranks, job.num_microbatches)
-        stages = [(first, last, mesh) for (first, last), mesh in zip(pairwise(cuts), meshes, strict=True)]
+        stages = [
+            (first, last, mesh) for (first, last), mesh in zip(pairwise(cuts), meshes, strict=True)
+        ]
         choice, seconds = self.cheapest(self.tables_for(schedule, ranks, 1), stages, left, alive)
         if not math.isfinite(sum(seconds)):
             return None
@@ -127,7 +138,15 @@ class Space(StageSpace):
         for i, ((n, mesh), (m, other)) in enumerate(pairwise(stages)):
             for moved in (-1, 1):
                 if n + moved > 0 and m - moved > 0:
-                    yield replace(state, stages=(*stages[:i], (n + moved, mesh), (m - moved, other), *stages[i + 2 :]))
+                    yield replace(
+                        state,
+                        stages=(
+                            *stages[:i],
+                            (n + moved, mesh),
+                            (m - moved, other),
+                            *stages[i + 2 :],
+                        ),
+                    )
             whole = self.sizes[mesh] + self.sizes[other]
             if state.stages_per_mesh == 1 and whole in self.sizes:
                 one = (n + m, self.sizes.index(whole))
@@ -137,7 +156,15 @@ class Space(StageSpace):
                 half = self.sizes[mesh] / 2
                 if n > 1 and half in self.sizes:
                     small = self.sizes.index(int(half))
-                    yield replace(state, stages=(*stages[:i], (n - n // 2, small), (n // 2, small), *stages[i + 1 :]))
+                    yield replace(
+                        state,
+                        stages=(
+                            *stages[:i],
+                            (n - n // 2, small),
+                            (n // 2, small),
+                            *stages[i + 1 :],
+                        ),
+                    )
         for mesh, (schedule, v) in product(range(len(self.sizes)), self.kinds):
             jump = self.equal(mesh, schedule, v)
             if jump is not None and (schedule, v) != (state.schedule, state.stages_per_mesh):
@@ -210,7 +237,9 @@ def mcmc(space: Space, seconds: float, seed: int = 0) -> Trace:
 
 def _is_taken(price: float, now: float, heat: float, rng: random.Random) -> bool:
     """Metropolis: what is better, and now and then what is worse."""
-    return price < now or (math.isfinite(price) and rng.random() < math.exp(-(price / now - 1) / heat))
+    return price < now or (
+        math.isfinite(price) and rng.random() < math.exp(-(price / now - 1) / heat)
+    )
 
 
 def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
@@ -226,7 +255,15 @@ def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
     starts = list(product(ways, allowed_shapes(job.cluster, job.options, space.meshes[whole])))
     for left, (again, shape) in zip(range(len(starts), 0, -1), starts, strict=True):
         began = time.perf_counter()
-        wish = StageWish(0, len(job.graph.ops), space.meshes[whole], shape, again, alive=1, cuts=tuple(job.cuts[1:-1]))
+        wish = StageWish(
+            0,
+            len(job.graph.ops),
+            space.meshes[whole],
+            shape,
+            again,
+            alive=1,
+            cuts=tuple(job.cuts[1:-1]),
+        )
         chain = _Chain(space, wish, rng)
         spent = time.perf_counter() - began
         watch.started, watch.end = watch.started + spent, watch.end + spent
@@ -249,7 +286,9 @@ class _Chain:
         self.priced = self.solver.price(wish)
         self.problem = weighted(self.priced.finest, job.num_microbatches, 1, wish.remat)
         self.near, self.limit = Neighbourhood(self.problem), job.memory_limit
-        plain = replace(job.options, parallel="data") if job.options.parallel == "auto" else job.options
+        plain = (
+            replace(job.options, parallel="data") if job.options.parallel == "auto" else job.options
+        )
         self.at = list(self.solver.under(plain).price(wish).free.assignment)
         self.seconds, self.num_bytes = evaluate(self.problem, self.at)
         self.best: tuple[float, list[int]] = (math.inf, self.at)
@@ -270,7 +309,10 @@ class _Chain:
         seconds, num_bytes = self.seconds, self.num_bytes
         for choice in (op, *sorted(self.read[op])):
             after, filled = self.near.totals(at, choice)
-            after, filled = seconds + (after - after[at[choice]]), num_bytes + (filled - filled[at[choice]])
+            after, filled = (
+                seconds + (after - after[at[choice]]),
+                num_bytes + (filled - filled[at[choice]]),
+            )
             at[choice] = new if choice == op else int(self._weighed(after, filled).argmin())
             seconds, num_bytes = float(after[at[choice]]), float(filled[at[choice]])
             if not math.isfinite(seconds):
@@ -289,7 +331,9 @@ class _Chain:
             return None
         seconds, num_bytes = evaluate(self.problem, at)
         bound = self.priced.free.bound
-        stage = self.solver.laid_out(self.priced, Solution(tuple(at), seconds, num_bytes, bound, "mcmc"))
+        stage = self.solver.laid_out(
+            self.priced, Solution(tuple(at), seconds, num_bytes, bound, "mcmc")
+        )
         excess = stage.plan.predicted.peak_bytes - job.memory_limit
         if excess > 0:
             self.limit, self.best = self.limit - excess, (math.inf, at)
@@ -321,7 +365,9 @@ def exhaustive(space: Space, seconds: float, seed: int = 0) -> Trace:
     return watch.trace
 
 
-def _start(space: Space, watch: _Watch, rng: random.Random | None = None) -> tuple[State | None, float]:
+def _start(
+    space: Space, watch: _Watch, rng: random.Random | None = None
+) -> tuple[State | None, float]:
     """An equal division that fits: a random one, or the best under the first schedule."""
     kinds = space.kinds if rng else space.kinds[:1]
     states = [space.equal(mesh, *kind) for mesh, kind in product(range(len(space.sizes)), kinds)]

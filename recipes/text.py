@@ -19,7 +19,9 @@ def load_tokens(path: str | Path | None) -> np.ndarray:
     if path is None:
         from pydoc_data.topics import topics
 
-        return np.frombuffer("\n\n".join(topics[key] for key in sorted(topics)).encode(), dtype=np.uint8)
+        return np.frombuffer(
+            "\n\n".join(topics[key] for key in sorted(topics)).encode(), dtype=np.uint8
+        )
     if Path(path).suffix == ".bin":
         return np.memmap(path, dtype=np.uint16, mode="r")
     return np.frombuffer(Path(path).read_bytes(), dtype=np.uint8)
@@ -28,7 +30,9 @@ def load_tokens(path: str | Path | None) -> np.ndarray:
 class Windows(Dataset):
     """Sample i is (tokens [T], the same shifted by one [T]) at a place drawn from (seed, i): the same on every rank."""
 
-    def __init__(self, tokens: np.ndarray, sequence_length: int, num_samples: int, seed: int) -> None:
+    def __init__(
+        self, tokens: np.ndarray, sequence_length: int, num_samples: int, seed: int
+    ) -> None:
         self.tokens = tokens
         self.sequence_length = sequence_length
         self.num_samples = num_samples
@@ -40,7 +44,9 @@ class Windows(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         rng = np.random.default_rng((self.seed, index))
         start = int(rng.integers(len(self.tokens) - self.sequence_length))
-        window = torch.from_numpy(self.tokens[start : start + self.sequence_length + 1].astype(np.int64))
+        window = torch.from_numpy(
+            self.tokens[start : start + self.sequence_length + 1].astype(np.int64)
+        )
         return window[:-1], window[1:]
 
 
@@ -74,10 +80,14 @@ class TextData(lightning.LightningDataModule):
         h = self.hparams
         tokens = load_tokens(h.path)
         if len(tokens) <= h.sequence_length:
-            raise ValueError(f"{h.path or 'the text'} has {len(tokens)} tokens; sequence_length is {h.sequence_length}")
+            raise ValueError(
+                f"{h.path or 'the text'} has {len(tokens)} tokens; sequence_length is {h.sequence_length}"
+            )
         num_samples = h.num_samples or len(tokens) // h.sequence_length
         dataset = Windows(tokens, h.sequence_length, num_samples, h.seed)
-        return DataLoader(dataset, h.batch_size, shuffle=True, num_workers=h.num_workers, drop_last=True)
+        return DataLoader(
+            dataset, h.batch_size, shuffle=True, num_workers=h.num_workers, drop_last=True
+        )
 
     def example_batch(self) -> tuple[Tensor, Tensor]:
         """A batch of the right shapes that needs no data: what a plan is made for when nothing is trained."""

@@ -31,7 +31,9 @@ class Bottleneck(nn.Module):
         self.conv3, self.norm3 = conv(inner, out_channels, 1), nn.BatchNorm2d(out_channels)
         self.shortcut = None
         if stride != 1 or in_channels != out_channels:
-            self.shortcut = nn.Sequential(conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
+            self.shortcut = nn.Sequential(
+                conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels)
+            )
         nn.init.zeros_(self.norm3.weight)  # each block starts as its shortcut
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
@@ -71,7 +73,11 @@ class WideResNet(lightning.LightningModule):
                 f"layers is {layers}; use one of {sorted(DEPTHS)}, or blocks per resolution such as [1, 1]"
             )
         self.save_hyperparameters()
-        stem = [conv(in_channels, channels, 3)] if small_images else [conv(in_channels, channels, 7, 2)]
+        stem = (
+            [conv(in_channels, channels, 3)]
+            if small_images
+            else [conv(in_channels, channels, 7, 2)]
+        )
         stem += [nn.BatchNorm2d(channels), nn.ReLU()]
         stem += [] if small_images else [nn.MaxPool2d(3, 2, padding=1)]
         self.stem = nn.Sequential(*stem)
@@ -103,5 +109,9 @@ class WideResNet(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         h = self.hparams
         return torch.optim.SGD(
-            self.parameters(), lr=h.lr, momentum=h.momentum, weight_decay=h.weight_decay, nesterov=h.momentum > 0
+            self.parameters(),
+            lr=h.lr,
+            momentum=h.momentum,
+            weight_decay=h.weight_decay,
+            nesterov=h.momentum > 0,
         )

@@ -61,17 +61,24 @@ def seconds(recipe: str, folder: str, options: dict[str, object]) -> tuple[float
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", nargs="?", default=str(ROOT / "recipes" / "gpt_tiny.yaml"))
     parser.add_argument("--options", nargs="*", default=[], metavar="name=value")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    options = {name: json.loads(value) for name, _, value in (each.partition("=") for each in arguments.options)}
+    options = {
+        name: json.loads(value)
+        for name, _, value in (each.partition("=") for each in arguments.options)
+    }
     with tempfile.TemporaryDirectory() as folder:
         seconds(arguments.recipe, folder, options)  # makes the plan
         found = [seconds(arguments.recipe, folder, options) for _ in range(arguments.rounds)]
     check, whole = (statistics.median(values) for values in zip(*found, strict=True))
-    print(f"{arguments.recipe} {options}: check {check * 1e3:.1f} ms of {whole:.2f} s: {check / whole:.2%}")
+    print(
+        f"{arguments.recipe} {options}: check {check * 1e3:.1f} ms of {whole:.2f} s: {check / whole:.2%}"
+    )
     return 1 if check > 0.01 * whole else 0
 
 

@@ -44,7 +44,9 @@ class Clock:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder")
@@ -52,7 +54,9 @@ def main() -> None:
     count = max(1, round(arguments.gigabytes * 1e9 / TENSOR_BYTES))
     gigabytes = count * TENSOR_BYTES / 1e9
     value = torch.randn(TENSOR_BYTES // 4)
-    state = {f"w{i}": LocalShards(value.shape, value.dtype, [Chunk((0,), value)]) for i in range(count)}
+    state = {
+        f"w{i}": LocalShards(value.shape, value.dtype, [Chunk((0,), value)]) for i in range(count)
+    }
     checksum, found = restricted.checksum, []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         path = Path(folder) / "checkpoint"
@@ -61,14 +65,22 @@ def main() -> None:
             directory.checksum = write_sums(checksum)  # type: ignore[assignment]
             writing(CheckpointWriter(None, True).save)({"state_dict": state}, path)
             restricted.checksum = read_sums(checksum)  # type: ignore[assignment]
-            reading(lambda: map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.whole()))()
+            reading(
+                lambda: map_tensors(
+                    open_checkpoint(path), StoredTensor, lambda stored: stored.whole()
+                )
+            )()
             found.append([writing, write_sums, reading, read_sums])
             restricted.checksum = checksum
     for name, whole, sums in (("writing", 0, 1), ("reading", 2, 3)):
         for clock in ("wall", "processor"):
-            all_of_it, of_sums = (statistics.median(getattr(row[i], clock) for row in found) for i in (whole, sums))
+            all_of_it, of_sums = (
+                statistics.median(getattr(row[i], clock) for row in found) for i in (whole, sums)
+            )
             share = f"{of_sums / all_of_it:.0%}"
-            print(f"{name}, {clock}: {all_of_it / gigabytes:.2f} s/GB, checksums {of_sums / gigabytes:.2f} ({share})")
+            print(
+                f"{name}, {clock}: {all_of_it / gigabytes:.2f} s/GB, checksums {of_sums / gigabytes:.2f} ({share})"
+            )
 
 
 if __name__ == "__main__":

@@ -67,7 +67,9 @@ def worker(args: argparse.Namespace) -> None:
         """With the plan of the strategy before it, stages changed."""
         plan = next(found[f"plan of {other}"] for other in found if f"plan of {other}" in found)
         path = Path(args.folder) / f"edited_{os.environ['RANK']}.json"
-        path.write_text(json.dumps({**plan, "stages": [{**stage, **change(stage)} for stage in plan["stages"]]}))
+        path.write_text(
+            json.dumps({**plan, "stages": [{**stage, **change(stage)} for stage in plan["stages"]]})
+        )
         return AlpaStrategy(plan=path, capture="require")
 
     def products_of(stage: dict[str, Any]) -> list[str]:
@@ -81,14 +83,20 @@ def worker(args: argparse.Namespace) -> None:
         match kind:
             case "alpa":
                 options = json.loads(detail) if detail else {}
-                return AlpaStrategy(**{"plan_dir": args.folder + "/plans", "capture": "require", **options}), own_rows
-            case "as planned, nothing ahead":  # the plan before it, with gatherings where they are needed
+                return AlpaStrategy(
+                    **{"plan_dir": args.folder + "/plans", "capture": "require", **options}
+                ), own_rows
+            case (
+                "as planned, nothing ahead"
+            ):  # the plan before it, with gatherings where they are needed
                 return edited(lambda stage: {"ahead_bytes": 0}), own_rows
             case "as planned, nothing beside sums":  # products wait for them
                 step_programs.lower = lambda *args, overlaps: lower(*args, overlaps=False)
                 return edited(lambda stage: {}), own_rows
             case "as planned, sums in parts":  # all of them, in so many
-                return edited(lambda stage: {"in_parts": dict.fromkeys(products_of(stage), int(detail))}), own_rows
+                return edited(
+                    lambda stage: {"in_parts": dict.fromkeys(products_of(stage), int(detail))}
+                ), own_rows
             case "ddp":
                 return DDPStrategy(gradient_as_bucket_view=True), own_rows
             case "fsdp":
@@ -125,12 +133,26 @@ def run_case(args: argparse.Namespace, name: str, strategies: list[str]) -> dict
     """Everything that rank 0 of one job wrote."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        command = [str(HERE / "emulated_cluster.sh"), str(args.nodes), str(args.ranks), str(args.rate), __file__, name]
+        command = [
+            str(HERE / "emulated_cluster.sh"),
+            str(args.nodes),
+            str(args.ranks),
+            str(args.rate),
+            __file__,
+            name,
+        ]
         command += ["--worker", "--out", str(out), "--folder", args.folder or folder]
         for option in ("nodes", "ranks", "steps", "warmup", "rounds"):
             command += [f"--{option}", str(getattr(args, option))]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHON": sys.executable}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "PYTHON": sys.executable,
+        }
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH")))
+        )
         log = Path(args.folder or folder) / f"{name}.log"
         with log.open("w") as file:
             command += ["--strategies", *strategies]
@@ -143,23 +165,33 @@ def run_case(args: argparse.Namespace, name: str, strategies: list[str]) -> dict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*")
-    parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES), help="'alpa:{json of options}' too")
+    parser.add_argument(
+        "--strategies", nargs="*", default=list(STRATEGIES), help="'alpa:{json of options}' too"
+    )
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="of each node")
     parser.add_argument("--rate", type=int, default=200, help="Mbit/s between nodes")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--folder", help="where alpa keeps plans and measurements (default: nothing is kept)")
-    parser.add_argument("--require", action="store_true", help="exit 1 unless alpa is as fast as issue 3 asks")
+    parser.add_argument(
+        "--folder", help="where alpa keeps plans and measurements (default: nothing is kept)"
+    )
+    parser.add_argument(
+        "--require", action="store_true", help="exit 1 unless alpa is as fast as issue 3 asks"
+    )
     parser.add_argument("--verbose", action="store_true", help="show what the jobs print")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps < args.warmup + 2:
-        parser.error(f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two")
+        parser.error(
+            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two"
+        )
     if args.worker:
         worker(args)
         return 0
@@ -173,12 +205,15 @@ def main() -> int:
     ratios: dict[str, float] = {}
     for name in args.cases or CASES:
         case = CASES[name]
-        strategies = [s for s in args.strategies if case.tensor_parallel or not s.startswith("tensor")]
+        strategies = [
+            s for s in args.strategies if case.tensor_parallel or not s.startswith("tensor")
+        ]
         found = run_case(args, name, strategies)
         seconds = {s: statistics.median(found[s]) for s in strategies}
         best = min((seconds[s] for s in strategies if not s.startswith("alpa")), default=None)
         table = Table(
-            title=f"{name}: {case.what}; {args.nodes} x {args.ranks} ranks, {args.rate} Mbit/s", title_justify="left"
+            title=f"{name}: {case.what}; {args.nodes} x {args.ranks} ranks, {args.rate} Mbit/s",
+            title_justify="left",
         )
         for column in ("strategy", "step", "tokens/s", "x best other", "predicted", "plan"):
             table.add_column(column, justify="left" if column in ("strategy", "plan") else "right")
@@ -187,7 +222,9 @@ def main() -> int:
             ratio = "" if best is None else f"{best / seconds[s]:.2f}"
             predicted = "" if plan is None else f"{1e3 * plan.predicted.step_seconds:.0f} ms"
             rate = case.rows * case.tokens / seconds[s]
-            table.add_row(s, f"{1e3 * seconds[s]:.0f} ms", f"{rate:,.0f}", ratio, predicted, _described(plan))
+            table.add_row(
+                s, f"{1e3 * seconds[s]:.0f} ms", f"{rate:,.0f}", ratio, predicted, _described(plan)
+            )
         console.print(table)
         if best is not None and "alpa" in seconds:
             ratios[name] = best / seconds["alpa"]

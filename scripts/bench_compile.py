@@ -29,7 +29,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 ROOT = Path(__file__).resolve().parent.parent
-STRATEGIES = ("ddp", "ddp+compile", "alpa", "alpa+compile")  # and "replica+compile": with `batch_scope="replica"`
+STRATEGIES = (
+    "ddp",
+    "ddp+compile",
+    "alpa",
+    "alpa+compile",
+)  # and "replica+compile": with `batch_scope="replica"`
 VOCABULARY, SEQUENCE = 256, 256
 
 
@@ -66,11 +71,16 @@ class Llama(pl.LightningModule):
 
     def __init__(self, width: int = 512, layers: int = 4, heads: int = 8) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
+        self.embedding, self.head = (
+            nn.Embedding(VOCABULARY, width),
+            nn.Linear(width, VOCABULARY, bias=False),
+        )
         self.blocks = nn.ModuleList(LlamaBlock(width, heads) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         size = width // heads
-        angles = torch.outer(torch.arange(SEQUENCE), 1e4 ** (-torch.arange(0, size, 2) / size)).repeat(1, 2)
+        angles = torch.outer(
+            torch.arange(SEQUENCE), 1e4 ** (-torch.arange(0, size, 2) / size)
+        ).repeat(1, 2)
         self.register_buffer("cos", angles.cos())  # [T, K]
         self.register_buffer("sin", angles.sin())
 
@@ -126,7 +136,11 @@ def worker(args: argparse.Namespace, model_name: str, strategy: str) -> None:
     scope = "replica" if name == "replica" else "auto"
     capture = "auto" if name == "replica" else "require"
     alpa = alpa_strategy.AlpaStrategy(
-        compile=bool(compiled), batch_scope=scope, capture=capture, plan_dir=args.folder, verbose=False
+        compile=bool(compiled),
+        batch_scope=scope,
+        capture=capture,
+        plan_dir=args.folder,
+        verbose=False,
     )
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -147,37 +161,60 @@ def worker(args: argparse.Namespace, model_name: str, strategy: str) -> None:
         Path(args.out).write_text(json.dumps(clock.times), encoding="utf-8")
 
 
-def run_job(args: argparse.Namespace, model: str, strategy: str, folder: Path) -> tuple[float, float]:
+def run_job(
+    args: argparse.Namespace, model: str, strategy: str, folder: Path
+) -> tuple[float, float]:
     """(seconds of the quickest step, seconds to the end of the first one) of one job."""
     own = folder / model / strategy
     own.mkdir(parents=True, exist_ok=True)
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(own / "inductor")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(own / "inductor"),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        __file__,
+    ]
     command += ["--worker", model, strategy, "--steps", str(args.steps), "--folder", str(own)]
     begun = time.time()
     out = own / "times.json"
-    done = subprocess.run([*command, "--out", str(out)], env=environment, cwd=own, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--out", str(out)], env=environment, cwd=own, capture_output=True, text=True
+    )
     if done.returncode:
-        raise SystemExit(f"{model}, {strategy} failed:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
+        raise SystemExit(
+            f"{model}, {strategy} failed:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+        )
     times = json.loads(out.read_text(encoding="utf-8"))
     return min([b - a for a, b in pairwise(times)][args.warmup :]), times[0] - begun
 
 
 def main() -> int:
     """Runs the jobs, prints a table; 1 where a goal is missed (with `--require`)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="*", default=["gpt", "llama", "resnet"])
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--require", action="store_true", help="exit 1 unless 1.0 x in steps, 1.2 x in starts")
+    parser.add_argument(
+        "--require", action="store_true", help="exit 1 unless 1.0 x in steps, 1.2 x in starts"
+    )
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not args.worker and args.steps < args.warmup + 2:
-        parser.error(f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two")
+        parser.error(
+            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two"
+        )
     if args.worker:
         worker(args, *args.worker)
         return 0
@@ -186,16 +223,21 @@ def main() -> int:
         for model in args.models:
             found: dict[str, list[tuple[float, float]]] = {name: [] for name in args.strategies}
             for turn in range(args.rounds):
-                for name in args.strategies[:: 1 if turn % 2 == 0 else -1]:  # neither always goes first
+                for name in args.strategies[
+                    :: 1 if turn % 2 == 0 else -1
+                ]:  # neither always goes first
                     found[name].append(run_job(args, model, name, Path(folder)))
             for name, rounds in found.items():
                 starts = [start for _, start in rounds]
                 steps = " ".join(f"{1e3 * step:.0f}" for step, _ in rounds)
                 later = " ".join(f"{start:.0f}" for start in starts[1:]) or "-"
                 print(
-                    f"{model:7} {name:13} steps {steps} ms, first start {starts[0]:.0f} s, later {later} s", flush=True
+                    f"{model:7} {name:13} steps {steps} ms, first start {starts[0]:.0f} s, later {later} s",
+                    flush=True,
                 )
-            for name in {"alpa+compile", "replica+compile"} & found.keys() if "ddp+compile" in found else ():
+            for name in (
+                {"alpa+compile", "replica+compile"} & found.keys() if "ddp+compile" in found else ()
+            ):
                 pairs = list(zip(found["ddp+compile"], found[name], strict=True))
                 speed = min(theirs[0] for theirs, _ in pairs) / min(mine[0] for _, mine in pairs)
                 ratios = [mine[1] / theirs[1] for theirs, mine in pairs][1:]

@@ -38,7 +38,9 @@ class Tapered(lightning.LightningModule):
         super().__init__()
         widths = [64 + 8 * layer for layer in range(depth)]
         blocks = [Bottleneck(4 * a, b, 1, 1) for a, b in zip([16, *widths], widths, strict=False)]
-        self.net = nn.Sequential(nn.Conv2d(3, 64, 4, 4), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 64, 4, 4), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        )
         self.head = nn.Linear(4 * widths[-1], 100)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -55,18 +57,29 @@ class Llama(lightning.LightningModule):
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4}
-        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=depth, **sizes))
+        sizes = {
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+        }
+        self.model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=VOCAB, num_hidden_layers=depth, **sizes)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return F.cross_entropy(self.model(input_ids=batch[0]).logits.flatten(0, 1), batch[1].flatten())
+        return F.cross_entropy(
+            self.model(input_ids=batch[0]).logits.flatten(0, 1), batch[1].flatten()
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())
 
 
 def gpt(depth: int) -> GPT:
-    return GPT(num_layers=depth, hidden=1024, num_heads=16, vocab_size=VOCAB, sequence_length=LENGTH)
+    return GPT(
+        num_layers=depth, hidden=1024, num_heads=16, vocab_size=VOCAB, sequence_length=LENGTH
+    )
 
 
 FAMILIES = {"gpt": gpt, "tapered": Tapered, "llama": Llama}
@@ -81,7 +94,9 @@ def line(family: str, depth: int, options: PlanOptions) -> str:
     with torch.device("meta"):
         model = FAMILIES[family](depth)
     started = time.process_time()
-    plan = make_plan(model, batch, replace(ClusterSpec.load("p3_16xlarge_x8"), num_nodes=1), options)
+    plan = make_plan(
+        model, batch, replace(ClusterSpec.load("p3_16xlarge_x8"), num_nodes=1), options
+    )
     seconds = time.process_time() - started
     gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     parts = sorted(plan.solver_seconds.items(), key=lambda item: -item[1])
@@ -98,22 +113,37 @@ def known(text: str) -> list[str]:
     """The families of an argument."""
     names = text.split(",")
     if unknown := set(names) - set(FAMILIES):
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: the families are {', '.join(FAMILIES)}")
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(unknown)}: the families are {', '.join(FAMILIES)}"
+        )
     return names
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="?", type=known, default=list(FAMILIES), help="such as gpt,tapered")
-    parser.add_argument("depths", nargs="?", default="2,8,32,64", help="numbers of layers, such as 8,16,32")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "families", nargs="?", type=known, default=list(FAMILIES), help="such as gpt,tapered"
+    )
+    parser.add_argument(
+        "depths", nargs="?", default="2,8,32,64", help="numbers of layers, such as 8,16,32"
+    )
     args = parser.parse_args()
     failed = 0
-    print(f"{'':>8} {'depth':>4} {'CPU s':>7} {'ms a layer':>12} {'GiB':>5} {'stages':>7}  where (wall seconds)")
+    print(
+        f"{'':>8} {'depth':>4} {'CPU s':>7} {'ms a layer':>12} {'GiB':>5} {'stages':>7}  where (wall seconds)"
+    )
     for options in (PlanOptions(), PlanOptions(num_microbatches=8)):
-        print("pipelines of 8 micro-batches" if options.num_microbatches else "as by default", flush=True)
+        print(
+            "pipelines of 8 micro-batches" if options.num_microbatches else "as by default",
+            flush=True,
+        )
         for family in args.families:
             for depth in map(int, args.depths.split(",")):
-                process = multiprocessing.get_context("fork").Process(target=show, args=(family, depth, options))
+                process = multiprocessing.get_context("fork").Process(
+                    target=show, args=(family, depth, options)
+                )
                 process.start()
                 process.join()
                 failed += process.exitcode != 0

@@ -74,7 +74,9 @@ def worker(args: argparse.Namespace) -> None:
             self.peak = watch.peak
 
     torch.set_num_threads(1)
-    rows = torch.randint(512, (STEPS + 1, args.length + 1), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(
+        512, (STEPS + 1, args.length + 1), generator=torch.Generator().manual_seed(0)
+    )
     base, _ = resident_bytes()
     watch, clock = Watch(), Clock()
     watch.start()
@@ -83,7 +85,9 @@ def worker(args: argparse.Namespace) -> None:
         accelerator="cpu", devices=RANKS, strategy=strategy, max_steps=STEPS, callbacks=[clock], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(model_of(args, args.heads, args.length), DataLoader([(row[:-1], row[1:]) for row in rows]))
+    trainer.fit(
+        model_of(args, args.heads, args.length), DataLoader([(row[:-1], row[1:]) for row in rows])
+    )
     plan = strategy.plan
     stage = plan.stages[0]
     found = {
@@ -91,7 +95,11 @@ def worker(args: argparse.Namespace) -> None:
         "remat": stage.remat,
         "stages": len(plan.stages),
         "attention": sorted(
-            {" ".join(map(str, s)) for name, s in stage.strategies.items() if name.startswith("scaled_dot_product")}
+            {
+                " ".join(map(str, s))
+                for name, s in stage.strategies.items()
+                if name.startswith("scaled_dot_product")
+            }
         ),
         "predicted": plan.predicted.step_seconds,
         "measured": statistics.median(clock.wall[1:]),  # the first one plans
@@ -106,7 +114,14 @@ def run(heads: int, limit: int, arguments: list[str]) -> list[dict[str, Any]]:
     """What every rank measured."""
     with tempfile.TemporaryDirectory() as folder:
         out = str(Path(folder) / "found")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", __file__]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={RANKS}",
+            __file__,
+        ]
         command += [*arguments, "--heads", str(heads), "--limit", str(limit), "--out", out]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
@@ -116,7 +131,9 @@ def run(heads: int, limit: int, arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--length", type=int, default=16384, help="tokens of the sample")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
@@ -134,16 +151,31 @@ def table(args: argparse.Namespace) -> None:
     """All cases, printed."""
     for heads in (args.heads,) if args.heads else (4, 1):
         limit = limit_of(args, heads)
-        sizes = ["--length", str(args.length), "--hidden", str(args.hidden), "--layers", str(args.layers)]
+        sizes = [
+            "--length",
+            str(args.length),
+            "--hidden",
+            str(args.hidden),
+            "--layers",
+            str(args.layers),
+        ]
         ranks = run(heads, limit, sizes)
         first, cpu = ranks[0], [rank["cpu"] for rank in ranks]
         quarter = args.length // RANKS
-        print(f"{heads} heads, {args.length} tokens: the limit, {limit / 1e6:.0f} MB, holds {quarter} on one device")
-        print(f"  mesh {first['mesh']}, {first['stages']} stages, remat {first['remat']}, {first['attention']}")
+        print(
+            f"{heads} heads, {args.length} tokens: the limit, {limit / 1e6:.0f} MB, holds {quarter} on one device"
+        )
+        print(
+            f"  mesh {first['mesh']}, {first['stages']} stages, remat {first['remat']}, {first['attention']}"
+        )
         print(f"  step {first['predicted']:.2f} s predicted, {first['measured']:.2f} s measured")
-        print(f"  peak {first['planned'] / 1e6:.0f} MB planned, {[round(r['peak'] / 1e6) for r in ranks]} MB measured")
+        print(
+            f"  peak {first['planned'] / 1e6:.0f} MB planned, {[round(r['peak'] / 1e6) for r in ranks]} MB measured"
+        )
         share = max(cpu) / statistics.mean(cpu)
-        print(f"  cpu {[round(each, 2) for each in cpu]} s a step, the largest {share:.3f} of the mean")
+        print(
+            f"  cpu {[round(each, 2) for each in cpu]} s a step, the largest {share:.3f} of the mean"
+        )
 
 
 if __name__ == "__main__":

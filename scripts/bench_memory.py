@@ -43,10 +43,28 @@ class Case:
     strategy: dict[str, Any] = field(default_factory=dict)
 
 
-WIDE = {"num_layers": 4, "hidden": 1024, "num_heads": 16, "vocab_size": 2048, "sequence_length": 128}
+WIDE = {
+    "num_layers": 4,
+    "hidden": 1024,
+    "num_heads": 16,
+    "vocab_size": 2048,
+    "sequence_length": 128,
+}
 LONG = {"num_layers": 6, "hidden": 512, "num_heads": 8, "vocab_size": 2048, "sequence_length": 512}
-DEEP = {"num_layers": 8, "hidden": 1024, "num_heads": 16, "vocab_size": 2048, "sequence_length": 128}
-LARGE = {"num_layers": 12, "hidden": 1024, "num_heads": 16, "vocab_size": 2048, "sequence_length": 64}
+DEEP = {
+    "num_layers": 8,
+    "hidden": 1024,
+    "num_heads": 16,
+    "vocab_size": 2048,
+    "sequence_length": 128,
+}
+LARGE = {
+    "num_layers": 12,
+    "hidden": 1024,
+    "num_heads": 16,
+    "vocab_size": 2048,
+    "sequence_length": 64,
+}
 TWO_STAGES = {"num_stages": 2, "num_microbatches": 4, "schedule": "1F1B"}
 CASES = {
     "data": Case(2, WIDE, 2, {"parallel": "data", "memory_limit": "1150MB"}),
@@ -57,18 +75,30 @@ CASES = {
     "tensor": Case(2, DEEP, 2, {"parallel": "tensor"}),
     "1F1B": Case(2, DEEP, 4, TWO_STAGES),
     "GPipe": Case(2, {**LONG, "num_layers": 8}, 8, {**TWO_STAGES, "schedule": "GPipe"}),
-    "interleaved": Case(2, DEEP, 4, {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B"}),
-    "zero bubble": Case(2, DEEP, 4, {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble"}),
+    "interleaved": Case(
+        2, DEEP, 4, {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B"}
+    ),
+    "zero bubble": Case(
+        2, DEEP, 4, {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble"}
+    ),
     "1F1B of zero2": Case(4, DEEP, 4, {**TWO_STAGES, "parallel": "zero2"}),
     "1F1B, recomputed": Case(2, {**LONG, "num_layers": 16}, 8, {**TWO_STAGES, "remat": True}),
-    "GPipe, recomputed": Case(2, {**LONG, "num_layers": 16}, 16, {**TWO_STAGES, "schedule": "GPipe", "remat": True}),
-    "GPipe, recomputed, short rows": Case(2, DEEP, 4, {**TWO_STAGES, "schedule": "GPipe", "remat": True}),
-    "data, recomputed": Case(2, {**LONG, "num_layers": 12}, 8, {"parallel": "data", "num_stages": 1, "remat": True}),
+    "GPipe, recomputed": Case(
+        2, {**LONG, "num_layers": 16}, 16, {**TWO_STAGES, "schedule": "GPipe", "remat": True}
+    ),
+    "GPipe, recomputed, short rows": Case(
+        2, DEEP, 4, {**TWO_STAGES, "schedule": "GPipe", "remat": True}
+    ),
+    "data, recomputed": Case(
+        2, {**LONG, "num_layers": 12}, 8, {"parallel": "data", "num_stages": 1, "remat": True}
+    ),
     "large": Case(4, LARGE, 1),
     "large, 6 layers": Case(4, {**LARGE, "num_layers": 6}, 1),
     "large, 30 layers": Case(4, {**LARGE, "num_layers": 30}, 1),
 }
-LARGE_CASES = [name for name in CASES if name.startswith("large")]  # their memory_limit is a third of the state
+LARGE_CASES = [
+    name for name in CASES if name.startswith("large")
+]  # their memory_limit is a third of the state
 
 
 def state_bytes(gpt: dict[str, int]) -> int:
@@ -119,7 +149,9 @@ def worker(case: Case, out: Path) -> None:
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
             generator = torch.Generator().manual_seed(index)
-            row = torch.randint(case.gpt["vocab_size"], (case.gpt["sequence_length"] + 1,), generator=generator)
+            row = torch.randint(
+                case.gpt["vocab_size"], (case.gpt["sequence_length"] + 1,), generator=generator
+            )
             return row[:-1], row[1:]
 
     class Model(pl.LightningModule):
@@ -133,7 +165,9 @@ def worker(case: Case, out: Path) -> None:
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             tokens, targets = batch
-            return torch.nn.functional.cross_entropy(self.gpt(tokens).flatten(0, 1), targets.flatten())
+            return torch.nn.functional.cross_entropy(
+                self.gpt(tokens).flatten(0, 1), targets.flatten()
+            )
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-4)
@@ -150,7 +184,10 @@ def worker(case: Case, out: Path) -> None:
         def on_train_batch_end(self, trainer: pl.Trainer, *unused: object) -> None:
             self.marks[f"after step {trainer.global_step}"], _ = resident_bytes()
             # Before a module that fits is made whole again.
-            self.steps, self.total = watch.peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            self.steps, self.total = (
+                watch.peak,
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            )
 
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
@@ -159,7 +196,11 @@ def worker(case: Case, out: Path) -> None:
     watch.start()
     marks = Marks()
     strategy = alpa_strategy.AlpaStrategy(
-        cluster="pcie_8gpu", capture="require", verbose=False, plan_dir=os.environ["ALPA_PLANS"], **case.strategy
+        cluster="pcie_8gpu",
+        capture="require",
+        verbose=False,
+        plan_dir=os.environ["ALPA_PLANS"],
+        **case.strategy,
     )
     trainer = pl.Trainer(
         accelerator="cpu", devices=case.ranks, strategy=strategy, max_steps=4, callbacks=[marks], logger=False,
@@ -168,7 +209,10 @@ def worker(case: Case, out: Path) -> None:
     trainer.fit(Model(), DataLoader(Tokens(), batch_size=case.rows))
     steps = marks.steps
     with torch.device("meta"):
-        whole = {f"gpt.{name}": parameter.nbytes for name, parameter in GPT(**case.gpt).named_parameters()}
+        whole = {
+            f"gpt.{name}": parameter.nbytes
+            for name, parameter in GPT(**case.gpt).named_parameters()
+        }
     found = {
         "rank": trainer.global_rank,
         "planned": own_peak(strategy.plan, trainer.global_rank) + host_bytes(strategy.plan, whole),
@@ -197,7 +241,9 @@ def host_bytes(plan: Any, whole: dict[str, int]) -> float:
     total = 0.0
     for stage in plan.stages:
         for name, how in stage.parameter_plans.items():
-            parts = math.prod(n for n, mode in zip(stage.logical_mesh, how.modes, strict=True) if mode.is_shard)
+            parts = math.prod(
+                n for n, mode in zip(stage.logical_mesh, how.modes, strict=True) if mode.is_shard
+            )
             total += 4 * whole[name] / parts if how.on_host else 0.0
     return total
 
@@ -207,7 +253,13 @@ def run_case(name: str, plans: str) -> list[dict[str, Any]]:
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={case.ranks}",
+        ]
         command += [__file__, "--worker", name, "--out", str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "ALPA_PLANS": plans}
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
@@ -217,9 +269,15 @@ def run_case(name: str, plans: str) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", choices=CASES, help="all but the large ones by default")
-    parser.add_argument("--require", type=float, help="exit 1 where a peak differs by more than this share")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", nargs="*", choices=CASES, help="all but the large ones by default"
+    )
+    parser.add_argument(
+        "--require", type=float, help="exit 1 where a peak differs by more than this share"
+    )
     parser.add_argument("--details", action="store_true", help="also print memory after every step")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -255,19 +313,31 @@ def main() -> int:
                 planned, steps, start = found["planned"], found["steps"], found["start"]
                 row = [name, str(found["rank"]), f"{planned / 1e6:.0f}", f"{steps / 1e6:.0f}"]
                 row += [f"{steps / planned:.2f}", f"{start / 1e6:.0f}", f"{start / planned:.2f}"]
-                row += [f"{found['files'] / 1e6:.0f}", f"{found['process'] / 1e6:.0f}", f"{found['total'] / 1e6:.0f}"]
+                row += [
+                    f"{found['files'] / 1e6:.0f}",
+                    f"{found['process'] / 1e6:.0f}",
+                    f"{found['total'] / 1e6:.0f}",
+                ]
                 row += [f"{found['total'] / (planned + found['process']):.2f}"]
                 table.add_row(*row)
                 if args.require is not None:
                     wrong |= abs(steps / planned - 1) > args.require
                     wrong |= found["total"] > 1.1 * (planned + found["process"])
-                    wrong |= name in LARGE_CASES and found["total"] > 1.1 * planned + found["process"]
+                    wrong |= (
+                        name in LARGE_CASES and found["total"] > 1.1 * planned + found["process"]
+                    )
                 if args.details:
-                    console.print(name, found["rank"], {k: f"{v / 1e6:.0f}" for k, v in found["marks"].items()})
+                    console.print(
+                        name,
+                        found["rank"],
+                        {k: f"{v / 1e6:.0f}" for k, v in found["marks"].items()},
+                    )
     console.print(table)
     for name in (name for name in args.cases or () if name in LARGE_CASES):
         whole = state_bytes(CASES[name].gpt)
-        console.print(f"{name}: parameters and Adam state {whole / 1e6:.0f} MB, memory_limit {whole / 3e6:.0f} MB")
+        console.print(
+            f"{name}: parameters and Adam state {whole / 1e6:.0f} MB, memory_limit {whole / 3e6:.0f} MB"
+        )
     return 1 if wrong else 0
 
 

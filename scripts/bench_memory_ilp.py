@@ -67,7 +67,12 @@ def worker(args: argparse.Namespace) -> None:
     base, _ = resident_bytes()
     watch, clock = Watch(), Clock()
     watch.start()
-    options = {"remat": json.loads(args.remat), "num_microbatches": 1, "capture": "require", "verbose": False}
+    options = {
+        "remat": json.loads(args.remat),
+        "num_microbatches": 1,
+        "capture": "require",
+        "verbose": False,
+    }
     strategy = AlpaStrategy(memory_limit=args.limit, **options)
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, strategy=strategy, max_steps=args.steps, callbacks=[clock], logger=False,
@@ -90,22 +95,38 @@ def worker(args: argparse.Namespace) -> None:
 def run(folder: Path, remat: Any, limit: float, sizes: list[str]) -> dict[str, Any]:
     """What one job measured."""
     out = folder / "found.json"
-    command = [sys.executable, __file__, *sizes, "--remat", json.dumps(remat), "--limit", str(limit), "--out", str(out)]
+    command = [
+        sys.executable,
+        __file__,
+        *sizes,
+        "--remat",
+        json.dumps(remat),
+        "--limit",
+        str(limit),
+        "--out",
+        str(out),
+    ]
     # Memory that is given back at once comes again in pages of 2 MB, not of 4 KB (PyTorch's own switch).
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"remat={remat}, limit {limit:.3g} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"remat={remat}, limit {limit:.3g} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
     return json.loads(out.read_text())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--rows", type=int, default=16, help="of 256 tokens each")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="keeps plans and timed ops; a new one by default")
+    parser.add_argument(
+        "--folder", type=Path, help="keeps plans and timed ops; a new one by default"
+    )
     parser.add_argument("--require", action="store_true", help="exit 1 where a goal is missed")
     parser.add_argument("--remat", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
@@ -130,14 +151,21 @@ def table(args: argparse.Namespace, folder: Path) -> bool:
     planned = {name: run(folder, *job, sizes)["planned"] for name, job in jobs.items()}
     for share in SHARES:
         limit = share * needed
-        jobs |= {f"{name}, {share:.0%}": (UNIFORM[name], limit) for name in UNIFORM if planned[name] <= limit}
+        jobs |= {
+            f"{name}, {share:.0%}": (UNIFORM[name], limit)
+            for name in UNIFORM
+            if planned[name] <= limit
+        }
         jobs[f"solved, {share:.0%}"] = None, limit
     for turn in range(args.rounds):
         for name, job in list(jobs.items())[:: 1 if turn % 2 == 0 else -1]:
             runs.setdefault(name, []).append(run(folder, *job, sizes))
             print(name, runs[name][-1], flush=True)
     found = {name: min(runs[name], key=lambda row: row["measured"]) for name in jobs}
-    found = {name: {**row, "peak": max(each["peak"] for each in runs[name])} for name, row in found.items()}
+    found = {
+        name: {**row, "peak": max(each["peak"] for each in runs[name])}
+        for name, row in found.items()
+    }
     missed = False
     for name, row in found.items():
         ratio = row["measured"] / row["predicted"]
@@ -150,7 +178,9 @@ def table(args: argparse.Namespace, folder: Path) -> bool:
         )
     for share in SHARES:
         own, limit = found[f"solved, {share:.0%}"], share * needed
-        fit = {n: found[each]["measured"] for n in UNIFORM if (each := f"{n}, {share:.0%}") in found}
+        fit = {
+            n: found[each]["measured"] for n in UNIFORM if (each := f"{n}, {share:.0%}") in found
+        }
         fit = fit or {"none": math.inf}
         best = min(fit, key=fit.__getitem__)
         full = fit.get("all recomputed", math.inf)

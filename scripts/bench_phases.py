@@ -24,8 +24,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"num_layers": 2, "hidden": 64, "num_heads": 4, "vocab_size": 32, "sequence_length": 12},
-    "larger": {"num_layers": 3, "hidden": 384, "num_heads": 6, "vocab_size": 512, "sequence_length": 32},
+    "tiny": {
+        "num_layers": 2,
+        "hidden": 64,
+        "num_heads": 4,
+        "vocab_size": 32,
+        "sequence_length": 12,
+    },
+    "larger": {
+        "num_layers": 3,
+        "hidden": 384,
+        "num_heads": 6,
+        "vocab_size": 512,
+        "sequence_length": 32,
+    },
 }
 LENGTHS = {"tiny": (4, 8), "larger": (16, 16)}  # of prompts and answers
 PROMPTS = 4  # of a rank, with eight answers each
@@ -63,7 +75,9 @@ def worker(args: argparse.Namespace) -> None:
 
     class Clock(pl.Callback):
         def on_fit_start(self, *unused: object) -> None:
-            self.cluster = measure_cluster(1, args.rank_count, build_mesh, Path(args.folder), torch.device("cpu"))
+            self.cluster = measure_cluster(
+                1, args.rank_count, build_mesh, Path(args.folder), torch.device("cpu")
+            )
 
         def on_train_batch_start(self, *unused: object) -> None:
             self._began = clock()
@@ -95,13 +109,17 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=SIZES)
     parser.add_argument("--steps", type=int, default=12, help="iterations")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--budget", type=float, default=30.0, help="seconds for timing ops")
-    parser.add_argument("--cpu", action="store_true", help="CPU seconds, which a busy machine changes less")
+    parser.add_argument(
+        "--cpu", action="store_true", help="CPU seconds, which a busy machine changes less"
+    )
     for name in ("--out", "--folder", "--size"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--rank-count", type=int, help=argparse.SUPPRESS)
@@ -115,15 +133,32 @@ def main() -> int:
     table = Table(title="An iteration of GRPO, gloo, fp32: ms measured, and as priced")
     for column in ("policy", "ranks", "answers", "priced", "ratio", "iteration", "priced", "ratio"):
         table.add_column(column, justify="left" if column == "policy" else "right")
-    shown = [f"--steps={args.steps}", f"--warmup={args.warmup}", f"--budget={args.budget}"] + ["--cpu"] * args.cpu
+    shown = [f"--steps={args.steps}", f"--warmup={args.warmup}", f"--budget={args.budget}"] + [
+        "--cpu"
+    ] * args.cpu
     for size, ranks in product(args.sizes, args.ranks):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "found.json"
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-            given = [f"--size={size}", f"--rank-count={ranks}", f"--folder={folder}", f"--out={out}"]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={ranks}",
+            ]
+            given = [
+                f"--size={size}",
+                f"--rank-count={ranks}",
+                f"--folder={folder}",
+                f"--out={out}",
+            ]
             environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
             done = subprocess.run(
-                [*command, __file__, *shown, *given], env=environment, cwd=folder, capture_output=True, text=True
+                [*command, __file__, *shown, *given],
+                env=environment,
+                cwd=folder,
+                capture_output=True,
+                text=True,
             )
             if done.returncode:
                 raise SystemExit(f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
@@ -131,9 +166,18 @@ def main() -> int:
         measured, priced = found["measured"], found["priced"]
         written = priced["prompt"] + priced["answer"]
         pairs = ((measured["answers"], written), (measured["step"], sum(priced.values())))
-        row = [text for a, b in pairs for text in (f"{1e3 * a:.1f}", f"{1e3 * b:.1f}", f"{a / b:.2f}")]
+        row = [
+            text for a, b in pairs for text in (f"{1e3 * a:.1f}", f"{1e3 * b:.1f}", f"{a / b:.2f}")
+        ]
         table.add_row(size, str(ranks), *row)
-        print(size, ranks, "ops timed", found["timed"], {k: f"{1e3 * v:.1f} ms" for k, v in priced.items()}, flush=True)
+        print(
+            size,
+            ranks,
+            "ops timed",
+            found["timed"],
+            {k: f"{1e3 * v:.1f} ms" for k, v in priced.items()},
+            flush=True,
+        )
     Console(width=110).print(table)
     return 0
 

@@ -23,10 +23,25 @@ ROOT = Path(__file__).resolve().parent.parent
 def plan(recipe: str, num_nodes: int, folder: str) -> tuple[float, float, Path]:
     """(seconds, GiB at the peak, plan file) of one planning."""
     out = Path(folder) / f"{recipe}_{num_nodes}.json"
-    command = [sys.executable, "-m", "alpa_strategy", "plan", str(ROOT / "recipes" / f"{recipe}.yaml")]
-    command += ["--cluster", "p3_16xlarge_x8", f"cluster.num_nodes={num_nodes}", "plan.baselines=true", "-o", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "alpa_strategy",
+        "plan",
+        str(ROOT / "recipes" / f"{recipe}.yaml"),
+    ]
+    command += [
+        "--cluster",
+        "p3_16xlarge_x8",
+        f"cluster.num_nodes={num_nodes}",
+        "plan.baselines=true",
+        "-o",
+        str(out),
+    ]
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
     output, _ = process.communicate()
     seconds = time.perf_counter() - started
     if process.returncode:
@@ -35,8 +50,12 @@ def plan(recipe: str, num_nodes: int, folder: str) -> tuple[float, float, Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=["gpt_2_6b:1:30", "gpt_39b:8:120"], help="recipe:nodes:seconds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "cases", nargs="*", default=["gpt_2_6b:1:30", "gpt_39b:8:120"], help="recipe:nodes:seconds"
+    )
     parser.add_argument("--max-seconds", type=float, default=60.0)
     parser.add_argument("--max-gib", type=float, default=8.0)
     args = parser.parse_args()
@@ -66,11 +85,25 @@ def main() -> int:
             seconds, gib, file = plan(recipe, int(nodes or 1), folder)
             made = Plan.load(file)
             step = made.predicted.step_seconds
-            ratios = [f"{name} {s / step:.2f}x" if s else f"{name} does not fit" for name, s in made.baselines.items()]
+            ratios = [
+                f"{name} {s / step:.2f}x" if s else f"{name} does not fit"
+                for name, s in made.baselines.items()
+            ]
             mesh = " + ".join("x".join(map(str, stage.logical_mesh)) for stage in made.stages)
-            row = (recipe, str(8 * int(nodes or 1)), f"{seconds:.1f} s", f"{gib:.2f} GiB", mesh, format_seconds(step))
+            row = (
+                recipe,
+                str(8 * int(nodes or 1)),
+                f"{seconds:.1f} s",
+                f"{gib:.2f} GiB",
+                mesh,
+                format_seconds(step),
+            )
             spent = sorted(made.solver_seconds.items(), key=lambda item: -item[1])
-            table.add_row(*row, ", ".join(ratios), ", ".join(f"{name} {format_seconds(s)}" for name, s in spent[:5]))
+            table.add_row(
+                *row,
+                ", ".join(ratios),
+                ", ".join(f"{name} {format_seconds(s)}" for name, s in spent[:5]),
+            )
             if seconds > float(most or args.max_seconds) or gib > args.max_gib:
                 failed.append(f"{recipe}: {seconds:.1f} s, {gib:.2f} GiB")
             if any(s is not None and s < step * (1 - 1e-9) for s in made.baselines.values()):

@@ -37,7 +37,9 @@ def plan(recipe: str, nodes: int, cluster: str, pins: tuple[str, ...] = ()) -> d
     """The plan file of one planning, with `cpu` seconds and `gib` at the peak; None where nothing fits."""
     made = run_plan(ROOT, recipe, cluster, f"cluster.num_nodes={nodes}", *pins)
     if made.plan is None:
-        print(f"    {recipe} on {nodes} nodes {' '.join(pins)}: {made.output.strip().splitlines()[-1][:150]}")
+        print(
+            f"    {recipe} on {nodes} nodes {' '.join(pins)}: {made.output.strip().splitlines()[-1][:150]}"
+        )
         return None
     return made.plan | {"cpu": made.cpu_seconds, "gib": made.peak_gib}
 
@@ -53,7 +55,9 @@ def stages_of(made: dict) -> str:
     return " + ".join(f"{n}x({mesh})" for n, mesh in runs)
 
 
-def worse_than_regular(recipe: str, nodes: int, cluster: str, made: dict, per_node: int = 8) -> list[str]:
+def worse_than_regular(
+    recipe: str, nodes: int, cluster: str, made: dict, per_node: int = 8
+) -> list[str]:
     """Regular plans with the chosen number of micro-batches that are better; prints all of them."""
     better, devices = [], nodes * per_node
     for stages in (p for p in range(2, devices + 1) if devices % p == 0):
@@ -65,9 +69,14 @@ def worse_than_regular(recipe: str, nodes: int, cluster: str, made: dict, per_no
             if other is None:
                 continue
             seconds, best = other["predicted"]["step_seconds"], made["predicted"]["step_seconds"]
-            print(f"    {stages} stages of {shape}: {seconds:.4g} s, {seconds / best:.3f}x", flush=True)
+            print(
+                f"    {stages} stages of {shape}: {seconds:.4g} s, {seconds / best:.3f}x",
+                flush=True,
+            )
             if best > seconds * TOLERANCE:
-                better.append(f"{recipe} on {devices}: {stages} stages of {shape} take {seconds:.4g} s, not {best:.4g}")
+                better.append(
+                    f"{recipe} on {devices}: {stages} stages of {shape} take {seconds:.4g} s, not {best:.4g}"
+                )
     return better
 
 
@@ -83,24 +92,38 @@ def picture(points: list[tuple[int, float, float]]) -> str:
         y = height - top - (math.log2(value) - least) / max(most - least, 1) * (height - 2 * top)
         return f"{x:.0f},{y:.0f}"
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
+    ]
     parts.append('<rect width="100%" height="100%" fill="white"/>')
-    for index, (name, colour) in enumerate((("CPU seconds", "#2563eb"), ("GiB at the peak", "#d97706")), start=1):
+    for index, (name, colour) in enumerate(
+        (("CPU seconds", "#2563eb"), ("GiB at the peak", "#d97706")), start=1
+    ):
         line = [place(p[0], p[index]) for p in points]
-        parts.append(f'<polyline points="{" ".join(line)}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(
+            f'<polyline points="{" ".join(line)}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        )
         for p, at in zip(points, line, strict=True):
             x, y = at.split(",")
             parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>')
-            parts.append(f'<text x="{x}" y="{int(y) - 8}" font-size="11" text-anchor="middle">{p[index]:.3g}</text>')
-        parts.append(f'<text x="{left}" y="{12 * index + 4}" font-size="12" fill="{colour}">{name}</text>')
+            parts.append(
+                f'<text x="{x}" y="{int(y) - 8}" font-size="11" text-anchor="middle">{p[index]:.3g}</text>'
+            )
+        parts.append(
+            f'<text x="{left}" y="{12 * index + 4}" font-size="12" fill="{colour}">{name}</text>'
+        )
     for p in points:
         x = place(p[0], 1.0).split(",")[0]
-        parts.append(f'<text x="{x}" y="{height - 8}" font-size="11" text-anchor="middle">{p[0]}</text>')
+        parts.append(
+            f'<text x="{x}" y="{height - 8}" font-size="11" text-anchor="middle">{p[0]}</text>'
+        )
     return "\n".join([*parts, "</svg>"])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cells", nargs="*", help="recipe:nodes[:most CPU seconds[:most GiB]]")
     parser.add_argument("--cluster", default="dgx_h100")
     parser.add_argument("--regular", action="store_true", help="price every regular plan as well")

@@ -57,7 +57,9 @@ def space_of(cell: str) -> Space:
     batch = build_data(recipe).example_batch()
     is_mixed = recipe.trainer.get("precision") == "16-mixed"
     context = partial(torch.autocast, "cpu", dtype=torch.float16) if is_mixed else None
-    step = capture_step(model, batch, world_size=devices.num_devices, batch_scope="global", context=context)
+    step = capture_step(
+        model, batch, world_size=devices.num_devices, batch_scope="global", context=context
+    )
     task = PlanTask(step, devices, PlanOptions(batch_scope="global"), optimizer_info_of(model))
     graph = microbatch(step, int(count), devices.num_devices).graph
     job = CostJob(
@@ -77,19 +79,27 @@ def space_of(cell: str) -> Space:
 def picture(found: dict[str, dict[str, float]]) -> str:
     """A dot per cell and search: its step as a multiple of the solved one; at the right edge where it found nothing."""
     height, left, width = 24 * len(found) + 50, 240, 700
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
+    ]
     parts.append('<rect width="100%" height="100%" fill="white"/>')
     for i, (name, colour) in enumerate(COLOURS.items()):
-        parts.append(f'<text x="{left + 100 * i}" y="16" font-size="12" fill="{colour}">{name}</text>')
+        parts.append(
+            f'<text x="{left + 100 * i}" y="16" font-size="12" fill="{colour}">{name}</text>'
+        )
     for row, (cell, ratios) in enumerate(found.items()):
         y = 40 + 24 * row
         parts.append(f'<text x="4" y="{y + 4}" font-size="11">{cell}</text>')
         parts.append(f'<line x1="{left}" y1="{y}" x2="{width - 20}" y2="{y}" stroke="#e5e7eb"/>')
         for name, ratio in ratios.items():
             x = left + min(ratio - 1, 1.0) * (width - 20 - left)
-            parts.append(f'<circle cx="{x:.0f}" cy="{y}" r="5" fill="{COLOURS[name]}" fill-opacity="0.7"/>')
+            parts.append(
+                f'<circle cx="{x:.0f}" cy="{y}" r="5" fill="{COLOURS[name]}" fill-opacity="0.7"/>'
+            )
     parts.append(f'<text x="{left}" y="{height - 4}" font-size="11">1.0x the solved step</text>')
-    parts.append(f'<text x="{width - 20}" y="{height - 4}" font-size="11" text-anchor="end">2.0x or more</text>')
+    parts.append(
+        f'<text x="{width - 20}" y="{height - 4}" font-size="11" text-anchor="end">2.0x or more</text>'
+    )
     return "\n".join([*parts, "</svg>"])
 
 
@@ -116,10 +126,18 @@ Better than solved: {", ".join(better) or "none"}.
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cells", nargs="*", help="recipe:cluster:nodes:micro-batches")
-    parser.add_argument("--least", type=float, default=LEAST_SECONDS, help="seconds that each search has at least")
-    parser.add_argument("--write", action="store_true", help="write docs/search.md and the picture of some cells, too")
+    parser.add_argument(
+        "--least", type=float, default=LEAST_SECONDS, help="seconds that each search has at least"
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write docs/search.md and the picture of some cells, too",
+    )
     args = parser.parse_args()
     found: dict[str, dict[str, float]] = {}
     better: list[str] = []
@@ -143,7 +161,11 @@ def main() -> int:
             trace = search(fresh, max(10 * took, args.least), 0)
             ratio = trace.best.seconds / best if trace.best else math.inf
             found[cell][name] = ratio
-            said = f"{ratio:.4f}x, after {trace.history[-1][0]:.2f} s" if trace.history else "*nothing*"
+            said = (
+                f"{ratio:.4f}x, after {trace.history[-1][0]:.2f} s"
+                if trace.history
+                else "*nothing*"
+            )
             rows[-1] += f" {said}, {trace.tried} |"
             print(f"    {name:<14}{said}, {trace.tried} states", flush=True)
             if ratio < 1 - TOLERANCE:

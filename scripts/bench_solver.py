@@ -24,13 +24,29 @@ from alpa_strategy.intra_op.solver.solve import solve
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("num_layers", nargs="*", type=int, default=[4, 16, 53])
-    parser.add_argument("--memory", nargs="*", type=float, default=[0.7, 0.3, 0.1], help="shares; 1 is the loosest")
-    parser.add_argument("--noise", type=float, default=0.0, help="relative noise on costs: makes all layers differ")
+    parser.add_argument(
+        "--memory", nargs="*", type=float, default=[0.7, 0.3, 0.1], help="shares; 1 is the loosest"
+    )
+    parser.add_argument(
+        "--noise", type=float, default=0.0, help="relative noise on costs: makes all layers differ"
+    )
     parser.add_argument("--time-limit", type=float, default=30.0)
     options = parser.parse_args()
 
-    table = Table(title="solve()", caption="CPU seconds of one core; gap = (objective - proved bound) / objective")
-    for column in ("layers", "choices", "strategies", "memory", "method", "objective", "gap", "CPU s"):
+    table = Table(
+        title="solve()",
+        caption="CPU seconds of one core; gap = (objective - proved bound) / objective",
+    )
+    for column in (
+        "layers",
+        "choices",
+        "strategies",
+        "memory",
+        "method",
+        "objective",
+        "gap",
+        "CPU s",
+    ):
         table.add_column(column, justify="right")
     for num_layers in options.num_layers:
         problem = gpt_like(num_layers, noise=options.noise)
@@ -39,7 +55,10 @@ def main() -> None:
         limits = [("none", float("inf"))]
         limits += [(f"{share:.0%}", least + share * (most - least)) for share in options.memory]
         for name, limit in limits:
-            table.add_row(str(num_layers), *_row(replace(problem, memory_limit=limit), name, options.time_limit))
+            table.add_row(
+                str(num_layers),
+                *_row(replace(problem, memory_limit=limit), name, options.time_limit),
+            )
     Console().print(table)
 
 
@@ -48,7 +67,12 @@ def _row(problem: Problem, memory: str, time_limit: float) -> list[str]:
     solution = solve(problem, time_limit)
     took = time.process_time() - start
     sizes = [str(len(problem.choices)), str(sum(len(choice.cost) for choice in problem.choices))]
-    figures = [solution.method, f"{solution.seconds * 1e3:.3f} ms", f"{solution.gap:.4%}", f"{took:.2f}"]
+    figures = [
+        solution.method,
+        f"{solution.seconds * 1e3:.3f} ms",
+        f"{solution.gap:.4%}",
+        f"{took:.2f}",
+    ]
     return [*sizes, memory, *figures]
 
 

@@ -90,11 +90,27 @@ def run_job(
     """(wall, CPU of rank 0) seconds of every step of one job."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.devices}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={args.devices}",
+        ]
         if args.devices == 1:
             command = [sys.executable]
         command += [__file__, "--worker", strategy, "--out", str(out), "--plan-dir", plan_dir]
-        for name in ("devices", "layers", "hidden", "vocab", "sequence", "batch", "steps", "warmup", "bucket_bytes"):
+        for name in (
+            "devices",
+            "layers",
+            "hidden",
+            "vocab",
+            "sequence",
+            "batch",
+            "steps",
+            "warmup",
+            "bucket_bytes",
+        ):
             command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
         if done.returncode:
@@ -103,7 +119,9 @@ def run_job(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
@@ -114,14 +132,22 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--bucket-bytes", type=int, default=25 * 2**20)
-    parser.add_argument("--strategies", nargs="*", help="ddp, plain, fsdp, alpa, alpa:data, alpa:zero2, ...")
-    parser.add_argument("--require", type=float, help="exit 1 unless the last strategy reaches this ratio to the first")
+    parser.add_argument(
+        "--strategies", nargs="*", help="ddp, plain, fsdp, alpa, alpa:data, alpa:zero2, ..."
+    )
+    parser.add_argument(
+        "--require",
+        type=float,
+        help="exit 1 unless the last strategy reaches this ratio to the first",
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--plan-dir", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps < args.warmup + 2:
-        parser.error(f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two")
+        parser.error(
+            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two"
+        )
     if args.worker:
         worker(args, args.worker)
         return 0
@@ -142,15 +168,20 @@ def main() -> int:
         for name, rounds in seconds.items()
     }
     work = {
-        name: min(statistics.median(cpu for _, cpu in round_) for round_ in rounds) for name, rounds in seconds.items()
+        name: min(statistics.median(cpu for _, cpu in round_) for round_ in rounds)
+        for name, rounds in seconds.items()
     }
     first = strategies[0]
-    table = Table(title=f"GPT {args.layers} x {args.hidden}, sequence {args.sequence}, {args.devices} ranks, fp32")
+    table = Table(
+        title=f"GPT {args.layers} x {args.hidden}, sequence {args.sequence}, {args.devices} ranks, fp32"
+    )
     for column in ("strategy", "tokens/s", f"x {first}", "CPU ms a step", "per round"):
         table.add_column(column, justify="left" if column in ("strategy", "per round") else "right")
     # The ratio is taken round by round: both sides of it saw the same machine.
     ratios = {
-        name: statistics.median(mine / theirs for mine, theirs in zip(rates[name], rates[first], strict=True))
+        name: statistics.median(
+            mine / theirs for mine, theirs in zip(rates[name], rates[first], strict=True)
+        )
         for name in strategies
     }
     for name in strategies:
@@ -159,7 +190,10 @@ def main() -> int:
             f"{statistics.median(rates[name]):,.0f}",
             f"{ratios[name]:.3f}",
             f"{1e3 * work[name]:.0f}",
-            " ".join(f"{mine / theirs:.3f}" for mine, theirs in zip(rates[name], rates[first], strict=True)),
+            " ".join(
+                f"{mine / theirs:.3f}"
+                for mine, theirs in zip(rates[name], rates[first], strict=True)
+            ),
         )
     Console().print(table)
     return 0 if args.require is None or ratios[strategies[-1]] >= args.require else 1

@@ -55,10 +55,14 @@ def seconds_to_first_step(strategy: str, recipe: str, folder: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", nargs="?", default=str(ROOT / "recipes" / "gpt_tiny.yaml"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--require", type=float, help="exit 1 unless alpa takes at most this multiple of ddp")
+    parser.add_argument(
+        "--require", type=float, help="exit 1 unless alpa takes at most this multiple of ddp"
+    )
     args = parser.parse_args()
     from rich.console import Console
     from rich.table import Table

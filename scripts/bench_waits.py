@@ -60,7 +60,9 @@ def rank_main(rank: int, ranks: int, file: str, args: argparse.Namespace) -> Non
         for name, way in WAYS.items():
             found[name].append(seconds(way, axis, args.milliseconds / 1e3))
     if rank == 0:
-        table = Table("way", "ms in all", "mean wait", "median", "90th percentile", title=f"{ranks} ranks")
+        table = Table(
+            "way", "ms in all", "mean wait", "median", "90th percentile", title=f"{ranks} ranks"
+        )
         for way, rounds in found.items():
             waits = sorted(1e3 * each for _, of_round in rounds for each in of_round)
             total = statistics.median(1e3 * each for each, _ in rounds)
@@ -72,7 +74,9 @@ def rank_main(rank: int, ranks: int, file: str, args: argparse.Namespace) -> Non
 
 def main() -> None:
     """One job per number of ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--milliseconds", type=float, default=5.0, help="of a computation")
     parser.add_argument("--rounds", type=int, default=3)

@@ -46,7 +46,9 @@ def modules() -> dict[str, Any]:
                 nn.Conv2d(outer, outer, 3, 1, 1, bias=False),
                 nn.BatchNorm2d(outer),
             )
-            self.skip = nn.Conv2d(inner, outer, 1, stride, bias=False) if inner != outer else nn.Identity()
+            self.skip = (
+                nn.Conv2d(inner, outer, 1, stride, bias=False) if inner != outer else nn.Identity()
+            )
 
         def forward(self, x: Any) -> Any:
             return torch.relu(self.body(x) + self.skip(x))
@@ -55,9 +57,12 @@ def modules() -> dict[str, Any]:
         def __init__(self) -> None:
             super().__init__()
             widths = [64, 64, 128, 128, 256, 256, 512, 512]
-            self.stem = nn.Sequential(nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+            self.stem = nn.Sequential(
+                nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()
+            )
             self.blocks = nn.ModuleList(
-                Residual(a, b, 1 if a == b else 2) for a, b in zip([64, *widths], widths, strict=False)
+                Residual(a, b, 1 if a == b else 2)
+                for a, b in zip([64, *widths], widths, strict=False)
             )
             self.head = nn.Linear(512, 100)
 
@@ -121,7 +126,11 @@ def worker(args: argparse.Namespace) -> None:
         kind, _, parallel = name.partition(" ")
         if kind == "alpa":
             return AlpaStrategy(parallel=parallel, capture="never", verbose=False)
-        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if kind == "fsdp2" else kind
+        return (
+            ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+            if kind == "fsdp2"
+            else kind
+        )
 
     torch.set_num_threads(1)
     seconds: dict[str, dict[str, list[list[float]]]] = {}
@@ -129,7 +138,9 @@ def worker(args: argparse.Namespace) -> None:
         for model, (make, of, batch) in modules().items():
             if args.models and model not in args.models:
                 continue
-            names = args.strategies or [name for held, (other, _) in HELD.items() for name in (other, held)]
+            names = args.strategies or [
+                name for held, (other, _) in HELD.items() for name in (other, held)
+            ]
             for name in names if turn % 2 == 0 else names[::-1]:
                 pl.seed_everything(0, verbose=False)
                 module, clock = make(), Clock()
@@ -154,7 +165,9 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=11)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=4)
@@ -164,7 +177,9 @@ def main() -> int:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps < args.warmup + 2:
-        parser.error(f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two")
+        parser.error(
+            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two"
+        )
     if args.out:
         worker(args)
         return 0
@@ -173,20 +188,36 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            __file__,
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         done = subprocess.run(
-            [*command, *sys.argv[1:], "--out", str(out)], env=environment, cwd=folder, capture_output=True, text=True
+            [*command, *sys.argv[1:], "--out", str(out)],
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
             raise SystemExit(f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
         seconds = json.loads(out.read_text())
     table = Table(title="A step as written, 2 ranks, gloo, fp32")
     for column in ("module", "strategy", "ms a step", "ratio", "at most", "per round"):
-        table.add_column(column, justify="left" if column in ("module", "strategy", "per round") else "right")
+        table.add_column(
+            column, justify="left" if column in ("module", "strategy", "per round") else "right"
+        )
     is_met = True
     for model, of_model in seconds.items():
-        medians = {name: [statistics.median(steps) for steps in rounds] for name, rounds in of_model.items()}
+        medians = {
+            name: [statistics.median(steps) for steps in rounds]
+            for name, rounds in of_model.items()
+        }
         for name, mine in medians.items():
             row = [model, name, f"{1e3 * statistics.median(mine):.1f}"]
             other, limit = HELD.get(name, (None, None))
@@ -194,7 +225,11 @@ def main() -> int:
                 ratios = [a / b for a, b in zip(mine, medians[other], strict=True)]
                 ratio = statistics.median(ratios)
                 is_met &= ratio <= limit
-                row += [f"{ratio:.3f} x {other}", f"{limit}", " ".join(f"{each:.3f}" for each in ratios)]
+                row += [
+                    f"{ratio:.3f} x {other}",
+                    f"{limit}",
+                    " ".join(f"{each:.3f}" for each in ratios),
+                ]
             table.add_row(*row)
     Console(width=110).print(table)
     return 0 if is_met or not args.require else 1

@@ -70,7 +70,10 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         h_BTD = self.norm1(x_BTD)
         B, T, _ = h_BTD.shape
-        q, k, v = (part(h_BTD).view(B, T, -1, self.head).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(h_BTD).view(B, T, -1, self.head).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTD = x_BTD + self.o(a.transpose(1, 2).reshape(B, T, -1))
         return x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD))))
@@ -95,7 +98,9 @@ class GPT(Net):
         self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, vocab, bias=False)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = self.embed(tokens_BT) + self.position(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+        x_BTD = self.embed(tokens_BT) + self.position(
+            torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        )
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return self.head(self.norm(x_BTD)).flatten(0, 1)
@@ -136,7 +141,9 @@ class ConvBlock(nn.Module):
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.norm1, self.norm2 = nn.GroupNorm(8, outputs), nn.GroupNorm(8, outputs)
-        self.skip = nn.Identity() if stride == 1 else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.skip = (
+            nn.Identity() if stride == 1 else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        )
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         h = torch.relu(self.norm1(self.conv1(x_BCHW)))
@@ -192,7 +199,14 @@ def text(layers: int, hidden: int, vocab: int, sequence: int, rows: int) -> Case
         return window[:-1], window[1:]
 
     what = f"GPT {layers} x {hidden}, vocabulary {vocab}, {rows} x {sequence} tokens"
-    return Case(lambda: Task(GPT(layers, hidden, vocab, sequence), token_loss), row, rows, sequence, True, what)
+    return Case(
+        lambda: Task(GPT(layers, hidden, vocab, sequence), token_loss),
+        row,
+        rows,
+        sequence,
+        True,
+        what,
+    )
 
 
 def tower(pairs: int, width: int, rows: int) -> Case:
@@ -202,7 +216,12 @@ def tower(pairs: int, width: int, rows: int) -> Case:
         return torch.randn(width, generator=generator), torch.randn(width, generator=generator)
 
     return Case(
-        lambda: Task(Tower(pairs, width), F.mse_loss), row, rows, 1, True, f"MLP tower {pairs} x {width}, {rows} rows"
+        lambda: Task(Tower(pairs, width), F.mse_loss),
+        row,
+        rows,
+        1,
+        True,
+        f"MLP tower {pairs} x {width}, {rows} rows",
     )
 
 
@@ -210,10 +229,14 @@ def images(widths: tuple[int, ...], per_width: int, size: int, rows: int) -> Cas
     """A residual network."""
 
     def row(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return torch.randn(3, size, size, generator=generator), torch.randint(100, (), generator=generator)
+        return torch.randn(3, size, size, generator=generator), torch.randint(
+            100, (), generator=generator
+        )
 
     what = f"ResNet {widths} x {per_width}, {rows} images of {size} x {size}"
-    return Case(lambda: Task(ResNet(widths, per_width, 100), F.cross_entropy), row, rows, 1, False, what)
+    return Case(
+        lambda: Task(ResNet(widths, per_width, 100), F.cross_entropy), row, rows, 1, False, what
+    )
 
 
 CASES: dict[str, Case] = {

@@ -53,25 +53,35 @@ def plan(checkout: Path, pair: str, clusters: Path) -> Made:
         return Made(float("inf"), 0.0, cpu, rss, error=made.output[-2000:])
     stages = " + ".join("x".join(map(str, stage["logical_mesh"])) for stage in data["stages"])
     chosen = f"{stages}, {data['num_microbatches']} micro-batches, {data['schedule']}"
-    return Made(data["predicted"]["step_seconds"], data["predicted"]["peak_bytes"], cpu, rss, chosen)
+    return Made(
+        data["predicted"]["step_seconds"], data["predicted"]["peak_bytes"], cpu, rss, chosen
+    )
 
 
 def commit_of(checkout: Path) -> str | None:
     """The commit of a clean checkout; None where its files differ from it."""
     git = ["git", "-C", str(checkout)]
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout.strip()
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    changed = subprocess.run(
+        [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    head = subprocess.run(
+        [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     return None if changed else head
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("pairs", nargs="*", help="recipe[:cluster[:nodes]]")
     parser.add_argument("--kept", type=Path, help="JSON file of what clean checkouts gave")
     args = parser.parse_intermixed_args()
-    kept: dict[str, dict] = json.loads(args.kept.read_text()) if args.kept and args.kept.exists() else {}
+    kept: dict[str, dict] = (
+        json.loads(args.kept.read_text()) if args.kept and args.kept.exists() else {}
+    )
     commits = {checkout: commit_of(checkout) for checkout in (args.before, args.after)}
     clusters = (args.before / "configs" / "clusters").resolve()
     slower, total = [], [0.0, 0.0]
@@ -79,7 +89,10 @@ def main() -> int:
         made: list[Made] = []
         for checkout in (args.before, args.after):
             key = f"{commits[checkout]} {pair} {commits[args.before]}"
-            is_kept = args.kept and None not in (commits[checkout], commits[args.before])  # whose files are the rates
+            is_kept = args.kept and None not in (
+                commits[checkout],
+                commits[args.before],
+            )  # whose files are the rates
             if not is_kept or key not in kept:
                 made.append(plan(checkout.resolve(), pair, clusters))
                 if is_kept:
@@ -89,7 +102,11 @@ def main() -> int:
                 made.append(Made(**kept[key]))
         before, after = made
         total = [total[0] + before.cpu_seconds, total[1] + after.cpu_seconds]
-        print(f"{pair}: {after.step_seconds / before.step_seconds:.4f}x" if not after.error else f"{pair}: no plan")
+        print(
+            f"{pair}: {after.step_seconds / before.step_seconds:.4f}x"
+            if not after.error
+            else f"{pair}: no plan"
+        )
         for name, m in (("before", before), ("after", after)):
             print(
                 f"    {name:<7}{m.step_seconds * 1e3:10.3f} ms {m.peak_bytes / 2**30:7.2f} GiB"
@@ -98,7 +115,9 @@ def main() -> int:
             )
         if after.error or after.step_seconds > before.step_seconds * MOST_SECONDS:
             slower.append(pair)
-    print(f"planning: {total[0]:.1f} -> {total[1]:.1f} CPU-s ({total[1] / total[0]:.3f}x); slower: {slower or 'none'}")
+    print(
+        f"planning: {total[0]:.1f} -> {total[1]:.1f} CPU-s ({total[1] / total[0]:.3f}x); slower: {slower or 'none'}"
+    )
     return 1 if slower or total[1] > MOST_CPU * total[0] else 0
 
 

@@ -53,11 +53,21 @@ def worker(devices: int, out: str, began: float) -> None:
     pl.seed_everything(0, verbose=False)
     tokens = torch.randint(1024, (4 * devices * STEPS, 257))
     loader = DataLoader(TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), 4)
-    sizes = {"num_layers": 4, "hidden": 512, "num_heads": 8, "vocab_size": 1024, "sequence_length": 256}
+    sizes = {
+        "num_layers": 4,
+        "hidden": 512,
+        "num_heads": 8,
+        "vocab_size": 1024,
+        "sequence_length": 256,
+    }
     clock = Clock()
     options = {"capture": "require", "verbose": False}
-    known = inspect.signature(alpa_strategy.AlpaStrategy).parameters  # an old one captures, or fails
-    strategy = alpa_strategy.AlpaStrategy(**{name: value for name, value in options.items() if name in known})
+    known = inspect.signature(
+        alpa_strategy.AlpaStrategy
+    ).parameters  # an old one captures, or fails
+    strategy = alpa_strategy.AlpaStrategy(
+        **{name: value for name, value in options.items() if name in known}
+    )
     trainer = pl.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_steps=STEPS,
         callbacks=[clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -78,13 +88,17 @@ def run(checkout: Path, devices: int, folder: Path) -> dict[str, float]:
     command = [sys.executable, __file__, "--worker", str(devices), str(out), str(time.time())]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{checkout} on {devices} ranks failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"{checkout} on {devices} ranks failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
     return json.loads(out.read_text())
 
 
 def compare(checkouts: list[Path], devices: int, rounds: int, root: Path) -> dict[str, float]:
     """Ratios new / old. The first start of each measures ops, the next plans with them, later ones have the plan."""
-    rows: dict[str, dict[Path, list[float]]] = {name: {each: [] for each in checkouts} for name in FIGURES}
+    rows: dict[str, dict[Path, list[float]]] = {
+        name: {each: [] for each in checkouts} for name in FIGURES
+    }
     folders = {each: root / f"{index}_{devices}" for index, each in enumerate(checkouts)}
     for each in checkouts:
         folders[each].mkdir()
@@ -102,14 +116,19 @@ def compare(checkouts: list[Path], devices: int, rounds: int, root: Path) -> dic
         shown = "  ".join(f"{min(row[each]):.4g}-{max(row[each]):.4g}" for each in checkouts)
         print(f"{devices} ranks  {name:12} old and new: {shown}", flush=True)
     old, new = checkouts
-    return {name: statistics.median(row[new]) / statistics.median(row[old]) for name, row in rows.items()}
+    return {
+        name: statistics.median(row[new]) / statistics.median(row[old])
+        for name, row in rows.items()
+    }
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
         worker(int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
@@ -121,7 +140,9 @@ def main() -> int:
     missed = False
     for devices in args.devices:
         with tempfile.TemporaryDirectory() as root:
-            ratios = compare([args.old.resolve(), args.new.resolve()], devices, args.rounds, Path(root))
+            ratios = compare(
+                [args.old.resolve(), args.new.resolve()], devices, args.rounds, Path(root)
+            )
         for name, ratio in ratios.items():
             print(f"{devices} ranks  {name:12} {ratio:.3f} x")
             missed |= args.most is not None and ratio > args.most

@@ -39,7 +39,11 @@ BASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt", {}, {"parallel": "tensor"}),
     ("gpt", {"tied": False}, {"parallel": "zero2", "logical_mesh": [2, 1]}),
     ("gpt", {}, {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}),
-    ("gpt", {"num_layers": 3}, {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B"}),
+    (
+        "gpt",
+        {"num_layers": 3},
+        {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B"},
+    ),
     ("gpt", {}, {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble"}),
     ("llama", {}, {"num_stages": 2, "num_microbatches": 3, "schedule": "GPipe", "remat": True}),
     ("convnet", {}, {"parallel": "data"}),
@@ -135,7 +139,8 @@ def all_modes(plan: dict[str, Any], rng: random.Random) -> None:
     old, new = rng.choice(MODES), rng.choice(MODES)
     for stage in plan["stages"]:
         stage["parameters"] = {
-            name: text.replace(old, new) if rng.random() < 0.9 else text for name, text in stage["parameters"].items()
+            name: text.replace(old, new) if rng.random() < 0.9 else text
+            for name, text in stage["parameters"].items()
         }
 
 
@@ -148,7 +153,9 @@ def segments(plan: dict[str, Any], rng: random.Random) -> None:
 
 
 def forget_or_add(plan: dict[str, Any], rng: random.Random) -> None:
-    field = a_stage(plan, rng)[rng.choice(["parameters", "strategies", "received", "sent", "shapes"])]
+    field = a_stage(plan, rng)[
+        rng.choice(["parameters", "strategies", "received", "sent", "shapes"])
+    ]
     if field and rng.random() < 0.7:
         del field[rng.choice(sorted(field))]
     else:
@@ -233,7 +240,9 @@ def stages_reordered(plan: dict[str, Any], rng: random.Random) -> None:
             del stages[rng.randrange(len(stages))]
         case _:
             a, b = rng.randrange(len(stages)), rng.randrange(len(stages))
-            field = rng.choice(["strategies", "parameters", "sent", "received", "ops", "first_device"])
+            field = rng.choice(
+                ["strategies", "parameters", "sent", "received", "ops", "first_device"]
+            )
             stages[a][field], stages[b][field] = stages[b][field], stages[a][field]
 
 
@@ -252,7 +261,10 @@ def recomputation(plan: dict[str, Any], rng: random.Random) -> None:
             stage["remat"] = not stage["remat"]
         case 1:
             first, last = stage["ops"]
-            stage["remat"], stage["remat_cuts"] = True, sorted({rng.randint(first, last) for _ in range(3)})
+            stage["remat"], stage["remat_cuts"] = (
+                True,
+                sorted({rng.randint(first, last) for _ in range(3)}),
+            )
         case 2:
             stage["derives_again"] = not stage["derives_again"]
 
@@ -293,7 +305,12 @@ def an_op(
     plan: dict[str, Any], rng: random.Random, where: Callable[[str], bool] = lambda text: True
 ) -> tuple[dict[str, str], str]:
     """(a stage's strategies, the name of an op in it); any op where none is as wanted."""
-    found = [(s["strategies"], name) for s in plan["stages"] for name, text in s["strategies"].items() if where(text)]
+    found = [
+        (s["strategies"], name)
+        for s in plan["stages"]
+        for name, text in s["strategies"].items()
+        if where(text)
+    ]
     return rng.choice(found) if found else an_op(plan, rng)
 
 
@@ -306,7 +323,9 @@ EDITS: dict[Edit, int] = {  # how often each is drawn
 }  # fmt: skip
 
 
-def edited(base: dict[str, Any], rng: random.Random, names: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
+def edited(
+    base: dict[str, Any], rng: random.Random, names: Sequence[str] = ()
+) -> tuple[dict[str, Any], str]:
     """A plan that differs from `base`, and the names of what was done to it.
 
     Args:
@@ -328,15 +347,21 @@ def base_plans(pool: WorkerPool) -> list[Case]:
     """The planner's plans, each run once: they train right before anything is edited."""
     with tempfile.TemporaryDirectory() as folder:
         cases = [
-            Case(str(i), model, 2, options, {**SMALL, **kwargs}) for i, (model, kwargs, options) in enumerate(BASES)
+            Case(str(i), model, 2, options, {**SMALL, **kwargs})
+            for i, (model, kwargs, options) in enumerate(BASES)
         ]
         outcomes = PlanRuns(Path(folder), pool).outcomes(cases)
     for case, outcome in zip(cases, outcomes, strict=True):
         assert outcome.kind == "equal", (case, outcome)
-    return [Case(c.name, c.model, 2, {}, c.kwargs, outcome.plan) for c, outcome in zip(cases, outcomes, strict=True)]
+    return [
+        Case(c.name, c.model, 2, {}, c.kwargs, outcome.plan)
+        for c, outcome in zip(cases, outcomes, strict=True)
+    ]
 
 
-def edited_cases(bases: Sequence[Case], count: int, seed: int, edits: Sequence[str] = ()) -> list[Case]:
+def edited_cases(
+    bases: Sequence[Case], count: int, seed: int, edits: Sequence[str] = ()
+) -> list[Case]:
     cases = []
     for number in range(count):
         rng = random.Random(seed * 1_000_003 + number)
@@ -347,17 +372,25 @@ def edited_cases(bases: Sequence[Case], count: int, seed: int, edits: Sequence[s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to run")
-    parser.add_argument("--edits", nargs="*", default=[], help="names of the edits to draw from; all without")
+    parser.add_argument(
+        "--edits", nargs="*", default=[], help="names of the edits to draw from; all without"
+    )
     chosen = parser.parse_args(arguments)
     print(f"seed {chosen.seed}", flush=True)
     pool = WorkerPool()
     try:
         cases = edited_cases(base_plans(pool), chosen.cases, chosen.seed, chosen.edits)
-        return run_and_tell([c for i, c in enumerate(cases) if not chosen.only or i in chosen.only], chosen.seed, pool)
+        return run_and_tell(
+            [c for i, c in enumerate(cases) if not chosen.only or i in chosen.only],
+            chosen.seed,
+            pool,
+        )
     finally:
         pool.close()
 

@@ -44,13 +44,68 @@ from alpa_strategy.recipe import load_recipe
 SECONDS = 2.0  # of one case: processor time
 ROOT = Path(__file__).resolve().parent.parent
 CANARY = "alpa_fuzz_canary"  # a file that only code run from a damaged file would write
-NUMBERS = (0, -1, 1, 2**31, 2**63, 10**30, 10**400, 0.5, -0.5, 1e308, 1e-320, float("nan"), float("inf"))
-TEXTS = (
-    *("", " ", "a", "R", "S0", "R*", "S99999999999", "G0 S0", "->", "S0->S0@x", "1e400", "x" * 5000, "é" * 50),
-    *("\x1b[2J", "[red]x[/red]", "[/]", "\ud800", "\u202e", "a\nb", "<script>alert(1)</script>", "../../etc/passwd"),
-    *("${oc.env:HOME}", "${a.b}", "${", "!!python/object/apply:os.system", f"__import__('os').mknod('{CANARY}')"),
+NUMBERS = (
+    0,
+    -1,
+    1,
+    2**31,
+    2**63,
+    10**30,
+    10**400,
+    0.5,
+    -0.5,
+    1e308,
+    1e-320,
+    float("nan"),
+    float("inf"),
 )
-NESTED = ([], {}, [[]], [[[[[]]]]], {"": ""}, [1, "a", None], {"a": {"a": {"a": {}}}}, [10**9], [0], [-1, 2], [1] * 300)
+TEXTS = (
+    *(
+        "",
+        " ",
+        "a",
+        "R",
+        "S0",
+        "R*",
+        "S99999999999",
+        "G0 S0",
+        "->",
+        "S0->S0@x",
+        "1e400",
+        "x" * 5000,
+        "é" * 50,
+    ),
+    *(
+        "\x1b[2J",
+        "[red]x[/red]",
+        "[/]",
+        "\ud800",
+        "\u202e",
+        "a\nb",
+        "<script>alert(1)</script>",
+        "../../etc/passwd",
+    ),
+    *(
+        "${oc.env:HOME}",
+        "${a.b}",
+        "${",
+        "!!python/object/apply:os.system",
+        f"__import__('os').mknod('{CANARY}')",
+    ),
+)
+NESTED = (
+    [],
+    {},
+    [[]],
+    [[[[[]]]]],
+    {"": ""},
+    [1, "a", None],
+    {"a": {"a": {"a": {}}}},
+    [10**9],
+    [0],
+    [-1, 2],
+    [1] * 300,
+)
 ODD: tuple[Any, ...] = (None, True, False, *NUMBERS, *TEXTS, *NESTED)
 
 
@@ -59,7 +114,9 @@ class Hang(Exception):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--formats", nargs="*", choices=sorted(FORMATS), default=sorted(FORMATS))
@@ -80,8 +137,20 @@ def main() -> int:
                 outcome = "RAN CODE"
             counts[kind, outcome.splitlines()[0]] += 1
             if outcome.isupper() or "\n" in outcome:
-                bad.append((kind, case, outcome, path.read_bytes()[:400] if path.is_file() else b"a folder"))
-    table = Table("format", "outcome", "cases", title=f"{arguments.cases} damaged files, seed {arguments.seed}")
+                bad.append(
+                    (
+                        kind,
+                        case,
+                        outcome,
+                        path.read_bytes()[:400] if path.is_file() else b"a folder",
+                    )
+                )
+    table = Table(
+        "format",
+        "outcome",
+        "cases",
+        title=f"{arguments.cases} damaged files, seed {arguments.seed}",
+    )
     for (kind, outcome), count in sorted(counts.items()):
         table.add_row(kind, outcome, str(count))
     Console().print(table)
@@ -116,7 +185,9 @@ def limited(seconds: float) -> Iterator[None]:
 
     signal.signal(signal.SIGALRM, stop)
     signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # of this process's own: the machine may do other things beside
+    signal.setitimer(
+        signal.ITIMER_PROF, seconds
+    )  # of this process's own: the machine may do other things beside
     signal.setitimer(signal.ITIMER_REAL, 10 * seconds)
     try:
         yield
@@ -152,7 +223,13 @@ def plans(folder: Path) -> Format:
 
     good = []
     for extra in ([], ["plan.num_stages=2", "plan.num_microbatches=4"]):
-        command = ["plan", str(ROOT / "recipes" / "gpt_tiny.yaml"), "--cluster", "pcie_8gpu", *extra]
+        command = [
+            "plan",
+            str(ROOT / "recipes" / "gpt_tiny.yaml"),
+            "--cluster",
+            "pcie_8gpu",
+            *extra,
+        ]
         with contextlib.redirect_stdout(io.StringIO()):
             alpa([*command, "-o", str(folder / "good.json")])
         good.append((folder / "good.json").read_text())
@@ -183,7 +260,10 @@ def recipes(folder: Path) -> Format:
 def op_times(folder: Path) -> Format:
     work = {"flops": 1e9, "num_bytes": 1e6, "kernels": 1.0}
     entry = {"forward": 1e-3, "backward": 2e-3, "forward_work": work, "backward_work": work}
-    good = {"version": 2, "devices": {"cpu": {"linear": {"linear(2, 2)": entry, "linear(4, 4)": entry}}}}
+    good = {
+        "version": 2,
+        "devices": {"cpu": {"linear": {"linear(2, 2)": entry, "linear(4, 4)": entry}}},
+    }
 
     def read(path: Path) -> None:
         OpTable.load(path)
@@ -242,7 +322,17 @@ def damaged(text: str, suffix: str, random_numbers: random.Random) -> bytes:
             case 3:
                 content[place:] = b""
             case 4:
-                odd = [b"[" * 3000, b"{" * 500, b"9" * 5000, b"1e999", b"NaN", b"\x00", b"&a [*a]", b"<<: *a", b"${a}"]
+                odd = [
+                    b"[" * 3000,
+                    b"{" * 500,
+                    b"9" * 5000,
+                    b"1e999",
+                    b"NaN",
+                    b"\x00",
+                    b"&a [*a]",
+                    b"<<: *a",
+                    b"${a}",
+                ]
                 content[place:end] = random_numbers.choice(odd)
         if not content:
             break
@@ -273,11 +363,22 @@ def changed(data: Any, random_numbers: random.Random) -> Any:
             case _:
                 result[key] = changed(data[key], random_numbers)
         return result
-    if isinstance(data, int | float) and not isinstance(data, bool) and random_numbers.random() < 0.5:
+    if (
+        isinstance(data, int | float)
+        and not isinstance(data, bool)
+        and random_numbers.random() < 0.5
+    ):
         return random_numbers.choice([-data, data * 2, data + 1, data * 10**9, str(data)])
     if isinstance(data, str) and random_numbers.random() < 0.5:
         return random_numbers.choice(
-            [data[::-1], data + " ", data * 3, data.replace("S", "R"), data.replace("*", ""), data[1:]]
+            [
+                data[::-1],
+                data + " ",
+                data * 3,
+                data.replace("S", "R"),
+                data.replace("*", ""),
+                data[1:],
+            ]
         )
     return random_numbers.choice(ODD)
 

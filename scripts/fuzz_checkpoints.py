@@ -44,7 +44,9 @@ class Tiny(pl.LightningModule):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.net = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 2))
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 2)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.net(batch[0]).square().mean()
@@ -72,7 +74,9 @@ class Save(pl.Callback):
 
 
 def trainer_of(root: str, devices: int, options: dict[str, Any], max_steps: int) -> pl.Trainer:
-    strategy = AlpaStrategy(**{"cluster": "pcie_8gpu", "verbose": False, "plan_dir": root + "/plans", **options})
+    strategy = AlpaStrategy(
+        **{"cluster": "pcie_8gpu", "verbose": False, "plan_dir": root + "/plans", **options}
+    )
     return pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=devices, max_steps=max_steps, max_epochs=100, logger=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=root, enable_checkpointing=False,
@@ -109,7 +113,9 @@ def good_checkpoints(folder: Path) -> dict[str, Path]:
 
 
 def load_open(path: Path) -> Any:
-    return map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.whole())["state_dict"]
+    return map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.whole())[
+        "state_dict"
+    ]
 
 
 def load_module(path: Path) -> Any:
@@ -147,7 +153,9 @@ def load_shown(path: Path) -> Any:
 
 def _with_trainer(verb: str, path: Path) -> Any:
     module = Tiny()
-    trainer = trainer_of(str(path.parent), 1, {"checkpoint": "sharded"}, 1)  # the step that it was saved after
+    trainer = trainer_of(
+        str(path.parent), 1, {"checkpoint": "sharded"}, 1
+    )  # the step that it was saved after
     arguments = {"ckpt_path": str(path)}
     if verb == "fit":
         trainer.fit(module, rows(), **arguments)
@@ -245,7 +253,9 @@ def _with_planted_tensors(content: bytes, planted: Planted) -> bytes:
 def marked_again(path: Path) -> None:
     """The marker as if the folder had been written so."""
     marker = json.loads((path / COMPLETE).read_text())
-    marker["files"] = {file.name: file.stat().st_size for file in path.iterdir() if file.name != COMPLETE}
+    marker["files"] = {
+        file.name: file.stat().st_size for file in path.iterdir() if file.name != COMPLETE
+    }
     marker.pop("sums", None)
     (path / COMPLETE).write_text(json.dumps(marker))
 
@@ -284,7 +294,9 @@ def _change_metadata(metadata: Any, rng: random.Random) -> None:
         case 3 if tensor.chunks:
             tensor.chunks.pop() if rng.random() < 0.5 else tensor.chunks.append(tensor.chunks[0])
         case 4:
-            tensor.properties.dtype = rng.choice([torch.float64, torch.int8, torch.complex128, torch.quint8, None])
+            tensor.properties.dtype = rng.choice(
+                [torch.float64, torch.int8, torch.complex128, torch.quint8, None]
+            )
         case 5:
             del tensors[key]
         case 6:
@@ -295,7 +307,8 @@ def _change_metadata(metadata: Any, rng: random.Random) -> None:
             stored[index] = dataclasses.replace(stored[index], length=odd)
         case _:
             stored[index] = dataclasses.replace(
-                stored[index], relative_path=rng.choice(["../x", "/etc/passwd", "", REST, "x\0y", METADATA])
+                stored[index],
+                relative_path=rng.choice(["../x", "/etc/passwd", "", REST, "x\0y", METADATA]),
             )
 
 
@@ -352,9 +365,15 @@ class Checkpoints:
             raise
         except Exception as error:
             error.add_note(f"by {self._loader}")
-            if self._is_lightnings and _raised_by(error).startswith(("lightning", "torch/optim", "torch/nn")):
+            if self._is_lightnings and _raised_by(error).startswith(
+                ("lightning", "torch/optim", "torch/nn")
+            ):
                 raise AlpaError(f"refused by Lightning: {error}", "") from error
             raise
         if self._expected is not None:
-            wrong = [name for name, value in self._expected.items() if not torch.equal(value, found[name])]
+            wrong = [
+                name
+                for name, value in self._expected.items()
+                if not torch.equal(value, found[name])
+            ]
             assert not wrong, f"{self._loader} read other values of {wrong[:3]} without a word"

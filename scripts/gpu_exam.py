@@ -66,7 +66,11 @@ Add = Callable[..., None]  # add(item, verdict, text, **figures)
 
 def environment(exam: Exam, add: Add) -> None:
     """What is examined, where."""
-    figures: Row = {"torch": torch.__version__, "lightning": pl.__version__, "python": sys.version.split()[0]}
+    figures: Row = {
+        "torch": torch.__version__,
+        "lightning": pl.__version__,
+        "python": sys.version.split()[0],
+    }
     if exam.on_gpu:
         figures |= {
             "device": torch.cuda.get_device_name(),
@@ -92,18 +96,33 @@ def equality(exam: Exam, add: Add) -> None:
 
 
 def _as_plain(
-    exam: Exam, add: Add, make: Callable[[Exam], Made], strategy: Any, precision: str, plain_runs: int = 2
+    exam: Exam,
+    add: Add,
+    make: Callable[[Exam], Made],
+    strategy: Any,
+    precision: str,
+    plain_runs: int = 2,
 ) -> None:
     """A row: losses and weights under `strategy` against the plain Trainer's, and of two plain runs this against itself
     as well."""
     with deterministic():
-        plain, *again, mine = [trained(exam, make, each, precision) for each in (*["auto"] * plain_runs, strategy)]
+        plain, *again, mine = [
+            trained(exam, make, each, precision) for each in (*["auto"] * plain_runs, strategy)
+        ]
     found, noise = apart(mine, plain), apart(again[0], plain) if again else (0.0, 0.0)
     allowed = [max(TOLERANCES[precision], 4 * n) for n in noise]
     good = all(a <= limit for a, limit in zip(found, allowed, strict=True))  # nan is not
     text = f"weights {found[0]:.1e}, losses {found[1]:.1e}"
     text += f" (two plain runs: {noise[0]:.1e}, {noise[1]:.1e})" if again else ""
-    add(None, verdict(good), text, weights=found[0], losses=found[1], noise=noise, last_loss=mine[0][-1])
+    add(
+        None,
+        verdict(good),
+        text,
+        weights=found[0],
+        losses=found[1],
+        noise=noise,
+        last_loss=mine[0][-1],
+    )
 
 
 def speed(exam: Exam, add: Add) -> None:
@@ -111,8 +130,14 @@ def speed(exam: Exam, add: Add) -> None:
     can_compile = "compile" in inspect.signature(alpa_strategy.AlpaStrategy.__init__).parameters
     names = ["plain", "alpa", "plain + compile", *(["alpa + compile"] if can_compile else [])]
     for precision in ("bf16-mixed", "32-true"):
-        rates: dict[str, list[float]] = {name: [] for name in (names if precision == "bf16-mixed" else names[:2])}
-        rounds = [list(rates)] if exam.small or precision == "32-true" else [list(rates), ["alpa", "plain"]]
+        rates: dict[str, list[float]] = {
+            name: [] for name in (names if precision == "bf16-mixed" else names[:2])
+        }
+        rounds = (
+            [list(rates)]
+            if exam.small or precision == "32-true"
+            else [list(rates), ["alpa", "plain"]]
+        )
         for turn, order in enumerate(rounds):
             for name in order:
                 with each(add, f"{name} {precision}, round {turn + 1}"):
@@ -123,7 +148,12 @@ def speed(exam: Exam, add: Add) -> None:
             if name != "plain" and found and rates["plain"]:
                 ratio = statistics.mean(found) / statistics.mean(rates["plain"])
                 is_ours = name == "alpa" and exam.on_gpu
-                add(f"{name} / plain, {precision}", verdict(not is_ours or ratio > 0.97), f"{ratio:.3f}", ratio=ratio)
+                add(
+                    f"{name} / plain, {precision}",
+                    verdict(not is_ours or ratio > 0.97),
+                    f"{ratio:.3f}",
+                    ratio=ratio,
+                )
 
 
 def _timed(exam: Exam, name: str, precision: str, recipe: str = "") -> Row:
@@ -142,12 +172,17 @@ def _timed(exam: Exam, name: str, precision: str, recipe: str = "") -> Row:
     figures["tokens_per_second"] = batch * rows[0].shape[1] / figures["step_seconds"]
     if name.startswith("alpa"):
         predicted = strategy.plan.predicted
-        figures |= {"predicted_seconds": predicted.step_seconds, "predicted_bytes": predicted.peak_bytes}
+        figures |= {
+            "predicted_seconds": predicted.step_seconds,
+            "predicted_bytes": predicted.peak_bytes,
+        }
     return figures
 
 
 def _speed_text(found: Row) -> str:
-    parts = [f"{found['tokens_per_second']:,.0f} tokens/s, step {format_seconds(found['step_seconds'])}"]
+    parts = [
+        f"{found['tokens_per_second']:,.0f} tokens/s, step {format_seconds(found['step_seconds'])}"
+    ]
     if "predicted_seconds" in found:
         ratio = found["step_seconds"] / found["predicted_seconds"]
         parts.append(f"{ratio:.2f} x predicted")
@@ -184,12 +219,20 @@ def memory(exam: Exam, add: Add) -> None:
                 ratio = None if peak is None else peak / planned
                 text = f"planned {format_bytes(planned)}"
                 text += "" if ratio is None else f", peak {format_bytes(peak)}, {ratio:.3f} x"
-                add(None, verdict(ratio is None or 0.8 <= ratio <= 1.1), text, ratio=ratio, **figures)
+                add(
+                    None,
+                    verdict(ratio is None or 0.8 <= ratio <= 1.1),
+                    text,
+                    ratio=ratio,
+                    **figures,
+                )
 
 
 def offload(exam: Exam, add: Add) -> None:
     """All state in host memory, on one device: losses and weights as the plain Trainer's, fp16's scaler included."""
-    for precision in ("32-true", "bf16-mixed", "16-mixed") if exam.on_gpu else ("32-true", "bf16-mixed"):
+    for precision in (
+        ("32-true", "bf16-mixed", "16-mixed") if exam.on_gpu else ("32-true", "bf16-mixed")
+    ):
         with each(add, precision):
             _as_plain(exam, add, gpt, alpa(offload=True), precision, plain_runs=1)
 
@@ -223,9 +266,18 @@ def checkpoint(exam: Exam, add: Add) -> None:
             for path in (None, f"{kind}/step=3.ckpt"):
                 saving = ModelCheckpoint(kind, "{step}", every_n_train_steps=3, save_top_k=-1)
                 given = {"callbacks": [saving], "enable_checkpointing": True, "ckpt_path": path}
-                found.append(trained(exam, partial(gpt, dropout=0.1), alpa(checkpoint=kind), steps=6, **given)[1])
+                found.append(
+                    trained(
+                        exam, partial(gpt, dropout=0.1), alpa(checkpoint=kind), steps=6, **given
+                    )[1]
+                )
             weights = difference(found[1], found[0])
-            add(None, verdict(weights == 0.0), f"weights {weights:.1e} after the resumed run", weights=weights)
+            add(
+                None,
+                verdict(weights == 0.0),
+                f"weights {weights:.1e} after the resumed run",
+                weights=weights,
+            )
 
 
 PLANS: dict[str, Row] = {
@@ -253,7 +305,9 @@ def ranks(exam: Exam, add: Add) -> None:
     jobs = [{"plan": name, "steps": 5, "precision": "64-true", "resume": False} for name in PLANS]
     # In float32: Lightning reads a checkpoint into float32 parameters before it makes them float64.
     again = {"precision": "32-true", "resume": True}
-    jobs += [{**job, **again} for job in jobs if job["plan"] in ("zero3", "zero3, offloaded", "pipeline")]
+    jobs += [
+        {**job, **again} for job in jobs if job["plan"] in ("zero3", "zero3, offloaded", "pipeline")
+    ]
     reference = trained(exam, gpt, "auto", "64-true", 5)
     for job, found in _two_ranks(exam, jobs):
         with each(add, f"{job['plan']}, saved and resumed" if job["resume"] else str(job["plan"])):
@@ -264,13 +318,23 @@ def ranks(exam: Exam, add: Add) -> None:
             allowed = 0.0 if job["resume"] else TOLERANCES["64-true"]
             good = weights <= allowed and loss <= allowed
             whose = "the first run's" if job["resume"] else "one process's"
-            text = f"weights {weights:.1e}, losses {loss:.1e} from {whose}, {found['seconds']:.0f} s"
+            text = (
+                f"weights {weights:.1e}, losses {loss:.1e} from {whose}, {found['seconds']:.0f} s"
+            )
             add(None, verdict(good), text, weights=weights, losses=loss)
 
 
 def streams(exam: Exam, add: Add) -> None:
     """Twenty steps with every asynchronous path in use, with and without CUDA_LAUNCH_BLOCKING: the same numbers."""
-    names = ("data", "zero2", "zero3", "pipeline", "as written, zero3", "zero2, offloaded", "zero3, offloaded")
+    names = (
+        "data",
+        "zero2",
+        "zero3",
+        "pipeline",
+        "as written, zero3",
+        "zero2, offloaded",
+        "zero3, offloaded",
+    )
     jobs = [{"plan": name, "steps": 20, "precision": "32-true", "resume": False} for name in names]
     free = [found for _, found in _two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "0"})]
     blocking = [found for _, found in _two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "1"})]
@@ -303,8 +367,12 @@ def nccl(exam: Exam, add: Add) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: library.all_reduce(out.copy_(x), library.ReduceOp.SUM, None, True),
         "all_gather": lambda: library.all_gather_into_tensor(as_bytes[1], as_bytes[0], None, True),
-        "reduce_scatter": lambda: library.reduce_scatter_tensor(out, x, library.ReduceOp.SUM, None, True),
-        "all_to_all": lambda: library.all_to_all_single(as_bytes[1], as_bytes[0], [x.nbytes], [x.nbytes], None, True),
+        "reduce_scatter": lambda: library.reduce_scatter_tensor(
+            out, x, library.ReduceOp.SUM, None, True
+        ),
+        "all_to_all": lambda: library.all_to_all_single(
+            as_bytes[1], as_bytes[0], [x.nbytes], [x.nbytes], None, True
+        ),
     }
     for name, call in calls.items():
         with each(add, name):
@@ -382,7 +450,13 @@ def _two_ranks(
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-            command += ["--master-addr=127.0.0.1", f"--master-port={port}", __file__, "--device", exam.device]
+            command += [
+                "--master-addr=127.0.0.1",
+                f"--master-port={port}",
+                __file__,
+                "--device",
+                exam.device,
+            ]
             command += ["--rank-jobs", json.dumps(left), *(["--small"] if exam.small else [])]
             failure = ""
             try:
@@ -410,7 +484,10 @@ def rank_jobs(exam: Exam, jobs: Sequence[Row]) -> None:
         try:
             found = _rank_job(exam, job, f"saved{number}")
         except BaseException as error:
-            with suppress(FileExistsError), open(f"{number}.error", "x") as file:  # of the first rank that fails
+            with (
+                suppress(FileExistsError),
+                open(f"{number}.error", "x") as file,
+            ):  # of the first rank that fails
                 file.write("".join(traceback.format_exception(error))[-1500:])
             raise
         if dist.get_rank() == 0:
@@ -425,14 +502,21 @@ def _rank_job(exam: Exam, job: Row, folder: str) -> Row:
     # One device twice; with a number of devices Lightning would ask for two.
     here = [torch.device("cuda", 0) if exam.on_gpu else torch.device("cpu")] * 2
     given: Row = {"devices": "auto"}
-    options = {"batch_scope": "global", "bucket_bytes": 2**14, "parallel_devices": here, **PLANS[job["plan"]]}
+    options = {
+        "batch_scope": "global",
+        "bucket_bytes": 2**14,
+        "parallel_devices": here,
+        **PLANS[job["plan"]],
+    }
     runs = []
     for path in (None, f"{folder}/step=3.ckpt") if job["resume"] else (None,):
         if job["resume"]:
             saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
             given |= {"callbacks": [saving], "enable_checkpointing": True, "ckpt_path": path}
         with deterministic():
-            runs.append(trained(exam, gpt, alpa(**options), job["precision"], job["steps"], **given))
+            runs.append(
+                trained(exam, gpt, alpa(**options), job["precision"], job["steps"], **given)
+            )
     return {"first": runs[0], "run": runs[-1]}
 
 
@@ -464,7 +548,13 @@ def run_part(exam: Exam, name: str, out: Path) -> None:
     with out.open("a", encoding="utf-8") as file:
 
         def add(item: str | None, outcome: str, text: str, **figures: Any) -> None:
-            row = {"part": name, "item": item or _item[0], "verdict": outcome, "text": text, "figures": figures}
+            row = {
+                "part": name,
+                "item": item or _item[0],
+                "verdict": outcome,
+                "text": text,
+                "figures": figures,
+            }
             file.write(json.dumps(row) + "\n")
             file.flush()
 
@@ -479,7 +569,12 @@ def _run(
     own_session: bool = False,
 ) -> None:
     """RuntimeError with the end of its output where the command fails or does not end."""
-    variables = {"OMP_NUM_THREADS": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ, **(environment or {})}
+    variables = {
+        "OMP_NUM_THREADS": "2",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        **os.environ,
+        **(environment or {}),
+    }
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     if sys.platform == "linux":
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine without a network has no other
@@ -508,28 +603,62 @@ def _run(
         raise RuntimeError(f"{why}: ...{log.read_text(errors='replace')[-1500:]}")
 
 
-def examine(exam: Exam, parts: Sequence[str], seconds: float, patience: float, out: Path) -> list[Row]:
+def examine(
+    exam: Exam, parts: Sequence[str], seconds: float, patience: float, out: Path
+) -> list[Row]:
     """All parts, each in a process of its own, within `seconds`; `out` has what is known after each."""
     rows: list[Row] = []
     end = time.perf_counter() + seconds
     for name in parts:
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder) / "rows.jsonl"
-            command = [sys.executable, __file__, "--device", exam.device, "--part", name, "--rows", str(found)]
+            command = [
+                sys.executable,
+                __file__,
+                "--device",
+                exam.device,
+                "--part",
+                name,
+                "--rows",
+                str(found),
+            ]
             started = time.perf_counter()
             limit, failure = min(PARTS[name][1] * patience, end - started), ""
             if limit < 5:
-                rows.append({"part": name, "item": "", "verdict": "left out", "text": "no time left", "figures": {}})
+                rows.append(
+                    {
+                        "part": name,
+                        "item": "",
+                        "verdict": "left out",
+                        "text": "no time left",
+                        "figures": {},
+                    }
+                )
                 continue
             try:
-                _run([*command, *(["--small"] if exam.small else [])], limit, folder, own_session=True)
+                _run(
+                    [*command, *(["--small"] if exam.small else [])],
+                    limit,
+                    folder,
+                    own_session=True,
+                )
             except RuntimeError as error:
                 failure = str(error)
             took = time.perf_counter() - started
             if found.exists():
-                rows += [json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()]
+                rows += [
+                    json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()
+                ]
             outcome, text = ("failed", failure[-600:]) if failure else ("ok", f"{took:.0f} s")
-            rows.append({"part": name, "item": "", "verdict": outcome, "text": text, "figures": {"seconds": took}})
+            rows.append(
+                {
+                    "part": name,
+                    "item": "",
+                    "verdict": outcome,
+                    "text": text,
+                    "figures": {"seconds": took},
+                }
+            )
             print(f"{name}: {outcome}, {took:.0f} s", flush=True)
         out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return rows
@@ -553,13 +682,23 @@ def show(rows: Sequence[Row], title: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu")
+    )
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS), metavar="PART")
+    parser.add_argument(
+        "--parts", nargs="*", default=list(PARTS), choices=list(PARTS), metavar="PART"
+    )
     parser.add_argument("--out", default="gpu_exam.json", type=Path)
-    parser.add_argument("--seconds", type=float, default=520, help="for all parts; what comes too late is left out")
-    parser.add_argument("--patience", type=float, default=1, help="times every part's own limit, for a busy machine")
+    parser.add_argument(
+        "--seconds", type=float, default=520, help="for all parts; what comes too late is left out"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=1, help="times every part's own limit, for a busy machine"
+    )
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank-jobs", type=json.loads, help=argparse.SUPPRESS)

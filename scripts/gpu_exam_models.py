@@ -49,7 +49,11 @@ def gpt(exam: Exam, dropout: float = 0.0) -> Made:
 
     layers, hidden, length = (4, 32, 16) if exam.small else (4, 256, 128)
     vocabulary = 64 if exam.small else 1024
-    return GPT(layers, hidden, 2, vocabulary, length, dropout, lr=1e-3), tokens_of(256, length, vocabulary), 8
+    return (
+        GPT(layers, hidden, 2, vocabulary, length, dropout, lr=1e-3),
+        tokens_of(256, length, vocabulary),
+        8,
+    )
 
 
 def large_gpt(exam: Exam) -> Made:
@@ -91,7 +95,9 @@ def llama(exam: Exam) -> Made:
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
             tokens, targets = batch  # [rows, sequence] each
             logits = self.model(input_ids=tokens, use_cache=False).logits
-            return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            return torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), targets.flatten()
+            )
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -136,7 +142,9 @@ class Clock(pl.Callback):
     what the host needs for one if nothing holds it up; two steps under the profiler.
     """
 
-    def __init__(self, exam: Exam, warmup: int, timed: int, probed: int = 3, profiled: bool = True) -> None:
+    def __init__(
+        self, exam: Exam, warmup: int, timed: int, probed: int = 3, profiled: bool = True
+    ) -> None:
         self._exam, self._warmup, self._end = exam, warmup, warmup + timed
         self._probe_end = self._end + probed
         self._profiled = profiled and exam.on_gpu
@@ -163,7 +171,9 @@ class Clock(pl.Callback):
             self._profiler = torch.profiler.profile(activities=kinds)
             self._profiler.__enter__()
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
         if index == self._end - 1:
             self._exam.synchronize()
             self.figures["step_seconds"] = (time.perf_counter() - self._started) / self._timed
@@ -176,7 +186,11 @@ class Clock(pl.Callback):
         if index == self.steps - 1 and self._profiler is not None:
             self._exam.synchronize()
             self._profiler.__exit__(None, None, None)
-            on_device = [e for e in self._profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+            on_device = [
+                e
+                for e in self._profiler.events()
+                if e.device_type == torch.autograd.DeviceType.CUDA
+            ]
             kernels = [e for e in on_device if not e.is_user_annotation]
             self.figures["kernels"] = len(kernels) / 2
             self.figures["kernel_seconds"] = sum(e.time_range.elapsed_us() for e in kernels) / 2e6
@@ -197,7 +211,12 @@ def fit(
 ) -> pl.Trainer:
     """Train on `rows`, in their order."""
     loader = DataLoader(TensorDataset(*rows), batch_size, pin_memory=exam.on_gpu)
-    given: dict[str, Any] = {"devices": 1, "enable_checkpointing": False, "default_root_dir": os.getcwd(), **trainer}
+    given: dict[str, Any] = {
+        "devices": 1,
+        "enable_checkpointing": False,
+        "default_root_dir": os.getcwd(),
+        **trainer,
+    }
     made = pl.Trainer(
         accelerator="gpu" if exam.on_gpu else "cpu",
         strategy=strategy,
@@ -216,7 +235,9 @@ def fit(
 
 def alpa(**options: Any) -> alpa_strategy.AlpaStrategy:
     """Captured, or an error: a step that quietly runs as it is written equals the plain Trainer's whatever we do."""
-    return alpa_strategy.AlpaStrategy(**{"verbose": False, "cluster": str(COSTS), "capture": "require", **options})
+    return alpa_strategy.AlpaStrategy(
+        **{"verbose": False, "cluster": str(COSTS), "capture": "require", **options}
+    )
 
 
 def compile_blocks(model: Any) -> None:
@@ -250,7 +271,9 @@ def trained(
     model, rows, batch = make(exam)
     losses = Losses()
     fit(exam, model, rows, batch, strategy, precision, steps, [losses, *callbacks], **given)
-    return losses.values(), {name: value.detach().cpu().double() for name, value in model.state_dict().items()}
+    return losses.values(), {
+        name: value.detach().cpu().double() for name, value in model.state_dict().items()
+    }
 
 
 def apart(mine: Trained, theirs: Trained) -> tuple[float, float]:

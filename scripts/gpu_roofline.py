@@ -21,7 +21,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Figures = dict[str, float | int | str | bool]
-DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "tf32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 class Timer:
@@ -78,7 +83,11 @@ def products(timer: Timer, small: bool) -> Iterator[Figures]:
     if not small:
         for hidden in (1024, 2048, 4096):
             # qkv, the MLP's two layers, and the gradient of a weight, whose inner dim is the tokens
-            shapes += [(8192, 3 * hidden, hidden), (8192, 4 * hidden, hidden), (8192, hidden, 4 * hidden)]
+            shapes += [
+                (8192, 3 * hidden, hidden),
+                (8192, 4 * hidden, hidden),
+                (8192, hidden, 4 * hidden),
+            ]
             shapes.append((4 * hidden, hidden, 8192))
         shapes += [(8192, 51200, 1024), (128, 4096, 4096), (1024, 1024, 64)]
     names = ("float32", "bfloat16") if small else tuple(DTYPES)
@@ -88,7 +97,14 @@ def products(timer: Timer, small: bool) -> Iterator[Figures]:
             a = torch.randn(m, k, device=timer.device).to(DTYPES[name])
             b = torch.randn(n, k, device=timer.device).to(DTYPES[name])
             seconds = timer.seconds(lambda a=a, b=b: F.linear(a, b))
-            yield {"kind": "matmul", "dtype": name, "m": m, "n": n, "k": k, **_rate(seconds, 2 * m * n * k)}
+            yield {
+                "kind": "matmul",
+                "dtype": name,
+                "m": m,
+                "n": n,
+                "k": k,
+                **_rate(seconds, 2 * m * n * k),
+            }
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
@@ -100,8 +116,17 @@ def fp8_products(timer: Timer, small: bool) -> Iterator[Figures]:
     for n in (1024,) if small else (1024, 2048, 4096, 8192):
         a = torch.randn(n, n, device=timer.device).to(torch.float8_e4m3fn)
         b = torch.randn(n, n, device=timer.device).to(torch.float8_e4m3fn).t()
-        seconds = timer.seconds(lambda a=a, b=b: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16))
-        yield {"kind": "matmul", "dtype": "float8_e4m3fn", "m": n, "n": n, "k": n, **_rate(seconds, 2 * n**3)}
+        seconds = timer.seconds(
+            lambda a=a, b=b: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+        )
+        yield {
+            "kind": "matmul",
+            "dtype": "float8_e4m3fn",
+            "m": n,
+            "n": n,
+            "k": n,
+            **_rate(seconds, 2 * n**3),
+        }
 
 
 def attention(timer: Timer, small: bool) -> Iterator[Figures]:
@@ -113,23 +138,40 @@ def attention(timer: Timer, small: bool) -> Iterator[Figures]:
                 heads = max(1, min(512, 2**19 // length // 4)) if not small else 2
                 # [1, heads, length, width]: heads of several rows of a batch count alike
                 q, k, v = (
-                    torch.randn(1, heads, length, width, device=timer.device, dtype=dtype, requires_grad=True)
+                    torch.randn(
+                        1,
+                        heads,
+                        length,
+                        width,
+                        device=timer.device,
+                        dtype=dtype,
+                        requires_grad=True,
+                    )
                     for _ in range(3)
                 )
                 flops = 4 * heads * length * length * width / (2 if causal else 1)
                 with torch.no_grad():
                     forward = timer.seconds(
-                        lambda q=q, k=k, v=v, c=causal: F.scaled_dot_product_attention(q, k, v, is_causal=c)
+                        lambda q=q, k=k, v=v, c=causal: F.scaled_dot_product_attention(
+                            q, k, v, is_causal=c
+                        )
                     )
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
                 grad = torch.randn_like(out)
                 backward = timer.seconds(
-                    lambda o=out, q=q, k=k, v=v, g=grad: torch.autograd.grad(o, (q, k, v), g, retain_graph=True)
+                    lambda o=out, q=q, k=k, v=v, g=grad: torch.autograd.grad(
+                        o, (q, k, v), g, retain_graph=True
+                    )
                 )
                 shape = {"length": length, "width": width, "heads": heads, "causal": causal}
                 name = str(dtype).removeprefix("torch.")
                 yield {"kind": "attention forward", "dtype": name, **shape, **_rate(forward, flops)}
-                yield {"kind": "attention backward", "dtype": name, **shape, **_rate(backward, 2.5 * flops)}
+                yield {
+                    "kind": "attention backward",
+                    "dtype": name,
+                    **shape,
+                    **_rate(backward, 2.5 * flops),
+                }
 
 
 def pointwise(timer: Timer, small: bool) -> Iterator[Figures]:
@@ -154,7 +196,11 @@ def pointwise(timer: Timer, small: bool) -> Iterator[Figures]:
             for name, (op, moved) in ops.items():
                 seconds = timer.seconds(lambda op=op, x=x: op(x))
                 num_bytes = moved * x.nbytes
-                figures = {"rows": rows, "seconds": seconds, "bytes_per_second": num_bytes / seconds}
+                figures = {
+                    "rows": rows,
+                    "seconds": seconds,
+                    "bytes_per_second": num_bytes / seconds,
+                }
                 yield {"kind": name, "dtype": str(dtype).removeprefix("torch."), **figures}
 
 
@@ -165,7 +211,9 @@ def optimizers(timer: Timer, small: bool) -> Iterator[Figures]:
         parameters = [torch.zeros(n, device=timer.device, requires_grad=True) for n in sizes]
         for p in parameters:
             p.grad = torch.ones_like(p)
-        optimizer = torch.optim.AdamW(parameters, **({"fused": True} if fused else {"foreach": True}))
+        optimizer = torch.optim.AdamW(
+            parameters, **({"fused": True} if fused else {"foreach": True})
+        )
         seconds = timer.seconds(optimizer.step, batches=3)
         num_bytes = 7 * 4 * sum(sizes)
         yield {
@@ -237,7 +285,9 @@ def _rate(seconds: float, flops: float) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", default="roofline.json")

@@ -34,7 +34,14 @@ LAZY_FILES = {
     "lightning/session.py": "import alpa_strategy registers the strategy: a training's rooms come with its first batch",
 }
 # Who makes process groups and meshes of them: every other room is given them.
-GROUP_MAKERS = {"new_group", "init_process_group", "init_device_mesh", "DeviceMesh", "new_subgroups", "split_group"}
+GROUP_MAKERS = {
+    "new_group",
+    "init_process_group",
+    "init_device_mesh",
+    "DeviceMesh",
+    "new_subgroups",
+    "split_group",
+}
 GROUP_ROOM = "comm"
 
 
@@ -64,7 +71,9 @@ def read_package(package: Path = PACKAGE) -> list[SourceFile]:
     return files
 
 
-def broken_sizes(files: list[SourceFile], max_lines: int = MAX_LINES, max_files: int = MAX_FILES) -> Iterator[str]:
+def broken_sizes(
+    files: list[SourceFile], max_lines: int = MAX_LINES, max_files: int = MAX_FILES
+) -> Iterator[str]:
     """A sentence for every limit that is passed."""
     num_lines, num_comments = sum(f.num_lines for f in files), sum(f.num_comments for f in files)
     if num_lines > max_lines:
@@ -112,7 +121,11 @@ def calls(tree: ast.Module, names: set[str]) -> Iterator[tuple[int, str]]:
     """(line, name) of calls of functions with one of `names`, whatever they are an attribute of."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            name = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             if name in names:
                 yield node.lineno, name
 
@@ -131,8 +144,12 @@ def figures(files: list[SourceFile]) -> Iterator[str]:
 
 def main() -> int:
     """The figures, then what is broken."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("package", nargs="?", type=Path, default=PACKAGE, help="folder of the package")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "package", nargs="?", type=Path, default=PACKAGE, help="folder of the package"
+    )
     package = parser.parse_args().package
     if not (files := read_package(package)):
         parser.error(f"{package} has no Python files")

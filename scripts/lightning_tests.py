@@ -95,11 +95,17 @@ def tests_that_name_ddp(root: Path) -> list[str]:
             continue
         text = path.read_text()
         tree = ast.parse(text)
-        helpers = {f.name for f in tree.body if isinstance(f, ast.FunctionDef) and "ddp" in _source(text, f).lower()}
+        helpers = {
+            f.name
+            for f in tree.body
+            if isinstance(f, ast.FunctionDef) and "ddp" in _source(text, f).lower()
+        }
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 source = _source(text, node)
-                if "ddp" in source.lower() or any(f"{name}(" in source for name in helpers - {node.name}):
+                if "ddp" in source.lower() or any(
+                    f"{name}(" in source for name in helpers - {node.name}
+                ):
                     found.append(f"{path.relative_to(root)}::{node.name}")
     return found
 
@@ -114,7 +120,9 @@ def run(root: Path, tests: list[str], under: str, plugin: Path, *arguments: str)
     with tempfile.TemporaryDirectory() as folder:
         ranks = Path(folder, "ranks")
         env = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(plugin), str(Path(__file__).resolve().parents[1]), str(root)]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(plugin), str(Path(__file__).resolve().parents[1]), str(root)]
+            ),
             "UNDER": under,
             "RANKS_FILE": str(ranks),
             "OMP_NUM_THREADS": "1",
@@ -122,11 +130,24 @@ def run(root: Path, tests: list[str], under: str, plugin: Path, *arguments: str)
             "TMPDIR": folder,
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # which we set, and a fixture of theirs takes for a leak
         }
-        options = ["-p", "as_two_ranks", "-p", "no:cacheprovider", "-q", "--color=no", f"--rootdir={root}"]
+        options = [
+            "-p",
+            "as_two_ranks",
+            "-p",
+            "no:cacheprovider",
+            "-q",
+            "--color=no",
+            f"--rootdir={root}",
+        ]
         command = [sys.executable, "-m", "pytest", *options, *arguments]
         with Path(folder, "output").open("w+") as out:
             job = subprocess.Popen(
-                [*command, *tests], cwd=root, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                [*command, *tests],
+                cwd=root,
+                env=env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             try:
                 code = job.wait(SECONDS)
@@ -136,7 +157,11 @@ def run(root: Path, tests: list[str], under: str, plugin: Path, *arguments: str)
                 os.killpg(job.pid, signal.SIGKILL)  # ranks that are left
             out.seek(0)
             text = out.read() + ("\ndid not end" if code == -1 else "")
-        return {"passed": code == 0 and " skipped" not in text, "ranks": ranks.exists(), "text": text}
+        return {
+            "passed": code == 0 and " skipped" not in text,
+            "ranks": ranks.exists(),
+            "text": text,
+        }
 
 
 def compare(root: Path, test: str, plugin: Path) -> dict[str, Any]:
@@ -153,12 +178,16 @@ def cases(root: Path, tests: list[str], plugin: Path) -> list[str]:
     lacking = {line.split()[1] for line in text.splitlines() if line.startswith("ERROR tests")}
     if lacking:  # of packages that are not installed
         print("not collected:", *sorted(lacking))
-        return cases(root, [test for test in tests if test.partition("::")[0] not in lacking], plugin)
+        return cases(
+            root, [test for test in tests if test.partition("::")[0] not in lacking], plugin
+        )
     return [line for line in text.splitlines() if "::" in line]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tests", type=Path)
     parser.add_argument("--only", default="", help="part of a test's name")
     parser.add_argument("--jobs", type=int, default=1)
@@ -169,15 +198,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         Path(folder, "as_two_ranks.py").write_text(PLUGIN)
         results: list[dict[str, Any]] = []
-        for found in pool.map(lambda test: compare(root, test, Path(folder)), cases(root, tests, Path(folder))):
+        for found in pool.map(
+            lambda test: compare(root, test, Path(folder)), cases(root, tests, Path(folder))
+        ):
             results.append(found)
             ours = found.get("alpa")
-            word = "no two ranks, or not under ddp" if ours is None else "same" if ours["passed"] else "DIFFERS"
+            word = (
+                "no two ranks, or not under ddp"
+                if ours is None
+                else "same"
+                if ours["passed"]
+                else "DIFFERS"
+            )
             print(f"{word:32}{found['test']}", flush=True)
             if options.out:
                 options.out.write_text(json.dumps(results, indent=1))
     counted = [each for each in results if "alpa" in each]
-    print(f"{sum(each['alpa']['passed'] for each in counted)} of {len(counted)} pass under alpa as under ddp")
+    print(
+        f"{sum(each['alpa']['passed'] for each in counted)} of {len(counted)} pass under alpa as under ddp"
+    )
     sys.exit(any(not each["alpa"]["passed"] for each in counted))
 
 

@@ -36,7 +36,10 @@ from alpa_strategy.planner.planner import make_plan
 from alpa_strategy.planner.search import plan_one_stage, plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 
-NEAR, FAR = 1.03, 0.9  # of the published plan's predicted seconds: what is met; what says that the costs are wrong
+NEAR, FAR = (
+    1.03,
+    0.9,
+)  # of the published plan's predicted seconds: what is met; what says that the costs are wrong
 SCHEDULES = ("1F1B", "GPipe")
 HEADER = ("model", "H100", "published best", "measured", "predicted", "free choice", "predicted", "free / published",
           "free / measured", "CPU-s", "within 3 %")  # fmt: skip
@@ -49,7 +52,9 @@ def planned(case: Case, **pins: object) -> Plan:
         model = Transformer(case.num_blocks, **case.model).to(torch.bfloat16)
         tokens = torch.zeros(rows, case.model["seq_len"], dtype=torch.long)
     options = PlanOptions(batch_scope="global", compile=case.compiled, remat=False, **pins)  # type: ignore[arg-type]
-    optimizer = OptimizerInfo(case.program.state_bytes, gradient_itemsize=case.program.gradient_bytes)
+    optimizer = OptimizerInfo(
+        case.program.state_bytes, gradient_itemsize=case.program.gradient_bytes
+    )
     return make_plan(model, (tokens, tokens), case.cluster, options, optimizer, choose=choose)
 
 
@@ -61,7 +66,9 @@ def choose(task: PlanTask) -> Plan:
             plans.append(plan_one_stage(task))
     with suppress(PlanError):
         known = plans[0].predicted.step_seconds if plans else math.inf
-        plans.append(plan_pipeline(task, known, solve=partial(solve_schedules, schedules=SCHEDULES)))
+        plans.append(
+            plan_pipeline(task, known, solve=partial(solve_schedules, schedules=SCHEDULES))
+        )
     return min(plans, key=lambda plan: plan.predicted.step_seconds)
 
 
@@ -69,7 +76,11 @@ def published(case: Case) -> Plan:
     """The published configuration, its layers cut into stages as the planner would."""
     shape, parallel = mesh_and_pins(case)
     return planned(
-        case, parallel=parallel, logical_mesh=shape, num_stages=case.pp, num_microbatches=case.num_microbatches
+        case,
+        parallel=parallel,
+        logical_mesh=shape,
+        num_stages=case.pp,
+        num_microbatches=case.num_microbatches,
     )
 
 
@@ -77,7 +88,9 @@ def in_words(plan: Plan) -> str:
     """`2 stages of 8, 32 micro-batches, 1F1B; G0`: of unequal stages every mesh; how most parameters lie."""
     meshes = ["x".join(map(str, stage.logical_mesh)) for stage in plan.stages]
     stages = f"{len(meshes)} of {meshes[0]}" if len(set(meshes)) == 1 else " + ".join(meshes)
-    modes = Counter(" ".join(map(str, p.modes)) for s in plan.stages for p in s.parameter_plans.values())
+    modes = Counter(
+        " ".join(map(str, p.modes)) for s in plan.stages for p in s.parameter_plans.values()
+    )
     how = f", {plan.schedule}" if len(meshes) > 1 else ""
     return f"{stages}, {plan.num_microbatches} micro-batches{how}; {modes.most_common(1)[0][0]}"
 
@@ -100,7 +113,8 @@ def row(case: Case) -> list[str]:
         f"{seconds / pinned:.3f}",
         f"{seconds / case.seconds:.3f}",
         f"{took:.0f}",
-        ("no" if seconds > NEAR * pinned else "yes") + (", far below" if seconds < FAR * pinned else ""),
+        ("no" if seconds > NEAR * pinned else "yes")
+        + (", far below" if seconds < FAR * pinned else ""),
     ]
 
 
@@ -121,13 +135,17 @@ def report(lines: list[list[str]], folder: Path, left_out: Sequence[str] = ()) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", nargs="?", type=Path, default=ROWS)
     parser.add_argument("--cells", nargs="*", type=int, help="ids of rows; default: all")
     parser.add_argument("--out", type=Path, help="folder for nanotron.md")
     args = parser.parse_args()
     rows = json.loads(args.rows.read_text())["rows"]
-    best = [row for row in rows if "nanotron" in row["source"] and row["kind"].startswith("best plan")]
+    best = [
+        row for row in rows if "nanotron" in row["source"] and row["kind"].startswith("best plan")
+    ]
     cases = [case for each in best if isinstance(case := express(each), Case)]
     shown, lines = Table(*HEADER, title="free choices against the best of nanotron's runs"), []
     left_out = []

@@ -24,7 +24,12 @@ from rich.console import Console
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th entry of the database from the I-th")
+    parser.add_argument(
+        "--part",
+        default="0/1",
+        metavar="I/N",
+        help="every N-th entry of the database from the I-th",
+    )
     parser.add_argument("--samples", type=int, default=6, help="samples per entry")
     parser.add_argument(
         "--write",
@@ -35,9 +40,15 @@ def main(given: Sequence[str] | None = None) -> int:
         help=f"store the findings, by default in {STORED}",
     )
     parser.add_argument(
-        "--merge", nargs="+", type=Path, metavar="FILE", help=f"store what these files hold in {STORED}"
+        "--merge",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help=f"store what these files hold in {STORED}",
     )
-    parser.add_argument("--show", metavar="PATTERN", help="what is stored of ops, such as linear or 'aten.conv*'")
+    parser.add_argument(
+        "--show", metavar="PATTERN", help="what is stored of ops, such as linear or 'aten.conv*'"
+    )
     arguments = parser.parse_args(given)
     if arguments.show:
         Console().print(op_table(arguments.show))
@@ -51,7 +62,10 @@ def main(given: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     captured = list(captured_calls(database()[index::count], arguments.samples))
     calls = [c for c in captured if not isinstance(c, NotCaptured)]
-    names, refused = {c.name for c in captured}, {c.name: c.reason for c in captured if isinstance(c, NotCaptured)}
+    names, refused = (
+        {c.name for c in captured},
+        {c.name: c.reason for c in captured if isinstance(c, NotCaptured)},
+    )
     never = sorted(names - {c.name for c in calls})
     print(f"{len(names)} entries of the database, {len(names) - len(never)} captured")
     for reason, number in Counter(refused[name] for name in never).most_common():

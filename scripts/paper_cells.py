@@ -75,7 +75,13 @@ def model_flops(cell: Cell, model: torch.nn.Module, forward_flops: float) -> flo
     if cell.family == "wide_resnet":
         return 4 * forward_flops
     h = model.hparams
-    tokens, D, T, V, L = cell.rows * h.sequence_length, h.hidden, h.sequence_length, h.vocab_size, h.num_layers
+    tokens, D, T, V, L = (
+        cell.rows * h.sequence_length,
+        h.hidden,
+        h.sequence_length,
+        h.vocab_size,
+        h.num_layers,
+    )
     head = 6 * tokens * D * V
     if cell.family == "gpt":
         return 96 * tokens * D**2 * L * (1 + T / (6 * D)) + head

@@ -76,7 +76,11 @@ REASONS: dict[tuple[str, str, str], str] = {
         "the best of all cuts with data parallelism inside stages is taken here: seven stages of unequal sizes, so "
         "that whole parameters fit"
     ),
-    ("wide_resnet", "pp_dp", "fits"): "stages may have any size here, so that those with most parameters are small",
+    (
+        "wide_resnet",
+        "pp_dp",
+        "fits",
+    ): "stages may have any size here, so that those with most parameters are small",
 }
 
 
@@ -89,7 +93,9 @@ def difference(value: dict | None, paper: float) -> str | None:
     return "fast" if value["pflops"] > paper else "slow"
 
 
-def sentence(family: str, column: str, num_nodes: int, value: dict | None, paper: float) -> str | None:
+def sentence(
+    family: str, column: str, num_nodes: int, value: dict | None, paper: float
+) -> str | None:
     """How a cell differs from the paper and why; None where it does not."""
     how = difference(value, paper)
     if how is None:
@@ -101,6 +107,8 @@ def sentence(family: str, column: str, num_nodes: int, value: dict | None, paper
     share = f"busiest stage {value['compute']:.3g} s compute and {value['communication']:.3g} s communication"
     text = f"{value['pflops'] / paper:.2f} x the paper's figure ({share} of {value['seconds']:.3g} s): {why}"
     if is_wide:
-        left = value["seconds"] * value["pflops"] / paper - (value["seconds"] - value["communication"])
+        left = value["seconds"] * value["pflops"] / paper - (
+            value["seconds"] - value["communication"]
+        )
         text += f"; the paper's figure would leave {left:.3g} s for communication"
     return text

@@ -76,10 +76,15 @@ def plan_job(
     space = StageSpace(job, meshes, stage_costs(job, meshes, known), allowed)
     fingerprint = PlanTask(job.graph, job.cluster, job.options, job.optimizer).fingerprint
     best, failures = best_solved(
-        solve_schedules(space, math.inf, schedules), lambda candidate: solved_plan(candidate, meshes, fingerprint)
+        solve_schedules(space, math.inf, schedules),
+        lambda candidate: solved_plan(candidate, meshes, fingerprint),
     )
     if best is None:
-        raise failures[-1][1] if failures else PlanError("no stages fit", "use more devices, or raise memory_limit")
+        raise (
+            failures[-1][1]
+            if failures
+            else PlanError("no stages fit", "use more devices, or raise memory_limit")
+        )
     return replace(best, gap=max(0.0, 1 - step_bound(space) / best.predicted.step_seconds))
 
 
@@ -117,13 +122,17 @@ class Planner:
         precision = precision_plugin(recipe)
         precision.convert_module(self.model)
         context = precision.train_step_context
-        step = capture_step(self.model, batch, world_size=cell.num_devices, batch_scope="global", context=context)
+        step = capture_step(
+            self.model, batch, world_size=cell.num_devices, batch_scope="global", context=context
+        )
         self.flops = model_flops(cell, self.model, sum(op_flops(op.call) for op in step.ops))
         graph = microbatch(step, num_microbatches).graph
         costs, optimizer = RooflineCosts(self.cluster.device), optimizer_info_of(self.model)
         limit = options.usable_bytes(self.cluster.device.memory_bytes)
         cuts = cluster_layers(graph)
-        self.job = CostJob(graph, cuts, num_microbatches, self.cluster, costs, options, optimizer, limit, True)
+        self.job = CostJob(
+            graph, cuts, num_microbatches, self.cluster, costs, options, optimizer, limit, True
+        )
         self.meshes = submeshes(self.cluster)
         self.plan_dir = store_dir / "plans"
         self.runs: dict[Hashable, RunCosts] = {}
@@ -132,7 +141,9 @@ class Planner:
         """Everything but recomputation and the number of micro-batches is open."""
         return plan_job(self.job, self.meshes, self.runs)
 
-    def stages(self, wanted: Callable[[int, int, int], bool], num_layers: int = 0, **options: object) -> Plan:
+    def stages(
+        self, wanted: Callable[[int, int, int], bool], num_layers: int = 0, **options: object
+    ) -> Plan:
         """The best stages under 1F1B of those that `wanted(submesh index, first layer, last)` allows.
 
         `num_layers`: at least so many layers for stages to be made of.
@@ -145,12 +156,17 @@ class Planner:
             job = replace(job, cuts=cluster_layers(job.graph, num_layers))
         L = job.num_layers
         allowed = np.array(
-            [[[a < b and wanted(m, a, b) for m in range(len(self.meshes))] for b in range(L + 1)] for a in range(L)]
+            [
+                [[a < b and wanted(m, a, b) for m in range(len(self.meshes))] for b in range(L + 1)]
+                for a in range(L)
+            ]
         )
         used = np.flatnonzero(allowed.any(axis=(0, 1)))
         if not used.size:
             raise PlanError("there are no such stages")
-        return plan_job(job, [self.meshes[m] for m in used], self.runs, ("1F1B",), allowed[:, :, used])
+        return plan_job(
+            job, [self.meshes[m] for m in used], self.runs, ("1F1B",), allowed[:, :, used]
+        )
 
     def intra(self) -> Plan:
         """One stage over all devices."""
@@ -182,7 +198,10 @@ class Planner:
             for tensor in [t for t in (1, 2, 4, 8) if devices % t == 0]:
                 data = devices // tensor
                 if min(data, tensor) == 1:
-                    choice = {"parallel": "data" if tensor == 1 else "tensor", "logical_mesh": (devices,)}
+                    choice = {
+                        "parallel": "data" if tensor == 1 else "tensor",
+                        "logical_mesh": (devices,),
+                    }
                 else:
                     choice = {"parallel": ("data", "tensor"), "logical_mesh": (data, tensor)}
                 found.append(lambda equal=equal, choice=choice: self.stages(equal, **choice))
@@ -197,9 +216,15 @@ class Planner:
                 experts[name] = "S0"
         found = []
         for parallel in ("zero2", "zero3"):
-            options = {"parallel": parallel, "logical_mesh": (D,), "placements": tuple(experts.items())}
+            options = {
+                "parallel": parallel,
+                "logical_mesh": (D,),
+                "placements": tuple(experts.items()),
+            }
             found.append(
-                lambda options=options: self.stages(lambda m, a, b: m == whole and (a, b) == (0, L), **options)
+                lambda options=options: self.stages(
+                    lambda m, a, b: m == whole and (a, b) == (0, L), **options
+                )
             )
         return fastest(found)
 
@@ -223,7 +248,9 @@ def plan_text(plan: Plan) -> str:
     """`1F1B 2x(1x4:2x2r)`: equal stages counted, nodes x devices : logical mesh; `r` recomputes."""
     texts: list[list] = []
     for s in plan.stages:
-        mesh = f"{'x'.join(map(str, s.submesh))}:{'x'.join(map(str, s.logical_mesh))}" + ("r" if s.remat else "")
+        mesh = f"{'x'.join(map(str, s.submesh))}:{'x'.join(map(str, s.logical_mesh))}" + (
+            "r" if s.remat else ""
+        )
         if texts and texts[-1][1] == mesh:
             texts[-1][0] += 1
         else:
@@ -239,10 +266,18 @@ def plan_cell(cell: Cell, columns: tuple[str, ...], store_dir: Path, known: dict
     four or eight times as many.
     """
     found: dict = dict(known)
-    counts = [cell.num_microbatches * k for k in (1, 2, 4, 8) if cell.rows % (cell.num_microbatches * k) == 0]
+    counts = [
+        cell.num_microbatches * k
+        for k in (1, 2, 4, 8)
+        if cell.rows % (cell.num_microbatches * k) == 0
+    ]
     for count in [known["num_microbatches"]] if "num_microbatches" in known else counts:
         planner = Planner(cell, count, store_dir)
-        found |= {"flops": planner.flops, "num_microbatches": count, "cluster": planner.cluster.digest()}
+        found |= {
+            "flops": planner.flops,
+            "num_microbatches": count,
+            "cluster": planner.cluster.digest(),
+        }
         if "solved" not in columns:
             break
         found["solved"] = _column(cell, planner, "solved")
@@ -273,7 +308,9 @@ def _column(cell: Cell, planner: Planner, column: str) -> dict | None:
     entry, shown = None, ""
     try:
         plan = getattr(planner, column)()
-        plan.save(planner.plan_dir / f"{cell.family}_{cell.num_devices}_{column}.json")  # for `alpa show`
+        plan.save(
+            planner.plan_dir / f"{cell.family}_{cell.num_devices}_{column}.json"
+        )  # for `alpa show`
         p = plan.predicted
         entry = {
             "seconds": p.step_seconds,
@@ -330,7 +367,9 @@ def complaints(results: dict) -> Iterator[str]:
         for column, paper in cell.paper.items():
             if column not in entry:
                 continue
-            text = sentence(cell.family, column, max(1, cell.num_devices // 8), entry[column], paper)
+            text = sentence(
+                cell.family, column, max(1, cell.num_devices // 8), entry[column], paper
+            )
             if text is not None:
                 yield f"{cell.key}, {TITLES[column]}: {text}"
 
@@ -353,25 +392,44 @@ def report(results: dict, file: Path) -> None:
     for line in found:
         print("check:", line)
     intro = (__doc__ or "").split("\n\n")
-    text = ["# The paper's table", "", "Generated by `scripts/paper_table.py`; edit that.", "", *intro[2:], *lines, ""]
-    text += ["Stages are written nodes x devices : logical mesh; `r` recomputes its activations. * priced with", ""]
+    text = [
+        "# The paper's table",
+        "",
+        "Generated by `scripts/paper_table.py`; edit that.",
+        "",
+        *intro[2:],
+        *lines,
+        "",
+    ]
+    text += [
+        "Stages are written nodes x devices : logical mesh; `r` recomputes its activations. * priced with",
+        "",
+    ]
     text[-2] += " an earlier description of the cluster, and to be planned again (`--again`)."
     text += (
-        ["## Where it differs from the paper", "", WHENCE, "", *(f"- {line}" for line in found), ""] if found else []
+        ["## Where it differs from the paper", "", WHENCE, "", *(f"- {line}" for line in found), ""]
+        if found
+        else []
     )
     text += ["## Plans that are not the paper's", "", *(f"- {remark}" for remark in REMARKS), ""]
     file.write_text("\n".join(text), encoding="utf-8")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--family", nargs="*", choices=("gpt", "moe", "wide_resnet"))
     parser.add_argument("--devices", nargs="*", type=int, choices=(1, 4, 8, 16, 32, 64))
     parser.add_argument("--columns", nargs="*", choices=COLUMNS, default=list(COLUMNS))
     parser.add_argument("--again", action="store_true", help="plan cells that have results, too")
     parser.add_argument("--report", action="store_true", help="only show what there is")
-    parser.add_argument("--store", type=Path, default=ROOT / ".alpa" / "paper_table", help="plans as they come")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="what is known, kept cell by cell")
+    parser.add_argument(
+        "--store", type=Path, default=ROOT / ".alpa" / "paper_table", help="plans as they come"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="what is known, kept cell by cell"
+    )
     args = parser.parse_args()
     results = json.loads(args.results.read_text(encoding="utf-8")) if args.results.exists() else {}
     for cell in cells():

@@ -32,11 +32,24 @@ def run_plan(checkout: Path, recipe: str, cluster: str, *overrides: str) -> Plan
     """Plan `recipe` (a name or a file) on `cluster` with the code of `checkout`, on one thread."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "alpa_strategy", "plan", recipe, "--cluster", cluster, *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "alpa_strategy",
+            "plan",
+            recipe,
+            "--cluster",
+            cluster,
+            *overrides,
+        ]
         environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
         with (Path(folder) / "output").open("w+") as output:
             process = subprocess.Popen(
-                [*command, "-o", str(out)], stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environment
+                [*command, "-o", str(out)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=environment,
             )
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)

@@ -75,11 +75,15 @@ class Follow(pl.Callback):
             gc.collect()
             gc.disable()
             (optimizer,) = trainer.optimizers
-            held = [t for p in module.parameters() for t in (p, p.grad, *optimizer.state[p].values())]
+            held = [
+                t for p in module.parameters() for t in (p, p.grad, *optimizer.state[p].values())
+            ]
             self.alive = AliveBytes([tensor for tensor in held if isinstance(tensor, torch.Tensor)])
             self.alive.__enter__()
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
         if index == 3:
             self.alive.__exit__(None, None, None)
             gc.enable()
@@ -117,11 +121,19 @@ def found(model: str, precision: str, plan: str) -> dict[str, Any]:
     planned = strategy.plan.predicted.peak_bytes
     ratio = follow.alive.most / planned
     case = {"model": model, "precision": precision, "plan": plan}
-    return {**case, "planned": planned, "alive": follow.alive.most, "ratio": ratio, "at": follow.alive.at}
+    return {
+        **case,
+        "planned": planned,
+        "alive": follow.alive.most,
+        "ratio": ratio,
+        "at": follow.alive.at,
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--precisions", nargs="*", default=["32-true", "bf16-mixed"])
     parser.add_argument("--plans", nargs="*", default=list(PLANS), choices=list(PLANS))
@@ -132,7 +144,10 @@ def main() -> int:
     for case in cases:
         rows.append(row := found(*case))
         sizes = f"planned {row['planned'] / 2**20:7.2f} MiB, alive {row['alive'] / 2**20:7.2f}"
-        print(f"{case[0]:12s} {case[1]:10s} {case[2]:28s} {sizes}, {row['ratio']:.3f} at {row['at']}", flush=True)
+        print(
+            f"{case[0]:12s} {case[1]:10s} {case[2]:28s} {sizes}, {row['ratio']:.3f} at {row['at']}",
+            flush=True,
+        )
     if args.out is not None:
         args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0 if all(BOUNDS[0] <= row["ratio"] <= BOUNDS[1] for row in rows) else 1

@@ -60,7 +60,9 @@ def fit(cases: Sequence[Case], rounds: int = 6) -> dict[str, float]:
     def loss(constants: dict[str, float]) -> float:
         total = 0.0
         for case, each in zip(cases, priced, strict=True):
-            error = abs(math.log(each.seconds(with_constants(case.cluster, constants)) / case.seconds))
+            error = abs(
+                math.log(each.seconds(with_constants(case.cluster, constants)) / case.seconds)
+            )
             total += min(error, CAP) / math.sqrt(rows[case.source])
         return total
 

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 class Attention(nn.Module):
     """Causal attention of `heads` queries on `kv_heads` keys, as `Block` says."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, bias: bool, rotary: bool, fused: bool, alibi: bool) -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        bias: bool,
+        rotary: bool,
+        fused: bool,
+        alibi: bool,
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.width = heads, kv_heads, dim // heads
         self.rotary, self.fused, self.alibi = rotary, fused, alibi
@@ -23,14 +32,22 @@ class Attention(nn.Module):
         B, T, D = x_BTD.shape
         q, k, v = (
             linear(x_BTD).view(B, T, heads, self.width).transpose(1, 2)
-            for linear, heads in ((self.query, self.heads), (self.key, self.kv_heads), (self.value, self.kv_heads))
+            for linear, heads in (
+                (self.query, self.heads),
+                (self.key, self.kv_heads),
+                (self.value, self.kv_heads),
+            )
         )
         if self.rotary:
             q, k = (x * angles_TK + torch.roll(x, self.width // 2, -1) * angles_TK for x in (q, k))
         if self.alibi:  # a bias on the scores: no kernel leaves out what is masked
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=angles_TK[:, :1].T[None, None].to(q.dtype))
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=angles_TK[:, :1].T[None, None].to(q.dtype)
+            )
         elif self.fused:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+            y = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads
+            )
         else:
             y = F.dropout(torch.softmax(q @ k.transpose(-1, -2), dim=-1), 0.1) @ v
         return self.out(y.transpose(1, 2).reshape(B, T, D))
@@ -46,7 +63,15 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, dim: int, heads: int, kv_heads: int, ffn: int, gated: bool, bias: bool, fused: bool, alibi: bool
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        ffn: int,
+        gated: bool,
+        bias: bool,
+        fused: bool,
+        alibi: bool,
     ) -> None:
         super().__init__()
         self.norm1, self.norm2 = ((nn.RMSNorm if gated else nn.LayerNorm)(dim) for _ in range(2))
@@ -87,7 +112,9 @@ class Transformer(lightning.LightningModule):
         if float8:  # all products but the head's, as torchtitan's and composer's recipes have it
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-            convert_to_float8_training(self.blocks, config=Float8LinearConfig.from_recipe_name(float8))
+            convert_to_float8_training(
+                self.blocks, config=Float8LinearConfig.from_recipe_name(float8)
+            )
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x_BT, y_BT = batch

@@ -53,7 +53,11 @@ class Prediction:
 
 def _name_of(call: OpCall) -> str:
     """The op's name, that of the class for an autograd.Function."""
-    return CUSTOM_OPS[call.target].function.__name__ if call.target in CUSTOM_OPS else op_base_name(call)
+    return (
+        CUSTOM_OPS[call.target].function.__name__
+        if call.target in CUSTOM_OPS
+        else op_base_name(call)
+    )
 
 
 class ProgramCosts(RooflineCosts):
@@ -66,14 +70,20 @@ class ProgramCosts(RooflineCosts):
 
     def op_seconds(self, call: OpCall) -> tuple[float, float]:
         is_float8 = _name_of(call) == PRODUCTS[1]
-        return self._fused.op_seconds(call) if is_float8 and self._program.fused_casts else super().op_seconds(call)
+        return (
+            self._fused.op_seconds(call)
+            if is_float8 and self._program.fused_casts
+            else super().op_seconds(call)
+        )
 
     def saved(self, call: OpCall) -> Saved:
         saved = super().saved(call)
         if _name_of(call) != PRODUCTS[1]:
             return saved
         if self._program.keeps_float8:
-            saved = replace(saved, operands=(False, True), extra_bytes=call.operands[0].num_elements)
+            saved = replace(
+                saved, operands=(False, True), extra_bytes=call.operands[0].num_elements
+            )
         return replace(saved, temporary_bytes=self._fused.saved(call).temporary_bytes)
 
 
@@ -107,13 +117,20 @@ class Repricer:
                 seconds["forward"] += forward
                 seconds["backward"] += backward
                 again += forward * runs_again
-            cost = replace(solved.cost, forward=seconds["forward"], backward=seconds["backward"], once=seconds["step"])
+            cost = replace(
+                solved.cost,
+                forward=seconds["forward"],
+                backward=seconds["backward"],
+                once=seconds["step"],
+            )
             cost = _beside_compute(intra, solved.assignment, cost, case.tp if case.async_tp else 1)
             found.append(replace(solved, cost=cost, seconds_again=again))
         return _of_blocks(case, *found).seconds
 
 
-def _beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost, async_tp: int) -> StageCost:
+def _beside_compute(
+    intra: IntraOp, assignment: Sequence[int], cost: StageCost, async_tp: int
+) -> StageCost:
     """`cost`, whose seconds are sums, without what is hidden: parameters are gathered and their gradients reduced
     beside the compute of other blocks, a block at once, as FSDP does; our runtime gathers where it uses.
 
@@ -133,7 +150,10 @@ def _beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost, 
         phase: total - alone[phase, True] - alone[phase, False]
         for phase, total in (("forward", cost.forward), ("backward", cost.backward))
     }
-    saved = {phase: alone[phase, True] - together[phase] + hidden(phase, computing[phase]) for phase in computing}
+    saved = {
+        phase: alone[phase, True] - together[phase] + hidden(phase, computing[phase])
+        for phase in computing
+    }
     for phase, compute in computing.items():
         beside = min(alone[phase, False] * (1 - 1 / async_tp), compute - hidden(phase, compute))
         saved[phase] += intra.mesh.overlap * max(0.0, beside)
@@ -155,7 +175,9 @@ def _local_calls(case: Case, solved: _Solved) -> Iterator[tuple[OpCall, bool]]:
         strategy = intra.ops[index].strategies[solved.assignment[len(intra.parameters) + index]]
         name, shape = _name_of(op.call), intra.mesh.shape
         products += name in PRODUCTS and op.module.startswith("blocks")
-        again = op.module.startswith("blocks") and is_recomputed(case.recompute, name, op.module, products)
+        again = op.module.startswith("blocks") and is_recomputed(
+            case.recompute, name, op.module, products
+        )
         yield localize(op.call, strategy, shape, (0,) * len(shape)).call, again
 
 
@@ -179,7 +201,11 @@ class _Solved:
 def mesh_and_pins(case: Case) -> tuple[tuple[int, ...], str | tuple[str, ...]]:
     """The logical mesh of a stage and the named plan of each of its axes."""
     zero = ZERO[case.zero]
-    axes = [(case.dp // case.shard, "data"), (case.shard, zero)] if case.zero == 3 else [(case.dp, zero)]
+    axes = (
+        [(case.dp // case.shard, "data"), (case.shard, zero)]
+        if case.zero == 3
+        else [(case.dp, zero)]
+    )
     axes = [axis for axis in (*axes, (case.tp, "tensor")) if axis[0] > 1] or [(1, "data")]
     return tuple(size for size, _ in axes), tuple(name for _, name in axes)
 
@@ -206,12 +232,27 @@ def _solved(case: Case, num_blocks: int) -> _Solved:
         tokens = torch.zeros(case.rows * case.dp, case.model["seq_len"], dtype=torch.long)
     step = capture_step(model, (tokens, tokens), world_size=num_devices, batch_scope="global")
     graph = microbatch(step, 1).graph
-    options = PlanOptions(batch_scope="global", parallel=parallel, logical_mesh=shape, memory_limit=math.inf)
+    options = PlanOptions(
+        batch_scope="global", parallel=parallel, logical_mesh=shape, memory_limit=math.inf
+    )
     program = case.program
-    optimizer = OptimizerInfo(state_bytes=program.state_bytes, gradient_itemsize=program.gradient_bytes)
+    optimizer = OptimizerInfo(
+        state_bytes=program.state_bytes, gradient_itemsize=program.gradient_bytes
+    )
     costs = ProgramCosts(case)
-    cluster = replace(case.cluster, overlap=0.0)  # what is hidden is so by the case's program, not by our runtime
-    job = CostJob(graph, (0, len(graph.ops)), case.num_microbatches, cluster, costs, options, optimizer, math.inf)
+    cluster = replace(
+        case.cluster, overlap=0.0
+    )  # what is hidden is so by the case's program, not by our runtime
+    job = CostJob(
+        graph,
+        (0, len(graph.ops)),
+        case.num_microbatches,
+        cluster,
+        costs,
+        options,
+        optimizer,
+        math.inf,
+    )
     solver = StageSolver(job)
     wish = StageWish(0, len(graph.ops), _mesh(case)[1], shape, remat=False, alive=1)
     priced = solver.price(wish)
@@ -225,7 +266,9 @@ def _solved(case: Case, num_blocks: int) -> _Solved:
     return _Solved(cost, seconds, kept, stage.intra, assignment)
 
 
-def _as_programmed(case: Case, cost: StageCost, intra: IntraOp, assignment: Sequence[int]) -> StageCost:
+def _as_programmed(
+    case: Case, cost: StageCost, intra: IntraOp, assignment: Sequence[int]
+) -> StageCost:
     """`cost` without bytes that our runtime needs and the case's program does not.
 
     A fused loss overwrites the logits by their gradient. FSDP that keeps gathered parameters (ZeRO-2) reduces gradients
@@ -238,8 +281,12 @@ def _as_programmed(case: Case, cost: StageCost, intra: IntraOp, assignment: Sequ
         for index, op in enumerate(intra.step.ops):
             name, own = _name_of(op.call), intra.ops[index]
             if op.module == "head":  # neither its result nor that one's gradient is there besides
-                short = (np.maximum(0, each - logits) for each in (own.forward_bytes, own.backward_bytes))
-                options[index] = replace(own, **dict(zip(("forward_bytes", "backward_bytes"), short, strict=True)))
+                short = (
+                    np.maximum(0, each - logits) for each in (own.forward_bytes, own.backward_bytes)
+                )
+                options[index] = replace(
+                    own, **dict(zip(("forward_bytes", "backward_bytes"), short, strict=True))
+                )
             if name in ("to", "cross_entropy_sum") and not op.module:
                 options[index] = replace(
                     own, forward_bytes=0 * own.forward_bytes, backward_bytes=0 * own.backward_bytes
@@ -278,19 +325,33 @@ def _again(case: Case, intra: IntraOp, assignment: Sequence[int]) -> tuple[float
         targets = {int(use.layout[assignment[use.choice]]) for use in transfer.uses}
         num_bytes = sum(float(transfer.memory[source, target]) for target in targets)
         if case.program.gathers_again:  # what tensor parallelism gathers is kept in shards
-            num_bytes = min(num_bytes, local_bytes(intra.step.values[value], layouts.sources[source], intra.mesh.shape))
-        if value in maker and (maker[value] not in again or _enters_block(intra.step, maker[value], readers)):
+            num_bytes = min(
+                num_bytes,
+                local_bytes(intra.step.values[value], layouts.sources[source], intra.mesh.shape),
+            )
+        if value in maker and (
+            maker[value] not in again or _enters_block(intra.step, maker[value], readers)
+        ):
             kept += num_bytes
-            if not num_bytes and readers <= again and readers and not is_view(intra.step.ops[maker[value]].call):
+            if (
+                not num_bytes
+                and readers <= again
+                and readers
+                and not is_view(intra.step.ops[maker[value]].call)
+            ):
                 meta = intra.step.values[value]  # nobody's backward needs it, but recomputing does
-                kept += min(local_bytes(meta, layouts.targets[t], intra.mesh.shape) for t in targets)
+                kept += min(
+                    local_bytes(meta, layouts.targets[t], intra.mesh.shape) for t in targets
+                )
     return seconds, kept
 
 
 def is_recomputed(policy: str, name: str, module: str, products: int) -> bool:
     """Whether an op of a block runs again in the backward; `products`: linears up to and with this one."""
     if policy == "op":
-        return name != "scaled_dot_product_attention" and not (name in PRODUCTS and products % 2 == 1)
+        return name != "scaled_dot_product_attention" and not (
+            name in PRODUCTS and products % 2 == 1
+        )
     if policy == "attention":
         return "attention" in module and name in ("softmax", "matmul", "dropout")
     return policy != "none"
@@ -302,7 +363,9 @@ def _enters_block(graph: StepGraph, maker: int, readers: set[int]) -> bool:
     return any(graph.ops[op].module.split(".")[:2] != own for op in readers)
 
 
-def _pipelined(case: Case, block: dict[str, float], rest: dict[str, float], one: _Solved, two: _Solved) -> Prediction:
+def _pipelined(
+    case: Case, block: dict[str, float], rest: dict[str, float], one: _Solved, two: _Solved
+) -> Prediction:
     """Blocks over stages, the embedding with the first one and the head with the last."""
     stages = case.pp * case.loops
     again = (two.seconds_again - one.seconds_again) * case.share
@@ -315,7 +378,9 @@ def _pipelined(case: Case, block: dict[str, float], rest: dict[str, float], one:
     for stage in range(stages):
         blocks = numbers[stage]
         ends = (stage + 1 == stages) + 0.0
-        half = (stage in (0, stages - 1)) / (1 if stages == 1 else 2)  # of what embedding and head store
+        half = (stage in (0, stages - 1)) / (
+            1 if stages == 1 else 2
+        )  # of what embedding and head store
         costs.append(
             StageCost(
                 blocks * block["forward"] + ends * rest["forward"],
@@ -336,7 +401,9 @@ def _pipelined(case: Case, block: dict[str, float], rest: dict[str, float], one:
     crosses_nodes = submesh[0] > 1 or 2 * submesh[1] > case.cluster.devices_per_node
     link = boundary_link(submesh, submesh, case.cluster, crosses_nodes)
     wire = 2 * (link.latency + size / link.bandwidth) if stages > 1 else 0.0
-    pipeline = [(c.forward, c.backward, c.once, wire * (i < stages)) for i, c in enumerate(costs, start=1)]
+    pipeline = [
+        (c.forward, c.backward, c.once, wire * (i < stages)) for i, c in enumerate(costs, start=1)
+    ]
     overhead = runtime_seconds(case.cluster.device)
     (seconds,) = simulated_seconds(schedule, case.pp, case.num_microbatches, [pipeline], overhead)
     num_bytes = max(_mesh_bytes(case, costs, mesh, schedule) for mesh in range(case.pp))
@@ -345,7 +412,9 @@ def _pipelined(case: Case, block: dict[str, float], rest: dict[str, float], one:
     return Prediction(seconds, num_bytes, fits, parts | {"once": max(c.once for c in costs)})
 
 
-def _blocks_of_stages(case: Case, stages: int, block: dict[str, float], rest: dict[str, float]) -> list[int]:
+def _blocks_of_stages(
+    case: Case, stages: int, block: dict[str, float], rest: dict[str, float]
+) -> list[int]:
     """Equal numbers, or the last stage as many fewer as the head takes time, where the program cuts by time."""
     last = case.num_blocks // stages
     if case.program.balanced and stages > 1:
@@ -359,6 +428,10 @@ def _blocks_of_stages(case: Case, stages: int, block: dict[str, float], rest: di
 
 def _mesh_bytes(case: Case, costs: Sequence[StageCost], mesh: int, schedule: str) -> float:
     own = costs[mesh :: case.pp]
-    alive = in_flight(schedule, case.pp, case.num_microbatches, case.loops)[mesh] / case.loops if case.pp > 1 else 1
+    alive = (
+        in_flight(schedule, case.pp, case.num_microbatches, case.loops)[mesh] / case.loops
+        if case.pp > 1
+        else 1
+    )
     always, saved = sum(c.always for c in own), sum(c.saved for c in own)
     return always + alive * saved + max(c.working for c in own)

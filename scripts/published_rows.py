@@ -55,9 +55,18 @@ PROGRAMS: tuple[tuple[str, Program], ...] = (  # the first pattern that a source
     ("torchtitan", Program(shards=True)),
     # MPT: ALiBi, fused cross-entropy; composer gathers in bf16 and reduces in fp32, but for `mp_mode PURE` (in notes)
     # float8 by TransformerEngine
-    ("llm-foundry", Program(bias=False, alibi=True, fused_loss=True, fused_casts=True, keeps_float8=True)),
-    ("cases_april2021", Program(fused_attention=False, compiled=True, gradient_bytes=2, flops="recomputed")),
-    ("arXiv 2205", Program(fused_attention=False, compiled=True, gradient_bytes=2, gathers_again=True)),
+    (
+        "llm-foundry",
+        Program(bias=False, alibi=True, fused_loss=True, fused_casts=True, keeps_float8=True),
+    ),
+    (
+        "cases_april2021",
+        Program(fused_attention=False, compiled=True, gradient_bytes=2, flops="recomputed"),
+    ),
+    (
+        "arXiv 2205",
+        Program(fused_attention=False, compiled=True, gradient_bytes=2, gathers_again=True),
+    ),
     ("Megatron-LM", Program(compiled=True, gathers_again=True, flops="model")),
     ("nanotron", Program(balanced=True, gathers_again=True, flops="model")),
     # fms_fsdp/policies/ac_handler.py
@@ -160,8 +169,16 @@ def express(row: dict[str, Any]) -> Case | str:
     if recompute is None:
         return f"recomputation {row['activation_checkpointing']!r} is not known"
     share = 0.5 if recompute == "layer" else 1.0
-    if program.recomputes_blocks and recompute == "op" and row["mfu_percent"] and row["hfu_percent"]:
-        recompute, share = "layer", min(1.0, 3 * (row["hfu_percent"] / row["mfu_percent"] - 1))  # a forward is a third
+    if (
+        program.recomputes_blocks
+        and recompute == "op"
+        and row["mfu_percent"]
+        and row["hfu_percent"]
+    ):
+        recompute, share = (
+            "layer",
+            min(1.0, 3 * (row["hfu_percent"] / row["mfu_percent"] - 1)),
+        )  # a forward is a third
     gated = "llama" in row["model"].lower()
     model = {
         "dim": arch["hidden"],
@@ -228,7 +245,10 @@ def _cluster(row: dict[str, Any]) -> ClusterSpec:
     hardware = row["hardware"]
     name = next(name for pattern, name in CLUSTERS if re.search(pattern, hardware["gpu"]))
     per_node, gpus = hardware["gpus_per_node"] or 8, row["gpus"]
-    counts: dict[str, Any] = {"num_nodes": max(1, -(-gpus // per_node)), "devices_per_node": min(per_node, gpus)}
+    counts: dict[str, Any] = {
+        "num_nodes": max(1, -(-gpus // per_node)),
+        "devices_per_node": min(per_node, gpus),
+    }
     speed = re.search(r"(\d+) ?Gb(?:ps|/s)(.*)", hardware.get("inter") or "")
     if speed:  # bits per second of a node, or of each of its GPUs
         line = int(speed[1]) * 1e9 / 8 * (per_node if "per GPU" in speed[2] else 1)

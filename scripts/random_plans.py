@@ -62,16 +62,23 @@ def random_case(rng: random.Random, name: str) -> Case:
     mesh = None if pipelined or rng.random() < 0.4 else rng.choice(MESHES[world])
     if mesh is not None:
         options["logical_mesh"] = mesh
-        options["parallel"] = rng.choice([rng.choice(PARALLEL), [rng.choice(PARALLEL) for _ in mesh]])
+        options["parallel"] = rng.choice(
+            [rng.choice(PARALLEL), [rng.choice(PARALLEL) for _ in mesh]]
+        )
     elif rng.random() < 0.7:
         options["parallel"] = rng.choice(PARALLEL)
     if rng.random() < 0.35:
         axes = 1 if mesh is None else len(mesh)
         pins = [rng.choice(PATTERNS) for _ in range(rng.randint(1, 2))]
-        options["placements"] = {pattern: " ".join(rng.choice(MODES) for _ in range(axes)) for pattern in pins}
+        options["placements"] = {
+            pattern: " ".join(rng.choice(MODES) for _ in range(axes)) for pattern in pins
+        }
     if pipelined:
         options["schedule"] = rng.choice([None, *SCHEDULES])
-        several = options["schedule"] is not None and not SCHEDULES[options["schedule"]].has_one_stage_per_mesh
+        several = (
+            options["schedule"] is not None
+            and not SCHEDULES[options["schedule"]].has_one_stage_per_mesh
+        )
         stages = [2 * world, 4] if several else [2, world, min(world, 3)]
         options["num_stages"] = rng.choice(stages) if rng.random() < 0.95 else rng.randint(2, 8)
         options["num_microbatches"] = rng.choice([None, *counts])
@@ -86,19 +93,27 @@ def random_case(rng: random.Random, name: str) -> Case:
         )
     kwargs = {**rng.choice(MODELS[model]), "optimizer": rng.choice(["sgd", "sgd", "adamw"])}
     options = {key: value for key, value in options.items() if value is not None}
-    accumulate = 1 if model in BATCH_NORM else rng.choice([1, 1, 2])  # one process's parts are micro-batches there
-    return Case(name, model, world, options, kwargs, clip=rng.choice([None, 0.1]), accumulate=accumulate)
+    accumulate = (
+        1 if model in BATCH_NORM else rng.choice([1, 1, 2])
+    )  # one process's parts are micro-batches there
+    return Case(
+        name, model, world, options, kwargs, clip=rng.choice([None, 0.1]), accumulate=accumulate
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=int(datetime.date.today().strftime("%Y%m%d")))
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to run")
     chosen = parser.parse_args(arguments)
     print(f"seed {chosen.seed}", flush=True)
     cases = [
-        case for case in random_cases(chosen.cases, chosen.seed) if not chosen.only or int(case.name) in chosen.only
+        case
+        for case in random_cases(chosen.cases, chosen.seed)
+        if not chosen.only or int(case.name) in chosen.only
     ]
     pool = WorkerPool()
     try:
@@ -109,7 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def random_cases(count: int, seed: int) -> list[Case]:
     """By number of ranks: the same processes run those of one number."""
-    cases = [random_case(random.Random(seed * 100_003 + number), str(number)) for number in range(count)]
+    cases = [
+        random_case(random.Random(seed * 100_003 + number), str(number)) for number in range(count)
+    ]
     return sorted(cases, key=lambda case: case.world)
 
 
@@ -120,10 +137,15 @@ def run_and_tell(cases: Sequence[Case], seed: int, pool: WorkerPool) -> int:
     def said(case: Case, outcome: Outcome) -> None:
         counts[outcome.kind] += 1
         cluster = case.options.get("cluster")
-        shown = {**case.options, "cluster": f"order {list(cluster.order)}"} if cluster else case.options
+        shown = (
+            {**case.options, "cluster": f"order {list(cluster.order)}"} if cluster else case.options
+        )
         what = f"{case.name}: {case.model} on {case.world} ranks, {shown}"
         if outcome.kind == "bad":
-            print(f"BAD {what} {case.kwargs} clip {case.clip} accumulate {case.accumulate}\n{outcome.text}", flush=True)
+            print(
+                f"BAD {what} {case.kwargs} clip {case.clip} accumulate {case.accumulate}\n{outcome.text}",
+                flush=True,
+            )
         elif outcome.kind == "refused":
             refusals[outcome.text.splitlines()[0][:60]] += 1
             print(f"refused {what}\n    {outcome.text.splitlines()[0][:200]}", flush=True)

@@ -23,11 +23,21 @@ from worker_pool import WorkerPool
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--match", nargs="*", default=[], help="texts that a case's name has all of")
-    parser.add_argument("--limit", type=float, default=10.0, help="seconds until every rank must be gone")
-    parser.add_argument("--others", action="store_true", help="runs as written, by hand, evaluations: 36 cases")
-    parser.add_argument("--part", default="1/1", help="which part of the cases, as in 2/4 (every fourth)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--match", nargs="*", default=[], help="texts that a case's name has all of"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=10.0, help="seconds until every rank must be gone"
+    )
+    parser.add_argument(
+        "--others", action="store_true", help="runs as written, by hand, evaluations: 36 cases"
+    )
+    parser.add_argument(
+        "--part", default="1/1", help="which part of the cases, as in 2/4 (every fourth)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the order of the cases")
     arguments = parser.parse_args()
     part, parts = map(int, arguments.part.split("/"))
@@ -50,10 +60,18 @@ def main() -> int:
                 seconds, step, wrong = outcome.seconds, outcome.resumed_from, outcome.wrong
                 text = outcome.output
             except AssertionError as error:  # it did not come so far, or the resumption failed
-                seconds, step, wrong, text = 0.0, None, [str(error).strip().splitlines()[-1]], str(error)
+                seconds, step, wrong, text = (
+                    0.0,
+                    None,
+                    [str(error).strip().splitlines()[-1]],
+                    str(error),
+                )
             slowest = max(slowest, seconds)
             num_bad += bool(wrong)
-            print(f"{'BAD' if wrong else 'ok '} {case}: gone after {seconds:.1f} s, resumed at {step}", flush=True)
+            print(
+                f"{'BAD' if wrong else 'ok '} {case}: gone after {seconds:.1f} s, resumed at {step}",
+                flush=True,
+            )
             if wrong:
                 print("   ", "; ".join(wrong), *text.splitlines()[-60:], sep="\n    ", flush=True)
     pool.close()

@@ -58,7 +58,9 @@ class Trained(pl.LightningModule):
 
 
 Made = tuple[Trained, Dataset]
-PROGRAMS: dict[str, tuple[str, Callable[[], Made]]] = {}  # name -> the library that it needs, what makes it
+PROGRAMS: dict[
+    str, tuple[str, Callable[[], Made]]
+] = {}  # name -> the library that it needs, what makes it
 
 
 def program(library: str) -> Callable[[Callable[[], Made]], Callable[[], Made]]:
@@ -76,7 +78,9 @@ def images(size: int = 32) -> Dataset:
 
 
 def sentences(length: int = 16) -> Dataset:
-    return TensorDataset(torch.randint(TOKENS, (64, length), generator=torch.Generator().manual_seed(3)))
+    return TensorDataset(
+        torch.randint(TOKENS, (64, length), generator=torch.Generator().manual_seed(3))
+    )
 
 
 def classify(module: Trained, batch: Any) -> Tensor:
@@ -102,7 +106,9 @@ def of_timm(name: str) -> Made:
     import timm
 
     options = {"num_classes": CLASSES, "drop_rate": 0.0, **TIMM[name]}
-    return Trained(timm.create_model(name, **options), classify), images(options.get("img_size", 32))
+    return Trained(timm.create_model(name, **options), classify), images(
+        options.get("img_size", 32)
+    )
 
 
 PROGRAMS |= {f"timm_{name}": ("timm", partial(of_timm, name)) for name in TIMM}
@@ -114,8 +120,15 @@ PROGRAMS |= {f"timm_{name}": ("timm", partial(of_timm, name)) for name in TIMM}
 def llama(**options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, num_key_value_heads=2, **sizes, **options))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=TOKENS, num_key_value_heads=2, **sizes, **options)
+    )
 
 
 def next_token(module: Trained, batch: Any) -> Tensor:
@@ -124,11 +137,17 @@ def next_token(module: Trained, batch: Any) -> Tensor:
 
 PEFT: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("LoraConfig", {"r": 4, "target_modules": ["q_proj", "v_proj"]}),
-    "lora_and_head": ("LoraConfig", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "lora_and_head": (
+        "LoraConfig",
+        {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ),
     "dora": ("LoraConfig", {"r": 4, "use_dora": True, "target_modules": ["q_proj", "v_proj"]}),
     "vera": ("VeraConfig", {"r": 4, "target_modules": ["o_proj"]}),
     "oft": ("OFTConfig", {"r": 4, "oft_block_size": 0, "target_modules": ["q_proj"]}),
-    "ia3": ("IA3Config", {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "ia3": (
+        "IA3Config",
+        {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    ),
     "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
     "prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 4}),
 }
@@ -162,12 +181,22 @@ def bert_masked() -> Made:
 
     def loss(module: Trained, batch: Any) -> Tensor:
         is_masked = batch[0] % 5 == 0
-        given = {"input_ids": torch.where(is_masked, 1, batch[0]), "labels": torch.where(is_masked, batch[0], -100)}
+        given = {
+            "input_ids": torch.where(is_masked, 1, batch[0]),
+            "labels": torch.where(is_masked, batch[0], -100),
+        }
         return module.net(**given).loss
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return Trained(BertForMaskedLM(BertConfig(vocab_size=TOKENS, **sizes, **dropout)), loss), sentences()
+    return Trained(
+        BertForMaskedLM(BertConfig(vocab_size=TOKENS, **sizes, **dropout)), loss
+    ), sentences()
 
 
 # --- Segmentation, diffusion
@@ -183,7 +212,9 @@ def monai_unet() -> Made:
     from monai.networks.nets import UNet
 
     dice = DiceCELoss(to_onehot_y=True, softmax=True)
-    return Trained(UNet(2, 3, 2, (8, 16, 32), (2, 2)), lambda m, b: dice(m.net(b[0]), above_zero(b[0]))), images()
+    return Trained(
+        UNet(2, 3, 2, (8, 16, 32), (2, 2)), lambda m, b: dice(m.net(b[0]), above_zero(b[0]))
+    ), images()
 
 
 @program("segmentation_models_pytorch")
@@ -205,8 +236,13 @@ def diffusers_unet() -> Made:
         x, steps, noise = batch[0], 3 * batch[1], batch[0].roll(1, -1)
         return F.mse_loss(module.net(scheduler.add_noise(x, noise, steps), steps).sample, noise)
 
-    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
-    net = UNet2DModel(32, 3, 3, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4, **blocks)
+    blocks = {
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    }
+    net = UNet2DModel(
+        32, 3, 3, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4, **blocks
+    )
     return Trained(net, loss), images()
 
 
@@ -216,10 +252,15 @@ def diffusers_vae() -> Made:
 
     def loss(module: Trained, batch: Any) -> Tensor:
         latent = module.net.encode(batch[0]).latent_dist
-        return F.mse_loss(module.net.decode(latent.mode()).sample, batch[0]) + 1e-3 * latent.kl().mean()
+        return (
+            F.mse_loss(module.net.decode(latent.mode()).sample, batch[0])
+            + 1e-3 * latent.kl().mean()
+        )
 
     blocks = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2
-    return Trained(AutoencoderKL(3, 3, *blocks, (8, 16), norm_num_groups=4, latent_channels=2), loss), images()
+    return Trained(
+        AutoencoderKL(3, 3, *blocks, (8, 16), norm_num_groups=4, latent_channels=2), loss
+    ), images()
 
 
 # --- Metric learning and self-supervision: losses over all pairs of a batch, some over those of all ranks
@@ -235,11 +276,18 @@ METRIC = ("NTXentLoss", "ContrastiveLoss", "TripletMarginLoss", "ArcFaceLoss")
 def of_metric_learning(name: str) -> Made:
     from pytorch_metric_learning import losses
 
-    criterion = losses.ArcFaceLoss(CLASSES, 16) if name == "ArcFaceLoss" else getattr(losses, name)()
-    return Trained(embedder(), lambda m, b: m.criterion(m.net(b[0]), b[1]), criterion=criterion), images()
+    criterion = (
+        losses.ArcFaceLoss(CLASSES, 16) if name == "ArcFaceLoss" else getattr(losses, name)()
+    )
+    return Trained(
+        embedder(), lambda m, b: m.criterion(m.net(b[0]), b[1]), criterion=criterion
+    ), images()
 
 
-PROGRAMS |= {f"metric_{name}": ("pytorch_metric_learning", partial(of_metric_learning, name)) for name in METRIC}
+PROGRAMS |= {
+    f"metric_{name}": ("pytorch_metric_learning", partial(of_metric_learning, name))
+    for name in METRIC
+}
 
 LIGHTLY = ("NTXentLoss", "BarlowTwinsLoss", "VICRegLoss")
 
@@ -268,9 +316,15 @@ def lightly_dino() -> Made:
         update_momentum(module.head, module.teachers_head, 0.99)
         views = batch[0], batch[0] + 0.1 * batch[0].roll(1, -1)
         taught = [module.teachers_head(module.teacher(view)) for view in views]
-        return module.criterion(taught, [module.head(module.net(view)) for view in views], epoch=module.current_epoch)
+        return module.criterion(
+            taught, [module.head(module.net(view)) for view in views], epoch=module.current_epoch
+        )
 
-    net, head, teachers_head = embedder(), DINOProjectionHead(16, 32, 8, 24), DINOProjectionHead(16, 32, 8, 24)
+    net, head, teachers_head = (
+        embedder(),
+        DINOProjectionHead(16, 32, 8, 24),
+        DINOProjectionHead(16, 32, 8, 24),
+    )
     others = {"teacher": copy.deepcopy(net), "teachers_head": teachers_head}
     for each in others.values():
         deactivate_requires_grad(each)
@@ -289,19 +343,30 @@ class Graphs(Dataset):
 
         g = torch.Generator().manual_seed(i)
         nodes = int(torch.randint(4, 9, (1,), generator=g))
-        x, edges = torch.randn(nodes, 8, generator=g, dtype=torch.float64), torch.randint(nodes, (2, 20), generator=g)
+        x, edges = (
+            torch.randn(nodes, 8, generator=g, dtype=torch.float64),
+            torch.randint(nodes, (2, 20), generator=g),
+        )
         return Data(x=x, edge_index=edges, y=torch.randint(CLASSES, (1,), generator=g))
 
 
 def of_graphs(name: str) -> Made:
     import torch_geometric.nn as gnn
 
-    layers = [(getattr(gnn, name)(8, 16), "x, edge_index -> x"), (gnn.global_mean_pool, "x, batch -> x")]
+    layers = [
+        (getattr(gnn, name)(8, 16), "x, edge_index -> x"),
+        (gnn.global_mean_pool, "x, batch -> x"),
+    ]
     net = gnn.Sequential("x, edge_index, batch", [*layers, (nn.Linear(16, CLASSES), "x -> x")])
-    return Trained(net, lambda m, b: F.cross_entropy(m.net(b.x, b.edge_index, b.batch), b.y)), Graphs()
+    return Trained(
+        net, lambda m, b: F.cross_entropy(m.net(b.x, b.edge_index, b.batch), b.y)
+    ), Graphs()
 
 
-PROGRAMS |= {f"graphs_{n}": ("torch_geometric", partial(of_graphs, n)) for n in ("GCNConv", "GATConv", "SAGEConv")}
+PROGRAMS |= {
+    f"graphs_{n}": ("torch_geometric", partial(of_graphs, n))
+    for n in ("GCNConv", "GATConv", "SAGEConv")
+}
 
 
 # --- Running
@@ -326,7 +391,9 @@ def train(name: str, kind: str, folder: str) -> dict[str, Any]:
         from torch_geometric.data import Batch
 
         collate = Batch.from_data_list
-    loader = DataLoader(data, ROWS * (RANKS if is_one else 1), sampler=list(rows), collate_fn=collate)
+    loader = DataLoader(
+        data, ROWS * (RANKS if is_one else 1), sampler=list(rows), collate_fn=collate
+    )
     strategy: Any = {"one": "auto", "ddp": "ddp_find_unused_parameters_true"}.get(kind)
     if strategy is None:
         from alpa_strategy import AlpaStrategy
@@ -341,7 +408,11 @@ def train(name: str, kind: str, folder: str) -> dict[str, Any]:
     trainer.fit(module, loader)
     plan = getattr(strategy, "plan", None)
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    return {"losses": losses.values, "weights": weights, "is_written": plan is not None and plan.is_as_written}
+    return {
+        "losses": losses.values,
+        "weights": weights,
+        "is_written": plan is not None and plan.is_as_written,
+    }
 
 
 def worker(kind: str, folder: str, names: list[str]) -> None:
@@ -357,7 +428,15 @@ def worker(kind: str, folder: str, names: list[str]) -> None:
 
 def launch(kind: str, folder: str, names: list[str]) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command = [sys.executable, *(torchrun if kind != "one" else []), __file__, "--worker", kind, folder, *names]
+    command = [
+        sys.executable,
+        *(torchrun if kind != "one" else []),
+        __file__,
+        "--worker",
+        kind,
+        folder,
+        *names,
+    ]
     log = Path(folder) / f"{kind}.log"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("w") as out:
@@ -370,7 +449,9 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest relative one of two runs' losses; nan where either failed."""
     if "error" in one or "error" in other:
         return float("nan")
-    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(one["losses"], other["losses"], strict=True))
+    return max(
+        abs(a - b) / max(abs(a), 1e-12) for a, b in zip(one["losses"], other["losses"], strict=True)
+    )
 
 
 def table(folder: str, names: list[str], plans: list[str]) -> int:
@@ -379,7 +460,9 @@ def table(folder: str, names: list[str], plans: list[str]) -> int:
 
     def found(name: str, kind: str, rank: int = 0) -> dict[str, Any]:
         path = Path(folder) / f"{name}_{kind}_{rank}.pt"
-        return torch.load(path, weights_only=False) if path.exists() else {"error": "it did not end"}
+        return (
+            torch.load(path, weights_only=False) if path.exists() else {"error": "it did not end"}
+        )
 
     for name in names:
         for plan in plans:
@@ -389,7 +472,9 @@ def table(folder: str, names: list[str], plans: list[str]) -> int:
                 wrong += 1
                 continue
             both = own["weights"], found(name, plan, 1).get("weights", {})
-            same = both[0].keys() == both[1].keys() and all(torch.equal(w, both[1][n]) for n, w in both[0].items())
+            same = both[0].keys() == both[1].keys() and all(
+                torch.equal(w, both[1][n]) for n, w in both[0].items()
+            )
             apart = [difference(found(name, kind), own) for kind in ("ddp", "one")]
             is_right = same and apart[0 if own["is_written"] else 1] <= TOLERANCE
             wrong += not is_right
@@ -405,12 +490,20 @@ def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
         worker(sys.argv[2], sys.argv[3], sys.argv[4:])
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("programs", nargs="*", default=["*"], help="patterns of names")
     parser.add_argument("--plans", nargs="+", default=["auto", "zero3"], help="values of parallel=")
-    parser.add_argument("--require", action="store_true", help="exit 1 where a program equals neither")
+    parser.add_argument(
+        "--require", action="store_true", help="exit 1 where a program equals neither"
+    )
     args = parser.parse_args()
-    asked = [name for name in PROGRAMS if any(fnmatch.fnmatchcase(name, pattern) for pattern in args.programs)]
+    asked = [
+        name
+        for name in PROGRAMS
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in args.programs)
+    ]
     names = [name for name in asked if importlib.util.find_spec(PROGRAMS[name][0]) is not None]
     if missing := {PROGRAMS[name][0] for name in set(asked) - set(names)}:
         print(f"not installed: {', '.join(sorted(missing))}")

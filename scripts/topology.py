@@ -67,7 +67,9 @@ def rates(cluster: ClusterSpec) -> Table:
         cells = []
         for found in orders:
             axes = found.logical_mesh(shape).axes
-            cells.append("  ".join(f"{axis.size}: {axis.link.bandwidth / 1e9:.1f}" for axis in axes))
+            cells.append(
+                "  ".join(f"{axis.size}: {axis.link.bandwidth / 1e9:.1f}" for axis in axes)
+            )
         table.add_row(" x ".join(map(str, shape)), *cells)
     for size in (n for n in range(1, cluster.num_devices // 2 + 1) if cluster.num_devices % n == 0):
         links = [found.between((0, size), (size, size)) for found in orders]
@@ -76,7 +78,9 @@ def rates(cluster: ClusterSpec) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cells", nargs="*", default=CELLS)
     console, slower = Console(), 0
     arguments = parser.parse_args()
@@ -92,7 +96,9 @@ def main() -> int:
         if pins:
             mesh = tuple(map(int, pins[0].split("x")))
             parallel, parts = tuple(pins[1].split(",")), int(pins[2])
-            options = replace(options, logical_mesh=mesh, parallel=parallel, num_stages=1, num_microbatches=parts)
+            options = replace(
+                options, logical_mesh=mesh, parallel=parallel, num_stages=1, num_microbatches=parts
+            )
         plan = plan_on(recipe, cluster, options)
         numbered = plan_on(recipe, replace(cluster, order="numbered"), options)
         seconds, other = plan.predicted.step_seconds, numbered.predicted.step_seconds
@@ -100,7 +106,8 @@ def main() -> int:
         order = ", ".join(map(str, job_ranks(plan.stages)[:8]))
         found.add_row(cell, f"{seconds:.4g} s", f"{other:.4g} s", f"{other / seconds:.3f} x", order)
         console.print(
-            f"{cell}: {seconds:.4g} s searched, {other:.4g} s numbered, {other / seconds:.3f} x", highlight=False
+            f"{cell}: {seconds:.4g} s searched, {other:.4g} s numbered, {other / seconds:.3f} x",
+            highlight=False,
         )
     console.print(found)
     return 1 if slower else 0

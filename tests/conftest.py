@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # silences DeepSpeed's probe on machines without GPUs
+os.environ.setdefault(
+    "DS_ACCELERATOR", "cpu"
+)  # silences DeepSpeed's probe on machines without GPUs
 sys.path.insert(0, str(Path(__file__).parent))
 
 from worker_pool import WorkerPool

@@ -21,13 +21,21 @@ def run_job(
     """
     path = folder / "job.py"
     path.write_text(script)
-    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")
+    }
     environment["OMP_NUM_THREADS"] = "1"
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    )
     command = [sys.executable, *launcher, str(path), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=folder)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=folder
+    )
 
 
 def processes_left(folder: Path) -> str:
     """Ids of processes that still run the script of `folder`, a line each."""
-    return subprocess.run(["pgrep", "-f", str(folder / "job.py")], capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["pgrep", "-f", str(folder / "job.py")], capture_output=True, text=True
+    ).stdout

@@ -58,15 +58,21 @@ def captured(name: str, world_size: int) -> Captured:
         step = capture_step(module, part, world_size=world_size)
     finally:
         torch.set_default_dtype(torch.float32)
-    parameters = {p.name: module.get_parameter(p.name).detach().view(p.meta.shape) for p in step.parameters}
+    parameters = {
+        p.name: module.get_parameter(p.name).detach().view(p.meta.shape) for p in step.parameters
+    }
     buffers = {b.name: module.get_buffer(b.name).detach() for b in step.buffers}
     leaves = torch.utils._pytree.tree_leaves(whole)
     batch = [leaves[b.leaf] for b in step.batch]
     leaf_parameters = {n: p.clone().requires_grad_() for n, p in parameters.items()}
     outputs = run_step(step, leaf_parameters, buffers, batch)
     outputs[step.loss].backward()
-    gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in leaf_parameters.items()}
-    return Captured(step, parameters, buffers, batch, {k: v.detach() for k, v in outputs.items()}, gradients)
+    gradients = {
+        n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in leaf_parameters.items()
+    }
+    return Captured(
+        step, parameters, buffers, batch, {k: v.detach() for k, v in outputs.items()}, gradients
+    )
 
 
 @cache
@@ -85,7 +91,9 @@ def random_assignment(intra: IntraOp, rng: python_random.Random) -> list[int]:
         allowed = np.flatnonzero(np.isfinite(choice.cost))
         offset = index - len(intra.parameters)
         if 0 <= offset < len(intra.ops) and rng.random() < 0.8:
-            divided = [k for k in allowed if any("S" in str(s) for s in intra.ops[offset].strategies[k])]
+            divided = [
+                k for k in allowed if any("S" in str(s) for s in intra.ops[offset].strategies[k])
+            ]
             allowed = np.array(divided) if divided else allowed
         assignment.append(int(rng.choice(list(allowed))))
     for transfer in problem.transfers:
@@ -108,13 +116,21 @@ def run_lowered_stage(case: Captured, stage: StagePlan, mesh_shape: tuple[int, .
         parameters, batch = {}, []
         for p in step.parameters:
             layout = value_layout(stage.parameter_plans[p.name].step_layout(p.meta.requires_grad))
-            parameters[p.name] = cut(case.parameters[p.name], layout, mesh).clone().requires_grad_(p.meta.requires_grad)
+            parameters[p.name] = (
+                cut(case.parameters[p.name], layout, mesh)
+                .clone()
+                .requires_grad_(p.meta.requires_grad)
+            )
         for leaf, tensor in zip(step.batch, case.batch, strict=True):
-            layout = Layout.parse(" ".join(["S0" if leaf.batch_dim == 0 else "R"] * len(mesh_shape)))
+            layout = Layout.parse(
+                " ".join(["S0" if leaf.batch_dim == 0 else "R"] * len(mesh_shape))
+            )
             batch.append(cut(tensor, layout, mesh))
         outputs, _, _ = program(parameters, case.buffers, batch)
         outputs[step.loss].backward()
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+        gradients = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()
+        }
         for p in step.parameters:  # what the once-per-step reduction does
             for axis, mode in enumerate(stage.parameter_plans[p.name].modes):
                 if str(mode) == "R*" or mode.is_gathered_once:
@@ -128,7 +144,10 @@ def run_lowered_stage(case: Captured, stage: StagePlan, mesh_shape: tuple[int, .
             layout = value_layout(stage.parameter_plans[p.name].step_layout(p.meta.requires_grad))
             expected = cut(case.gradients[p.name], layout, mesh)
             error = (gradients[p.name] - expected).abs().max().item()
-            assert error <= 1e-10 * max(1.0, expected.abs().max().item()), (p.name, stage.parameter_plans[p.name])
+            assert error <= 1e-10 * max(1.0, expected.abs().max().item()), (
+                p.name,
+                stage.parameter_plans[p.name],
+            )
 
 
 def cut(tensor: torch.Tensor, layout: Layout, mesh: ThreadMesh) -> torch.Tensor:

@@ -39,7 +39,13 @@ class MLP(TestModel):
     """Linear, GELU, linear; mean squared error. Batch: (x [B, d_in], y [B, d_out])."""
 
     def __init__(
-        self, d_in: int = 8, d_hidden: int = 16, d_out: int = 4, num_layers: int = 2, optimizer: str = "adamw", lr=1e-2
+        self,
+        d_in: int = 8,
+        d_hidden: int = 16,
+        d_out: int = 4,
+        num_layers: int = 2,
+        optimizer: str = "adamw",
+        lr=1e-2,
     ) -> None:
         super().__init__(optimizer, lr)
         self.d_in, self.d_out = d_in, d_out
@@ -55,7 +61,9 @@ class MLP(TestModel):
         self.log("train_loss", loss)
         return loss
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         dtype = self.net[0].weight.dtype
         x = torch.randn(batch_size, self.d_in, generator=generator, dtype=dtype)
         y = torch.randn(batch_size, self.d_out, generator=generator, dtype=dtype)
@@ -116,7 +124,9 @@ class GPT(TestModel):
         super().__init__(optimizer, lr)
         self.vocab_size, self.seq_len, self.ignore_fraction = vocab_size, seq_len, ignore_fraction
         self.wte, self.wpe = nn.Embedding(vocab_size, d_model), nn.Embedding(seq_len, d_model)
-        self.blocks = nn.ModuleList([GPTBlock(d_model, num_heads, dropout) for _ in range(num_layers)])
+        self.blocks = nn.ModuleList(
+            [GPTBlock(d_model, num_heads, dropout) for _ in range(num_layers)]
+        )
         self.ln_f = nn.LayerNorm(d_model)
         self.head = nn.Linear(d_model, vocab_size, bias=False)
         if tied:
@@ -136,11 +146,18 @@ class GPT(TestModel):
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(self.vocab_size, (batch_size, self.seq_len + 1), generator=generator)
         targets = tokens[:, 1:].clone()
         if self.ignore_fraction:
-            share = self.ignore_fraction * 2 * torch.arange(batch_size)[:, None] / max(batch_size - 1, 1)
+            share = (
+                self.ignore_fraction
+                * 2
+                * torch.arange(batch_size)[:, None]
+                / max(batch_size - 1, 1)
+            )
             targets[torch.rand(targets.shape, generator=generator) < share] = -100
         return tokens[:, :-1].contiguous(), targets
 
@@ -167,19 +184,29 @@ class LlamaBlock(nn.Module):
 
     def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, d_hidden: int) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.d_head = num_heads, num_kv_heads, d_model // num_heads
+        self.num_heads, self.num_kv_heads, self.d_head = (
+            num_heads,
+            num_kv_heads,
+            d_model // num_heads,
+        )
         self.attention_norm, self.mlp_norm = RMSNorm(d_model), RMSNorm(d_model)
         self.wq = nn.Linear(d_model, num_heads * self.d_head, bias=False)
         self.wk = nn.Linear(d_model, num_kv_heads * self.d_head, bias=False)
         self.wv = nn.Linear(d_model, num_kv_heads * self.d_head, bias=False)
         self.wo = nn.Linear(num_heads * self.d_head, d_model, bias=False)
-        self.w1, self.w3 = nn.Linear(d_model, d_hidden, bias=False), nn.Linear(d_model, d_hidden, bias=False)
+        self.w1, self.w3 = (
+            nn.Linear(d_model, d_hidden, bias=False),
+            nn.Linear(d_model, d_hidden, bias=False),
+        )
         self.w2 = nn.Linear(d_hidden, d_model, bias=False)
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
         h = self.attention_norm(x_BTD)
         q = split_heads(self.wq(h), self.num_heads)
-        k, v = split_heads(self.wk(h), self.num_kv_heads), split_heads(self.wv(h), self.num_kv_heads)
+        k, v = (
+            split_heads(self.wk(h), self.num_kv_heads),
+            split_heads(self.wv(h), self.num_kv_heads),
+        )
         q, k = apply_rotary(q, cos_TK, sin_TK), apply_rotary(k, cos_TK, sin_TK)
         k = k.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
         v = v.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
@@ -207,7 +234,9 @@ class Llama(TestModel):
         super().__init__(optimizer, lr)
         self.vocab_size, self.seq_len = vocab_size, seq_len
         self.embed = nn.Embedding(vocab_size, d_model)
-        self.blocks = nn.ModuleList([LlamaBlock(d_model, num_heads, num_kv_heads, d_hidden) for _ in range(num_layers)])
+        self.blocks = nn.ModuleList(
+            [LlamaBlock(d_model, num_heads, num_kv_heads, d_hidden) for _ in range(num_layers)]
+        )
         self.norm = RMSNorm(d_model)
         self.output = nn.Linear(d_model, vocab_size, bias=False)
         d_head = d_model // num_heads
@@ -229,7 +258,9 @@ class Llama(TestModel):
         self.log_dict({"train_loss": loss, "perplexity": loss.exp()}, on_step=True, on_epoch=False)
         return {"loss": loss}
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
         tokens = torch.randint(self.vocab_size, (batch_size, self.seq_len + 1), generator=generator)
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
@@ -250,7 +281,9 @@ class BertBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, bias_B11T: Tensor) -> Tensor:
-        q, k, v = (split_heads(f(x_BTD), self.num_heads) for f in (self.query, self.key, self.value))
+        q, k, v = (
+            split_heads(f(x_BTD), self.num_heads) for f in (self.query, self.key, self.value)
+        )
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias_B11T
         y = self.dropout(scores.softmax(dim=-1)) @ v
         x_BTD = self.norm_1(x_BTD + self.dropout(self.out(merge_heads(y))))
@@ -282,7 +315,9 @@ class Bert(TestModel):
             nn.Embedding(2, d_model),
         )
         self.norm, self.dropout = nn.LayerNorm(d_model), nn.Dropout(dropout)
-        self.blocks = nn.ModuleList([BertBlock(d_model, num_heads, dropout) for _ in range(num_layers)])
+        self.blocks = nn.ModuleList(
+            [BertBlock(d_model, num_heads, dropout) for _ in range(num_layers)]
+        )
         self.transform, self.transform_norm = nn.Linear(d_model, d_model), nn.LayerNorm(d_model)
         self.decoder = nn.Linear(d_model, vocab_size)
         self.register_buffer("position_ids", torch.arange(seq_len)[None], persistent=False)
@@ -295,11 +330,15 @@ class Bert(TestModel):
         for block in self.blocks:
             x = block(x, bias)
         logits = self.decoder(self.transform_norm(F.gelu(self.transform(x))))
-        loss = F.cross_entropy(logits.view(-1, self.vocab_size), batch["labels"].view(-1), ignore_index=-100)
+        loss = F.cross_entropy(
+            logits.view(-1, self.vocab_size), batch["labels"].view(-1), ignore_index=-100
+        )
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return loss
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
         T = self.seq_len
         ids = torch.randint(1, self.vocab_size, (batch_size, T), generator=generator)
         lengths = torch.randint(T // 2, T + 1, (batch_size, 1), generator=generator)
@@ -327,8 +366,14 @@ class ConvNet(TestModel):
     ) -> None:
         super().__init__(optimizer, lr)
         self.image_size, self.num_classes = image_size, num_classes
-        self.stem, self.bn_1 = nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
-        self.conv, self.bn_2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.stem, self.bn_1 = (
+            nn.Conv2d(3, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+        self.conv, self.bn_2 = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
         self.relu, self.pool = nn.ReLU(inplace=True), nn.MaxPool2d(2)
         self.head = nn.Linear(channels, num_classes)
 
@@ -342,10 +387,17 @@ class ConvNet(TestModel):
         logits = self(images)
         loss = F.cross_entropy(logits, classes)
         self.log("train_loss", loss)
-        self.log("train_accuracy", (logits.argmax(-1) == classes).float().mean(), on_step=False, on_epoch=True)
+        self.log(
+            "train_accuracy",
+            (logits.argmax(-1) == classes).float().mean(),
+            on_step=False,
+            on_epoch=True,
+        )
         return loss
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         shape = (batch_size, 3, self.image_size, self.image_size)
         images = torch.randn(shape, generator=generator, dtype=self.head.weight.dtype)
         return images, torch.randint(self.num_classes, (batch_size,), generator=generator)
@@ -356,7 +408,9 @@ class Spectral(TestModel):
 
     def __init__(self, optimizer: str = "adamw", lr: float = 1e-2) -> None:
         super().__init__(optimizer, lr)
-        self.up, self.down = (nn.Linear(*sizes, dtype=torch.complex128) for sizes in ((5, 8), (8, 5)))
+        self.up, self.down = (
+            nn.Linear(*sizes, dtype=torch.complex128) for sizes in ((5, 8), (8, 5))
+        )
         self.mix = nn.Parameter(torch.randn(5, 5, dtype=torch.complex128))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -368,9 +422,19 @@ class Spectral(TestModel):
         self.log("train_loss", loss)
         return loss
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        return tuple(torch.randn(batch_size, n, generator=generator, dtype=torch.float64) for n in (8, 10))
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return tuple(
+            torch.randn(batch_size, n, generator=generator, dtype=torch.float64) for n in (8, 10)
+        )
 
 
-MODELS: dict[str, type[TestModel]] = {"mlp": MLP, "gpt": GPT, "llama": Llama, "bert": Bert, "convnet": ConvNet}
+MODELS: dict[str, type[TestModel]] = {
+    "mlp": MLP,
+    "gpt": GPT,
+    "llama": Llama,
+    "bert": Bert,
+    "convnet": ConvNet,
+}
 MODELS |= {"spectral": Spectral}

@@ -18,7 +18,12 @@ class UNet(TestModel):
     """Every level of the way down is read by one of the way up. Batch: (images [B, 3, S, S], labels [B, S, S])."""
 
     def __init__(
-        self, channels: int = 4, num_classes: int = 5, image_size: int = 8, optimizer: str = "adamw", lr: float = 1e-2
+        self,
+        channels: int = 4,
+        num_classes: int = 5,
+        image_size: int = 8,
+        optimizer: str = "adamw",
+        lr: float = 1e-2,
     ) -> None:
         super().__init__(optimizer, lr)
         self.image_size, self.num_classes = image_size, num_classes
@@ -50,24 +55,38 @@ class UNet(TestModel):
         images, labels = batch
         logits = self(images)
         loss = F.cross_entropy(logits, labels)
-        self.log_dict({"loss": loss, "accuracy": (logits.argmax(1) == labels).double().mean()}, on_epoch=True)
+        self.log_dict(
+            {"loss": loss, "accuracy": (logits.argmax(1) == labels).double().mean()}, on_epoch=True
+        )
         return loss
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         size = (self.image_size, self.image_size)
-        images = torch.randn(batch_size, 3, *size, generator=generator, dtype=self.head.weight.dtype)
+        images = torch.randn(
+            batch_size, 3, *size, generator=generator, dtype=self.head.weight.dtype
+        )
         return images, torch.randint(self.num_classes, (batch_size, *size), generator=generator)
 
 
 class BasicBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
-        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.conv1, self.bn1 = (
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.conv2, self.bn2 = (
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
         self.relu = nn.ReLU(inplace=True)
         self.downsample = None
         if stride != 1 or inputs != outputs:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         identity = x if self.downsample is None else self.downsample(x)
@@ -81,14 +100,21 @@ class ResNet(TestModel):
     """As torchvision writes it. Batch: (images [B, 3, S, S], classes [B])."""
 
     def __init__(
-        self, channels: int = 4, num_classes: int = 6, image_size: int = 16, optimizer: str = "adamw", lr: float = 1e-2
+        self,
+        channels: int = 4,
+        num_classes: int = 6,
+        image_size: int = 16,
+        optimizer: str = "adamw",
+        lr: float = 1e-2,
     ) -> None:
         super().__init__(optimizer, lr)
         self.image_size, self.num_classes = image_size, num_classes
         self.conv1, self.bn1 = nn.Conv2d(3, channels, 7, 2, 3, bias=False), nn.BatchNorm2d(channels)
         self.relu, self.maxpool = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
         self.layer1 = nn.Sequential(BasicBlock(channels, channels, 1))
-        self.layer2 = nn.Sequential(BasicBlock(channels, 2 * channels, 2), BasicBlock(2 * channels, 2 * channels, 1))
+        self.layer2 = nn.Sequential(
+            BasicBlock(channels, 2 * channels, 2), BasicBlock(2 * channels, 2 * channels, 1)
+        )
         self.avgpool, self.fc = nn.AdaptiveAvgPool2d((1, 1)), nn.Linear(2 * channels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +126,9 @@ class ResNet(TestModel):
         images, classes = batch
         return F.cross_entropy(self(images), classes, label_smoothing=0.1)
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         shape = (batch_size, 3, self.image_size, self.image_size)
         images = torch.randn(shape, generator=generator, dtype=self.fc.weight.dtype)
         return images, torch.randint(self.num_classes, (batch_size,), generator=generator)
@@ -114,7 +142,12 @@ class Translator(TestModel):
     """
 
     def __init__(
-        self, vocab_size: int = 19, d_model: int = 8, seq_len: int = 6, optimizer: str = "adamw", lr: float = 1e-2
+        self,
+        vocab_size: int = 19,
+        d_model: int = 8,
+        seq_len: int = 6,
+        optimizer: str = "adamw",
+        lr: float = 1e-2,
     ) -> None:
         super().__init__(optimizer, lr)
         self.vocab_size, self.seq_len = vocab_size, seq_len
@@ -127,8 +160,12 @@ class Translator(TestModel):
             "batch_first": True,
             "bias": False,
         }
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**common), 2, enable_nested_tensor=False)
-        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(**common, norm_first=True), 2)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(**common), 2, enable_nested_tensor=False
+        )
+        self.decoder = nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(**common, norm_first=True), 2
+        )
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         memory = self.encoder(self.embed(source))
@@ -143,17 +180,26 @@ class Translator(TestModel):
         self.log("loss", loss, on_step=True, on_epoch=True)
         return {"loss": loss, "logits": logits.detach()}
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
         source = torch.randint(1, self.vocab_size, (batch_size, self.seq_len), generator=generator)
-        target = torch.randint(1, self.vocab_size, (batch_size, self.seq_len + 1), generator=generator)
+        target = torch.randint(
+            1, self.vocab_size, (batch_size, self.seq_len + 1), generator=generator
+        )
         lengths = 2 + torch.arange(batch_size)[:, None] % self.seq_len
-        return {"source": source, "target": torch.where(torch.arange(self.seq_len + 1) < lengths, target, 0)}
+        return {
+            "source": source,
+            "target": torch.where(torch.arange(self.seq_len + 1) < lengths, target, 0),
+        }
 
 
 class Twice(TestModel):
     """One linear layer at both ends, a sum for a loss, a schedule of learning rates. Batch: (x [B, D], y [B, D])."""
 
-    def __init__(self, width: int = 6, depth: int = 4, optimizer: str = "adamw", lr: float = 1e-2) -> None:
+    def __init__(
+        self, width: int = 6, depth: int = 4, optimizer: str = "adamw", lr: float = 1e-2
+    ) -> None:
         super().__init__(optimizer, lr)
         self.width = width
         self.ends = nn.Linear(width, width)
@@ -176,7 +222,9 @@ class Twice(TestModel):
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         shape, dtype = (batch_size, self.width), self.ends.weight.dtype
         return tuple(torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
 
@@ -187,17 +235,25 @@ class Frozen(TestModel):
     def __init__(self, width: int = 6, optimizer: str = "adamw", lr: float = 1e-2) -> None:
         super().__init__(optimizer, lr)
         self.width = width
-        self.backbone = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
-        self.head = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+        self.backbone = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)
+        )
+        self.head = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)
+        )
         self.backbone.requires_grad_(False)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         return F.mse_loss(self.head(self.backbone(x)), y)
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         shape, dtype = (batch_size, self.width), self.head[0].weight.dtype
         return tuple(torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
 
 
-MODELS.update({"unet": UNet, "resnet": ResNet, "translator": Translator, "twice": Twice, "frozen": Frozen})
+MODELS.update(
+    {"unet": UNet, "resnet": ResNet, "translator": Translator, "twice": Twice, "frozen": Frozen}
+)

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 class Everywhere(TestModel):
     """Every layer reads the outputs of all before it, a condition and a scalar gate. Batch: (x [B, D], c [B, 3], y)."""
 
-    def __init__(self, width: int = 6, depth: int = 6, optimizer: str = "adamw", lr: float = 1e-2) -> None:
+    def __init__(
+        self, width: int = 6, depth: int = 6, optimizer: str = "adamw", lr: float = 1e-2
+    ) -> None:
         super().__init__(optimizer, lr)
         self.width = width
         self.condition = nn.Linear(3, width)
@@ -32,10 +34,14 @@ class Everywhere(TestModel):
         self.log("middle", outputs[3].abs().max(), reduce_fx="max")
         return loss
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, ...]:
         dtype = self.head.weight.dtype
         sizes = (self.width, 3, 3)
-        return tuple(torch.randn(batch_size, size, generator=generator, dtype=dtype) for size in sizes)
+        return tuple(
+            torch.randn(batch_size, size, generator=generator, dtype=dtype) for size in sizes
+        )
 
 
 class ThreeTimes(TestModel):
@@ -43,13 +49,23 @@ class ThreeTimes(TestModel):
     with a bias of its own; a weighted sum for a loss. Batch: {"tokens" [B, T], "labels" [B, T] with -100}."""
 
     def __init__(
-        self, vocab_size: int = 23, width: int = 8, seq_len: int = 5, optimizer: str = "adamw", lr: float = 1e-2
+        self,
+        vocab_size: int = 23,
+        width: int = 8,
+        seq_len: int = 5,
+        optimizer: str = "adamw",
+        lr: float = 1e-2,
     ) -> None:
         super().__init__(optimizer, lr)
         self.vocab_size, self.seq_len = vocab_size, seq_len
-        self.embed, self.mix, self.norm = nn.Embedding(vocab_size, width), nn.Linear(width, width), nn.LayerNorm(width)
+        self.embed, self.mix, self.norm = (
+            nn.Embedding(vocab_size, width),
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+        )
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(4)
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(4)
         )
         self.head = nn.Linear(width, vocab_size)
         self.head.weight = self.embed.weight
@@ -62,23 +78,41 @@ class ThreeTimes(TestModel):
             if number == 1:
                 x = x + torch.tanh(self.mix(x))
         logits = self.head(self.norm(self.mix(x)))
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=self.class_weight, reduction="sum") / 7
-        self.log_dict({"loss": loss, "right": (logits.argmax(-1) == labels).double().mean()}, on_epoch=True)
+        loss = (
+            F.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), weight=self.class_weight, reduction="sum"
+            )
+            / 7
+        )
+        self.log_dict(
+            {"loss": loss, "right": (logits.argmax(-1) == labels).double().mean()}, on_epoch=True
+        )
         return {"loss": loss, "predicted": logits.argmax(-1)}
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
         shape = (batch_size, self.seq_len)
-        tokens, labels = (torch.randint(self.vocab_size, shape, generator=generator) for _ in range(2))
-        return {"tokens": tokens, "labels": torch.where(torch.rand(shape, generator=generator) < 0.4, -100, labels)}
+        tokens, labels = (
+            torch.randint(self.vocab_size, shape, generator=generator) for _ in range(2)
+        )
+        return {
+            "tokens": tokens,
+            "labels": torch.where(torch.rand(shape, generator=generator) < 0.4, -100, labels),
+        }
 
 
 class Fourier(TestModel):
     """Filters in the frequency domain: complex values cross stages, weights are real pairs. Batch: (x, y) [B, 3, D]."""
 
-    def __init__(self, width: int = 8, depth: int = 4, optimizer: str = "adamw", lr: float = 1e-2) -> None:
+    def __init__(
+        self, width: int = 8, depth: int = 4, optimizer: str = "adamw", lr: float = 1e-2
+    ) -> None:
         super().__init__(optimizer, lr)
         self.width = width
-        self.filters = nn.ParameterList(nn.Parameter(torch.randn(width // 2 + 1, 2)) for _ in range(depth))
+        self.filters = nn.ParameterList(
+            nn.Parameter(torch.randn(width // 2 + 1, 2)) for _ in range(depth)
+        )
         self.mixes = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -90,7 +124,9 @@ class Fourier(TestModel):
             spectrum = spectrum + 0.1 * torch.fft.rfft(h + torch.tanh(mix(h)), dim=-1)
         return F.mse_loss(torch.fft.irfft(spectrum, n=self.width, dim=-1), y)
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         shape, dtype = (batch_size, 3, self.width), self.mixes[0].weight.dtype
         return tuple(torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
 
@@ -99,13 +135,18 @@ class Derived(TestModel):
     """Weights made of parameters: weight norm, a product of two, one shared by all layers, a penalty on the loss; some
     parameters are used as they are, too, and one is frozen. Batch: (x [B, D], y [B, D])."""
 
-    def __init__(self, width: int = 6, depth: int = 3, optimizer: str = "adamw", lr: float = 1e-2) -> None:
+    def __init__(
+        self, width: int = 6, depth: int = 3, optimizer: str = "adamw", lr: float = 1e-2
+    ) -> None:
         super().__init__(optimizer, lr)
         self.width = width
         self.layers = nn.ModuleList(
             nn.utils.parametrizations.weight_norm(nn.Linear(width, width)) for _ in range(depth)
         )
-        self.left, self.right = nn.Parameter(torch.randn(width, 2)), nn.Parameter(torch.randn(2, width))
+        self.left, self.right = (
+            nn.Parameter(torch.randn(width, 2)),
+            nn.Parameter(torch.randn(2, width)),
+        )
         self.mix = nn.Parameter(torch.randn(width, depth))
         self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
         self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
@@ -123,15 +164,21 @@ class Derived(TestModel):
         self.log("loss", loss)
         return loss
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, ...]:
         sizes = (batch_size, self.width)
-        return tuple(torch.randn(sizes, generator=generator, dtype=self.left.dtype) for _ in range(2))
+        return tuple(
+            torch.randn(sizes, generator=generator, dtype=self.left.dtype) for _ in range(2)
+        )
 
 
 class Routed(TestModel):
     """Integers, booleans and indices made in the first stage are read by the last. Batch: (tokens, labels) [B, T]."""
 
-    def __init__(self, vocab_size: int = 11, width: int = 8, optimizer: str = "adamw", lr: float = 1e-2) -> None:
+    def __init__(
+        self, vocab_size: int = 11, width: int = 8, optimizer: str = "adamw", lr: float = 1e-2
+    ) -> None:
         super().__init__(optimizer, lr)
         self.vocab_size, self.width = vocab_size, width
         self.embed, self.router, self.experts = (
@@ -140,7 +187,8 @@ class Routed(TestModel):
             nn.Embedding(3, width),
         )
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)) for _ in range(4)
+            nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+            for _ in range(4)
         )
         self.head = nn.Linear(width, vocab_size)
 
@@ -156,9 +204,18 @@ class Routed(TestModel):
         self.log("odd", is_odd.sum().double(), reduce_fx="sum", on_epoch=True)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
-    def example_batch(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        return tuple(torch.randint(self.vocab_size, (batch_size, 4), generator=generator) for _ in range(2))
+    def example_batch(
+        self, batch_size: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return tuple(
+            torch.randint(self.vocab_size, (batch_size, 4), generator=generator) for _ in range(2)
+        )
 
 
-CROSSING = {"everywhere": Everywhere, "three_times": ThreeTimes, "fourier": Fourier, "routed": Routed}
+CROSSING = {
+    "everywhere": Everywhere,
+    "three_times": ThreeTimes,
+    "fourier": Fourier,
+    "routed": Routed,
+}
 MODELS.update(CROSSING | {"derived": Derived})

@@ -22,7 +22,10 @@ from worker_pool import WorkerError, WorkerPool
 
 assert pipeline_models.MODELS  # both add to the models that `record` knows
 assert pipeline_models_crossing.CROSSING
-BATCH_NORM = ("convnet", "resnet")  # statistics per micro-batch, as under plain gradient accumulation
+BATCH_NORM = (
+    "convnet",
+    "resnet",
+)  # statistics per micro-batch, as under plain gradient accumulation
 COLLECTIVE_SECONDS = 45.0  # a hang is an error then, on a machine that does other things beside
 CHUNK = 20  # runs that a set of processes makes before the results are looked at
 TOLERANCE = 1e-9
@@ -70,7 +73,16 @@ def run_cases(cases: Sequence[tuple[int, Case]], folder: str) -> None:
             options["plan"] = f"{folder}/{number}.json"
         result: Any
         try:
-            arguments = (case.steps, case.world, case.clip, case.accumulate, folder, "64-true", 1, SAMPLES)
+            arguments = (
+                case.steps,
+                case.world,
+                case.clip,
+                case.accumulate,
+                folder,
+                "64-true",
+                1,
+                SAMPLES,
+            )
             result = "ran", record(case.model, case.kwargs, options, *arguments)
         except AlpaError as error:
             result = "refused", str(error)
@@ -80,7 +92,9 @@ def run_cases(cases: Sequence[tuple[int, Case]], folder: str) -> None:
             result = "raised", "".join(traceback.format_exception(error)[-6:])
         Path(folder, f"{number}-{rank}.new").write_bytes(pickle.dumps(result))
         Path(folder, f"{number}-{rank}.new").rename(Path(folder, f"{number}-{rank}"))
-        if result[0] == "raised":  # other ranks may still be in it: these processes are not used again
+        if (
+            result[0] == "raised"
+        ):  # other ranks may still be in it: these processes are not used again
             raise RuntimeError(f"case {number}: {result[1]}")
 
 
@@ -96,14 +110,19 @@ class PlanRuns:
         self._references: dict[Any, dict[str, Any]] = {}
         self._count = 0
 
-    def outcomes(self, cases: Sequence[Case], said: Callable[[Case, Outcome], None] = lambda *_: None) -> list[Outcome]:
+    def outcomes(
+        self, cases: Sequence[Case], said: Callable[[Case, Outcome], None] = lambda *_: None
+    ) -> list[Outcome]:
         """One outcome a case, in order; `said` is called with each as it comes."""
         found: list[Outcome] = []
         while len(found) < len(cases):
             rest = cases[len(found) :]
             chunk = [case for case in rest[:CHUNK] if case.world == rest[0].world]
             chunk = chunk[
-                : next((i for i, case in enumerate(rest[: len(chunk)]) if case.world != rest[0].world), CHUNK)
+                : next(
+                    (i for i, case in enumerate(rest[: len(chunk)]) if case.world != rest[0].world),
+                    CHUNK,
+                )
             ]
             for case, outcome in zip(chunk, self._chunk(chunk), strict=False):
                 found.append(outcome)
@@ -132,7 +151,9 @@ class PlanRuns:
                 file.unlink(missing_ok=True)
             if len(results) < case.world or any(kind == "raised" for kind, _ in results):
                 text = "\n".join(result for kind, result in results if kind == "raised")
-                outcomes.append(Outcome("bad", text or f"ranks {len(results)} of {case.world} ended; {failure}"))
+                outcomes.append(
+                    Outcome("bad", text or f"ranks {len(results)} of {case.world} ended; {failure}")
+                )
                 break
             outcomes.append(self._judged(case, results))
         return outcomes
@@ -161,7 +182,16 @@ class PlanRuns:
         ranks = 1 if case.options.get("batch_scope") == "global" else case.world
         key = (case.model, str(case.kwargs), ranks, case.steps, case.clip, case.accumulate, parts)
         if key not in self._references:
-            arguments = (case.steps, ranks, case.clip, case.accumulate, str(self._folder), "64-true", parts, SAMPLES)
+            arguments = (
+                case.steps,
+                ranks,
+                case.clip,
+                case.accumulate,
+                str(self._folder),
+                "64-true",
+                parts,
+                SAMPLES,
+            )
             self._references[key] = self._pool.run(
                 1, record, case.model, case.kwargs, None, *arguments, init_group=False, timeout=300
             )[0]

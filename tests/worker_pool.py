@@ -57,7 +57,12 @@ class WorkerPool:
         self._workers: list[Connection] = []
 
     def run(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, init_group: bool = True
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120,
+        init_group: bool = True,
     ) -> list[Any]:
         """Result of `fn(*args)` per rank.
 
@@ -99,7 +104,9 @@ class WorkerPool:
         deadline = time.monotonic() + timeout
         while len(results) + len(failures) < len(connections):
             answered = {*results, *(rank for _, rank, _ in failures)}
-            waiting = [connection for rank, connection in enumerate(connections) if rank not in answered]
+            waiting = [
+                connection for rank, connection in enumerate(connections) if rank not in answered
+            ]
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready and not failures:
                 missing = [rank for rank in range(len(connections)) if rank not in answered]
@@ -178,7 +185,9 @@ def _free_port() -> int:
 def _load_function(path: str, module_name: str, qualname: str) -> Callable[..., Any]:
     folder = str(Path(path).parent)
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # helpers beside the test file, and classes that arguments were pickled with
+        sys.path.insert(
+            0, folder
+        )  # helpers beside the test file, and classes that arguments were pickled with
     module = sys.modules.get(module_name)
     if module is None or getattr(module, "__file__", None) != path:
         spec = importlib.util.spec_from_file_location(module_name, path)

@@ -34,7 +34,9 @@ class AutocastState:
 
     def region(self, enabled: bool = True) -> torch.autocast:
         """The region itself, without autocast's cache of casts."""
-        return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False, enabled=enabled)
+        return torch.autocast(
+            self.device_type, dtype=self.dtype, cache_enabled=False, enabled=enabled
+        )
 
 
 def has_policy(target: Any, device_type: str) -> bool:
@@ -66,9 +68,13 @@ def done_by_autocast(call: OpCall, state: AutocastState) -> tuple[Casts, torch.d
     # Of operands of several dtypes the backward may not do what the forward does for them (mse_loss, torch 2.11): last.
     are_alike = len({m.dtype for m in call.operands if m.dtype.is_floating_point}) < 2
     candidates = [seen] if is_policy else [seen, low, full]
-    for casts in [as_they_are, *candidates] if are_alike else [*candidates, *[as_they_are] * (not is_policy)]:
+    for casts in (
+        [as_they_are, *candidates] if are_alike else [*candidates, *[as_they_are] * (not is_policy)]
+    ):
         try:
-            with patched([(_fake_log, "disabled", True)]):  # else it logs what an op refuses, with its traceback
+            with patched(
+                [(_fake_log, "disabled", True)]
+            ):  # else it logs what an op refuses, with its traceback
                 work, _ = _work(call, state, casts, False)
         except RuntimeError:  # what an op made of matmuls says to operands of several dtypes
             continue
@@ -81,10 +87,14 @@ def done_by_autocast(call: OpCall, state: AutocastState) -> tuple[Casts, torch.d
 
 
 _MOVES = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default)
-_PRODUCTS = {getattr(aten, name).default for name in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv")}
+_PRODUCTS = {
+    getattr(aten, name).default for name in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv")
+}
 
 
-def _work(call: OpCall, state: AutocastState, casts: Casts, enabled: bool) -> tuple[list[Any], Casts]:
+def _work(
+    call: OpCall, state: AutocastState, casts: Casts, enabled: bool
+) -> tuple[list[Any], Casts]:
     """What a call computes, by op and dtypes, and last the dtypes of its results; casts and moves of elements are left
     out, as they commute. And to what dtype each operand was cast first on the way."""
     work: list[Any] = []
@@ -94,10 +104,16 @@ def _work(call: OpCall, state: AutocastState, casts: Casts, enabled: bool) -> tu
         operands = [t if d is None else t.to(d) for t, d in zip(operands, casts, strict=True)]
 
         class Watcher(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 if func in _PRODUCTS and len({t.dtype for t in args if isinstance(t, Tensor)}) > 1:
-                    raise RuntimeError(f"{func} of several dtypes")  # shape functions of torch 2.11 let it pass
-                if func is aten._to_copy.default:  # what autocast's own casts are by the time they come here
+                    raise RuntimeError(
+                        f"{func} of several dtypes"
+                    )  # shape functions of torch 2.11 let it pass
+                if (
+                    func is aten._to_copy.default
+                ):  # what autocast's own casts are by the time they come here
                     position = next((i for i, t in enumerate(operands) if t is args[0]), None)
                     dtype = (kwargs or {}).get("dtype")
                     if position is not None and dtype is not None:
@@ -115,7 +131,9 @@ def _work(call: OpCall, state: AutocastState, casts: Casts, enabled: bool) -> tu
 
 
 def _dtypes_of(out: Any) -> list[torch.dtype]:
-    return [t.dtype for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
+    return [
+        t.dtype for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)
+    ]
 
 
 _AUTOCAST_INSIDE = ("alpa", FUNCTIONS)  # their ops run under their call's autocast
@@ -166,7 +184,9 @@ class Autocast:
         """Arguments with the casts that the open region makes of them."""
         state = self.state
         # Without a policy of its own, autocast may treat the ops that it is made of.
-        composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        composite = target.has_kernel_for_dispatch_key(
+            torch._C.DispatchKey.CompositeImplicitAutograd
+        )
         composite = composite and target.namespace not in _AUTOCAST_INSIDE
         if state is None or not (composite or has_policy(target, self.device_type)):
             return args, kwargs
@@ -181,23 +201,39 @@ class Autocast:
             )
         dtypes, given = done
         if given is not None:
-            place = next((i for i, a in enumerate(target._schema.arguments) if a.name == "dtype"), None)
+            place = next(
+                (i for i, a in enumerate(target._schema.arguments) if a.name == "dtype"), None
+            )
             if place is not None and place < len(args):
                 return (*args[:place], given, *args[place + 1 :]), kwargs
             if place is not None:
                 return args, kwargs | {"dtype": given}
-            dtypes = tuple(given if m.dtype.is_floating_point else None for m in call.operands)  # norm
-        rest = iter([v if d is None else self._cast(v, d) for v, d in zip(operands, dtypes, strict=True)])
-        return map_refs((args, dict(sorted(kwargs.items()))), lambda _: next(rest))  # in the order of `call_of`
+            dtypes = tuple(
+                given if m.dtype.is_floating_point else None for m in call.operands
+            )  # norm
+        rest = iter(
+            [v if d is None else self._cast(v, d) for v, d in zip(operands, dtypes, strict=True)]
+        )
+        return map_refs(
+            (args, dict(sorted(kwargs.items()))), lambda _: next(rest)
+        )  # in the order of `call_of`
 
     def loss_dtype(self, target: OpOverload, args: tuple[Any, ...]) -> torch.dtype | None:
         """In what a cross entropy sums logarithms of another dtype: on GPUs autocast sees to its nll_loss alone.
 
         None: in that of its operands when `operands` is done with them.
         """
-        if self.state is None or target is not aten.cross_entropy_loss.default or has_policy(target, self.device_type):
+        if (
+            self.state is None
+            or target is not aten.cross_entropy_loss.default
+            or has_policy(target, self.device_type)
+        ):
             return None
-        return torch.float32 if self.builder.meta(args[0]).dtype in (torch.float16, torch.bfloat16) else None
+        return (
+            torch.float32
+            if self.builder.meta(args[0]).dtype in (torch.float16, torch.bfloat16)
+            else None
+        )
 
     def _cast(self, ref: ValueRef, dtype: torch.dtype) -> ValueRef:
         """A cast; parameters are cast once per outermost region, as autocast's own cache does."""

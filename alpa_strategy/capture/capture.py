@@ -65,7 +65,9 @@ def capture_step(
         )
     register_batch_types(batch)
     rows_factor = world_size if batch_scope == "rank" else 1
-    call = StepCall(module, batch, rows_factor, batch_idx, context or nullcontext, rows, numbers=numbers)
+    call = StepCall(
+        module, batch, rows_factor, batch_idx, context or nullcontext, rows, numbers=numbers
+    )
     trace = trace_step(call)
     # Which lists only grow is known at the end, when what was read of them is in the trace already.
     if trace.recording.grown:  # lists that the step appended to: once more, with stand-ins for them
@@ -77,7 +79,9 @@ def capture_step(
     return replace(rewrites.segment_fused_linears(graph), batch_scope=batch_scope, numbers=numbers)
 
 
-def _after_first_call(call: StepCall, graph: ir.StepGraph, stored: Mapping[str, Any]) -> ir.StepGraph:
+def _after_first_call(
+    call: StepCall, graph: ir.StepGraph, stored: Mapping[str, Any]
+) -> ir.StepGraph:
     """The step of a module that sets flags in its first call (libraries install their hooks so), captured once more.
 
     It counts as initialization if the second call stores nothing and does the same tensor work; else CaptureError.
@@ -86,9 +90,16 @@ def _after_first_call(call: StepCall, graph: ir.StepGraph, stored: Mapping[str, 
         trace = trace_step(call)
         again = convert(trace)
         # A counter (`self.calls += 1`) stores something else in every call.
-        if trace.recording.stored or trace.recording.grown or again.graph_digest != graph.graph_digest:
+        if (
+            trace.recording.stored
+            or trace.recording.grown
+            or again.graph_digest != graph.graph_digest
+        ):
             raise changed_attributes(stored)
-    return replace(again, stored=tuple(ValueGuard(label, name, held, v) for label, (held, name, v) in stored.items()))
+    return replace(
+        again,
+        stored=tuple(ValueGuard(label, name, held, v) for label, (held, name, v) in stored.items()),
+    )
 
 
 aten = torch.ops.aten
@@ -153,17 +164,24 @@ class _Converter:
                     "write the mapped dim out: broadcasting, einsum, torch.bmm",
                 )
             where = f"the memory of a tensor that is no buffer ({self._source_of(node)})"  # `teacher.weight.data = ...`
-            self.memory_guards.append(ValueGuard(where, name, {name: tensor}, Same(tensor, Tensor.data_ptr)))
+            self.memory_guards.append(
+                ValueGuard(where, name, {name: tensor}, Same(tensor, Tensor.data_ptr))
+            )
             tensor = tensor.detach()
             meta = TensorMeta(tuple(tensor.shape), tensor.dtype)
             ref = self.builder.add_value(meta)
-            self.constants.append(ir.ConstantInput(ref.index, tensor, meta, ir.tensor_digest(tensor)))
+            self.constants.append(
+                ir.ConstantInput(ref.index, tensor, meta, ir.tensor_digest(tensor))
+            )
             self.constant_views[name] = self.memory.new(ref)
             self.constant_views[name].storage.is_outside = True
         return self.constant_views[name]
 
     def _source_of(self, node: fx.Node) -> str:
-        return next((self.trace.origins[n][1] for n in node.users if n in self.trace.origins), "line unknown")
+        return next(
+            (self.trace.origins[n][1] for n in node.users if n in self.trace.origins),
+            "line unknown",
+        )
 
     # The walk
 
@@ -186,7 +204,9 @@ class _Converter:
         elif target is torch.amp.autocast_mode._exit_autocast:
             self.autocast.exit(node.args[0])
         elif isinstance(target, torch._ops.OpOverload):
-            if target.namespace != "profiler":  # record_function: names for a profiler, of this one run
+            if (
+                target.namespace != "profiler"
+            ):  # record_function: names for a profiler, of this one run
                 self._op(node, target)
         else:
             raise CaptureError(
@@ -195,12 +215,16 @@ class _Converter:
             )
 
     def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
-        if target is aten._conj.default:  # a bit that says how memory is read, which messages do not carry
+        if (
+            target is aten._conj.default
+        ):  # a bit that says how memory is read, which messages do not carry
             node.target = target = aten.conj_physical.default
         if target.overloadpacket in _SAME_VALUE:
             self.views[node] = self.memory.same(self.views[node.args[0]])
             return
-        if target is aten.lift_fresh.default:  # of what the step has made by itself: `torch.tensor(...)`
+        if (
+            target is aten.lift_fresh.default
+        ):  # of what the step has made by itself: `torch.tensor(...)`
             self.views[node] = self.memory.new(self.memory.read(self.views[node.args[0]]))
             return
         is_clone = target is aten.clone.default and not node.kwargs.get("memory_format")
@@ -216,7 +240,9 @@ class _Converter:
             return
         args, kwargs = self._arguments(node)
         # No `sparse`, nor a `sparse_grad` (in `_arguments`): reductions know dense gradients only.
-        args = tuple(a.name != "sparse" and x for a, x in zip(target._schema.arguments, args, strict=False))
+        args = tuple(
+            a.name != "sparse" and x for a, x in zip(target._schema.arguments, args, strict=False)
+        )
         args = rewrites.without_empty_tensors(self.builder, target, args)
         if target is aten.broadcast_tensors.default:
             self._broadcast(node)
@@ -226,7 +252,12 @@ class _Converter:
             self._norm_with_statistics(node, norm)
             return
         if (bags := rewrites.rewrite_bags(self.builder, node, args, kwargs)) is not None:
-            self.views[node] = (self.memory.new(bags), None, None, None)  # offsets, sizes, indices: for no one
+            self.views[node] = (
+                self.memory.new(bags),
+                None,
+                None,
+                None,
+            )  # offsets, sizes, indices: for no one
             return
         summed_in = self.autocast.loss_dtype(target, args)
         if summed_in is None:
@@ -235,13 +266,25 @@ class _Converter:
             return
         kwargs = rewrites.with_traced_dtype(target, args, kwargs, traced)
         result = rewrites.rewrite_loss(self.builder, target, args, kwargs, summed_in)
-        if result is None and target.overloadpacket in (aten.mH, aten.adjoint, aten.matrix_H) and traced.is_conj():
-            result = self.builder.emit(aten.conj_physical.default, self.builder.emit(aten.mT.default, *args))
+        if (
+            result is None
+            and target.overloadpacket in (aten.mH, aten.adjoint, aten.matrix_H)
+            and traced.is_conj()
+        ):
+            result = self.builder.emit(
+                aten.conj_physical.default, self.builder.emit(aten.mT.default, *args)
+            )
         if result is None:
             result = self.builder.emit(target, *args, **kwargs)
         if isinstance(result, ir.ValueRef) and self.builder.meta(result).dtype != traced.dtype:
-            result = rewrites.emit_from_whole_numbers(self.builder, target, args, kwargs, traced.dtype) or result
-        if isinstance(result, ir.ValueRef) and (dtype := self.builder.meta(result).dtype) != traced.dtype:
+            result = (
+                rewrites.emit_from_whole_numbers(self.builder, target, args, kwargs, traced.dtype)
+                or result
+            )
+        if (
+            isinstance(result, ir.ValueRef)
+            and (dtype := self.builder.meta(result).dtype) != traced.dtype
+        ):
             raise CaptureError(
                 f"{target} ({self.builder.source}) gives {traced.dtype} in the step but {dtype} in the captured graph",
                 "cast its operands by hand",
@@ -304,10 +347,16 @@ class _Converter:
                 views.append(self.memory.same(base))
             else:
                 step = ViewStep(aten.expand.default, (None, shape), (), 0, None)
-                views.append(self.memory.derive(base, step, self.builder.emit(aten.expand.default, ref, shape)))
+                views.append(
+                    self.memory.derive(
+                        base, step, self.builder.emit(aten.expand.default, ref, shape)
+                    )
+                )
         self.views[node] = tuple(views)
 
-    def _bind(self, node: fx.Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _bind(
+        self, node: fx.Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Give the node its views: of an operand when it shares that one's memory (the fake tensors know), else new."""
         traced = node.meta["val"]
         many = isinstance(result, tuple)
@@ -316,7 +365,9 @@ class _Converter:
         def view(item: int, ref: ir.ValueRef | None) -> View | None:
             if ref is None:
                 return None
-            owner = graph_builder.sharing_node(traced_items[item], node)  # reshape: a view or not, as strides say
+            owner = graph_builder.sharing_node(
+                traced_items[item], node
+            )  # reshape: a view or not, as strides say
             if owner is None:
                 return self.memory.new(ref)
             position = next((i for i, a in enumerate(node.args) if a is owner), None)
@@ -348,7 +399,9 @@ class _Converter:
                 "change a detached clone instead: `y = x.detach().clone()`",
             )
         args, kwargs = self._arguments(node)
-        new = graph_builder.new_value(self.builder, write, args, kwargs, meta, self._detached(before))
+        new = graph_builder.new_value(
+            self.builder, write, args, kwargs, meta, self._detached(before)
+        )
         self.memory.write(view, graph_builder.in_its_dtype(self.builder, write, new, meta))
         self.views[node] = view
 
@@ -364,9 +417,16 @@ class _Converter:
 
     def finish(self) -> ir.StepGraph:
         """The graph of the ops that have an effect: dead code is left out, values are numbered anew, ops named."""
-        found = map_refs(self.trace.results, lambda ref: self.outputs[ref.index])  # what the step left behind
-        loss, updates = _loss_of(found["output"], self.builder), self._buffer_updates(found.pop("buffers"))
-        leaving = {leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ir.ValueRef)}
+        found = map_refs(
+            self.trace.results, lambda ref: self.outputs[ref.index]
+        )  # what the step left behind
+        loss, updates = (
+            _loss_of(found["output"], self.builder),
+            self._buffer_updates(found.pop("buffers")),
+        )
+        leaving = {
+            leaf.index for leaf in pytree.tree_leaves(found) if isinstance(leaf, ir.ValueRef)
+        }
         leaving |= {*updates.values(), loss.index}
         kept = [self.builder.ops[index] for index in ir.ancestors(self.builder.ops, leaving)]
         needed = leaving.union(*(op.operands for op in kept))
@@ -379,17 +439,32 @@ class _Converter:
             return new_index[old]
 
         for entry in self.trace.inputs:  # parameters also unused: the run has them all
-            if not isinstance(entry, ir.BufferInput) or entry.value in needed or entry.value in updates:
+            if (
+                not isinstance(entry, ir.BufferInput)
+                or entry.value in needed
+                or entry.value in updates
+            ):
                 define(entry.value)
-        inputs = [replace(e, value=new_index[e.value]) for e in self.trace.inputs if e.value in new_index]
+        inputs = [
+            replace(e, value=new_index[e.value]) for e in self.trace.inputs if e.value in new_index
+        ]
         constants = [replace(c, value=define(c.value)) for c in self.constants if c.value in needed]
         counts: dict[str, int] = {}
         ops: list[ir.Op] = []
         for op in kept:
-            base = op.call.target_name.split(".")[1]  # "aten.mul.Tensor": ops are named mul_0, mul_1, ...
+            base = op.call.target_name.split(".")[
+                1
+            ]  # "aten.mul.Tensor": ops are named mul_0, mul_1, ...
             number = counts[base] = counts.get(base, -1) + 1
             operands = tuple(new_index[o] for o in op.operands)
-            ops.append(replace(op, name=f"{base}_{number}", operands=operands, results=tuple(map(define, op.results))))
+            ops.append(
+                replace(
+                    op,
+                    name=f"{base}_{number}",
+                    operands=operands,
+                    results=tuple(map(define, op.results)),
+                )
+            )
 
         new_values = {new_index[old]: new_index[new] for old, new in updates.items()}
         found = map_refs(found, lambda ref: ir.ValueRef(new_index[ref.index]))
@@ -397,14 +472,21 @@ class _Converter:
         return ir.StepGraph(
             values=tuple(values),
             parameters=tuple(e for e in inputs if isinstance(e, ir.ParameterInput)),
-            buffers=tuple(replace(e, update=new_values.get(e.value)) for e in inputs if isinstance(e, ir.BufferInput)),
+            buffers=tuple(
+                replace(e, update=new_values.get(e.value))
+                for e in inputs
+                if isinstance(e, ir.BufferInput)
+            ),
             batch=tuple(e for e in inputs if isinstance(e, ir.BatchInput)),
             constants=tuple(constants),
             ops=tuple(ops),
             loss=new_index[loss.index],
             output=found["output"],
             logs=tuple(ir.LogRecord(n, v, tuple(sorted(k.items()))) for n, v, k in found["logs"]),
-            metrics=tuple(ir.MetricRecord(n, m, tuple(a), tuple(sorted(k.items()))) for n, m, a, k in found["metrics"]),
+            metrics=tuple(
+                ir.MetricRecord(n, m, tuple(a), tuple(sorted(k.items())))
+                for n, m, a, k in found["metrics"]
+            ),
             batch_size=self.trace.batch_size,
             guards=tuple(self.trace.recording.guards),
             attributes=(*self.trace.recording.attributes, *self.memory_guards),
@@ -423,9 +505,13 @@ class _Converter:
             if isinstance(entry, ir.BufferInput) and entry.name in reassigned:
                 updates[entry.value] = self._detached(reassigned[entry.name]).index
         tensors = *self.trace.own, *(constant.tensor for constant in self.constants)
-        storages = [graph_builder.storages_of(t) if t.layout is torch.strided else set() for t in tensors]
+        storages = [
+            graph_builder.storages_of(t) if t.layout is torch.strided else set() for t in tensors
+        ]
         shared = Counter(storage for own in storages for storage in own)
-        for entry in (e for e in self.trace.inputs if isinstance(e, ir.BufferInput) and e.value in updates):
+        for entry in (
+            e for e in self.trace.inputs if isinstance(e, ir.BufferInput) and e.value in updates
+        ):
             if any(shared[storage] > 1 for storage in storages[entry.value]):
                 raise CaptureError(
                     f"the step changes buffer {entry.name}, of which another tensor is a view, made before",
@@ -449,7 +535,8 @@ def _loss_of(output: Any, builder: Builder) -> ir.ValueRef:
     """
     if output is None:
         raise CaptureError(
-            "training_step returned None: skipping a batch is not supported", "return a loss for every batch"
+            "training_step returned None: skipping a batch is not supported",
+            "return a loss for every batch",
         )
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, ir.ValueRef):

@@ -27,8 +27,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 from alpa_strategy.capture.graph_builder import storages_of
 from alpa_strategy.capture.python_state import patched
 
-_ASKING = {torch.is_nonzero, torch.equal, torch.allclose, Tensor.is_nonzero, Tensor.equal, Tensor.allclose}
-_ASKING |= {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
+_ASKING = {
+    torch.is_nonzero,
+    torch.equal,
+    torch.allclose,
+    Tensor.is_nonzero,
+    Tensor.equal,
+    Tensor.allclose,
+}
+_ASKING |= {
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.item,
+    Tensor.tolist,
+}
 UNKNOWN = object()
 
 
@@ -40,7 +54,9 @@ class ConstantValues:
         is_symbolic: whether a node computes with a number that is another one at every step.
     """
 
-    def __init__(self, buffers: Mapping[int, tuple[str, Tensor]], is_symbolic: Callable[[fx.Node], bool]) -> None:
+    def __init__(
+        self, buffers: Mapping[int, tuple[str, Tensor]], is_symbolic: Callable[[fx.Node], bool]
+    ) -> None:
         self._is_symbolic = is_symbolic
         self._buffers = {index: given for index, given in buffers.items() if not given[1].is_meta}
         self._values: dict[fx.Node, Any] = {}
@@ -49,7 +65,9 @@ class ConstantValues:
         self._num_placeholders = 0
         self.asked_buffers: set[str] = set()
 
-    def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def answer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """What `func(*args, **kwargs)` gives if it asks for known values, else UNKNOWN."""
         if func not in _ASKING:
             return UNKNOWN
@@ -129,7 +147,11 @@ class ConstantValues:
         if torch.Tag.nondeterministic_seeded in node.target.tags:  # other numbers in every step
             return False
         # A question is cheap, so what it may cost is bounded: masks and tables, not models.
-        return all(t.numel() <= MAX_ELEMENTS for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))
+        return all(
+            t.numel() <= MAX_ELEMENTS
+            for t in pytree.tree_leaves(node.meta.get("val"))
+            if isinstance(t, Tensor)
+        )
 
     def _sharing(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """Known nodes that use the memory of one of `nodes`."""
@@ -141,7 +163,12 @@ def _decided(node: fx.Node) -> bool | None:
     """What a comparison of numbers drawn from [0, 1) with another number gives, where that is the same for all."""
     compare = _COMPARISONS.get(node.target)
     drawn, limit = node.args if compare is not None else (None, None)
-    if compare is None or not isinstance(drawn, fx.Node) or drawn.target not in _UNIFORM or len(drawn.users) > 1:
+    if (
+        compare is None
+        or not isinstance(drawn, fx.Node)
+        or drawn.target not in _UNIFORM
+        or len(drawn.users) > 1
+    ):
         return None  # another user may be a view that something is written into
     found = {compare(end, limit) for end in (0.0, math.nextafter(1.0, 0.0))}
     return found.pop() if len(found) == 1 else None
@@ -176,7 +203,9 @@ def _raises_after(code: CodeType, offset: int, truth: bool) -> bool:
         each = instructions[place]
         if "IF_TRUE" in each.opname or "IF_FALSE" in each.opname:
             jumps = truth == ("IF_TRUE" in each.opname)
-            if not (jumps and "OR_POP" in each.opname):  # `bool(x and y)` in Python 3.11: x is what bool is given
+            if not (
+                jumps and "OR_POP" in each.opname
+            ):  # `bool(x and y)` in Python 3.11: x is what bool is given
                 return _only_raises(code, places[each.argval] if jumps else place + 1)
             place = places[each.argval]
             continue
@@ -225,5 +254,7 @@ def _is_bool(code: CodeType, positions: dis.Positions | None) -> bool:
     """Whether a call is one of Python's `bool`, as it is written."""
     if positions is None or positions.lineno is None:
         return False
-    line = linecache.getline(code.co_filename, positions.lineno).encode()  # columns are counted in bytes
+    line = linecache.getline(
+        code.co_filename, positions.lineno
+    ).encode()  # columns are counted in bytes
     return line[positions.col_offset :].startswith(b"bool(")

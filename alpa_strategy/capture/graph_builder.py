@@ -32,7 +32,9 @@ def _inference_mode() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def run_fake(call: OpCall, run: Callable[[list[Tensor]], Any] | None = None, device: str = "cpu") -> Any:
+def run_fake(
+    call: OpCall, run: Callable[[list[Tensor]], Any] | None = None, device: str = "cpu"
+) -> Any:
     """Call on contiguous fake operands in grad mode; `run`, if given, is called with the operands instead."""
     # In grad mode, whatever the step's is: `requires_grad` of the results must come out as in training.
     with _inference_mode(), torch.enable_grad():
@@ -46,7 +48,9 @@ def infer(call: OpCall) -> tuple[OpCall, tuple[int | None, ...]]:
     out = run_fake(call)
     returned = list(out) if isinstance(out, tuple | list) else [out]
     tensors = [item for item in returned if isinstance(item, Tensor)]
-    metas = tuple(TensorMeta(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)  # strides do not matter
+    metas = tuple(
+        TensorMeta(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors
+    )  # strides do not matter
     number = iter(range(len(tensors)))
     items = tuple(next(number) if isinstance(item, Tensor) else None for item in returned)
     return replace(call, results=metas, returns_tuple=isinstance(out, tuple | list)), items
@@ -70,11 +74,15 @@ class Builder:
         """What is known of a value."""
         return self.values[ref.index]
 
-    def call_of(self, target: Any, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[OpCall, list[ValueRef]]:
+    def call_of(
+        self, target: Any, args: Any, kwargs: dict[str, Any] | None = None
+    ) -> tuple[OpCall, list[ValueRef]]:
         """The OpCall without results, and its operands: equal calls of other tensors are equal OpCalls."""
         operands: list[ValueRef] = []
         own_args = with_slots(tuple(args), ValueRef, operands)
-        own_kwargs = tuple((k, with_slots(v, ValueRef, operands)) for k, v in sorted((kwargs or {}).items()))
+        own_kwargs = tuple(
+            (k, with_slots(v, ValueRef, operands)) for k, v in sorted((kwargs or {}).items())
+        )
         return OpCall(target, own_args, own_kwargs, tuple(map(self.meta, operands)), ()), operands
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +91,14 @@ class Builder:
         call, numbers = infer(without_results)
         refs = [self.add_value(meta) for meta in call.results]
         self.ops.append(
-            Op("", call, tuple(o.index for o in operands), tuple(r.index for r in refs), self.module, self.source)
+            Op(
+                "",
+                call,
+                tuple(o.index for o in operands),
+                tuple(r.index for r in refs),
+                self.module,
+                self.source,
+            )
         )
         items = tuple(None if i is None else refs[i] for i in numbers)
         return items if call.returns_tuple else items[0]
@@ -160,7 +175,9 @@ class Memory:
                 f"the step changes a tensor that is no buffer in place ({self.builder.source})",
                 "register it: self.register_buffer(name, tensor, persistent=False)",
             )
-        current = self._prefixes(view)[:-1] if view.chain else []  # the storage, then view of view of ... it
+        current = (
+            self._prefixes(view)[:-1] if view.chain else []
+        )  # the storage, then view of view of ... it
         changed = value
         for step, before in zip(reversed(view.chain), reversed(current), strict=True):
             changed = self._scatter(step, before, changed)
@@ -186,7 +203,16 @@ class Memory:
         rest = [a for i, a in enumerate(step.args) if i != step.position]
         num_elements = self.builder.meta(changed).num_elements
         match aten_name(step.target):
-            case "view" | "reshape" | "flatten" | "unflatten" | "squeeze" | "unsqueeze" | "view_as" | "_unsafe_view":
+            case (
+                "view"
+                | "reshape"
+                | "flatten"
+                | "unflatten"
+                | "squeeze"
+                | "unsqueeze"
+                | "view_as"
+                | "_unsafe_view"
+            ):
                 return emit(aten.reshape.default, changed, shape)
             case "transpose" | "swapaxes" | "swapdims":
                 return emit(aten.transpose.int, changed, *rest)
@@ -194,18 +220,24 @@ class Memory:
                 return emit(aten.transpose.int, changed, -2, -1)
             case "permute":
                 order = [d % len(shape) for d in rest[0]]
-                return emit(aten.permute.default, changed, [order.index(d) for d in range(len(order))])
+                return emit(
+                    aten.permute.default, changed, [order.index(d) for d in range(len(order))]
+                )
             case "select":
                 return self._place(aten.select_scatter.default, before, changed, *rest)
             case "slice":
                 return self._place(aten.slice_scatter.default, before, changed, *rest)
             case "narrow":
                 dim, start, length = rest
-                return self._place(aten.slice_scatter.default, before, changed, dim, start, start + length)
+                return self._place(
+                    aten.slice_scatter.default, before, changed, dim, start, start + length
+                )
             case "diagonal":
                 return emit(aten.diagonal_scatter.default, before, changed, *rest)
             case "unbind":
-                return self._place(aten.select_scatter.default, before, changed, rest[0] if rest else 0, step.item)
+                return self._place(
+                    aten.select_scatter.default, before, changed, rest[0] if rest else 0, step.item
+                )
             case "detach" if self.builder.meta(before).requires_grad:
                 raise CaptureError(
                     f"a tensor that requires grad is changed through .detach() or .data ({self.builder.source})",
@@ -219,13 +251,20 @@ class Memory:
                 return emit(aten.reshape.default, changed, shape)
         raise self._unsupported(step.target)
 
-    def _place(self, scatter: Any, before: ValueRef, changed: ValueRef, dim: int = 0, *where: Any) -> ValueRef:
+    def _place(
+        self, scatter: Any, before: ValueRef, changed: ValueRef, dim: int = 0, *where: Any
+    ) -> ValueRef:
         """`scatter` along `dim`; complex numbers as pairs of real ones, the only ones of which autograd knows it."""
         emit, meta = self.builder.emit, self.builder.meta(before)
         if not meta.dtype.is_complex:
             return emit(scatter, before, changed, dim, *where)
-        whole, part = (emit(aten.view_as_real.default, emit(aten.resolve_conj.default, x)) for x in (before, changed))
-        return emit(aten.view_as_complex.default, emit(scatter, whole, part, dim % len(meta.shape), *where))
+        whole, part = (
+            emit(aten.view_as_real.default, emit(aten.resolve_conj.default, x))
+            for x in (before, changed)
+        )
+        return emit(
+            aten.view_as_complex.default, emit(scatter, whole, part, dim % len(meta.shape), *where)
+        )
 
     def _unsupported(self, target: Any) -> CaptureError:
         return CaptureError(
@@ -243,7 +282,9 @@ def storages_of(value: Any) -> set[int]:
 def sharing_node(result: Any, node: fx.Node) -> fx.Node | None:
     """The operand of `node` whose memory a result uses, as the traced (fake) tensors know; None: memory of its own."""
     storages, schema = storages_of(result), getattr(node.target, "_schema", None)
-    is_view = schema is not None and any(returned.alias_info is not None for returned in schema.returns)
+    is_view = schema is not None and any(
+        returned.alias_info is not None for returned in schema.returns
+    )
     for given in node.all_input_nodes:
         # Of a tensor that lies outside of the graph only the schema knows.
         if storages & storages_of(given.meta.get("val")) or (given.op == "get_attr" and is_view):
@@ -251,7 +292,16 @@ def sharing_node(result: Any, node: fx.Node) -> fx.Node | None:
     return None
 
 
-_RANDOM_FILLS = ["normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_"]
+_RANDOM_FILLS = [
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "exponential_",
+    "random_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+]
 _HIDDEN_WRITES = {  # write into running statistics without saying so in their schema
     aten.native_batch_norm.default,
     aten._batch_norm_impl_index.default,
@@ -293,7 +343,9 @@ def write_of(node: fx.Node, target: OpOverload, source: str) -> Write | None:
     out = node.kwargs.get("out")
     if written == ("out",) and isinstance(out, fx.Node):
         return Write(out, target, True)
-    is_in_place = written == (target._schema.arguments[0].name,) and target._schema.name.endswith("_")
+    is_in_place = written == (target._schema.arguments[0].name,) and target._schema.name.endswith(
+        "_"
+    )
     if not is_in_place or not isinstance(node.args[0], fx.Node):
         raise refused
     return Write(node.args[0], target, False)
@@ -302,7 +354,11 @@ def write_of(node: fx.Node, target: OpOverload, source: str) -> Write | None:
 @lru_cache(maxsize=4096)
 def _written(target: OpOverload) -> tuple[str, ...]:
     """Names of the arguments that the op writes into."""
-    return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple(
+        a.name
+        for a in target._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    )
 
 
 @lru_cache(maxsize=256)
@@ -310,13 +366,20 @@ def _without_writing(packet: Any, target: OpOverload) -> OpOverload | None:
     """The overload with the same arguments as `target` except `out`: of other names it may be, as `pow_`'s."""
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
     for overload in (getattr(packet, name) for name in packet.overloads()):
-        if [(a.name, str(a.type)) for a in overload._schema.arguments] == wanted and not _written(overload):
+        if [(a.name, str(a.type)) for a in overload._schema.arguments] == wanted and not _written(
+            overload
+        ):
             return overload
     return None
 
 
 def new_value(
-    builder: Builder, write: Write, args: tuple[Any, ...], kwargs: dict[str, Any], meta: TensorMeta, detached: ValueRef
+    builder: Builder,
+    write: Write,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    meta: TensorMeta,
+    detached: ValueRef,
 ) -> ValueRef:
     """Emit what the call writes into a tensor of `meta`, whose dtype `in_its_dtype` gives it.
 
@@ -334,14 +397,20 @@ def new_value(
         source = args[1]
         if builder.meta(source).dtype != meta.dtype:
             source = emit(aten.to.dtype, source, meta.dtype)
-        return source if builder.meta(source).shape == meta.shape else emit(aten.expand.default, source, meta.shape)
+        return (
+            source
+            if builder.meta(source).shape == meta.shape
+            else emit(aten.expand.default, source, meta.shape)
+        )
     elif name in ("fill_", "zero_"):
         return emit(aten.full_like.default, args[0], args[1] if name == "fill_" else 0)
     elif name in _RANDOM_FILLS:  # the old content does not matter, so no gradient goes to it
         given = bound_arguments(target, args, kwargs)
         given.pop("generator", None)
         _, *numbers = given.values()
-        functional = _without_writing(aten.normal_functional if name == "normal_" else getattr(aten, name[:-1]), target)
+        functional = _without_writing(
+            aten.normal_functional if name == "normal_" else getattr(aten, name[:-1]), target
+        )
         return emit(functional, detached, *numbers)
     else:
         packet = getattr(aten, name[:-1], None) or getattr(aten, name.strip("_"), None)

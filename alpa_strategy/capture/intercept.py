@@ -32,8 +32,20 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from alpa_strategy.capture.ops import apply_as_op
 from alpa_strategy.capture.python_reads import refuse_iterator
-from alpa_strategy.capture.python_state import attributes_kept, changed_attributes, globals_kept, is_metric, patched
-from alpa_strategy.capture.symbolic_scalars import StepCounter, TraceNumbers, as_tensor, functions_of_counters, made_of
+from alpa_strategy.capture.python_state import (
+    attributes_kept,
+    changed_attributes,
+    globals_kept,
+    is_metric,
+    patched,
+)
+from alpa_strategy.capture.symbolic_scalars import (
+    StepCounter,
+    TraceNumbers,
+    as_tensor,
+    functions_of_counters,
+    made_of,
+)
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import MetricRef, Place
 from alpa_strategy.ir.guards import MISSING, CounterRef, Guard, ValueGuard
@@ -79,8 +91,12 @@ class MetricValue:
         )
 
     __torch_function__ = classmethod(lambda cls, *_, **__: MetricValue("")._refuse())
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __int__ = __getitem__ = __iter__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
+        _refuse
+    )
+    __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __int__ = __getitem__ = (
+        __iter__
+    ) = _refuse
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -122,15 +138,21 @@ class AppendedList:
             raise AttributeError(name)
         self._refuse()
 
-    __len__ = __iter__ = __contains__ = __bool__ = __reversed__ = __eq__ = __add__ = __radd__ = __mul__ = _refuse
+    __len__ = __iter__ = __contains__ = __bool__ = __reversed__ = __eq__ = __add__ = __radd__ = (
+        __mul__
+    ) = _refuse
     __setitem__ = __delitem__ = __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __hash__ = None  # type: ignore[assignment]  # as of lists
 
 
-_CHANGING = {"optimizers", "lr_scheduler_configs", "callback_metrics", "logged_metrics", "progress_bar_metrics"}
-_INSTEAD_OF_CHANGING = (
-    "read it in a callback or in on_train_batch_end; the learning rate is logged by the callback LearningRateMonitor"
-)
+_CHANGING = {
+    "optimizers",
+    "lr_scheduler_configs",
+    "callback_metrics",
+    "logged_metrics",
+    "progress_bar_metrics",
+}
+_INSTEAD_OF_CHANGING = "read it in a callback or in on_train_batch_end; the learning rate is logged by the callback LearningRateMonitor"
 
 
 class _View:
@@ -139,7 +161,9 @@ class _View:
     Counters are given as StepCounters; everything else is the object's own.
     """
 
-    def __init__(self, viewed: Any, path: str, counters: Mapping[str, StepCounter], reads: dict[str, Any]) -> None:
+    def __init__(
+        self, viewed: Any, path: str, counters: Mapping[str, StepCounter], reads: dict[str, Any]
+    ) -> None:
         object.__setattr__(self, "_view", (viewed, path, counters, reads))
 
     @property  # type: ignore[misc]  # which object it is taken for
@@ -168,7 +192,9 @@ class _View:
             reads[path] = MISSING  # it may be there at another step
             raise
         is_lightnings = type(value).__module__.startswith(("lightning.", "alpa_strategy."))
-        if value is None or isinstance(value, bool | int | float | str | Enum):  # what a guard can compare
+        if value is None or isinstance(
+            value, bool | int | float | str | Enum
+        ):  # what a guard can compare
             reads[path] = value
         elif is_lightnings and not isinstance(value, nn.Module | list):
             return _View(value, path, counters, reads)
@@ -213,7 +239,9 @@ def recording(
         stack.enter_context(patched(_outside_numbers(files.values())))
         stack.enter_context(collectives_refused())
         # Statistics of a captured step are all rows' without collectives of the user's.
-        stack.enter_context(patched([(nn.SyncBatchNorm, "forward", nn.modules.batchnorm._BatchNorm.forward)]))
+        stack.enter_context(
+            patched([(nn.SyncBatchNorm, "forward", nn.modules.batchnorm._BatchNorm.forward)])
+        )
         yield record
 
 
@@ -224,7 +252,9 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
         if is_metric(value):
             return MetricRef(names.get(id(value), ""), "metric")
         if isinstance(value, Tensor):
-            return value.clone()  # the value as it is now: a later in-place op must not change what was logged
+            return (
+                value.clone()
+            )  # the value as it is now: a later in-place op must not change what was logged
         if isinstance(value, CounterRef | MetricRef | bool | int | float):
             return value
         if isinstance(value, Mapping):
@@ -249,7 +279,10 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
             )
         if isinstance(values, MetricCollection):
             path = names.get(id(values), "")
-            values = {key: MetricRef(path, "metric", key) for key in map(str, values.keys(keep_base=False))}
+            values = {
+                key: MetricRef(path, "metric", key)
+                for key in map(str, values.keys(keep_base=False))
+            }
         for name, value in values.items():
             log(self, name, value, *args, **kwargs)  # whose arguments stand in the same order
 
@@ -264,7 +297,9 @@ def _recording_class(
     original = type(module)
     trainer_property: Any = original.trainer
     trainer = module._trainer
-    counters = {n: record.counter(int(getattr(trainer, n, 0)), n) for n in ("global_step", "current_epoch")}
+    counters = {
+        n: record.counter(int(getattr(trainer, n, 0)), n) for n in ("global_step", "current_epoch")
+    }
     view = _View(trainer, "", counters, record.trainer_reads) if trainer is not None else None
 
     def refuse_changing(self: LightningModule, *_: Any, **__: Any) -> NoReturn:
@@ -275,13 +310,18 @@ def _recording_class(
         )
 
     def note_print(self: LightningModule, *_: Any, **__: Any) -> None:
-        record.note(f"self.print in the step ({user_frame()}) is left out: a captured step repeats tensor work only")
+        record.note(
+            f"self.print in the step ({user_frame()}) is left out: a captured step repeats tensor work only"
+        )
 
     members = {
         **_recording_log(record, names),
         "global_step": property(lambda self: counters["global_step"]),
         "current_epoch": property(lambda self: counters["current_epoch"]),
-        "trainer": property(lambda self: trainer_property.fget(self) if view is None else view, trainer_property.fset),
+        "trainer": property(
+            lambda self: trainer_property.fget(self) if view is None else view,
+            trainer_property.fset,
+        ),
         "device": property(lambda self: device),
         "all_gather": lambda self, *_, **__: refuse("self.all_gather"),
         "print": note_print,
@@ -298,7 +338,9 @@ def _recording_class(
     object.__setattr__(module, "__class__", kind)
     try:
         # Attributes of the instance (a test's `module.log = ...`) would win over the class's.
-        with patched((vars(module), name, MISSING) for name in ("log", "log_dict") if name in vars(module)):
+        with patched(
+            (vars(module), name, MISSING) for name in ("log", "log_dict") if name in vars(module)
+        ):
             yield
         if stored := vars(kind).keys() - own:  # `type(self).calls += 1`
             raise changed_attributes(f"{original.__name__}.{name}" for name in stored)
@@ -306,9 +348,13 @@ def _recording_class(
         object.__setattr__(module, "__class__", original)
 
 
-def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> AbstractContextManager[None]:
+def _shadowed_metric(
+    metric: nn.Module, name: str, record: Recording
+) -> AbstractContextManager[None]:
     def keep(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.clone(), (args, kwargs))  # as they are now
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda t: t.clone(), (args, kwargs)
+        )  # as they are now
         if any(isinstance(leaf, str) for arg in args for leaf in pytree.tree_leaves(arg)):
             raise CaptureError(
                 f"metric {name!r} is given texts ({user_frame()}): the captured step sees the tensors of all ranks, "
@@ -320,7 +366,9 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Abstrac
     def value(*_: Any, **__: Any) -> MetricValue | dict[str, MetricValue]:
         if not isinstance(metric, MetricCollection):
             return MetricValue(name)
-        if wrapped := [key for key, each in metric.items(keep_base=False) if isinstance(each, WrapperMetric)]:
+        if wrapped := [
+            key for key, each in metric.items(keep_base=False) if isinstance(each, WrapperMetric)
+        ]:
             raise CaptureError(
                 f"metric {name!r} is asked for its values ({user_frame()}): those of {wrapped[0]!r}, which wraps "
                 "another one, may have names of their own",
@@ -332,7 +380,11 @@ def _shadowed_metric(metric: nn.Module, name: str, record: Recording) -> Abstrac
         keep("forward", args, kwargs)
         return value()
 
-    shadows = {"forward": forward, "update": lambda *args, **kwargs: keep("update", args, kwargs), "compute": value}
+    shadows = {
+        "forward": forward,
+        "update": lambda *args, **kwargs: keep("update", args, kwargs),
+        "compute": value,
+    }
     return patched((vars(metric), key, shadow) for key, shadow in shadows.items())
 
 
@@ -344,26 +396,42 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> AbstractContext
 
     def refusal(what: str, fix: str) -> Callable[..., NoReturn]:
         def refuse(*_: Any, **__: Any) -> NoReturn:
-            raise CaptureError(f"{what} is used in the step ({user_frame()}): a captured step cannot keep it", fix)
+            raise CaptureError(
+                f"{what} is used in the step ({user_frame()}): a captured step cannot keep it", fix
+            )
 
         return refuse
 
     def apply_function(cls: type, *args: Any, **_: Any) -> Any:
-        if cls.__name__ == "CheckpointFunction":  # re-entrant checkpointing: it runs the forward without grad
-            refusal("checkpoint", "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)")()
-        tensors = [x for x in pytree.tree_leaves(args) if type(x) is not StepCounter and isinstance(x, Tensor)]
+        if (
+            cls.__name__ == "CheckpointFunction"
+        ):  # re-entrant checkpointing: it runs the forward without grad
+            refusal(
+                "checkpoint", "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )()
+        tensors = [
+            x
+            for x in pytree.tree_leaves(args)
+            if type(x) is not StepCounter and isinstance(x, Tensor)
+        ]
         return apply_as_op(cls, *pytree.tree_map(lambda x: as_tensor(x, tensors), args))
 
     def note_hooks(hooks: Any) -> None:
         name = type(hooks).__name__
-        what = "activation checkpointing" if "checkpoint" in name else f"torch.autograd.graph.{name}"
+        what = (
+            "activation checkpointing" if "checkpoint" in name else f"torch.autograd.graph.{name}"
+        )
         record.note(f"{what} in the module is ignored: the plan decides what is recomputed")
 
     distribution_init = torch.distributions.Distribution.__init__
 
     def init_unchecked(self: Any, *args: Any, **kwargs: Any) -> None:
-        record.note("checks of arguments in torch.distributions are left out: they look at the values of tensors")
-        distribution_init(self, *args[:2], **{**kwargs, "validate_args": False})  # the third argument is this one
+        record.note(
+            "checks of arguments in torch.distributions are left out: they look at the values of tensors"
+        )
+        distribution_init(
+            self, *args[:2], **{**kwargs, "validate_args": False}
+        )  # the third argument is this one
 
     def check_iterator(iterator: Any, *_: Any) -> None:
         if id(iterator) in held:
@@ -371,12 +439,19 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> AbstractContext
 
     def check_open(file: Any, mode: str = "r", *_: Any, **__: Any) -> None:
         if not set("wax+").isdisjoint(mode) or asked_by_user(sys._getframe(2)):
-            refusal(f"open({str(file)!r}, {mode!r})", "read and write files in hooks such as on_train_batch_start")()
+            refusal(
+                f"open({str(file)!r}, {mode!r})",
+                "read and write files in hooks such as on_train_batch_start",
+            )()
 
     def note_message(logger: logging.Logger, message: logging.LogRecord) -> None:
         if is_user_file(message.pathname):
-            record.note(f"messages to logging ({user_frame()}) are left out: a captured step repeats tensor work only")
-        if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(message.args)):  # these have no value to be said
+            record.note(
+                f"messages to logging ({user_frame()}) are left out: a captured step repeats tensor work only"
+            )
+        if not any(
+            isinstance(x, Tensor) for x in pytree.tree_leaves(message.args)
+        ):  # these have no value to be said
             handle(logger, message)
 
     handle = logging.Logger.handle
@@ -384,17 +459,30 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> AbstractContext
     refuse_backward = refusal("backward()", "return the loss: Lightning calls backward")
     patches: list[tuple[Any, str, Any]] = [
         (builtins, "next", _checked(next, check_iterator)),
-        *((owner, "open", _checked(open, check_open)) for owner in (builtins, io)),  # pathlib asks `io`
+        *(
+            (owner, "open", _checked(open, check_open)) for owner in (builtins, io)
+        ),  # pathlib asks `io`
         (logging.Logger, "handle", note_message),
         (torch.distributions.Distribution, "__init__", init_unchecked),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),
-        (torch.autograd.graph.saved_tensors_hooks, "__exit__", lambda *_: None),  # its __enter__ pushed nothing
+        (
+            torch.autograd.graph.saved_tensors_hooks,
+            "__exit__",
+            lambda *_: None,
+        ),  # its __enter__ pushed nothing
         (torch.autograd.Function, "apply", classmethod(apply_function)),
         # Which the trace records.
         (torch._C, "_InferenceMode", lambda mode: torch.no_grad() if mode else nullcontext()),
-        *((nn.Module, name, refusal("a module's backward hook", hooks_fix)) for name in _BACKWARD_HOOKS),
+        *(
+            (nn.Module, name, refusal("a module's backward hook", hooks_fix))
+            for name in _BACKWARD_HOOKS
+        ),
         (Tensor, "register_hook", refusal("Tensor.register_hook", hooks_fix)),
-        (torch.autograd, "grad", refusal("torch.autograd.grad", "use a loss without a gradient inside it")),
+        (
+            torch.autograd,
+            "grad",
+            refusal("torch.autograd.grad", "use a loss without a gradient inside it"),
+        ),
         (torch.autograd, "backward", refuse_backward),
         (Tensor, "backward", refuse_backward),
     ]
@@ -432,15 +520,35 @@ def _outside_numbers(files: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, str
 
     yield type(os.environ), "__setitem__", refusing(type(os.environ).__setitem__)
     outside = [os.urandom, *(getattr(time, name) for name in _CLOCKS)]
-    outside += [getattr(owner, name) for owner in (torch, torch.random) for name in _SEEDS if hasattr(owner, name)]
+    outside += [
+        getattr(owner, name)
+        for owner in (torch, torch.random)
+        for name in _SEEDS
+        if hasattr(owner, name)
+    ]
     functions = {id(each): refusing(each) for each in outside}
     for values in (vars(time), vars(os), vars(random), vars(torch), vars(torch.random), *files):
-        yield from ((values, name, functions[id(v)]) for name, v in list(values.items()) if id(v) in functions)
+        yield from (
+            (values, name, functions[id(v)])
+            for name, v in list(values.items())
+            if id(v) in functions
+        )
 
 
-_CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+_CLOCKS = (
+    "time",
+    "time_ns",
+    "perf_counter",
+    "perf_counter_ns",
+    "monotonic",
+    "monotonic_ns",
+    "process_time",
+)
 _SEEDS = ("manual_seed", "seed", "set_rng_state", "fork_rng")
-_BACKWARD_HOOKS = ("_get_backward_hooks", "_get_backward_pre_hooks")  # asked for where there are some
+_BACKWARD_HOOKS = (
+    "_get_backward_hooks",
+    "_get_backward_pre_hooks",
+)  # asked for where there are some
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 _KINDS = ("all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")
 
@@ -459,7 +567,11 @@ def refuse(what: str, where: str | None = None) -> NoReturn:
 def collectives_refused() -> AbstractContextManager[None]:
     """Calls of torch.distributed by this thread are refused while the block runs."""
     refusals = [
-        (module, name, _checked(value, lambda *_, what=f"torch.distributed's {name}", **__: refuse(what)))
+        (
+            module,
+            name,
+            _checked(value, lambda *_, what=f"torch.distributed's {name}", **__: refuse(what)),
+        )
         for module in (dist, functional)
         for name, value in vars(module).items()
         # A collective or a message: `all_reduce`, `batch_isend_irecv`, `monitored_barrier`, `reduce_scatter_tensor`.

@@ -37,7 +37,9 @@ class UnreadLeaf:
 
 
 def _look(leaf: UnreadLeaf, *_: Any, **__: Any) -> NoReturn:
-    seen = object.__getattribute__(leaf, "_seen")  # a bare `except:` of the user's may swallow the exception
+    seen = object.__getattribute__(
+        leaf, "_seen"
+    )  # a bare `except:` of the user's may swallow the exception
     seen.add(object.__getattribute__(leaf, "_index"))
     raise LeafRead
 
@@ -80,7 +82,9 @@ def traced_with_leaves(batch: Any, trace: Callable[[frozenset[int], set[int]], A
         except LeafRead:
             pass  # `seen` says which
         # The next trace reads more leaves, and ends the same way if they were not to blame.
-        except Exception:  # the user's, or of C code that was given an UnreadLeaf and only said that it is no text
+        except (
+            Exception
+        ):  # the user's, or of C code that was given an UnreadLeaf and only said that it is no text
             unread = {index for index, (_, leaf) in enumerate(leaves) if may_be_unread(leaf)} - read
             if not unread:
                 raise
@@ -92,7 +96,9 @@ def traced_with_leaves(batch: Any, trace: Callable[[frozenset[int], set[int]], A
 
 def _list_of(path: tuple[Any, ...], leaf: Any) -> tuple[str, type] | None:
     """What a leaf in a list has in common with the others there; None for a leaf that is no item of a list."""
-    return (str(path[:-1]), type(leaf)) if path and isinstance(path[-1], pytree.SequenceKey) else None
+    return (
+        (str(path[:-1]), type(leaf)) if path and isinstance(path[-1], pytree.SequenceKey) else None
+    )
 
 
 def value_text(value: Any) -> str:
@@ -145,5 +151,8 @@ def _register(kind: Any) -> None:
         kind,
         lambda value: (list(items(value).values()), tuple(items(value))),
         rebuilt,
-        flatten_with_keys_fn=lambda value: ([(key_of(n), v) for n, v in items(value).items()], tuple(items(value))),
+        flatten_with_keys_fn=lambda value: (
+            [(key_of(n), v) for n, v in items(value).items()],
+            tuple(items(value)),
+        ),
     )

@@ -48,14 +48,27 @@ def cross_entropy_sum(
     """
     if dtype is None:
         return F.cross_entropy(
-            logits, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+            logits,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction="sum",
         )
     dim = min(1, logits.dim() - 1)
     log_probs = F.log_softmax(logits, dim)
-    every = log_probs if weight is None else log_probs * weight.view([-1, *[1] * (logits.dim() - 1 - dim)])
+    every = (
+        log_probs
+        if weight is None
+        else log_probs * weight.view([-1, *[1] * (logits.dim() - 1 - dim)])
+    )
     if target.is_floating_point():
-        return -(every * (target * (1 - label_smoothing) + label_smoothing / logits.shape[dim])).sum(dtype=dtype)
-    total = F.nll_loss(log_probs.to(dtype), target, weight, ignore_index=ignore_index, reduction="sum")
+        return -(
+            every * (target * (1 - label_smoothing) + label_smoothing / logits.shape[dim])
+        ).sum(dtype=dtype)
+    total = F.nll_loss(
+        log_probs.to(dtype), target, weight, ignore_index=ignore_index, reduction="sum"
+    )
     if label_smoothing > 0:
         smooth = every.sum(dim, dtype=dtype).masked_fill(target == ignore_index, 0.0).sum()
         total = (1 - label_smoothing) * total - label_smoothing / logits.shape[dim] * smooth
@@ -67,7 +80,9 @@ def nll_sum(log_probs: Tensor, target: Tensor, weight: Tensor | None, ignore_ind
     return F.nll_loss(log_probs, target, weight, ignore_index=ignore_index, reduction="sum")
 
 
-def target_weight_sum(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+def target_weight_sum(
+    target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
     """What a mean cross entropy divides by: the count (or summed class weight) of targets that are not ignored."""
     kept = target != ignore_index  # [N, *d]
     if weight is None:
@@ -75,13 +90,17 @@ def target_weight_sum(target: Tensor, weight: Tensor | None, ignore_index: int, 
     return torch.where(kept, weight[torch.where(kept, target, 0)], 0.0).sum().to(dtype)
 
 
-def bag_lookup(weight: Tensor, ids: Tensor, per_sample_weights: Tensor | None, mode: int, padding_idx: int) -> Tensor:
+def bag_lookup(
+    weight: Tensor, ids: Tensor, per_sample_weights: Tensor | None, mode: int, padding_idx: int
+) -> Tensor:
     """Sum (mode 0), mean (1) or maximum (2) of the rows that each bag names: weight [v, d], ids [n, k] -> [n, d].
 
     `padding_idx` (negative: none) is left out of its bag. Bags of one length are rows of a batch: they split.
     """
     kind, padding = ("sum", "mean", "max")[mode], padding_idx if padding_idx >= 0 else None
-    return F.embedding_bag(ids, weight, mode=kind, per_sample_weights=per_sample_weights, padding_idx=padding)
+    return F.embedding_bag(
+        ids, weight, mode=kind, per_sample_weights=per_sample_weights, padding_idx=padding
+    )
 
 
 def batch_norm_train(
@@ -118,11 +137,20 @@ _SIGNATURE = inspect.signature(F.ctc_loss)
 
 
 def _rows(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
 ) -> Tensor:
     if isinstance(log_probs, FakeTensor) or log_probs.is_meta:
-        return log_probs[0, :, 0] * 1  # any differentiable [b]; PyTorch's has no shape function for such lengths
-    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
+        return (
+            log_probs[0, :, 0] * 1
+        )  # any differentiable [b]; PyTorch's has no shape function for such lengths
+    return F.ctc_loss(
+        log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity
+    )
 
 
 _LIBRARY.define(
@@ -151,7 +179,9 @@ def ctc_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if a["reduction"] == "none":
         return rows
     # The mean is one of means: each row is divided by the length of its targets first.
-    return rows.sum() if a["reduction"] == "sum" else (rows / a["target_lengths"].clamp(min=1)).mean()
+    return (
+        rows.sum() if a["reduction"] == "sum" else (rows / a["target_lengths"].clamp(min=1)).mean()
+    )
 
 
 @torch.library.custom_op("alpa::grouped_mm", mutates_args=())
@@ -170,21 +200,30 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 @grouped_mm.register_fake
 def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"grouped_mm takes [s, k] and [e, k, n], got {tuple(x.shape)} and {tuple(weight.shape)}")
+        raise ValueError(
+            f"grouped_mm takes [s, k] and [e, k, n], got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     x, weight, offsets = ctx.saved_tensors
-    grad_x, grad_weight = torch.zeros_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    grad_x, grad_weight = (
+        torch.zeros_like(x),
+        torch.zeros_like(weight, memory_format=torch.contiguous_format),
+    )
     for group, (start, end) in enumerate(_bounds(weight, offsets)):
         if start < end:
             torch.mm(grad[start:end], weight[group].T, out=grad_x[start:end])  # [rows, n] @ [n, k]
-            torch.mm(x[start:end].T, grad[start:end], out=grad_weight[group])  # [k, rows] @ [rows, n]
+            torch.mm(
+                x[start:end].T, grad[start:end], out=grad_weight[group]
+            )  # [k, rows] @ [rows, n]
     return grad_x, grad_weight, None
 
 
-grouped_mm.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+grouped_mm.register_autograd(
+    _backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 
 
 def _bounds(weight: Tensor, offsets: Tensor) -> Iterable[tuple[int, int]]:
@@ -193,7 +232,9 @@ def _bounds(weight: Tensor, offsets: Tensor) -> Iterable[tuple[int, int]]:
     return pairwise(ends if len(ends) > len(weight) else [0, *ends])
 
 
-def grouped_mm_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def grouped_mm_replacement(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
     """`grouped_mm` for a call of PyTorch's own; None when it is another function or another form."""
     if function not in (torch._grouped_mm, F.grouped_mm):
         return None
@@ -234,7 +275,9 @@ class _Structure:
     def filled(self, tensors: Iterable[Tensor]) -> Any:
         """The pytree with `tensors` in their places."""
         rest = iter(tensors)
-        return pytree.tree_unflatten([next(rest) if x is Tensor else x for x in self.constants], self.spec)
+        return pytree.tree_unflatten(
+            [next(rest) if x is Tensor else x for x in self.constants], self.spec
+        )
 
 
 class _FunctionCall:
@@ -244,7 +287,9 @@ class _FunctionCall:
         autocast: the one that the call stands in, device and dtype: the op runs under it.
     """
 
-    def __init__(self, function: Any, arguments: _Structure, autocast: tuple[str, torch.dtype] | None) -> None:
+    def __init__(
+        self, function: Any, arguments: _Structure, autocast: tuple[str, torch.dtype] | None
+    ) -> None:
         self.function, self._arguments, self._autocast = function, arguments, autocast
         self.op = self._define()
         self.returned: _Structure  # by the Function in its last run
@@ -266,7 +311,11 @@ class _FunctionCall:
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         """What the op does; the structure of what the Function returned is known afterwards."""
-        with nullcontext() if self._autocast is None else torch.autocast(self._autocast[0], dtype=self._autocast[1]):
+        with (
+            nullcontext()
+            if self._autocast is None
+            else torch.autocast(self._autocast[0], dtype=self._autocast[1])
+        ):
             result = _APPLY(self.function, *self._arguments.filled(tensors))
         self.returned = _Structure.of(result)
         if not all(constant is Tensor or constant is None for constant in self.returned.constants):
@@ -291,7 +340,9 @@ def apply_as_op(function: Any, *args: Any) -> Any:
     if get_proxy_mode() is None or not tensors or function.__module__.startswith("torch._library"):
         return _APPLY(function, *args)
     device = tensors[0].device.type
-    autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+    autocast = (
+        (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+    )
     call = _call_of(function, _Structure.of(args), autocast)
     versions = [tensor._version for tensor in tensors]
     results = call.op(tensors)

@@ -29,7 +29,13 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import python_state
 from alpa_strategy.capture.non_tensor_inputs import value_text
-from alpa_strategy.capture.python_state import LIBRARIES, is_configuration, is_plain, patched, snapshot
+from alpa_strategy.capture.python_state import (
+    LIBRARIES,
+    is_configuration,
+    is_plain,
+    patched,
+    snapshot,
+)
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir import user_code
 from alpa_strategy.ir.graph import Place, StepGraph
@@ -54,16 +60,24 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
 
         def read(self: Any, name: str) -> Any:
             is_first = (id(self), name) not in reads and name[:2] != "__" and get_ident() == thread
-            if is_first:  # before it is looked up: what is not there now may be there at another step
-                reads[id(self), name] = weakref.ref(self) if type(self).__weakrefoffset__ else lambda: self
+            if (
+                is_first
+            ):  # before it is looked up: what is not there now may be there at another step
+                reads[id(self), name] = (
+                    weakref.ref(self) if type(self).__weakrefoffset__ else lambda: self
+                )
             value = original(self, name)
             if is_first and (isinstance(value, IOBase) or type(value).__module__ == "_csv"):
                 raise CaptureError(
                     f"the step uses an open file ({user_frame()}): captured, it would write once and never again",
                     "write files in a hook such as on_train_batch_end (what the step returns arrives there)",
                 )
-            is_iterator = is_first and isinstance(value, Iterator) and type(value) not in weakref.ProxyTypes
-            if is_iterator and not python_state.is_user_class(type(value)):  # such a one has a state that is kept
+            is_iterator = (
+                is_first and isinstance(value, Iterator) and type(value) not in weakref.ProxyTypes
+            )
+            if is_iterator and not python_state.is_user_class(
+                type(value)
+            ):  # such a one has a state that is kept
                 refuse_iterator()
             return value
 
@@ -76,7 +90,9 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
 
     environment_item = type(os.environ).__getitem__
     # On the classes and not by swapping those of objects: `type(module)` stays what the user's code expects.
-    with patched([*map(watching, _watched_classes(module)), (type(os.environ), "__getitem__", variable)]):
+    with patched(
+        [*map(watching, _watched_classes(module)), (type(os.environ), "__getitem__", variable)]
+    ):
         yield reads
 
 
@@ -92,27 +108,42 @@ def refuse_iterator() -> NoReturn:
 def _watched_classes(module: nn.Module) -> list[type]:
     """nn.Module and the user's classes, those of the module's packages and of files that are not installed, without
     what inherits from one of these; and what may hold a learning rate."""
-    packages = {base.__module__.partition(".")[0] for child in module.modules() for base in type(child).__mro__}
+    packages = {
+        base.__module__.partition(".")[0]
+        for child in module.modules()
+        for base in type(child).__mro__
+    }
     packages -= {"alpa_strategy", "abc", "builtins", "lightning", "torch", "torchmetrics", "typing"}
-    kinds: dict[type, None] = dict.fromkeys((nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler))
+    kinds: dict[type, None] = dict.fromkeys(
+        (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+    )
     waiting: list[type] = [object]
     while waiting:
         kind: type
         for kind in type.__subclasses__(waiting.pop()):
-            if kind in kinds or issubclass(kind, nn.Module | Tensor | BaseException | Enum | type | tuple):
+            if kind in kinds or issubclass(
+                kind, nn.Module | Tensor | BaseException | Enum | type | tuple
+            ):
                 continue
             # A C extension's own cannot be changed: Py_TPFLAGS_HEAPTYPE is missing, or Py_TPFLAGS_IMMUTABLETYPE there.
-            is_pythons = kind.__flags__ & (1 << 9 | 1 << 8) == 1 << 9 and type(kind).__setattr__ is type.__setattr__
+            is_pythons = (
+                kind.__flags__ & (1 << 9 | 1 << 8) == 1 << 9
+                and type(kind).__setattr__ is type.__setattr__
+            )
             file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
             is_users = kind.__module__.partition(".")[0] in packages
-            if is_pythons and (is_users or (user_code.is_user_file(file) and not user_code.is_installed(file))):
+            if is_pythons and (
+                is_users or (user_code.is_user_file(file) and not user_code.is_installed(file))
+            ):
                 kinds[kind] = None
             else:
                 waiting.append(kind)
     return list(kinds)
 
 
-def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place]) -> tuple[ValueGuard, ...]:
+def attribute_guards(
+    module: nn.Module, reads: Reads, appended: Collection[Place]
+) -> tuple[ValueGuard, ...]:
     """Guards of the attributes in `reads`; values are those of now.
 
     Of the modules of torch.nn plain values are guarded (training, p, padding, ...), of Lightning's own attributes
@@ -122,24 +153,36 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
     found: dict[tuple[int, str], ValueGuard] = {}
     paths = {id(child): (place, path) for place, (path, child) in enumerate(module.named_modules())}
     skipped = python_state.framework_attributes() - {"training"}
-    for identity, name in sorted(reads, key=lambda key: (*paths.get(key[0], (len(paths), "")), key[1], key[0])):
+    for identity, name in sorted(
+        reads, key=lambda key: (*paths.get(key[0], (len(paths), "")), key[1], key[0])
+    ):
         owner, (_, path) = reads[identity, name](), paths.get(identity, (0, None))
         if owner is None or python_state.is_metric(owner):
             continue
         if owner is os.environ:
-            found[identity, name] = ValueGuard(f"os.environ[{name!r}]", name, owner, owner.get(name, MISSING))
+            found[identity, name] = ValueGuard(
+                f"os.environ[{name!r}]", name, owner, owner.get(name, MISSING)
+            )
             continue
         label = type(owner).__name__ if path is None else path
-        attributes, is_library = getattr(owner, "__dict__", {}), type(owner).__module__.startswith(LIBRARIES)
+        attributes, is_library = (
+            getattr(owner, "__dict__", {}),
+            type(owner).__module__.startswith(LIBRARIES),
+        )
         if path is not None and (attributes["_modules"] or (identity, "_modules") in reads):
-            submodules = ValueGuard(f"{path}._modules".lstrip("."), "_modules", attributes, {**attributes["_modules"]})
+            submodules = ValueGuard(
+                f"{path}._modules".lstrip("."), "_modules", attributes, {**attributes["_modules"]}
+            )
             found.setdefault((identity, "_modules"), submodules)
         if name in skipped or Place(label, name) in appended:
             continue
         # The instance's dict is asked directly: a property or __getattr__ would run the user's code.
         value, namespace = attributes.get(name), attributes
         if name not in attributes:
-            value, namespace = python_state.class_attribute(type(owner), name), Values(partial(getattr, owner))
+            value, namespace = (
+                python_state.class_attribute(type(owner), name),
+                Values(partial(getattr, owner)),
+            )
             if isinstance(value, types.MemberDescriptorType):  # of `__slots__`
                 value = getattr(owner, name, None)
             elif not hasattr(type(owner), name) and getattr(owner, name, MISSING) is MISSING:
@@ -147,14 +190,23 @@ def attribute_guards(module: nn.Module, reads: Reads, appended: Collection[Place
             elif is_library:
                 continue
             elif type(value) not in (*python_state.PLAIN, list, tuple, dict, set):
-                value, namespace = MISSING, attributes  # a method: the object may get one of its own
+                value, namespace = (
+                    MISSING,
+                    attributes,
+                )  # a method: the object may get one of its own
         elif is_library and not is_plain(value):
             continue
-        found[identity, name] = ValueGuard(f"{label}.{name}".lstrip("."), name, namespace, snapshot(value))
+        found[identity, name] = ValueGuard(
+            f"{label}.{name}".lstrip("."), name, namespace, snapshot(value)
+        )
     fields = [vars(child) for child in module.modules()]
     held = [each[name] for each in fields for name in MODULE_HOOKS]
     held += [vars(nn.modules.module)[f"_global{name}"] for name in MODULE_HOOKS]  # of all modules
-    hooks = Values(lambda _: [dict(each) for each in held if each] + [v["forward"] for v in fields if "forward" in v])
+    hooks = Values(
+        lambda _: (
+            [dict(each) for each in held if each] + [v["forward"] for v in fields if "forward" in v]
+        )
+    )
     return (*found.values(), ValueGuard("hooks of modules", "hooks", hooks, hooks.get("hooks")))
 
 
@@ -176,15 +228,26 @@ def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[
         if isinstance(value, ContextVar):
             namespace = Values(lambda _, variable=value: variable.get())  # type: ignore[misc]
             value = namespace.get(name, MISSING)
-        if value is MISSING or isinstance(value, Tensor | np.ndarray) or is_plain(value) or is_configuration(value):
+        if (
+            value is MISSING
+            or isinstance(value, Tensor | np.ndarray)
+            or is_plain(value)
+            or is_configuration(value)
+        ):
             guards.setdefault((identity, name), ValueGuard(label, name, namespace, snapshot(value)))
 
     def add_inside(label: str, value: Any, depth: int = 0) -> None:
         """`settings.scale`, `Config.scale`, `Config.Loss.scale`: what code may read inside of what it names."""
-        is_users = is_user_code(value) or python_state.is_user_class(value) or python_state.is_user_module(value)
+        is_users = (
+            is_user_code(value)
+            or python_state.is_user_class(value)
+            or python_state.is_user_module(value)
+        )
         if is_users and depth < python_state.MAX_DEPTH and id(value) not in looked_into:
             looked_into.add(id(value))
-            for holder in getattr(value, "__mro__", (value,))[: -1 if isinstance(value, type) else None]:
+            for holder in getattr(value, "__mro__", (value,))[
+                : -1 if isinstance(value, type) else None
+            ]:
                 inside = vars(holder)
                 for inner in sorted(n for n in mentioned & inside.keys() if n[:2] != "__"):
                     add(f"{label}.{inner}", inner, inside, inside[inner], id(holder))
@@ -193,7 +256,9 @@ def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[
 
     reached = user_code.reached_functions(list(_methods(module, reads)))
     mentioned = {name for function in reached for name in user_code.code_names(function.__code__)}
-    for kind in {type(child) for child in module.modules()} if mentioned & {"type", "__class__"} else ():
+    for kind in (
+        {type(child) for child in module.modules()} if mentioned & {"type", "__class__"} else ()
+    ):
         add_inside(kind.__name__, kind)  # `type(self).scale`
     for function in reached:
         names = set(user_code.code_names(function.__code__))
@@ -224,15 +289,27 @@ class Values:
     def get(self, name: str, default: Any = None) -> Any:
         try:
             return self.read(name)
-        except (AttributeError, LookupError, ValueError):  # no such attribute, a variable without a value
+        except (
+            AttributeError,
+            LookupError,
+            ValueError,
+        ):  # no such attribute, a variable without a value
             return default
 
 
 def _methods(module: nn.Module, reads: Iterable[tuple[int, str]]) -> Iterator[Any]:
     """The user's functions behind the attributes in `reads`, those of base classes included (`super()`)."""
     owners = {id(child): child for child in module.modules()}
-    held_by = [(vars(owners[owner]).get(name), type(owners[owner]), name) for owner, name in reads if owner in owners]
-    found = {(id(each[0]), *each[1:]): each for each in held_by if each[0] is None or is_user_code(each[0])}
+    held_by = [
+        (vars(owners[owner]).get(name), type(owners[owner]), name)
+        for owner, name in reads
+        if owner in owners
+    ]
+    found = {
+        (id(each[0]), *each[1:]): each
+        for each in held_by
+        if each[0] is None or is_user_code(each[0])
+    }
     for held, kind, name in found.values():
         for member in (held, *(vars(base).get(name) for base in kind.__mro__)):
             member = member.fget if isinstance(member, property) else member
@@ -263,7 +340,9 @@ def changed_numbers(step: StepGraph, module: nn.Module, batch: Any) -> set[Place
     found = set()
     for guard in step.attributes:
         path, _, name = guard.label.rpartition(".")
-        held = vars(owners[path]).get(name) if path in owners else None  # no global, nothing of the Trainer
+        held = (
+            vars(owners[path]).get(name) if path in owners else None
+        )  # no global, nothing of the Trainer
         if held is None or held is not guard.namespace.get(guard.name):
             continue
         if _is_changed(guard.value, held):
@@ -287,13 +366,19 @@ def numbers_now(places: Collection[Place], module: nn.Module, batch: Any) -> dic
 
 
 @contextmanager
-def counters_for(module: nn.Module, places: Sequence[Place], counter: Callable[[Any, str], Any]) -> Iterator[None]:
+def counters_for(
+    module: nn.Module, places: Sequence[Place], counter: Callable[[Any, str], Any]
+) -> Iterator[None]:
     """Attributes at these places are counters in the block. CaptureError where it stores others."""
     held = [(place.holder(module), place.item, place) for place in places if place.leaf is None]
     given = [(holder, item, counter(holder[item], str(place))) for holder, item, place in held]
     with patched(given):
         yield
-        if changed := [str(held[i][2]) for i, (holder, item, c) in enumerate(given) if holder.get(item) is not c]:
+        if changed := [
+            str(held[i][2])
+            for i, (holder, item, c) in enumerate(given)
+            if holder.get(item) is not c
+        ]:
             raise python_state.changed_attributes(changed)
 
 
@@ -305,7 +390,11 @@ def freed(guards: Sequence[ValueGuard], places: Sequence[Place]) -> tuple[ValueG
         for place in places:
             if place.leaf is None and guard.label == place.attribute:
                 is_item = place.key is not None
-                value = {**value, place.key: _AnyOf(type(value[place.key]))} if is_item else _AnyOf(type(value))
+                value = (
+                    {**value, place.key: _AnyOf(type(value[place.key]))}
+                    if is_item
+                    else _AnyOf(type(value))
+                )
         return replace(guard, value=value)
 
     return tuple(map(free, guards))
@@ -328,17 +417,32 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
     trainer, step = getattr(module, "_trainer", None), cast(Any, module.training_step)
     data_module = getattr(trainer, "datamodule", None)
     # Every loader has its batch size: it counts where the step may ask for one.
-    loaders = python_state.loaders_of(trainer) if "batch_size" in user_code.mentioned_names(step) else []
+    loaders = (
+        python_state.loaders_of(trainer) if "batch_size" in user_code.mentioned_names(step) else []
+    )
     classes = python_state.user_classes(module)
-    set_from = {key for function in python_state.functions_in(classes) for key in names_set_from(function, _BATCH_SIZE)}
+    set_from = {
+        key
+        for function in python_state.functions_in(classes)
+        for key in names_set_from(function, _BATCH_SIZE)
+    }
     owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
-    for attributes in (vars(each) for each in (*module.modules(), data_module, *loaders) if hasattr(each, "__dict__")):
+    for attributes in (
+        vars(each)
+        for each in (*module.modules(), data_module, *loaders)
+        if hasattr(each, "__dict__")
+    ):
         dicts = [each for each in attributes.values() if isinstance(each, dict)]
-        kept = [each.items for v in attributes.values() for each in python_state.kept_in(v, "", set())]
+        kept = [
+            each.items for v in attributes.values() for each in python_state.kept_in(v, "", set())
+        ]
         owners += [attributes, *dicts, *(each for each in kept if isinstance(each, dict))]
     return [
         (owner, key)
         for owner in owners
         for key, held in (owner if isinstance(owner, dict) else vars(owner)).items()
-        if type(held) is int and held == value and isinstance(key, str) and (name.search(key) or key in set_from)
+        if type(held) is int
+        and held == value
+        and isinstance(key, str)
+        and (name.search(key) or key in set_from)
     ]

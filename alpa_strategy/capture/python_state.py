@@ -40,8 +40,18 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, deque)
 _ARRAYS = (array, bytearray)
 LIBRARIES = ("torch.nn.", "torch.ao.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
-_SHARED: tuple[Any, ...] = (SynchronizedBase, ctypes._SimpleCData, ctypes.Array)  # multiprocessing's Value and Array
-_WITH_STATE = (random.Random, np.random.BitGenerator, np.random.RandomState, torch.Generator, *_SHARED)
+_SHARED: tuple[Any, ...] = (
+    SynchronizedBase,
+    ctypes._SimpleCData,
+    ctypes.Array,
+)  # multiprocessing's Value and Array
+_WITH_STATE = (
+    random.Random,
+    np.random.BitGenerator,
+    np.random.RandomState,
+    torch.Generator,
+    *_SHARED,
+)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 MAX_DEPTH = 6
 _MAX_ITEMS, _MAX_COMPARED = 1000, 10_000
@@ -63,19 +73,29 @@ def snapshot(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Tensor):
         return Same(value, version_of)
     if isinstance(value, np.ndarray):
-        return Same(value, lambda array: array.ravel()[:: 1 + array.size // _MAX_COMPARED].tobytes())
+        return Same(
+            value, lambda array: array.ravel()[:: 1 + array.size // _MAX_COMPARED].tobytes()
+        )
     if isinstance(value, _ARRAYS):
         return Same(value, bytes)
     if isinstance(value, types.MappingProxyType):  # whoever holds what it shows may change that
         return snapshot(dict(value), depth)
     if isinstance(value, partial):
-        return Same(value, lambda call: (call.args, call.keywords), snapshot((value.args, value.keywords), depth + 1))
+        return Same(
+            value,
+            lambda call: (call.args, call.keywords),
+            snapshot((value.args, value.keywords), depth + 1),
+        )
     if isinstance(value, list | dict | set) and len(value) > _MAX_ITEMS:
         return Same(value, len)
     if depth < MAX_DEPTH:
         if isinstance(value, dict):
             return {k: snapshot(v, depth + 1) for k, v in value.items()}
-        if (sequence := next((each for each in (list, tuple, deque) if isinstance(value, each)), None)) is not None:
+        if (
+            sequence := next(
+                (each for each in (list, tuple, deque) if isinstance(value, each)), None
+            )
+        ) is not None:
             return sequence(snapshot(v, depth + 1) for v in value)
         if kind in (set, frozenset):
             return kind(value)
@@ -89,7 +109,9 @@ class Same:
 
     __hash__ = None  # type: ignore[assignment]  # as of lists
 
-    def __init__(self, value: Any, tell: Callable[[Any], Any] | None = None, told: Any = None) -> None:
+    def __init__(
+        self, value: Any, tell: Callable[[Any], Any] | None = None, told: Any = None
+    ) -> None:
         try:
             self._ref: Callable[[], Any] = weakref.ref(value)
         except TypeError:
@@ -110,13 +132,18 @@ def has_fields(value: Any) -> bool:
         return False
     if isinstance(value, _CONTAINERS) and type(value).__module__ == "collections":
         return False
-    return hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "builtins", *LIBRARIES))
+    return hasattr(value, "__dict__") and not type(value).__module__.startswith(
+        ("torch.", "builtins", *LIBRARIES)
+    )
 
 
 def is_configuration(value: Any) -> bool:
     if not has_fields(value):
         return False
-    is_record = type(value) in (types.SimpleNamespace, argparse.Namespace) or dataclasses.is_dataclass(value)
+    is_record = type(value) in (
+        types.SimpleNamespace,
+        argparse.Namespace,
+    ) or dataclasses.is_dataclass(value)
     return is_record or all(map(is_plain, vars(value).values()))
 
 
@@ -200,14 +227,20 @@ class _Kept:
             return list(new - old) if old <= new else None
         is_dict = isinstance(old, dict)
         items, kept = (tuple(each.items() if is_dict else each) for each in (new, old))
-        return list(new.values() if is_dict else new)[len(old) :] if _is_same(items[: len(old)], kept) else None
+        return (
+            list(new.values() if is_dict else new)[len(old) :]
+            if _is_same(items[: len(old)], kept)
+            else None
+        )
 
     def differs(self) -> bool:
         return self.came() != []
 
     def changes(self) -> dict[str, Any]:
         """What changed, as messages call it, as it is now."""
-        is_change = self.is_noticed and self.differs() and not (self.is_inside and self._is_filled_cache())
+        is_change = (
+            self.is_noticed and self.differs() and not (self.is_inside and self._is_filled_cache())
+        )
         return {self.place: self.items} if is_change else {}
 
     def _is_filled_cache(self) -> bool:
@@ -240,17 +273,31 @@ class KeptNames(_Kept):
     own: frozenset[str] = frozenset()  # names that are restored, but not the user's
 
     def _changed(self) -> list[str]:
-        names = [name for name in changed_names(self.items, self.before) if name not in self.skipped]
-        return [n for n in names if n[:2] != "__" and not isinstance(self.items.get(n), types.ModuleType)]
+        names = [
+            name for name in changed_names(self.items, self.before) if name not in self.skipped
+        ]
+        return [
+            n
+            for n in names
+            if n[:2] != "__" and not isinstance(self.items.get(n), types.ModuleType)
+        ]
 
     @override
     def changes(self) -> dict[str, Any]:
         # A cached_property that was not there before fills itself again.
         held = [(n, getattr(type(self.owner), str(n), None)) for n in self._changed()]
-        changed = [n for n, of_class in held if n in self.before or not isinstance(of_class, cached_property)]
-        counters = {n for n in changed if self.owner is None and type(self.before.get(n)) in (int, float)}
+        changed = [
+            n
+            for n, of_class in held
+            if n in self.before or not isinstance(of_class, cached_property)
+        ]
+        counters = {
+            n for n in changed if self.owner is None and type(self.before.get(n)) in (int, float)
+        }
         counted = [n for n in changed if n not in self.own and (self.is_noticed or n in counters)]
-        return {f"{self.place}.{name}".lstrip("."): self.items.get(name, MISSING) for name in counted}
+        return {
+            f"{self.place}.{name}".lstrip("."): self.items.get(name, MISSING) for name in counted
+        }
 
     @override
     def restore(self) -> None:
@@ -277,13 +324,17 @@ class KeptAttributes(_Kept):
     @override
     def restore(self) -> None:
         for name in changed_names(_attributes_of(self.items), self.before):
-            setattr(self.items, name, self.before[name]) if name in self.before else delattr(self.items, name)
+            setattr(self.items, name, self.before[name]) if name in self.before else delattr(
+                self.items, name
+            )
 
 
 def _attributes_of(owner: Any) -> dict[str, Any]:
     if isinstance(owner, type):
         return {name: value for name, value in vars(owner).items() if name[:1] != "_"}
-    names = ["cell_contents"] if isinstance(owner, types.CellType) else copyreg._slotnames(type(owner))  # type: ignore[attr-defined]
+    names = (
+        ["cell_contents"] if isinstance(owner, types.CellType) else copyreg._slotnames(type(owner))
+    )  # type: ignore[attr-defined]
     return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
 
 
@@ -292,7 +343,9 @@ class KeptState(_Kept):
 
     @override
     def differs(self) -> bool:
-        return pickle.dumps(self.before) != pickle.dumps(state_of(self.items))  # arrays do not compare
+        return pickle.dumps(self.before) != pickle.dumps(
+            state_of(self.items)
+        )  # arrays do not compare
 
     @override
     def restore(self) -> None:
@@ -339,7 +392,11 @@ def _dict_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:
 
 def changed_names(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> list[Any]:
     """Names that have another object now, or none, or did not have one. Equal numbers, texts and sizes are the same."""
-    return [name for name in {**old, **new} if not _is_same(new.get(name, MISSING), old.get(name, MISSING))]
+    return [
+        name
+        for name in {**old, **new}
+        if not _is_same(new.get(name, MISSING), old.get(name, MISSING))
+    ]
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -353,7 +410,9 @@ def _put(owner: Any, name: str, value: Any) -> None:
     if value is MISSING:
         owner.pop(name, None) if isinstance(owner, dict) else delattr(owner, name)
     else:
-        _dict_of(owner).__setitem__(owner, name, value) if isinstance(owner, dict) else setattr(owner, name, value)
+        _dict_of(owner).__setitem__(owner, name, value) if isinstance(owner, dict) else setattr(
+            owner, name, value
+        )
 
 
 def kept_in(
@@ -381,11 +440,17 @@ def kept_in(
         elif is_object and len(keys) < MAX_DEPTH:
             found.append(KeptNames(label, vars(value), dict(vars(value)), is_noticed, owner=value))
             waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
-        elif kind is types.CellType or is_user_class(value) or (is_user_class(kind) and not isinstance(value, tuple)):
+        elif (
+            kind is types.CellType
+            or is_user_class(value)
+            or (is_user_class(kind) and not isinstance(value, tuple))
+        ):
             found.append(KeptAttributes(label, value, _attributes_of(value), is_noticed))
         if container is not None:
             place_itself = None if keys else attribute
-            found.append(_Kept(label, value, container(_raw(value)), is_noticed, place_itself, is_inside))
+            found.append(
+                _Kept(label, value, container(_raw(value)), is_noticed, place_itself, is_inside)
+            )
         if found or isinstance(value, Iterator):
             seen.add(id(value))
             yield from found
@@ -402,20 +467,34 @@ def fields_kept(owner: Any, *functions: Any) -> AbstractContextManager[dict[str,
     found = [("", "", getattr(owner, "__dict__", {})), ("", "", type(owner))]
     for function in user_code.reached_functions(functions):
         names.update(user_code.code_names(function.__code__))
-        found += [*_held_by(function), *((n, n, v) for n, v in function.__globals__.items() if n in names)]
+        found += [
+            *_held_by(function),
+            *((n, n, v) for n, v in function.__globals__.items() if n in names),
+        ]
     kept = [each for at, name, v in found if _may_change(name, v) for each in kept_in(v, at, seen)]
-    named = [v for each in kept if isinstance(each.before, dict) for n, v in each.before.items() if n in names]
+    named = [
+        v
+        for each in kept
+        if isinstance(each.before, dict)
+        for n, v in each.before.items()
+        if n in names
+    ]
     named += [v for _, _, v in found]
     if any(isinstance(each, Iterator) for each in named):
         raise CaptureError("an iterator cannot go back to where it was")
-    tensors = (each.detach() for each in named if isinstance(each, Tensor) and each.numel() <= _MAX_ITEMS)
+    tensors = (
+        each.detach() for each in named if isinstance(each, Tensor) and each.numel() <= _MAX_ITEMS
+    )
     return restored([*kept, *(KeptState("", each, state_of(each)) for each in tensors)])
 
 
 def _held_by(function: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
     """(place, name, value) of what a function closes over, and of its defaults."""
     for name, cell in user_code.closure_values(function).items():
-        yield from ((f"{name} of {function.__qualname__}", name, each) for each in (cell, cell.cell_contents))
+        yield from (
+            (f"{name} of {function.__qualname__}", name, each)
+            for each in (cell, cell.cell_contents)
+        )
     defaults = (function.__defaults__, function.__kwdefaults__)
     yield from ((f"defaults of {function.__qualname__}", "defaults", each) for each in defaults)
 
@@ -423,18 +502,26 @@ def _held_by(function: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
 def _may_change(name: str, value: Any) -> bool:
     """Not for objects of libraries: a logger, a console."""
     is_users = is_user_module(sys.modules.get(type(value).__module__))
-    return name[:2] != "__" and (is_users or not has_fields(value) or isinstance(value, _WITH_STATE))
+    return name[:2] != "__" and (
+        is_users or not has_fields(value) or isinstance(value, _WITH_STATE)
+    )
 
 
 def _class_values(kind: type) -> dict[str, Any]:
     """By name, what the user's classes of a module hold beside functions."""
-    bases = (base for base in reversed(kind.__mro__) if not base.__module__.startswith((*LIBRARIES, "builtins", "abc")))
+    bases = (
+        base
+        for base in reversed(kind.__mro__)
+        if not base.__module__.startswith((*LIBRARIES, "builtins", "abc"))
+    )
     values = ((k, v) for base in bases for k, v in vars(base).items() if not k.startswith("__"))
     return {k: v for k, v in values if not isinstance(v, types.FunctionType)}
 
 
 @contextmanager
-def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Place], seen: set[int]) -> Iterator[None]:
+def attributes_kept(
+    module: nn.Module, stored: dict[str, Any], appended: list[Place], seen: set[int]
+) -> Iterator[None]:
     """Restore the plain attributes of all submodules; refuse a step that changed any: it would not happen again.
 
     Containers that are attributes count too, with those inside them, and fields of objects. Where the step stored
@@ -445,18 +532,30 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
     framework = framework_attributes() - {"_hparams", "training"}
     metrics = {id(m) for _, root in outermost_metrics(module) for m in root.modules()}
     kept: list[_Kept] = []
-    seen |= set(map(id, module.modules()))  # others, in lists and objects, are looked at as objects are
+    seen |= set(
+        map(id, module.modules())
+    )  # others, in lists and objects, are looked at as objects are
     for path, child in module.named_modules():
         if id(child) not in metrics:
             before = {name: value for name, value in vars(child).items() if name not in framework}
             # Those of torch.nn are its own business but for new ones: RNNs keep their weights in a list.
             is_torch = type(child).__module__.startswith("torch.nn.")
             own = frozenset(before if is_torch else ()) - {"training"}
-            kept.append(KeptNames(path, vars(child), before, owner=child, skipped=framework, own=own))
+            kept.append(
+                KeptNames(path, vars(child), before, owner=child, skipped=framework, own=own)
+            )
             # Layers and buffers that a first call would install: with them goes a flag, which is put back.
             held = {n: v for n, v in vars(child).items() if isinstance(v, dict)}
-            kept += [_Kept(f"{path}.{n}".lstrip("."), v, dict(v)) for n, v in held.items() if n in _MEMBERS]
-            kept += [KeptHooks(f"{path}.{n}".lstrip("."), v, dict(v)) for n, v in held.items() if n[:9] == "_forward_"]
+            kept += [
+                _Kept(f"{path}.{n}".lstrip("."), v, dict(v))
+                for n, v in held.items()
+                if n in _MEMBERS
+            ]
+            kept += [
+                KeptHooks(f"{path}.{n}".lstrip("."), v, dict(v))
+                for n, v in held.items()
+                if n[:9] == "_forward_"
+            ]
             for name, value in {**_class_values(type(child)), **before}.items():
                 place = Place(path, name)
                 kept += kept_in(value, place.attribute, seen, place, is_noticed=not is_torch)
@@ -466,11 +565,18 @@ def attributes_kept(module: nn.Module, stored: dict[str, Any], appended: list[Pl
         changed: dict[str, Any] = {}
         may_be_first: dict[str, tuple[dict[str, Any], str, Any]] = {}
         for each in kept:
-            if each.is_noticed and each.attribute is not None and type(each.items) is list and each.came():
+            if (
+                each.is_noticed
+                and each.attribute is not None
+                and type(each.items) is list
+                and each.came()
+            ):
                 appended.append(each.attribute)
             elif own_changes := each.changes():
                 changed |= own_changes
-                for name, value in each.items.items() if isinstance(each, KeptNames | KeptHooks) else ():
+                for name, value in (
+                    each.items.items() if isinstance(each, KeptNames | KeptHooks) else ()
+                ):
                     if isinstance(each, KeptHooks) or is_plain(value):
                         may_be_first[f"{each.place}.{name}".lstrip(".")] = each.items, name, value
             each.restore()
@@ -517,26 +623,42 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
     methods = user_code.reached_functions([cast(Any, module.training_step), *functions_in(kinds)])
     files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
     named = {name for method in methods for name in user_code.code_names(method.__code__)}
-    every = [(f"{where}.{name}", name, value) for where, names in files.items() for name, value in names.items()]
+    every = [
+        (f"{where}.{name}", name, value)
+        for where, names in files.items()
+        for name, value in names.items()
+    ]
     found = [each for each in every if each[1] in named or isinstance(each[2], _CONTAINERS)]
     found += [each for method in methods for each in _held_by(method)]
     found += [(kind.__name__, "", kind) for kind in kinds]
     # What threads work on beside the step (a monitor's, a loader's) only where the step sets or fills such attributes.
     beside = [("trainer.callbacks", "callback", each) for each in getattr(trainer, "callbacks", ())]
     beside += [("trainer.datamodule", "datamodule", getattr(trainer, "datamodule", None))]
-    beside += [("the dataset", "dataset", getattr(loader, "dataset", None)) for loader in loaders_of(trainer)]
+    beside += [
+        ("the dataset", "dataset", getattr(loader, "dataset", None))
+        for loader in loaders_of(trainer)
+    ]
     sets = user_code.stored_names(cast(Any, module.training_step))
     found += [each for each in beside if not sets.isdisjoint(dir(each[2]))]
     own = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
     # What other packages fill are their caches (einops: a dict of backends).
     foreign = {where: each for where, each in files.items() if where.partition(".")[0] not in own}
-    installed = {where for where, each in foreign.items() if user_code.is_installed(each.get("__file__", ""))}
-    kept: list[_Kept] = [KeptNames(where, names, dict(names), where not in installed) for where, names in files.items()]
+    installed = {
+        where for where, each in foreign.items() if user_code.is_installed(each.get("__file__", ""))
+    }
+    kept: list[_Kept] = [
+        KeptNames(where, names, dict(names), where not in installed)
+        for where, names in files.items()
+    ]
     for place, name, value in found:
         if _may_change(name, value):
             where = place.rpartition(".")[0]
             kept += kept_in(value, place, seen, is_noticed=where not in installed)
-    cached = [(v, v.cache_info().misses) for v in (*members, *(v for *_, v in every)) if hasattr(type(v), "cache_info")]
+    cached = [
+        (v, v.cache_info().misses)
+        for v in (*members, *(v for *_, v in every))
+        if hasattr(type(v), "cache_info")
+    ]
     try:
         with restored(kept) as changed:
             yield files
@@ -556,7 +678,11 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
 def loaders_of(trainer: Any) -> list[Any]:
     """The user's loaders of training batches."""
     combined = getattr(getattr(trainer, "fit_loop", None), "_combined_loader", None)
-    return [getattr(each, "_loader", each) for each in combined.flattened] if combined is not None else []
+    return (
+        [getattr(each, "_loader", each) for each in combined.flattened]
+        if combined is not None
+        else []
+    )
 
 
 @contextmanager

@@ -30,7 +30,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def rewrite_loss(
-    builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], summed_in: torch.dtype | None
+    builder: Builder,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    summed_in: torch.dtype | None,
 ) -> ValueRef | None:
     """Sum-and-count form of a cross entropy or NLL loss; None when the call stays as it is.
 
@@ -43,7 +47,11 @@ def rewrite_loss(
     if not is_cross_entropy and target not in _NLL:
         return None
     a = bound_arguments(target, args, kwargs)
-    logits, labels, weight = a["self"], a["target"], a["weight"]  # [rows, classes, *d], [rows, *d], [classes]
+    logits, labels, weight = (
+        a["self"],
+        a["target"],
+        a["weight"],
+    )  # [rows, classes, *d], [rows, *d], [classes]
     dtype, smoothing = builder.meta(logits).dtype, a.get("label_smoothing", 0.0)
     is_row_wise = a["reduction"] not in (_MEAN, _SUM)
     if is_row_wise and summed_in is None:
@@ -53,11 +61,17 @@ def rewrite_loss(
     if dtype in _HALF and (summed_in is None or is_row_wise):
         logits = builder.emit(aten.to.dtype, logits, torch.float32)
     if is_row_wise:
-        return builder.emit(target, logits, labels, weight, a["reduction"], a["ignore_index"], smoothing)
-    probabilities = builder.meta(labels).dtype.is_floating_point  # labels are then [rows, classes, *d]
+        return builder.emit(
+            target, logits, labels, weight, a["reduction"], a["ignore_index"], smoothing
+        )
+    probabilities = builder.meta(
+        labels
+    ).dtype.is_floating_point  # labels are then [rows, classes, *d]
     if is_cross_entropy:
         dtypes = () if summed_in is None else (summed_in,)
-        loss = builder.emit(ops.cross_entropy_sum, logits, labels, weight, a["ignore_index"], smoothing, *dtypes)
+        loss = builder.emit(
+            ops.cross_entropy_sum, logits, labels, weight, a["ignore_index"], smoothing, *dtypes
+        )
     else:
         loss = builder.emit(ops.nll_sum, logits, labels, weight, a["ignore_index"])
     if a["reduction"] == _MEAN and probabilities:
@@ -66,17 +80,25 @@ def rewrite_loss(
         loss = builder.emit(aten.div.Tensor, loss, num_rows)
     elif a["reduction"] == _MEAN:
         # Of all ranks together: labels that are ignored may lie unevenly over them.
-        count = builder.emit(ops.target_weight_sum, labels, weight, a["ignore_index"], builder.meta(loss).dtype)
+        count = builder.emit(
+            ops.target_weight_sum, labels, weight, a["ignore_index"], builder.meta(loss).dtype
+        )
         loss = builder.emit(aten.div.Tensor, loss, count)
-    return builder.emit(aten.to.dtype, loss, dtype) if dtype in _HALF and summed_in is None else loss
+    return (
+        builder.emit(aten.to.dtype, loss, dtype) if dtype in _HALF and summed_in is None else loss
+    )
 
 
-def rewrite_bags(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueRef | None:
+def rewrite_bags(
+    builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ValueRef | None:
     """`bag_lookup` for an `embedding_bag` whose bags have one length, as nn.EmbeddingBag asks for ids [n, k].
 
     Its offsets are then `arange(0, n k, k)`, which nothing in the op's schema says. None: the call stays as it is.
     """
-    if node.target not in _BAGS or any(u.target is not operator.getitem or (u.args[1] and u.users) for u in node.users):
+    if node.target not in _BAGS or any(
+        u.target is not operator.getitem or (u.args[1] and u.users) for u in node.users
+    ):
         return None
     given = bound_arguments(node.target, tuple(node.args), dict(node.kwargs))
     a = bound_arguments(node.target, args, kwargs)
@@ -91,7 +113,9 @@ def rewrite_bags(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs:
         for x in (a["indices"], a["per_sample_weights"])
     )
     padding = a.get("padding_idx", -1)
-    return builder.emit(ops.bag_lookup, a["weight"], ids, weights, a["mode"], -1 if padding is None else padding)
+    return builder.emit(
+        ops.bag_lookup, a["weight"], ids, weights, a["mode"], -1 if padding is None else padding
+    )
 
 
 def without_empty_tensors(builder: Builder, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -105,7 +129,9 @@ def without_empty_tensors(builder: Builder, target: Any, args: tuple[Any, ...]) 
     return (kept, *args[1:])
 
 
-def with_traced_dtype(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Any) -> dict[str, Any]:
+def with_traced_dtype(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Any
+) -> dict[str, Any]:
     """Keyword arguments of a factory (torch.ones) with its dtype: when the graph runs, the default may be another."""
     given = bound_arguments(target, args, kwargs).get("dtype", "no such argument")
     is_factory = given is None and isinstance(traced, Tensor) and not _refs((args, kwargs))
@@ -119,7 +145,9 @@ def emit_from_whole_numbers(
     `num_correct / num_rows`, with the dtype that it was traced with. None: it is no such call.
     """
     metas = [builder.meta(ref) for ref in _refs((args, kwargs))]
-    if not dtype.is_floating_point or any(m.dtype.is_floating_point or m.dtype.is_complex for m in metas):
+    if not dtype.is_floating_point or any(
+        m.dtype.is_floating_point or m.dtype.is_complex for m in metas
+    ):
         return None
     if target is aten.where.Scalar:
         condition, *numbers = args
@@ -141,7 +169,9 @@ def rewrite_norm(
         return None
     a = bound_arguments(target, args, kwargs)
     if target is aten.instance_norm.default:
-        if a["use_input_stats"] and a["running_mean"] is not None:  # written into without saying so in the schema
+        if (
+            a["use_input_stats"] and a["running_mean"] is not None
+        ):  # written into without saying so in the schema
             raise CaptureError(
                 f"an InstanceNorm updates running statistics in the step ({builder.source})",
                 "leave out track_running_stats, or normalise by BatchNorm or GroupNorm",
@@ -195,7 +225,9 @@ class _FusedLinears:
         shape = self.step.values[output].shape
         if user.call.target in _SPLITS:
             return self._pieces(user, dim=len(shape) - 1)
-        if user.call.target in _VIEWS:  # [*b, s * n] seen as [*b, s, n], or [*b, s, heads, head_dim]
+        if (
+            user.call.target in _VIEWS
+        ):  # [*b, s * n] seen as [*b, s, n], or [*b, s, heads, head_dim]
             seen = self.step.values[user.results[0]].shape
             last = len(shape) - 1
             if len(seen) > len(shape) and seen[:last] == shape[:last] and seen[last] > 1:
@@ -225,7 +257,9 @@ class _FusedLinears:
         uses = [self.step.ops[index] for index, _ in self.step.consumers.get(value, ())]
         if len(uses) == 1 and uses[0].call.target in _PERMUTATIONS:
             # Where the dim goes is found by permuting a tensor of which no other dim is 2 long.
-            marker = torch.empty([2 if d == dim else 1 for d in range(len(self.step.values[value].shape))])
+            marker = torch.empty(
+                [2 if d == dim else 1 for d in range(len(self.step.values[value].shape))]
+            )
             dim = list(uses[0].call.call(marker).shape).index(2)
             value = uses[0].results[0]
             uses = [self.step.ops[index] for index, _ in self.step.consumers.get(value, ())]
@@ -238,12 +272,18 @@ class _FusedLinears:
         op = self.step.ops[index]
         for value in op.operands[1:]:
             for link in self.parameter_chain(value) or ():
-                self.metas[link] = _segmented(self.step.values[link], num_segments, dim=0)  # [s, n, k] or [s, n]
+                self.metas[link] = _segmented(
+                    self.step.values[link], num_segments, dim=0
+                )  # [s, n, k] or [s, n]
         (output,) = op.results
         last = len(self.step.values[output].shape) - 1
-        self.metas[output] = _segmented(self.step.values[output], num_segments, dim=last)  # [*b, s, n]
+        self.metas[output] = _segmented(
+            self.step.values[output], num_segments, dim=last
+        )  # [*b, s, n]
         args = (Slot(0), Slot(1), Slot(2) if len(op.operands) == 3 else None)
-        self.replaced[index] = replace(op, call=replace(op.call, target=segmented_linear, args=args, kwargs=()))
+        self.replaced[index] = replace(
+            op, call=replace(op.call, target=segmented_linear, args=args, kwargs=())
+        )
         user_index = self.step.consumers[output][0][0]
         user = self.step.ops[user_index]
         if user.call.target in _SPLITS:
@@ -251,7 +291,9 @@ class _FusedLinears:
             self.replaced[user_index] = replace(user, call=call)
         elif user.call.target is aten.unflatten.int:
             (result,) = user.call.results
-            call = replace(user.call, target=aten.reshape.default, args=(Slot(0), result.shape), kwargs=())
+            call = replace(
+                user.call, target=aten.reshape.default, args=(Slot(0), result.shape), kwargs=()
+            )
             self.replaced[user_index] = replace(user, call=call)
 
     def result(self) -> StepGraph:
@@ -260,10 +302,14 @@ class _FusedLinears:
             return self.step
         values = tuple(self.metas.get(i, meta) for i, meta in enumerate(self.step.values))
         parameters = tuple(
-            replace(p, meta=self.metas[p.value], module_shape=p.meta.shape) if p.value in self.metas else p
+            replace(p, meta=self.metas[p.value], module_shape=p.meta.shape)
+            if p.value in self.metas
+            else p
             for p in self.step.parameters
         )
-        ops = tuple(_with_metas(self.replaced.get(i, op), values) for i, op in enumerate(self.step.ops))
+        ops = tuple(
+            _with_metas(self.replaced.get(i, op), values) for i, op in enumerate(self.step.ops)
+        )
         return replace(self.step, values=values, parameters=parameters, ops=ops)
 
 
@@ -274,7 +320,9 @@ def _works_along(op: Op, dim: int) -> bool:
 
 def _segmented(meta: TensorMeta, num_segments: int, dim: int) -> TensorMeta:
     shape = meta.shape
-    return meta.with_shape((*shape[:dim], num_segments, shape[dim] // num_segments, *shape[dim + 1 :]))
+    return meta.with_shape(
+        (*shape[:dim], num_segments, shape[dim] // num_segments, *shape[dim + 1 :])
+    )
 
 
 def _with_metas(op: Op, values: Sequence[TensorMeta]) -> Op:

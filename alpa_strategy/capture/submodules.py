@@ -30,14 +30,18 @@ class Call:
 
     path: str
     given: Any  # (args, kwargs), tensors on the meta device; None: of no use
-    caller: int | None = None  # the number of the recorded call that it comes from, None where the step itself makes it
+    caller: int | None = (
+        None  # the number of the recorded call that it comes from, None where the step itself makes it
+    )
     # step, output: its part of the graph of several, and what it returns
     step: StepGraph | None = None
     output: Any = None
     first: int = 0  # where its leaves of the batch begin
 
 
-def capture_calls(module: LightningModule, calls: Sequence[Call], context: Context) -> tuple[StepGraph, list[Call]]:
+def capture_calls(
+    module: LightningModule, calls: Sequence[Call], context: Context
+) -> tuple[StepGraph, list[Call]]:
     """The graph of all `calls`, without a loss, and the calls with their parts of it.
 
     Raises:
@@ -45,10 +49,16 @@ def capture_calls(module: LightningModule, calls: Sequence[Call], context: Conte
     """
 
     def step(batch: Any) -> dict[str, Any]:
-        outputs = [_called(module.get_submodule(c.path), *given) for c, given in zip(calls, batch, strict=True)]
+        outputs = [
+            _called(module.get_submodule(c.path), *given)
+            for c, given in zip(calls, batch, strict=True)
+        ]
         tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         # A graph has a loss: this one is cut off.
-        return {"loss": sum(leaf.sum() for leaf in tensors if leaf.requires_grad), "outputs": outputs}
+        return {
+            "loss": sum(leaf.sum() for leaf in tensors if leaf.requires_grad),
+            "outputs": outputs,
+        }
 
     trace = trace_step(StepCall(module, [call.given for call in calls], 1, 0, context, step=step))
     graph = replace(segment_fused_linears(convert(trace)), batch_scope="global")
@@ -57,17 +67,33 @@ def capture_calls(module: LightningModule, calls: Sequence[Call], context: Conte
     rest = [g for g in graph.attributes if g.label != "hooks of modules"]
     kept = [g for g in rest if g.name != "forward" or not any(g.namespace is each for each in own)]
     graph = replace(graph, attributes=tuple(kept))
-    done = graph.logs, graph.metrics, graph.checks, graph.appended, graph.guards, trace.recording.stored
-    if any(done) or trace.recording.grown or any(buffer.update is not None for buffer in graph.buffers):
+    done = (
+        graph.logs,
+        graph.metrics,
+        graph.checks,
+        graph.appended,
+        graph.guards,
+        trace.recording.stored,
+    )
+    if (
+        any(done)
+        or trace.recording.grown
+        or any(buffer.update is not None for buffer in graph.buffers)
+    ):
         raise CaptureError("it logs, checks values, or changes buffers, attributes or lists")
     outputs = graph.output["outputs"]
-    if not all(isinstance(leaf, ValueRef | int | float | str | None) for leaf in pytree.tree_leaves(outputs)):
+    if not all(
+        isinstance(leaf, ValueRef | int | float | str | None)
+        for leaf in pytree.tree_leaves(outputs)
+    ):
         raise CaptureError("it returns something else than tensors")
     parts, first = list[Call](), 0
     for call, output in zip(calls, outputs, strict=True):
         last = first + len(pytree.tree_leaves(call.given))
         part = graph.part_for(values_of(output))
-        part = replace(part, leaves=tuple(guard for guard in part.leaves if first <= guard[0] < last))
+        part = replace(
+            part, leaves=tuple(guard for guard in part.leaves if first <= guard[0] < last)
+        )
         parts.append(replace(call, step=part, output=output, first=first))
         first = last
     return graph.part_for(values_of(outputs)), parts
@@ -91,7 +117,9 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return output
 
 
-def plannable(module: LightningModule, calls: Sequence[Call], context: Context) -> tuple[list[Call], list[str]]:
+def plannable(
+    module: LightningModule, calls: Sequence[Call], context: Context
+) -> tuple[list[Call], list[str]]:
     """Of recorded calls, callers first, the outermost that can be captured; and why others cannot."""
     chosen: list[Call] = []
     covered: set[int | None] = set()  # chosen, or within one that is
@@ -100,10 +128,16 @@ def plannable(module: LightningModule, calls: Sequence[Call], context: Context) 
         if call.caller not in covered:
             try:
                 if call.given is None:
-                    raise CaptureError("it is called under an autocast of its own, or with what no other rank can have")
+                    raise CaptureError(
+                        "it is called under an autocast of its own, or with what no other rank can have"
+                    )
                 capture_calls(module, [call], context)
-            except Exception as error:  # of the user's code as well, which was not written for fake tensors
-                reasons.append(f"{call.path}: {' '.join(str(getattr(error, 'problem', error)).split())}")
+            except (
+                Exception
+            ) as error:  # of the user's code as well, which was not written for fake tensors
+                reasons.append(
+                    f"{call.path}: {' '.join(str(getattr(error, 'problem', error)).split())}"
+                )
                 continue
             chosen.append(call)
         covered.add(index)

@@ -95,7 +95,9 @@ class StepCounter:
         return operator.index(self.as_number())  # type: ignore[arg-type]  # TypeError of a float, as Python
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Of torch's functions only those that capture watches take a StepCounter."""
         return function(*pytree.tree_map_only(cls, cls.as_number, args), **(kwargs or {}))
 
@@ -106,7 +108,9 @@ class StepCounter:
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         return self.as_number() if method != "__call__" or kwargs else number_of(ufunc, *args)
 
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def __array_function__(
+        self, function: Any, types: Any, args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
         args = tuple(tuple(arg) if type(arg) is list else arg for arg in args)
         return self.as_number() if kwargs else number_of(function, *args)
 
@@ -117,14 +121,22 @@ def number_of(function: Callable[..., Any], *args: Any) -> Any:
     NotImplemented where an argument or the result is nothing that a StepCounter can stand for.
     """
     counters = [arg for arg in args if type(arg) is StepCounter]
-    if not all(isinstance(x, int | float) for arg in args for x in (arg if type(arg) is tuple else (arg,))):
+    if not all(
+        isinstance(x, int | float) for arg in args for x in (arg if type(arg) is tuple else (arg,))
+    ):
         return NotImplemented
     result = calculate(function, *(arg.value if type(arg) is StepCounter else arg for arg in args))
-    made = CounterRef.of(function, tuple(arg.made if type(arg) is StepCounter else arg for arg in args))
+    made = CounterRef.of(
+        function, tuple(arg.made if type(arg) is StepCounter else arg for arg in args)
+    )
     if isinstance(result, bool):
         counters[0].record(Guard(made, result))
         return result
-    return StepCounter(result, made, counters[0].record) if isinstance(result, int | float) else NotImplemented
+    return (
+        StepCounter(result, made, counters[0].record)
+        if isinstance(result, int | float)
+        else NotImplemented
+    )
 
 
 # Python's operators and roundings give a StepCounter, its comparisons are guards.
@@ -134,10 +146,22 @@ _ONE_SIDED |= {"round": round, "floor": math.floor, "ceil": math.ceil, "trunc": 
 for _name in _TWO_SIDED.split():
     # `and` and `or` are keywords: `operator` has them with an underscore.
     _of = getattr(operator, _name, None) or getattr(operator, f"{_name}_")
-    setattr(StepCounter, f"__{_name}__", lambda self, other, function=_of: number_of(function, self, other))
-    setattr(StepCounter, f"__r{_name}__", lambda self, other, function=_of: number_of(function, other, self))
+    setattr(
+        StepCounter,
+        f"__{_name}__",
+        lambda self, other, function=_of: number_of(function, self, other),
+    )
+    setattr(
+        StepCounter,
+        f"__r{_name}__",
+        lambda self, other, function=_of: number_of(function, other, self),
+    )
 for _name, _of in _ONE_SIDED.items():
-    setattr(StepCounter, f"__{_name}__", lambda self, *digits, function=_of: number_of(function, self, *digits))
+    setattr(
+        StepCounter,
+        f"__{_name}__",
+        lambda self, *digits, function=_of: number_of(function, self, *digits),
+    )
 
 
 def alike(items: Sequence[Any]) -> list[Any]:
@@ -152,7 +176,11 @@ class NumberType(type):
     kind: type
 
     def __call__(cls, *args: Any) -> Any:
-        return number_of(cls.kind, *args) if any(type(arg) is StepCounter for arg in args) else cls.kind(*args)
+        return (
+            number_of(cls.kind, *args)
+            if any(type(arg) is StepCounter for arg in args)
+            else cls.kind(*args)
+        )
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, cls.kind)
@@ -182,7 +210,9 @@ def as_tensor(value: Any, beside: Sequence[Tensor]) -> Any:
     """A StepCounter as a 0-d tensor that holds what Python's number does in an op on these tensors; else the value."""
     if type(value) is not StepCounter:
         return value
-    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in beside) else torch.float32
+    wide = (
+        torch.float64 if any(tensor.dtype == torch.float64 for tensor in beside) else torch.float32
+    )
     dtype = torch.int64 if isinstance(value.value, int) else wide
     number: Any = value  # the tracer mode knows it
     return torch.full((), number, dtype=dtype, device=beside[0].device if beside else None)
@@ -191,7 +221,9 @@ def as_tensor(value: Any, beside: Sequence[Tensor]) -> Any:
 _KINDS = {kind.__name__: NumberType(kind.__name__, (), {"kind": kind}) for kind in (float, int)}
 
 
-def functions_of_counters(namespaces: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], str, Any]]:
+def functions_of_counters(
+    namespaces: Iterable[dict[str, Any]],
+) -> list[tuple[dict[str, Any], str, Any]]:
     """(namespace, name, function) to be patched in, so that functions of `math` take StepCounters; in `namespaces`,
     globals of the user's code, also those that were imported from it, and `float` and `int`.
 
@@ -199,14 +231,21 @@ def functions_of_counters(namespaces: Iterable[dict[str, Any]]) -> list[tuple[di
     StepCounter cannot answer `math.cos(self.global_step)` by itself.
     """
     builtin = type(math.cos)
-    taking = {function: _taking(function) for function in vars(math).values() if type(function) is builtin}
+    taking = {
+        function: _taking(function) for function in vars(math).values() if type(function) is builtin
+    }
     found = [
         (namespace, name, taking[function])
         for namespace in (vars(math), *namespaces)
         for name, function in namespace.items()
         if type(function) is builtin and function in taking
     ]
-    return found + [(each, name, kind) for each in namespaces for name, kind in _KINDS.items() if name not in each]
+    return found + [
+        (each, name, kind)
+        for each in namespaces
+        for name, kind in _KINDS.items()
+        if name not in each
+    ]
 
 
 def _taking(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,21 +287,31 @@ class TraceNumbers:
             is_traced = True
         except AlpaError:
             raise
-        except (TypeError, ValueError, IndexError, RuntimeError):  # it fits in no place, or the user erred
+        except (
+            TypeError,
+            ValueError,
+            IndexError,
+            RuntimeError,
+        ):  # it fits in no place, or the user erred
             is_traced = False
         nodes = list(takewhile(lambda node: node is not last, reversed(graph.nodes)))
         for node in nodes if not is_traced else ():
             if "val" not in node.meta and not node.users:
                 node.graph.erase_node(node)
         places = self._places_in(nodes, pytree.tree_leaves((args, kwargs))) if is_traced else None
-        if places is None and any(schema is not None and schema.is_mutable for schema in map(_schema, nodes)):
+        if places is None and any(
+            schema is not None and schema.is_mutable for schema in map(_schema, nodes)
+        ):
             counters[0].refuse()  # the example is written already
         self._places += places or ()
         return places is not None, result
 
     def is_symbolic(self, node: fx.Node) -> bool:
         """Whether an argument of the node is an example."""
-        return any(type(x) in (int, float) and x in self._symbols for x in pytree.tree_leaves((node.args, node.kwargs)))
+        return any(
+            type(x) in (int, float) and x in self._symbols
+            for x in pytree.tree_leaves((node.args, node.kwargs))
+        )
 
     def put(self) -> None:
         """Put the numbers where their examples are."""
@@ -275,11 +324,17 @@ class TraceNumbers:
         symbol = symbolic(counter.made, counter.value)
         if symbol not in self._examples:
             number = len(self._examples)
-            example = 7919 + number if isinstance(counter.value, int) else 0.7310585786300049 + number * 2.0**-40
+            example = (
+                7919 + number
+                if isinstance(counter.value, int)
+                else 0.7310585786300049 + number * 2.0**-40
+            )
             self._examples[symbol], self._symbols[example] = example, symbol
         return self._examples[symbol]
 
-    def _places_in(self, nodes: list[fx.Node], given: list[Any]) -> list[tuple[fx.Node, str, SymbolicScalar]] | None:
+    def _places_in(
+        self, nodes: list[fx.Node], given: list[Any]
+    ) -> list[tuple[fx.Node, str, SymbolicScalar]] | None:
         """Where the examples of one call, traced as `nodes`, stand; None if one stands nowhere, or where ops take no
         number, or if another number may be made of one."""
         symbols = {symbolic(x.made, x.value) for x in given if type(x) is StepCounter}

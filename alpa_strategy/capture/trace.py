@@ -19,15 +19,32 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import python_reads
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
-from alpa_strategy.capture.non_tensor_inputs import UnreadLeaf, index_of, may_be_unread, traced_with_leaves, value_text
-from alpa_strategy.capture.python_state import KeptState, patched, restored, snapshot, standing_in, state_of
+from alpa_strategy.capture.non_tensor_inputs import (
+    UnreadLeaf,
+    index_of,
+    may_be_unread,
+    traced_with_leaves,
+    value_text,
+)
+from alpa_strategy.capture.python_state import (
+    KeptState,
+    patched,
+    restored,
+    snapshot,
+    standing_in,
+    state_of,
+)
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
@@ -35,7 +52,9 @@ from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ParameterIn
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.user_code import reached_functions, user_line
 
-TracedInput = ParameterInput | BufferInput | BatchInput  # `value`: its place among the traced function's arguments
+TracedInput = (
+    ParameterInput | BufferInput | BatchInput
+)  # `value`: its place among the traced function's arguments
 
 
 @dataclass(frozen=True)
@@ -50,7 +69,9 @@ class Trace:
     origins: Mapping[fx.Node, tuple[str, str]]
     device: torch.device
     batch_size: int
-    read_leaves: tuple[tuple[int, str], ...] = ()  # of the batch, that the step's Python looked at; values as text
+    read_leaves: tuple[
+        tuple[int, str], ...
+    ] = ()  # of the batch, that the step's Python looked at; values as text
     own: tuple[Tensor, ...] = ()  # of the module, in the order of the first inputs
 
 
@@ -66,7 +87,9 @@ class StepCall:
     context: Callable[[], AbstractContextManager[Any]]
     rows: tuple[bool, ...] | None = None
     appended: tuple[Place, ...] = ()  # lists of which it is known that the step appends to them
-    namespaces: tuple[dict[str, Any], ...] = ()  # of code that computes with counters, see `functions_of_counters`
+    namespaces: tuple[
+        dict[str, Any], ...
+    ] = ()  # of code that computes with counters, see `functions_of_counters`
     numbers: tuple[Place, ...] = ()  # those that change between steps
     step: Callable[[Any], Any] | None = None  # what is called instead
 
@@ -83,7 +106,10 @@ def trace_step(call: StepCall) -> Trace:
 def names_by_tensor(module: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:
     """Every parameter and buffer once, parameters first, with all names that it has in the tree."""
     found: dict[int, tuple[Tensor, list[str]]] = {}
-    for group in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+    for group in (
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    ):
         for name, tensor in group:
             found.setdefault(id(tensor), (tensor, []))[1].append(name)
     return [(tensor, tuple(names)) for tensor, names in found.values()]
@@ -114,7 +140,8 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         of_module = {own: tensor for (own, _), tensor in zip(names, tensors, strict=False)}
         rest = iter(tensors[len(names) :])
         rows = pytree.tree_unflatten(
-            [next(rest) if isinstance(x, Tensor) else given(i, x) for i, x in enumerate(leaves)], batch_spec
+            [next(rest) if isinstance(x, Tensor) else given(i, x) for i, x in enumerate(leaves)],
+            batch_spec,
         )
         with (
             standing_in(module, of_module),
@@ -124,7 +151,9 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
         ):
             # By position, as the Trainer passes them: users name these arguments as they like.
             takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-            arguments = (rows, record.counter(call.batch_idx, "batch_idx")) if takes_index else (rows,)
+            arguments = (
+                (rows, record.counter(call.batch_idx, "batch_idx")) if takes_index else (rows,)
+            )
             held = _held(module, inputs)
             with python_reads.attribute_reads(module) as reads:
                 output = module.training_step(*arguments) if call.step is None else call.step(rows)
@@ -132,7 +161,12 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             made["reads"] = reads
             buffers = _reassigned_buffers(held, _held(module, inputs), inputs)
         appended = [each._items for each in record.appended.values()]
-        result: dict[str, Any] = {"output": output, "logs": record.logs, "metrics": record.metrics, "buffers": buffers}
+        result: dict[str, Any] = {
+            "output": output,
+            "logs": record.logs,
+            "metrics": record.metrics,
+            "buffers": buffers,
+        }
         result |= {"checks": record.checks, "appended": appended}
         outputs: list[Tensor] = []
         made["results"] = pytree.tree_map(partial(_placeholder, outputs), result)
@@ -141,14 +175,18 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     with (
         recording(module, device, call.appended, call.namespaces) as record,
         python_reads.counters_for(module, call.numbers, record.counter),
-        patched([(vars(logging.getLogger("torch._subclasses.fake_tensor")), "disabled", True)]),  # tracebacks of trials
+        patched(
+            [(vars(logging.getLogger("torch._subclasses.fake_tensor")), "disabled", True)]
+        ),  # tracebacks of trials
         generators_kept(),
         clear_errors(),
         uncompiled(),
         mode,
         torch.enable_grad(),
     ):
-        buffers = {e.value: (e.name, names[e.value][0]) for e in inputs if isinstance(e, BufferInput)}
+        buffers = {
+            e.value: (e.name, names[e.value][0]) for e in inputs if isinstance(e, BufferInput)
+        }
         known = ConstantValues(buffers, record.numbers.is_symbolic)
         # "real": the inputs are fake already. Pre-dispatch: above autograd and autocast, so linear stays one op.
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
@@ -158,15 +196,31 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
     # They hold until a buffer is replaced or changed in place.
     asked = {name: snapshot(module.get_buffer(name)) for name in sorted(known.asked_buffers)}
     record.attributes = (
-        *python_reads.freed(python_reads.attribute_guards(module, made["reads"], record.appended), call.numbers),
+        *python_reads.freed(
+            python_reads.attribute_guards(module, made["reads"], record.appended), call.numbers
+        ),
         *python_reads.guards_at(module, asked),
         *python_reads.global_guards(module, made["reads"]),
         *python_reads.guards_at(module._trainer, record.trainer_reads, "trainer."),
     )
-    read_leaves = tuple((i, value_text(leaves[i])) for i in sorted(read - changing.keys()) if may_be_unread(leaves[i]))
+    read_leaves = tuple(
+        (i, value_text(leaves[i]))
+        for i in sorted(read - changing.keys())
+        if may_be_unread(leaves[i])
+    )
     num_rows = batch_size * call.rows_factor
     own = tuple(tensor for tensor, _ in names)
-    return Trace(module_graph, tuple(inputs), made["results"], record, origins, device, num_rows, read_leaves, own)
+    return Trace(
+        module_graph,
+        tuple(inputs),
+        made["results"],
+        record,
+        origins,
+        device,
+        num_rows,
+        read_leaves,
+        own,
+    )
 
 
 def _check_added(module: LightningModule, batch: Any, after: Any) -> None:
@@ -193,7 +247,9 @@ def _fake_inputs(
     inputs: list[TracedInput] = []
     fakes: list[Tensor] = []
     for tensor, tensor_names in names:
-        fake = torch.empty_strided(tensor.shape, _strides(tensor), dtype=tensor.dtype, device=device)
+        fake = torch.empty_strided(
+            tensor.shape, _strides(tensor), dtype=tensor.dtype, device=device
+        )
         meta = TensorMeta(tuple(tensor.shape), tensor.dtype, bool(tensor.requires_grad))
         if isinstance(tensor, nn.Parameter):
             fakes.append(nn.Parameter(fake, meta.requires_grad))
@@ -205,10 +261,18 @@ def _fake_inputs(
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if leaf.layout is not torch.strided:
-                raise CaptureError(f"the batch holds a tensor of layout {leaf.layout}", "let it hold dense ones")
+                raise CaptureError(
+                    f"the batch holds a tensor of layout {leaf.layout}", "let it hold dense ones"
+                )
             batched = next(flags)  # [rows, ...]: one row per sample
-            shape = (leaf.size(0) * call.rows_factor, *leaf.shape[1:]) if batched else tuple(leaf.shape)
-            fakes.append(torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad))
+            shape = (
+                (leaf.size(0) * call.rows_factor, *leaf.shape[1:]) if batched else tuple(leaf.shape)
+            )
+            fakes.append(
+                torch.empty(
+                    shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad
+                )
+            )
             meta = TensorMeta(shape, leaf.dtype, leaf.requires_grad)
             inputs.append(BatchInput(len(inputs), index, meta, 0 if batched else None))
     return inputs, fakes
@@ -239,14 +303,19 @@ def _held(module: nn.Module, inputs: list[TracedInput]) -> dict[str, Any]:
     return {name: operator.attrgetter(name)(module) for name in names}
 
 
-def _reassigned_buffers(before: dict[str, Any], after: dict[str, Any], inputs: list[TracedInput]) -> dict[str, Tensor]:
+def _reassigned_buffers(
+    before: dict[str, Any], after: dict[str, Any], inputs: list[TracedInput]
+) -> dict[str, Tensor]:
     """Buffers that the step replaced by another tensor (`self.buffer = ...`), of what the module had `before` it.
     CaptureError for parameters, and for what the buffer's memory cannot take."""
     buffers = {entry.name for entry in inputs if isinstance(entry, BufferInput)}
     replaced = {name: tensor for name, tensor in after.items() if tensor is not before[name]}
     for name, now in replaced.items():
         both = [now, before[name]] if name in buffers and isinstance(now, Tensor) else []
-        kinds = {(t.dtype.is_floating_point, t.dtype.is_complex, t.dtype == torch.bool, t.shape) for t in both}
+        kinds = {
+            (t.dtype.is_floating_point, t.dtype.is_complex, t.dtype == torch.bool, t.shape)
+            for t in both
+        }
         if len(kinds) != 1:
             raise CaptureError(
                 f"the step puts another parameter, shape or dtype in the place of {name}",
@@ -255,7 +324,9 @@ def _reassigned_buffers(before: dict[str, Any], after: dict[str, Any], inputs: l
     return replaced
 
 
-def _capture_device(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> torch.device:
+def _capture_device(
+    module: nn.Module, context: Callable[[], AbstractContextManager[Any]]
+) -> torch.device:
     """Device of the parameters if it is an accelerator; a GPU for parameters elsewhere if `context` casts for GPUs.
 
     Else CPU. Tracing allocates nothing on it.
@@ -273,7 +344,9 @@ def likely_rows(leaves: Sequence[Any]) -> tuple[bool, ...]:
     """Where nobody knows: the leaves that have the size(0) that most of them share, the first leaf's among equals."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sizes = [leaf.size(0) for leaf in tensors if leaf.ndim >= 1]
-    most = max(sizes, key=sizes.count, default=0)  # weights of classes, a shared mask, ... are outvoted
+    most = max(
+        sizes, key=sizes.count, default=0
+    )  # weights of classes, a shared mask, ... are outvoted
     return tuple(leaf.ndim >= 1 and leaf.size(0) == most for leaf in tensors)
 
 
@@ -283,7 +356,8 @@ def _batch_size(leaves: list[Any], rows_flags: tuple[bool, ...]) -> int:
     sizes = [leaf.size(0) for leaf, is_rows in zip(tensors, rows_flags, strict=True) if is_rows]
     if not sizes:
         raise CaptureError(
-            "the batch holds no tensor with a batch dim", "let the loader yield tensors with one row per sample"
+            "the batch holds no tensor with a batch dim",
+            "let the loader yield tensors with one row per sample",
         )
     return sizes[0]
 
@@ -308,12 +382,17 @@ def generators_kept() -> Iterator[None]:
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """What the user compiled (`torch.compile`) runs as it is written: the graph that is captured replaces it."""
-    if "torch._dynamo" not in sys.modules:  # so nothing was compiled, and importing it takes seconds
+    if (
+        "torch._dynamo" not in sys.modules
+    ):  # so nothing was compiled, and importing it takes seconds
         yield
         return
     import torch._dynamo
 
-    with torch.compiler.set_stance("force_eager"), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+    with (
+        torch.compiler.set_stance("force_eager"),
+        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+    ):
         yield
 
 
@@ -355,7 +434,9 @@ def clear_errors() -> Iterator[None]:
     except AlpaError:
         raise
     except (RuntimeError, TypeError) as error:
-        what, fix = next((clearer for text, clearer in _CLEARER.items() if text in str(error)), ("", ""))
+        what, fix = next(
+            (clearer for text, clearer in _CLEARER.items() if text in str(error)), ("", "")
+        )
         if not what:
             raise
         text = f"training_step cannot be captured: {what}\n  at {user_line(error.__traceback__)}"

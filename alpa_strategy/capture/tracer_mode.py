@@ -20,7 +20,9 @@ from alpa_strategy.ir.user_code import user_frame, user_position
 
 _TRUTH = Tensor.__bool__
 # What makes tensors of one number -> its position.
-_CREATIONS: dict[Any, int] = dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor), 0)
+_CREATIONS: dict[Any, int] = dict.fromkeys(
+    (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor), 0
+)
 _CREATIONS |= {torch.full: 1, torch.full_like: 1, Tensor.new_full: 2, Tensor.new_tensor: 1}
 _OF_DATA: Any = Tensor.data
 _FLAG: Any = Tensor.requires_grad
@@ -81,7 +83,9 @@ class TracerMode(TorchFunctionMode):
                 "reads the number of batches so far as a Python number, which the captured step would freeze",
                 "give it a momentum, for example the default 0.1",
             )
-        self.stack.append(self.paths.get(id(module), self.stack[-1]))  # made in the step: part of its caller
+        self.stack.append(
+            self.paths.get(id(module), self.stack[-1])
+        )  # made in the step: part of its caller
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self.stack.pop()
@@ -105,7 +109,9 @@ class TracerMode(TorchFunctionMode):
         if proxy_mode is not None:
             root = proxy_mode.tracer.graph._root
             node = root.prev
-            if node not in self.origins:  # the call traced nodes: all since the last call's are its own
+            if (
+                node not in self.origins
+            ):  # the call traced nodes: all since the last call's are its own
                 position = user_position(sys._getframe(1))
                 origin = (self.stack[-1], f"{position[0]}:{position[1]}" if position else "")
                 while node is not root and node not in self.origins:
@@ -123,20 +129,35 @@ class TracerMode(TorchFunctionMode):
             index = pytree.tree_map_only(StepCounter, StepCounter.as_number, args[1])
             like = {"dtype": args[0].dtype, "device": args[0].device}
             # Torch would make a constant of a plain number on its way into the tensor.
-            value = [again(torch.full, (), v, **like) if type(v) is StepCounter else v for v in args[2:]]
+            value = [
+                again(torch.full, (), v, **like) if type(v) is StepCounter else v for v in args[2:]
+            ]
             return again(func, args[0], index, *value)
-        if func is torch.functional.broadcast_tensors:  # of torch.distributions, which takes a StepCounter for a tensor
+        if (
+            func is torch.functional.broadcast_tensors
+        ):  # of torch.distributions, which takes a StepCounter for a tensor
             beside = next((x for x in args if type(x) is not StepCounter), None)
-            like = {"device": self.device} if beside is None else {"dtype": beside.dtype, "device": beside.device}
-            return again(func, *(again(torch.full, (), x, **like) if type(x) is StepCounter else x for x in args))
+            like = (
+                {"device": self.device}
+                if beside is None
+                else {"dtype": beside.dtype, "device": beside.device}
+            )
+            return again(
+                func,
+                *(again(torch.full, (), x, **like) if type(x) is StepCounter else x for x in args),
+            )
         position = _CREATIONS.get(func, len(args))
         if position < len(args):  # made empty, then filled: an op that takes a number
             before, content, after = args[:position], args[position], args[position + 1 :]
             if isinstance(content, list | tuple):
-                return again(torch.stack, [again(func, *before, x, *after, **kwargs) for x in alike(content)])
+                return again(
+                    torch.stack, [again(func, *before, x, *after, **kwargs) for x in alike(content)]
+                )
             made = again(func, *before, type(content.value)(0), *after, **kwargs)
             return again(Tensor.fill_, made, content)
-        found, result = self.record.numbers.trace_call(lambda args, kwargs: again(func, *args, **kwargs), args, kwargs)
+        found, result = self.record.numbers.trace_call(
+            lambda args, kwargs: again(func, *args, **kwargs), args, kwargs
+        )
         if found:
             _forget_constants(result)
             return result
@@ -157,13 +178,17 @@ class TracerMode(TorchFunctionMode):
             return args[0].detach()
         if func == _SET_DATA:
             raise CaptureError(
-                f"the step assigns the `.data` of a tensor ({user_frame()})", "write into the tensor: x.copy_(y)"
+                f"the step assigns the `.data` of a tensor ({user_frame()})",
+                "write into the tensor: x.copy_(y)",
             )
         return func(*args, **kwargs)
 
     def _check_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Fake tensors of a device that this build does not have would end the process when autograd sees them."""
-        given = (kwargs.get("device"), *(a for a in args if func is Tensor.to or isinstance(a, torch.device)))
+        given = (
+            kwargs.get("device"),
+            *(a for a in args if func is Tensor.to or isinstance(a, torch.device)),
+        )
         devices = [torch.device(d) for d in given if isinstance(d, str | torch.device)]
         if func is Tensor.cuda:
             devices.append(torch.device("cuda"))
@@ -179,7 +204,10 @@ def _forget_constants(result: Any) -> None:
     """That tensors are made of constants: here of examples, which `torch.tensor(step / 10).item()` would give."""
     proxy_mode = get_proxy_mode()
     for made in pytree.tree_leaves(result) if proxy_mode is not None else ():
-        if isinstance(made, FakeTensor) and (slot := get_proxy_slot(made, proxy_mode.tracer, None)) is not None:  # type: ignore[union-attr]
+        if (
+            isinstance(made, FakeTensor)
+            and (slot := get_proxy_slot(made, proxy_mode.tracer, None)) is not None
+        ):  # type: ignore[union-attr]
             made.constant = slot.constant = None
 
 
@@ -190,14 +218,20 @@ def _set_flag(tensor: Tensor, value: bool) -> None:
             f"the step freezes or unfreezes a parameter ({user_frame()}): a captured step has all as they were",
             "do it in a hook such as on_train_batch_start",
         )
-    if tensor.is_leaf or value != _FLAG.__get__(tensor):  # of others torch's own `requires_grad_(True)` does nothing
+    if tensor.is_leaf or value != _FLAG.__get__(
+        tensor
+    ):  # of others torch's own `requires_grad_(True)` does nothing
         _FLAG.__set__(tensor, value)
 
 
-def _refuse_functions_of_functions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_functions_of_functions(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """torch.cond, scan, while_loop and their like: what they do inside is a graph of its own, where no layout goes."""
     given = (*args, *kwargs.values())
-    if isinstance(func, torch._ops.HigherOrderOperator) and any(callable(a) and not isinstance(a, type) for a in given):
+    if isinstance(func, torch._ops.HigherOrderOperator) and any(
+        callable(a) and not isinstance(a, type) for a in given
+    ):
         raise CaptureError(
             f"{func.name()} ({user_frame()}) runs functions as graphs of their own, which cannot be cut",
             "write loops in Python (they are unrolled), and torch.where for a choice that depends on data",

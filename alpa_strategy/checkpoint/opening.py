@@ -48,20 +48,30 @@ def open_checkpoint(path: str | Path, weights_only: bool | None = None) -> dict[
     """
     place = Path(path).absolute()
     if not is_possible(place):
-        raise CheckpointError(f"{place} is a name that no file can have", "give a checkpoint's path")
+        raise CheckpointError(
+            f"{place} is a name that no file can have", "give a checkpoint's path"
+        )
     restore_interrupted(place)
     if not place.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     if place.is_dir():
-        place = place.resolve()  # behind a link that may be turned to another one (`save_last="link"`)
+        place = (
+            place.resolve()
+        )  # behind a link that may be turned to another one (`save_last="link"`)
     elif not place.is_file():
         raise CheckpointError(f"{place} is no ordinary file", "give a checkpoint's path")
     with reading(place):
         if place.is_dir():
             sums = _check_complete(place)
-            return checked(from_file(place / REST, weights_only, _stored_tensors(place, sums)), place)
-        mapped = zipfile.is_zipfile(place)  # only the format of today's `torch.save` can be memory-mapped
-        return checked(torch.load(place, map_location="cpu", weights_only=weights_only, mmap=mapped), place)
+            return checked(
+                from_file(place / REST, weights_only, _stored_tensors(place, sums)), place
+            )
+        mapped = zipfile.is_zipfile(
+            place
+        )  # only the format of today's `torch.save` can be memory-mapped
+        return checked(
+            torch.load(place, map_location="cpu", weights_only=weights_only, mmap=mapped), place
+        )
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -86,13 +96,19 @@ _PARTS: dict[str, type] = {
 def checked(checkpoint: Any, path: Path) -> dict[str, Any]:
     """`checkpoint` if it has the parts of a Lightning checkpoint, each of its kind, else a CheckpointError."""
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise CheckpointError(f"{path} has no `state_dict`: it is no checkpoint of Lightning", "load another one")
+        raise CheckpointError(
+            f"{path} has no `state_dict`: it is no checkpoint of Lightning", "load another one"
+        )
     for name, kind in _PARTS.items():
         if name in checkpoint and not isinstance(checkpoint[name], kind):
             found = type(checkpoint[name]).__name__
-            raise CheckpointError(f"the checkpoint {path} has a {found} as its {name!r}", "load another one")
+            raise CheckpointError(
+                f"the checkpoint {path} has a {found} as its {name!r}", "load another one"
+            )
     if not re.match(r"\d+\.\d+\.\d+", checkpoint.get("pytorch-lightning_version", "0.0.0")):
-        raise CheckpointError(f"the checkpoint {path} does not say which Lightning wrote it", "load another one")
+        raise CheckpointError(
+            f"the checkpoint {path} does not say which Lightning wrote it", "load another one"
+        )
     return checkpoint
 
 
@@ -104,7 +120,9 @@ def reading(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:  # also what `weights_only` refuses
-        said = str(error.__context__ or error).strip().partition("\n")[0]  # torch puts pages of advice around its own
+        said = (
+            str(error.__context__ or error).strip().partition("\n")[0]
+        )  # torch puts pages of advice around its own
         raise CheckpointError(
             f"the checkpoint {path} holds more than tensors and plain values, or is damaged: {said}",
             "if you trust who wrote it, read it with weights_only=False (`alpa export --trust`)",
@@ -112,7 +130,9 @@ def reading(path: Path) -> Iterator[None]:
     # What a damaged file's instructions build fails in any way: it is not what their arguments want.
     except Exception as error:
         said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise CheckpointError(f"the checkpoint {path} cannot be read: {said}", "load another one") from error
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be read: {said}", "load another one"
+        ) from error
 
 
 # What makes a directory a complete checkpoint
@@ -137,11 +157,13 @@ def _check_complete(path: Path) -> dict[str, int]:
         version = marker["format"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} is a directory, but not a complete checkpoint ({COMPLETE}: {error})", "load another one"
+            f"{path} is a directory, but not a complete checkpoint ({COMPLETE}: {error})",
+            "load another one",
         ) from None
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format {version}, this version reads {FORMAT_VERSION}", "use the version that wrote it"
+            f"{path} has format {version}, this version reads {FORMAT_VERSION}",
+            "use the version that wrote it",
         )
     check_files(path, files)
     for name in (REST, METADATA) if sums else ():
@@ -156,10 +178,13 @@ def check_files(path: Path, sizes: Mapping[str, int]) -> None:
         file = path / name
         if not _is_plain(name) or not file.is_file():
             raise CheckpointError(
-                f"{name} is missing in {path}", "write checkpoints to a folder that all nodes share, and copy all of it"
+                f"{name} is missing in {path}",
+                "write checkpoints to a folder that all nodes share, and copy all of it",
             )
         if size >= 0 and file.stat().st_size != size:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, {size} were written", "copy it again")
+            raise CheckpointError(
+                f"{file} has {file.stat().st_size} bytes, {size} were written", "copy it again"
+            )
 
 
 def place_of(info: _StorageInfo) -> str:
@@ -181,7 +206,8 @@ def _check_sum(file: Any, info: _StorageInfo, sums: Mapping[str, int]) -> None:
     """CheckpointError where the bytes are not those that were written there."""
     if checksum(file, info) != sums.get(place_of(info)):
         raise CheckpointError(
-            f"{info.relative_path} does not hold at {info.offset} what was written there", "copy it again"
+            f"{info.relative_path} does not hold at {info.offset} what was written there",
+            "copy it again",
         )
 
 
@@ -210,7 +236,11 @@ def _stored_tensors(path: Path, sums: Mapping[str, int]) -> dict[str, StoredTens
     reader = RestrictedReader(path, sums)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    stored = {k: t for k, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
+    stored = {
+        k: t
+        for k, t in metadata.state_dict_metadata.items()
+        if isinstance(t, TensorStorageMetadata)
+    }
 
     def fill(key: str, shards: LocalShards) -> None:
         planner = DefaultLoadPlanner()
@@ -219,7 +249,10 @@ def _stored_tensors(path: Path, sums: Mapping[str, int]) -> dict[str, StoredTens
         with reading(path):
             reader.read_data(LoadPlan(items), planner).wait()
 
-    return {key: StoredTensor(found.size, found.properties.dtype, key, fill) for key, found in stored.items()}
+    return {
+        key: StoredTensor(found.size, found.properties.dtype, key, fill)
+        for key, found in stored.items()
+    }
 
 
 _FIX = "load another checkpoint; if this one comes from somebody else, do not trust it"
@@ -232,7 +265,9 @@ _CLASSES: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _get_layout,  # `torch.strided` by its name
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
 }
-_NUMBERS = re.compile(r"u?int(8|16|32|64)|bool|(b?float|complex)\d\w*")  # quantized ones end the process
+_NUMBERS = re.compile(
+    r"u?int(8|16|32|64)|bool|(b?float|complex)\d\w*"
+)  # quantized ones end the process
 
 
 class _Unpickler(pickle.Unpickler):
@@ -240,11 +275,15 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _CLASSES:
             return _CLASSES[module, name]
         found = getattr(dcp_metadata if module == dcp_metadata.__name__ else torch, name, None)
-        if isinstance(found, type) and found.__module__ == module == dcp_metadata.__name__:  # a record
+        if (
+            isinstance(found, type) and found.__module__ == module == dcp_metadata.__name__
+        ):  # a record
             return found
         if isinstance(found, torch.dtype) and module == "torch" and _NUMBERS.fullmatch(name):
             return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata does")
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which no checkpoint's metadata does"
+        )
 
 
 class RestrictedReader(dcp.FileSystemReader):
@@ -285,22 +324,31 @@ def _check(metadata: Any, path: Path) -> None:
     for info in stored.values():
         name = getattr(info, "relative_path", None)
         if not isinstance(info, _StorageInfo) or not isinstance(name, str) or not _is_plain(name):
-            raise CheckpointError(f"{path} says that a tensor lies in {name!r}, which is no file beside it", _FIX)
+            raise CheckpointError(
+                f"{path} says that a tensor lies in {name!r}, which is no file beside it", _FIX
+            )
         if not all(isinstance(n, int) and n >= 0 for n in (info.offset, info.length)):
-            raise CheckpointError(f"{path} says that a tensor lies at {info.offset!r} to {info.length!r}", _FIX)
+            raise CheckpointError(
+                f"{path} says that a tensor lies at {info.offset!r} to {info.length!r}", _FIX
+            )
     for key, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata) and not _is_covered(key, tensor, stored):
-            raise CheckpointError(f"{path} says more of the tensor {key!r:.80} than its files hold", _FIX)
+            raise CheckpointError(
+                f"{path} says more of the tensor {key!r:.80} than its files hold", _FIX
+            )
 
 
-def _is_covered(key: Any, tensor: TensorStorageMetadata, stored: Mapping[Any, _StorageInfo]) -> bool:
+def _is_covered(
+    key: Any, tensor: TensorStorageMetadata, stored: Mapping[Any, _StorageInfo]
+) -> bool:
     """Whether its chunks are as many elements as it has, and the files' bytes as many as theirs: what no file holds
     would be memory as it was found, or more of it than there is."""
     numels = [math.prod(chunk.sizes) for chunk in tensor.chunks]
     infos = [stored.get(MetadataIndex(key, chunk.offsets)) for chunk in tensor.chunks]
     size = tensor.properties.dtype.itemsize
     return sum(numels) == math.prod(tensor.size) and all(
-        info is not None and numel * size <= info.length for numel, info in zip(numels, infos, strict=True)
+        info is not None and numel * size <= info.length
+        for numel, info in zip(numels, infos, strict=True)
     )
 
 

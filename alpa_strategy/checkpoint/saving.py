@@ -28,7 +28,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from alpa_strategy.checkpoint import opening
 from alpa_strategy.checkpoint.opening import COMPLETE, REST
-from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, map_tensors, take_shards, to_bytes
+from alpa_strategy.checkpoint.tensors import (
+    Chunk,
+    LocalShards,
+    StoredTensor,
+    map_tensors,
+    take_shards,
+    to_bytes,
+)
 from alpa_strategy.comm.collectives import Background
 from alpa_strategy.errors import AlpaError, CheckpointError
 from alpa_strategy.files import is_possible, replacing, write_json
@@ -46,7 +53,9 @@ class CheckpointWriter:
         self._group, self._is_rank_zero = group, is_rank_zero
         self._background = Background("alpa-checkpoint")
 
-    def save(self, checkpoint: Mapping[str, Any], path: str | Path, in_background: bool = False) -> None:
+    def save(
+        self, checkpoint: Mapping[str, Any], path: str | Path, in_background: bool = False
+    ) -> None:
         """Write `checkpoint` to `path`. Collective; all ranks write their `LocalShards` in it.
 
         Args:
@@ -91,7 +100,9 @@ def _local_path(path: str | Path) -> Path:
 
 
 def _copied(held: LocalShards) -> LocalShards:
-    chunks = [Chunk(c.offsets, c.tensor.detach().to("cpu", copy=True).contiguous()) for c in held.chunks]
+    chunks = [
+        Chunk(c.offsets, c.tensor.detach().to("cpu", copy=True).contiguous()) for c in held.chunks
+    ]
     return LocalShards(held.shape, held.dtype, chunks)
 
 
@@ -113,14 +124,18 @@ def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool
     """
     target = Path(target).absolute()
     if not is_possible(target) or target.is_dir():
-        raise CheckpointError(f"{target} is a directory, or has a name that no file can have", "give a file's name")
+        raise CheckpointError(
+            f"{target} is a directory, or has a name that no file can have", "give a file's name"
+        )
     checkpoint = opening.open_checkpoint(source, weights_only)
     try:
         with replacing(target) as temporary:
             torch.save(_mapped_tensors(checkpoint, target.parent), temporary)
         _sync_folder(target.parent)
     except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}", "give a path with enough space") from error
+        raise CheckpointError(
+            f"{target} cannot be written: {error}", "give a path with enough space"
+        ) from error
     return target
 
 
@@ -131,7 +146,9 @@ def _mapped_tensors(checkpoint: Any, folder: Path) -> Any:
     def mapped(stored: StoredTensor) -> Tensor:
         if stored.key not in whole:
             with tempfile.NamedTemporaryFile(dir=folder) as file:  # the mapping outlives the name
-                flat = torch.from_file(file.name, shared=True, size=stored.numel(), dtype=stored.dtype)
+                flat = torch.from_file(
+                    file.name, shared=True, size=stored.numel(), dtype=stored.dtype
+                )
             tensor = whole[stored.key] = flat.view(stored.shape)
             stored.fill([Chunk((0,) * tensor.dim(), tensor)])
         return whole[stored.key]
@@ -143,7 +160,10 @@ def _mapped_tensors(checkpoint: Any, folder: Path) -> Any:
 
 
 def save_directory(
-    path: Path, shards: Mapping[str, LocalShards], rest: bytes | Exception, group: dist.ProcessGroup | None = None
+    path: Path,
+    shards: Mapping[str, LocalShards],
+    rest: bytes | Exception,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint's tensors and the rest of it. Collective over `group`.
 
@@ -163,7 +183,13 @@ def save_directory(
         with writer.lock(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.save(dict(shards), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+            dcp.save(
+                dict(shards),
+                storage_writer=writer,
+                planner=planner,
+                process_group=group,
+                no_dist=group is None,
+            )
     except dcp.CheckpointException as failure:
         rank, (error, _) = min(failure.failures.items())
         if isinstance(error, AlpaError):
@@ -214,7 +240,9 @@ class _Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
         self._staging.mkdir(parents=True, exist_ok=True)  # a shared file system may show it late
         written = super().write_data(plan, planner)
-        return written.then(lambda done: [(result, self._sum(result.storage_data)) for result in done.value()])
+        return written.then(
+            lambda done: [(result, self._sum(result.storage_data)) for result in done.value()]
+        )
 
     def _sum(self, info: _StorageInfo) -> int:
         with (self._staging / info.relative_path).open("rb") as file:
@@ -225,13 +253,22 @@ class _Writer(dcp.FileSystemWriter):
         assert isinstance(self._rest, bytes)
         with replacing(self._staging / REST) as file:  # on disk before its name is
             file.write_bytes(self._rest)
-        sums = {opening.place_of(result.storage_data): crc for rank in results for result, crc in rank}
+        sums = {
+            opening.place_of(result.storage_data): crc for rank in results for result, crc in rank
+        }
         # CheckpointError where a file that a rank has written is not here. The marker comes after all files.
-        opening.check_files(self._staging, dict.fromkeys((REST, *(place.partition("@")[0] for place in sums)), -1))
+        opening.check_files(
+            self._staging, dict.fromkeys((REST, *(place.partition("@")[0] for place in sums)), -1)
+        )
         files = {file.name: file.stat().st_size for file in self._staging.iterdir()}
         for info in (_StorageInfo(name, 0, files[name]) for name in (REST, opening.METADATA)):
             sums[opening.place_of(info)] = self._sum(info)
-        content = {"to_read": TO_READ, "format": opening.FORMAT_VERSION, "files": files, "sums": sums}
+        content = {
+            "to_read": TO_READ,
+            "format": opening.FORMAT_VERSION,
+            "files": files,
+            "sums": sums,
+        }
         write_json(self._staging / COMPLETE, content)
         _sync_folder(self._staging)
         _put_in_place(self._staging, self._target)
@@ -252,7 +289,11 @@ def discard_unfinished() -> None:
 def _delete_abandoned(folder: Path) -> None:
     """Remove partial checkpoints of jobs whose rank 0 is gone: nobody holds their locks any more."""
     for staging in folder.glob(".alpa.*.saving"):
-        if staging.is_dir() and not (staging / COMPLETE).exists() and (lock := _locked(staging)) is not None:
+        if (
+            staging.is_dir()
+            and not (staging / COMPLETE).exists()
+            and (lock := _locked(staging)) is not None
+        ):
             with suppress(OSError):  # other ranks do the same
                 _delete(staging)
             os.close(lock)
@@ -283,7 +324,12 @@ def _locked(folder: Path) -> int | None:
 
 def _check_replaceable(target: Path) -> None:
     """CheckpointError when something stands at `target` that is no checkpoint and would be lost."""
-    if target.is_dir() and not target.is_symlink() and any(target.iterdir()) and not (target / COMPLETE).exists():
+    if (
+        target.is_dir()
+        and not target.is_symlink()
+        and any(target.iterdir())
+        and not (target / COMPLETE).exists()
+    ):
         raise CheckpointError(
             f"{target} is a directory that is not a checkpoint; it will not be replaced by one",
             "give the checkpoint a name of its own",
@@ -294,7 +340,9 @@ def _put_in_place(staging: Path, target: Path) -> None:
     """Let the complete `staging` be `target`, in the place of what may be there. See `restore_interrupted`."""
     if not os.path.lexists(target):
         os.rename(staging, target)
-    elif not _exchange(staging, target):  # a file system without the exchange: for an instant neither is there
+    elif not _exchange(
+        staging, target
+    ):  # a file system without the exchange: for an instant neither is there
         old = opening.beside(target, "replaced")
         _delete(old)
         os.rename(target, old)
@@ -309,7 +357,9 @@ def _exchange(first: Path, second: Path) -> bool:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
+    return (
+        rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
+    )
 
 
 def _remove(path: Path) -> None:

@@ -17,7 +17,9 @@ from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, read_chu
 from alpa_strategy.errors import CheckpointError
 from alpa_strategy.runtime.parameters import ParameterStore
 
-Place = Callable[[nn.Parameter, Tensor], Any]  # (parameter, this rank's part of a tensor that lies like it)
+Place = Callable[
+    [nn.Parameter, Tensor], Any
+]  # (parameter, this rank's part of a tensor that lies like it)
 
 
 def shards_to_write(store: ParameterStore) -> Callable[[nn.Parameter, Tensor], LocalShards]:
@@ -26,19 +28,25 @@ def shards_to_write(store: ParameterStore) -> Callable[[nn.Parameter, Tensor], L
     Of the ranks that hold the same part, each writes about as many bytes as the others. Every rank goes through all
     parameters in the same order, so that all come to the same shares.
     """
-    loads: dict[int, list[int]] = {}  # number of ranks that hold the same part -> what each of them has to write
+    loads: dict[
+        int, list[int]
+    ] = {}  # number of ranks that hold the same part -> what each of them has to write
     which, of = store.copies
 
     def shards(parameter: nn.Parameter, tensor: Tensor) -> LocalShards:
         shape = store.whole_shape(parameter)
-        replica = store.replica(parameter)  # which of how many equal copies this rank holds; None: no part of it
+        replica = store.replica(
+            parameter
+        )  # which of how many equal copies this rank holds; None: no part of it
         if replica is None:
             return LocalShards(shape, tensor.dtype, [])
         index, count = replica[0] + which * replica[1], replica[1] * of
         own = loads.setdefault(count, [0] * count)
         writer = own.index(min(own))
         own[writer] += shape.numel() * tensor.element_size()
-        return LocalShards(shape, tensor.dtype, store.chunks(parameter, tensor) if writer == index else [])
+        return LocalShards(
+            shape, tensor.dtype, store.chunks(parameter, tensor) if writer == index else []
+        )
 
     return shards
 
@@ -46,7 +54,9 @@ def shards_to_write(store: ParameterStore) -> Callable[[nn.Parameter, Tensor], L
 def module_state(module: nn.Module, store: ParameterStore) -> dict[str, Any]:
     """`module.state_dict()` with `LocalShards` in the place of parameters, whatever the module makes of its names."""
     shards = shards_to_write(store)
-    with standing_in(module, {p: shards(p, p.detach()) for p in module.parameters()}):  # tied ones are written once
+    with standing_in(
+        module, {p: shards(p, p.detach()) for p in module.parameters()}
+    ):  # tied ones are written once
         return module.state_dict()
 
 
@@ -75,13 +85,19 @@ def load_parameters(state_dict: Mapping[str, Tensor], store: ParameterStore) -> 
         read_chunks(source, store.chunks(parameter, parameter.detach()))
 
 
-def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], store: ParameterStore, strict: bool) -> None:
+def load_others(
+    module: nn.Module, state_dict: Mapping[str, Tensor], store: ParameterStore, strict: bool
+) -> None:
     """`module.load_state_dict(state_dict, strict)`, without the values of the parameters in `store`.
 
     Raises:
         RuntimeError: as torch does, when `strict` and a name is missing or surplus, or a shape another one.
     """
-    shapes = {p: torch.empty(store.whole_shape(p), device="meta") for p in module.parameters() if p in store}
+    shapes = {
+        p: torch.empty(store.whole_shape(p), device="meta")
+        for p in module.parameters()
+        if p in store
+    }
     try:
         with standing_in(module, shapes):
             module.load_state_dict(state_dict, strict)
@@ -90,7 +106,9 @@ def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], store: Para
             if isinstance(value, StoredTensor) and value.failure is not None:
                 raise value.failure from None
             if value is None:
-                raise CheckpointError(f"the checkpoint has no values of {name!r}", "load another one") from None
+                raise CheckpointError(
+                    f"the checkpoint has no values of {name!r}", "load another one"
+                ) from None
         raise
 
 
@@ -98,7 +116,9 @@ def load_others(module: nn.Module, state_dict: Mapping[str, Tensor], store: Para
 
 
 @torch.no_grad()
-def restore_state(optimizer: Optimizer, stored: Mapping[int, Mapping[str, Any]], store: ParameterStore) -> None:
+def restore_state(
+    optimizer: Optimizer, stored: Mapping[int, Mapping[str, Any]], store: ParameterStore
+) -> None:
     """Read this rank's part of the optimizer's state, by number of the parameter; its groups stay as they are.
 
     Args:
@@ -108,7 +128,9 @@ def restore_state(optimizer: Optimizer, stored: Mapping[int, Mapping[str, Any]],
     state = {}
     for parameter, number in numbers_of(optimizer, now).items():
         if number in stored and store.holds(parameter):
-            state[number] = {key: _local(value, parameter, store) for key, value in stored[number].items()}
+            state[number] = {
+                key: _local(value, parameter, store) for key, value in stored[number].items()
+            }
     optimizer.load_state_dict({**now, "state": state})
 
 
@@ -123,7 +145,9 @@ def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
 
 
 @torch.no_grad()
-def shard_state(optimizer: Optimizer, store: ParameterStore, values: Callable[[Tensor], Tensor]) -> None:
+def shard_state(
+    optimizer: Optimizer, store: ParameterStore, values: Callable[[Tensor], Tensor]
+) -> None:
     """Keep this rank's part of every state tensor (`values` gives the whole of one), nothing of what it lacks."""
     for parameter in parameters_of(optimizer):
         if parameter not in optimizer.state:
@@ -133,14 +157,18 @@ def shard_state(optimizer: Optimizer, store: ParameterStore, values: Callable[[T
             continue
         state = optimizer.state[parameter]
         whole = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        state.update({key: store.shard_like(parameter, values(value)) for key, value in whole.items()})
+        state.update(
+            {key: store.shard_like(parameter, values(value)) for key, value in whole.items()}
+        )
 
 
 def unshard_state(optimizer: Optimizer, store: ParameterStore) -> None:
     """Give every rank the whole state of every parameter. Collective."""
 
     def whole(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        return store.gather_like(parameter, tensor).to(parameter.device)  # where the optimizer has it
+        return store.gather_like(parameter, tensor).to(
+            parameter.device
+        )  # where the optimizer has it
 
     for parameter, state in _states(optimizer, store, whole):
         optimizer.state[parameter].update(state)
@@ -156,7 +184,10 @@ def state_dict_with(optimizer: Optimizer, store: ParameterStore, place: Place) -
     result = optimizer.state_dict()
     numbers = numbers_of(optimizer, result)
     state = {numbers[parameter]: state for parameter, state in _states(optimizer, store, place)}
-    return {**result, "state": {number: state[number] for number in numbers.values() if number in state}}
+    return {
+        **result,
+        "state": {number: state[number] for number in numbers.values() if number in state},
+    }
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -171,10 +202,14 @@ def numbers_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[nn.Para
 
 
 @torch.no_grad()
-def _states(optimizer: Optimizer, store: ParameterStore, place: Place) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+def _states(
+    optimizer: Optimizer, store: ParameterStore, place: Place
+) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
     """(parameter, its state with `place`d tensors) of all that have one, one after the other on all ranks together."""
     states = {p: optimizer.state[p] for p in parameters_of(optimizer) if p in optimizer.state}
-    said = store.said_by_owners({p: {k: _described(v, p) for k, v in state.items()} for p, state in states.items()})
+    said = store.said_by_owners(
+        {p: {k: _described(v, p) for k, v in state.items()} for p, state in states.items()}
+    )
     for parameter in (each for each in parameters_of(optimizer) if each in said):
         own = optimizer.state.get(parameter, {})
         state: dict[str, Any] = {}
@@ -196,4 +231,8 @@ def _described(value: Any, parameter: nn.Parameter) -> tuple[Any, bool, bool]:
     if not isinstance(value, Tensor):
         return value, False, False
     lies = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return lies if value.dim() > 0 else value.detach().cpu(), value.shape == parameter.shape, value.device.type != "cpu"
+    return (
+        lies if value.dim() > 0 else value.detach().cpu(),
+        value.shape == parameter.shape,
+        value.device.type != "cpu",
+    )

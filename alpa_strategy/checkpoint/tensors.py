@@ -10,7 +10,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils import _pytree as pytree
 
@@ -23,7 +27,9 @@ class _Elsewhere(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Self:
-        return Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
+        return Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
+        )
 
     def detach(self) -> Self:
         """Itself: `Module.state_dict` detaches what it takes."""
@@ -64,19 +70,32 @@ class LocalShards(_Elsewhere):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(chunk.offsets), chunk.tensor.shape) for chunk in self.chunks]
+        return [
+            ChunkStorageMetadata(torch.Size(chunk.offsets), chunk.tensor.shape)
+            for chunk in self.chunks
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(chunk.tensor.detach() for chunk in self.chunks if torch.Size(chunk.offsets) == index.offset)
+        return next(
+            chunk.tensor.detach()
+            for chunk in self.chunks
+            if torch.Size(chunk.offsets) == index.offset
+        )
 
 
 class StoredTensor(_Elsewhere):
     """A tensor of a checkpoint on disk. Computing with it reads it whole, `fill` reads parts of it."""
 
-    failure: CheckpointError | None = None  # why it could not be read: `Module.load_state_dict` makes a text of errors
+    failure: CheckpointError | None = (
+        None  # why it could not be read: `Module.load_state_dict` makes a text of errors
+    )
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, key: str, fill: Callable[[str, LocalShards], None]
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        key: str,
+        fill: Callable[[str, LocalShards], None],
     ) -> None:
         """`fill(key, shards)` reads into the shards' memory what they cover of the stored tensor `key`."""
         self.key, self._fill = key, fill
@@ -99,7 +118,9 @@ class StoredTensor(_Elsewhere):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.copy_.default and args[0].is_meta:  # a parameter that is still to be made
+        if (
+            func is torch.ops.aten.copy_.default and args[0].is_meta
+        ):  # a parameter that is still to be made
             return args[0]
         args, kwargs = pytree.tree_map_only(StoredTensor, StoredTensor.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -147,8 +168,12 @@ def to_bytes(rest: Any, places: Mapping[Path, str]) -> bytes | Exception:
     """What `from_file` reads, or why `rest` cannot be stored."""
     buffer = io.BytesIO()
     try:
-        torch.save({"rest": rest, "places": [(list(path), key) for path, key in places.items()]}, buffer)
-    except Exception as error:  # whatever pickle of the user's objects raises; the caller raises it on all ranks
+        torch.save(
+            {"rest": rest, "places": [(list(path), key) for path, key in places.items()]}, buffer
+        )
+    except (
+        Exception
+    ) as error:  # whatever pickle of the user's objects raises; the caller raises it on all ranks
         return error
     return buffer.getvalue()
 

@@ -17,7 +17,9 @@ from alpa_strategy.errors import ClusterError
 from alpa_strategy.files import CLUSTERS, find_named, read_yaml, shipped_names
 
 
-def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:
+def read_cluster_yaml(
+    path: str | Path, overrides: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], str]:
     """The plain content of a cluster file and the name to call it by in messages; see `ClusterSpec.load`.
 
     Raises:
@@ -32,13 +34,18 @@ def read_cluster_yaml(path: str | Path, overrides: Mapping[str, Any] | None) -> 
         for key, value in (overrides or {}).items():
             # text is read as OmegaConf reads a file, so that 3e9 is a number on the command line too
             parsed = OmegaConf.from_dotlist([f"{key}={value}"]) if isinstance(value, str) else None
-            OmegaConf.update(content, key, value if parsed is None else OmegaConf.select(parsed, key))
+            OmegaConf.update(
+                content, key, value if parsed is None else OmegaConf.select(parsed, key)
+            )
         data = OmegaConf.to_container(content, resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
-        raise ClusterError(f"cluster file {file} cannot be read: {error}", "correct the file") from error
+        raise ClusterError(
+            f"cluster file {file} cannot be read: {error}", "correct the file"
+        ) from error
     if not isinstance(data, dict):
         raise ClusterError(
-            f"cluster file {file} holds no fields", "write name:, num_nodes:, ... as in configs/clusters"
+            f"cluster file {file} holds no fields",
+            "write name:, num_nodes:, ... as in configs/clusters",
         )
     return {str(key): value for key, value in data.items()}, str(file)
 
@@ -59,12 +66,18 @@ class Fields:
     def __init__(self, data: Any, known: tuple[str, ...], file: str, prefix: str = "") -> None:
         self.file, self.prefix = file, prefix
         if not isinstance(data, Mapping):
-            raise self._error(prefix.rstrip("."), f"is {data!r}", f"give it the fields {', '.join(known)}")
+            raise self._error(
+                prefix.rstrip("."), f"is {data!r}", f"give it the fields {', '.join(known)}"
+            )
         self.data = data
         for key in data:
             if key not in known:
                 close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-                hint = f"did you mean {prefix}{close[0]}?" if close else f"known fields: {', '.join(known)}"
+                hint = (
+                    f"did you mean {prefix}{close[0]}?"
+                    if close
+                    else f"known fields: {', '.join(known)}"
+                )
                 raise self._error(f"{prefix}{key}", "is not a field of a cluster", hint)
 
     def value(self, key: str, expected: str, default: Any = None) -> Any:
@@ -87,7 +100,13 @@ class Fields:
         return self.valid(key, value, isinstance(value, str) and value != "", expected)
 
     def number(
-        self, key: str, expected: str, default: float | None = None, *, zero: bool = False, maximum: float = math.inf
+        self,
+        key: str,
+        expected: str,
+        default: float | None = None,
+        *,
+        zero: bool = False,
+        maximum: float = math.inf,
     ) -> float:
         """A number that a rate or a time can be (0, too, with `zero`), at most `maximum`."""
         value = self.value(key, expected, default)
@@ -95,14 +114,22 @@ class Fields:
         return float(self.valid(key, value, holds, expected))
 
     def integer(
-        self, key: str, expected: str, default: int | None = None, *, minimum: int = 1, maximum: float = 1e18
+        self,
+        key: str,
+        expected: str,
+        default: int | None = None,
+        *,
+        minimum: int = 1,
+        maximum: float = 1e18,
     ) -> int:
         """A whole number from `minimum` to `maximum`; 16e9 counts as one."""
         value = self.value(key, expected, default)
         holds = _is_finite(value) and value == int(value) and minimum <= value <= maximum
         return int(self.valid(key, value, holds, expected))
 
-    def section(self, key: str, known: tuple[str, ...], expected: str, default: Any = None) -> "Fields":
+    def section(
+        self, key: str, known: tuple[str, ...], expected: str, default: Any = None
+    ) -> "Fields":
         """The fields of a part, of which only `known` ones may be there."""
         return Fields(self.value(key, expected, default), known, self.file, f"{self.prefix}{key}.")
 

@@ -32,7 +32,9 @@ class Link:
 
     latency: float
     bandwidth: float
-    hop: float = 0.0  # seconds that a collective adds for each further device of a ring, or level of a tree
+    hop: float = (
+        0.0  # seconds that a collective adds for each further device of a ring, or level of a tree
+    )
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class DeviceSpec:
     memory_bandwidth: float
     peak_flops: tuple[tuple[str, float], ...]  # dtype name (`float32`, `bfloat16`, ...) -> FLOP/s
     launch_seconds: float
-    efficiency: float = 1.0  # the share of peak that large matrix products reach (measurement or experience, 0..1)
+    efficiency: float = (
+        1.0  # the share of peak that large matrix products reach (measurement or experience, 0..1)
+    )
     # how much longer an op takes while all devices of the job compute than while one does (>= 1; ranks that share CPU
     # cores). The other figures are those of one device alone.
     slowdown: float = 1.0
@@ -86,7 +90,9 @@ class CommTable:
     kind: str
     size: int
     stride: int
-    points: tuple[tuple[int, float], ...]  # (bytes of the full tensor on the axis, seconds), ascending
+    points: tuple[
+        tuple[int, float], ...
+    ]  # (bytes of the full tensor on the axis, seconds), ascending
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,9 @@ class MeshAxis:
     # ring, tree: seconds that the further devices of a ring and levels of a tree add to the link's latency
     ring: float = 0.0
     tree: float = 0.0
-    exchange: float = 0.0  # bytes/s of all-to-alls where it is not the link's (devices with links of their own)
+    exchange: float = (
+        0.0  # bytes/s of all-to-alls where it is not the link's (devices with links of their own)
+    )
 
     def seconds(self, kind: str, num_bytes: float) -> float:
         """Time of collective `kind`; `num_bytes` are those of the full tensor on the axis (docs/formulas.md#costs).
@@ -176,19 +184,25 @@ class ClusterSpec:
         fields.valid("measured", measured, isinstance(measured, bool), "true or false")
         nominal = NOMINAL.to_dict() if measured else {}
         tables = fields.items("tables", "a list of measured tables", ())
-        num_nodes = fields.integer("num_nodes", "the number of nodes, a whole number >= 1", maximum=MAX_DEVICES)
+        num_nodes = fields.integer(
+            "num_nodes", "the number of nodes, a whole number >= 1", maximum=MAX_DEVICES
+        )
         per_node = "devices in each node, a whole number >= 1; at most a million in the cluster"
         spec = cls(
             name=fields.text("name", "a name for the cluster"),
             num_nodes=num_nodes,
-            devices_per_node=fields.integer("devices_per_node", per_node, maximum=MAX_DEVICES / num_nodes),
+            devices_per_node=fields.integer(
+                "devices_per_node", per_node, maximum=MAX_DEVICES / num_nodes
+            ),
             device=_read_device(fields, nominal.get("device")),
             intra_node=_read_link(fields, "intra_node", nominal.get("intra_node")),
             inter_node=_read_link(fields, "inter_node", nominal.get("inter_node")),
             tables=tuple(_read_table(table, source, index) for index, table in enumerate(tables)),
             measured=measured,
             overlap=fields.number("overlap", "a share, 0 to 1", 0.0, zero=True, maximum=1.0),
-            links=read_links(fields.section("intra_node", LINK_FIELDS, _LINK)) if "intra_node" in fields.data else (),
+            links=read_links(fields.section("intra_node", LINK_FIELDS, _LINK))
+            if "intra_node" in fields.data
+            else (),
             levels=read_levels(fields),
             order=_read_order(fields),
             host=_read_host(fields),
@@ -197,7 +211,8 @@ class ClusterSpec:
             _ = spec.topology  # ClusterError where links or levels do not cover its devices
         if not isinstance(spec.order, str) and sorted(spec.order) != list(range(spec.num_devices)):
             raise ClusterError(
-                f"order does not list the ranks 0 to {spec.num_devices - 1}, each once", f"write {_ORDER}"
+                f"order does not list the ranks 0 to {spec.num_devices - 1}, each once",
+                f"write {_ORDER}",
             )
         return spec
 
@@ -209,8 +224,12 @@ class ClusterSpec:
     @cached_property
     def topology(self) -> Topology:
         """The devices by their ranks, and the links between them."""
-        inside, node = ((link.latency, link.bandwidth) for link in (self.intra_node, self.inter_node))
-        return Topology(self.num_nodes, self.devices_per_node, inside, node, self.links, self.levels)
+        inside, node = (
+            (link.latency, link.bandwidth) for link in (self.intra_node, self.inter_node)
+        )
+        return Topology(
+            self.num_nodes, self.devices_per_node, inside, node, self.links, self.levels
+        )
 
     @cached_property
     def _order(self) -> Order:
@@ -226,8 +245,13 @@ class ClusterSpec:
         device sends and receives as much as the others of its mesh, in order."""
         if (source, target) not in self._known:
             parts = math.lcm(source[1], target[1])  # each goes from one device to one
-            places = [(source[0] + i * source[1] // parts, target[0] + i * target[1] // parts) for i in range(parts)]
-            latency, seconds = self.topology.messages(Counter((self._order[a], self._order[b]) for a, b in places))
+            places = [
+                (source[0] + i * source[1] // parts, target[0] + i * target[1] // parts)
+                for i in range(parts)
+            ]
+            latency, seconds = self.topology.messages(
+                Counter((self._order[a], self._order[b]) for a, b in places)
+            )
             self._known[source, target] = Link(latency, parts / seconds if seconds else math.inf)
         return self._known[source, target]
 
@@ -255,7 +279,9 @@ class ClusterSpec:
             found = replace(self, order=order)
             offers = found._offers()
             if not any(_as_good(offers, other) for _, other in kept):
-                kept = [(c, other) for c, other in kept if not _as_good(other, offers)] + [(found, offers)]
+                kept = [(c, other) for c, other in kept if not _as_good(other, offers)] + [
+                    (found, offers)
+                ]
         return [found for found, _ in kept]
 
     def _offers(self) -> "_Offers":
@@ -263,11 +289,19 @@ class ClusterSpec:
 
         Under (0, size) what messages from mesh to mesh have that lie in a row: all one after the other, the slowest.
         """
-        inside = [(1, n) for n in range(2, self.devices_per_node + 1) if self.devices_per_node % n == 0]
-        beyond = [(n, self.devices_per_node) for n in range(2, self.num_nodes + 1) if self.num_nodes % n == 0]
+        inside = [
+            (1, n) for n in range(2, self.devices_per_node + 1) if self.devices_per_node % n == 0
+        ]
+        beyond = [
+            (n, self.devices_per_node)
+            for n in range(2, self.num_nodes + 1)
+            if self.num_nodes % n == 0
+        ]
         found = {
             submesh: [
-                _offer(*((a.size, a.link, a.exchange) for a in self.logical_mesh(shape, submesh).axes))
+                _offer(
+                    *((a.size, a.link, a.exchange) for a in self.logical_mesh(shape, submesh).axes)
+                )
                 for shape in self.logical_shapes(submesh)
             ]
             for submesh in inside + beyond
@@ -276,11 +310,18 @@ class ClusterSpec:
             rows = range(0, self.num_devices - 2 * size + 1, size)
             links = [self.between((first, size), (first + size, size)) for first in rows]
             if links:
-                all_together = Link(sum(link.latency for link in links), 1 / sum(1 / link.bandwidth for link in links))
-                found[0, size] = [_offer((size, all_together, min(link.bandwidth for link in links)))]
+                all_together = Link(
+                    sum(link.latency for link in links),
+                    1 / sum(1 / link.bandwidth for link in links),
+                )
+                found[0, size] = [
+                    _offer((size, all_together, min(link.bandwidth for link in links)))
+                ]
         return found
 
-    def logical_mesh(self, shape: tuple[int, ...], submesh: tuple[int, int] | None = None) -> LogicalMesh:
+    def logical_mesh(
+        self, shape: tuple[int, ...], submesh: tuple[int, int] | None = None
+    ) -> LogicalMesh:
         """The logical mesh of `shape` on a submesh (n_nodes, n_devices) of the cluster (default: all of it).
 
         An axis whose groups cross nodes uses the inter-node link; the groups that cross out of one node at the same
@@ -297,11 +338,22 @@ class ClusterSpec:
         if (shape, num_nodes, per_node) not in self._known:
             places: list[Sequence[int]]
             if self.is_uniform:
-                places = [[node * self.devices_per_node + i for node in range(num_nodes) for i in range(per_node)]]
+                places = [
+                    [
+                        node * self.devices_per_node + i
+                        for node in range(num_nodes)
+                        for i in range(per_node)
+                    ]
+                ]
             else:
                 size = num_nodes * per_node
-                places = [self._order[i : i + size] for i in range(0, self.num_devices - size + 1, size)]
-            axes = tuple(self._axis([np.array(ranks).reshape(shape) for ranks in places], i) for i in range(len(shape)))
+                places = [
+                    self._order[i : i + size] for i in range(0, self.num_devices - size + 1, size)
+                ]
+            axes = tuple(
+                self._axis([np.array(ranks).reshape(shape) for ranks in places], i)
+                for i in range(len(shape))
+            )
             host = self.host and self.host.share(self.devices_per_node)
             self._known[shape, num_nodes, per_node] = LogicalMesh(shape, axes, self.overlap, host)
         return self._known[shape, num_nodes, per_node]
@@ -313,13 +365,23 @@ class ClusterSpec:
         lines = [np.moveaxis(grid, axis, -1).reshape(-1, size).tolist() for grid in grids]
         ways = [self.topology.way(tuple(map(tuple, each))) for each in lines]
         link = Link(max(way.latency for way in ways), min(way.bandwidth for way in ways))
-        is_measured = self.is_uniform and int(grids[0].flat[-1]) + 1 == grids[0].size  # side by side
-        tables = tuple(t for t in self.tables if is_measured and (t.size, t.stride) == (size, stride))
+        is_measured = (
+            self.is_uniform and int(grids[0].flat[-1]) + 1 == grids[0].size
+        )  # side by side
+        tables = tuple(
+            t for t in self.tables if is_measured and (t.size, t.stride) == (size, stride)
+        )
         together = min(way.together for way in ways)  # devices of a group that lie in a node
-        nodes, inside, across = -(-size // together), self.intra_node.hop, self.inter_node.hop  # nodes: rounded up
+        nodes, inside, across = (
+            -(-size // together),
+            self.intra_node.hop,
+            self.inter_node.hop,
+        )  # nodes: rounded up
         ring = inside * (size - nodes) + across * (nodes - 1)
         tree = 2 * (inside * math.log2(together) + across * math.log2(nodes))  # up and down again
-        return MeshAxis(size, stride, link, tables, ring, tree, float(min(way.exchange for way in ways)))
+        return MeshAxis(
+            size, stride, link, tables, ring, tree, float(min(way.exchange for way in ways))
+        )
 
     def logical_shapes(self, submesh: tuple[int, int] | None = None) -> list[tuple[int, ...]]:
         """Every 1-D and 2-D factorisation of the submesh's device count: (n,), then (a, b) with a, b > 1."""
@@ -339,12 +401,20 @@ class ClusterSpec:
         data = _data(self, "tables", "measured")
         device = _data(self.device, "efficiency") | {"peak_flops": dict(self.device.peak_flops)}
         if self.device.efficiencies:
-            device["efficiencies"] = {kind: dict(shares) for kind, shares in self.device.efficiencies}
+            device["efficiencies"] = {
+                kind: dict(shares) for kind, shares in self.device.efficiencies
+            }
         links = {"links": data.pop("links")} if self.links else {}
         levels = {"levels": [level.to_dict() for level in self.levels]} if self.levels else {}
         ends = {"intra_node": _data(self.intra_node) | links, "inter_node": _data(self.inter_node)}
         host = {} if self.host is None else {"host": dict(vars(self.host))}
-        return data | {"device": device, **ends, "tables": [_data(table) for table in self.tables], **levels, **host}
+        return data | {
+            "device": device,
+            **ends,
+            "tables": [_data(table) for table in self.tables],
+            **levels,
+            **host,
+        }
 
     def _submesh(self, submesh: tuple[int, int] | None) -> tuple[int, int]:
         whole = (self.num_nodes, self.devices_per_node)
@@ -357,7 +427,9 @@ class ClusterSpec:
         return num_nodes, per_node
 
 
-CLUSTER_FIELDS = tuple(name for name in ClusterSpec.__dataclass_fields__ if name != "links")  # of `intra_node`
+CLUSTER_FIELDS = tuple(
+    name for name in ClusterSpec.__dataclass_fields__ if name != "links"
+)  # of `intra_node`
 DEVICE_FIELDS = tuple(DeviceSpec.__dataclass_fields__)
 HOST_FIELDS = tuple(Host.__dataclass_fields__)
 LINK_FIELDS = ("latency", "bandwidth", "hop", "links")
@@ -370,7 +442,9 @@ NOMINAL = ClusterSpec(
     name="nominal",
     num_nodes=1,
     devices_per_node=1,
-    device=DeviceSpec("cpu (nominal)", 4 * 2**30, 10e9, (("float32", 60e9), ("float64", 30e9)), 5e-6, 0.8),
+    device=DeviceSpec(
+        "cpu (nominal)", 4 * 2**30, 10e9, (("float32", 60e9), ("float64", 30e9)), 5e-6, 0.8
+    ),
     intra_node=Link(120e-6, 2e9),
     inter_node=Link(200e-6, 1e9),
     measured=True,
@@ -378,31 +452,54 @@ NOMINAL = ClusterSpec(
 
 
 def _read_device(fields: Fields, nominal: dict[str, Any] | None) -> DeviceSpec:
-    device = fields.section("device", DEVICE_FIELDS, f"a section with {', '.join(DEVICE_FIELDS)}", nominal)
-    peaks = device.section("peak_flops", DTYPES, "FLOP/s by dtype, for example {float16: 125e12, float32: 15.7e12}")
+    device = fields.section(
+        "device", DEVICE_FIELDS, f"a section with {', '.join(DEVICE_FIELDS)}", nominal
+    )
+    peaks = device.section(
+        "peak_flops", DTYPES, "FLOP/s by dtype, for example {float16: 125e12, float32: 15.7e12}"
+    )
     if not peaks.data:
         device.number("peak_flops", "FLOP/s of at least one dtype, for example {float32: 15.7e12}")
     efficiency = "the share of peak that large matrix products reach, above 0 and at most 1"
     return DeviceSpec(
         name=device.text("name", "the device's name"),
-        memory_bytes=device.integer("memory_bytes", "the device's memory in bytes, for example 16e9"),
-        memory_bandwidth=device.number("memory_bandwidth", "bytes/s of the device's memory, for example 900e9"),
-        peak_flops=tuple((dtype, peaks.number(dtype, "FLOP/s, for example 125e12")) for dtype in peaks.data),
-        launch_seconds=device.number("launch_seconds", "seconds to start one op, for example 5e-6", zero=True),
+        memory_bytes=device.integer(
+            "memory_bytes", "the device's memory in bytes, for example 16e9"
+        ),
+        memory_bandwidth=device.number(
+            "memory_bandwidth", "bytes/s of the device's memory, for example 900e9"
+        ),
+        peak_flops=tuple(
+            (dtype, peaks.number(dtype, "FLOP/s, for example 125e12")) for dtype in peaks.data
+        ),
+        launch_seconds=device.number(
+            "launch_seconds", "seconds to start one op, for example 5e-6", zero=True
+        ),
         efficiency=device.number("efficiency", efficiency, 1.0, maximum=1.0),
-        slowdown=device.number("slowdown", "how much slower an op is while all devices compute, for example 1.5", 1.0),
+        slowdown=device.number(
+            "slowdown", "how much slower an op is while all devices compute, for example 1.5", 1.0
+        ),
         efficiencies=_read_efficiencies(device),
         compute_units=device.integer("compute_units", "how many SMs it has", 0, minimum=0),
     )
 
 
 def _read_efficiencies(device: Fields) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:
-    expected = "shares of peak by kind of product and dtype, for example {convolution: {float32: 0.5}}"
+    expected = (
+        "shares of peak by kind of product and dtype, for example {convolution: {float32: 0.5}}"
+    )
     kinds = device.section("efficiencies", PRODUCT_KINDS, expected, {})
     found = []
     for kind in kinds.data:
         shares = kinds.section(kind, DTYPES, expected)
-        found.append((kind, tuple((dtype, shares.number(dtype, expected, maximum=1.0)) for dtype in shares.data)))
+        found.append(
+            (
+                kind,
+                tuple(
+                    (dtype, shares.number(dtype, expected, maximum=1.0)) for dtype in shares.data
+                ),
+            )
+        )
     return tuple(found)
 
 
@@ -413,7 +510,9 @@ def _read_order(fields: Fields) -> str | Order:
 
 
 def _read_link(fields: Fields, key: str, nominal: dict[str, Any] | None) -> Link:
-    link = fields.section(key, LINK_FIELDS if key == "intra_node" else LINK_FIELDS[:3], _LINK, nominal)
+    link = fields.section(
+        key, LINK_FIELDS if key == "intra_node" else LINK_FIELDS[:3], _LINK, nominal
+    )
     return Link(
         latency=link.number("latency", "seconds per message, for example 10e-6", zero=True),
         bandwidth=link.number("bandwidth", "bytes/s per direction, for example 25e9"),
@@ -426,16 +525,26 @@ def _read_host(fields: Fields) -> Host | None:
         return None
     host = fields.section("host", HOST_FIELDS, f"a section with {', '.join(HOST_FIELDS)}")
     return Host(
-        link_bandwidth=host.number("link_bandwidth", "bytes/s between a device and host memory, for example 25e9"),
-        memory_bytes=host.number("memory_bytes", "bytes of a node's host memory that may be used, for example 1e12"),
-        memory_bandwidth=host.number("memory_bandwidth", "bytes/s of a node's host memory, for example 200e9"),
+        link_bandwidth=host.number(
+            "link_bandwidth", "bytes/s between a device and host memory, for example 25e9"
+        ),
+        memory_bytes=host.number(
+            "memory_bytes", "bytes of a node's host memory that may be used, for example 1e12"
+        ),
+        memory_bandwidth=host.number(
+            "memory_bandwidth", "bytes/s of a node's host memory, for example 200e9"
+        ),
     )
 
 
 def _data(record: Any, *always: str) -> dict[str, Any]:
     """Fields by name, without those that have their default: a new field leaves the digests of other clusters alone."""
     given = {field.name: (getattr(record, field.name), field.default) for field in fields(record)}
-    return {name: value for name, (value, default) in given.items() if name in always or value != default}
+    return {
+        name: value
+        for name, (value, default) in given.items()
+        if name in always or value != default
+    }
 
 
 def _read_table(data: Any, source: str, index: int) -> CommTable:
@@ -443,7 +552,9 @@ def _read_table(data: Any, source: str, index: int) -> CommTable:
     kind = fields.text("kind", f"one of {', '.join(COLLECTIVES)}")
     points = fields.items("points", "[[bytes, seconds], ...] with bytes ascending")
     pairs = [tuple(p) for p in points if isinstance(p, list | tuple) and len(p) == 2]
-    numbers = all(isinstance(x, int | float) and math.isfinite(x) and x >= 0 for pair in pairs for x in pair)
+    numbers = all(
+        isinstance(x, int | float) and math.isfinite(x) and x >= 0 for pair in pairs for x in pair
+    )
     ascending = numbers and all(a[0] < b[0] for a, b in pairwise(pairs))
     if kind not in COLLECTIVES or not pairs or len(pairs) != len(points) or not ascending:
         raise ClusterError(
@@ -469,13 +580,18 @@ def _offer(*axes: tuple[int, Link, float]) -> np.ndarray:
 
     Those of another size are not better: sizes stand there with both signs.
     """
-    return np.array(sorted((size, link.bandwidth, -link.latency, rate, -size) for size, link, rate in axes))
+    return np.array(
+        sorted((size, link.bandwidth, -link.latency, rate, -size) for size, link, rate in axes)
+    )
 
 
 def _as_good(offers: _Offers, other: _Offers) -> bool:
     """Whether every mesh of `offers` has one among `other` whose axes are each as good."""
     return all(
-        any(mine.shape == each.shape and (mine <= each + 1e-9 * abs(each)).all() for each in other[submesh])
+        any(
+            mine.shape == each.shape and (mine <= each + 1e-9 * abs(each)).all()
+            for each in other[submesh]
+        )
         for submesh, meshes in offers.items()
         for mine in meshes
     )
@@ -487,7 +603,12 @@ def _as_good(offers: _Offers, other: _Offers) -> bool:
 def volume_factor(kind: str, size: int) -> float:
     """Bytes that one device moves per byte of the full tensor on an axis of `size` devices (docs/formulas.md#costs)."""
     part = (size - 1) / size
-    moved = {"all_gather": part, "reduce_scatter": part, "all_reduce": 2 * part, "all_to_all": (size - 1) / size**2}
+    moved = {
+        "all_gather": part,
+        "reduce_scatter": part,
+        "all_reduce": 2 * part,
+        "all_to_all": (size - 1) / size**2,
+    }
     return 1.0 if kind == "p2p" else moved[kind]
 
 

@@ -35,7 +35,12 @@ class Level:
 
     def to_dict(self) -> dict[str, Any]:
         """Inverse of `read_levels`, of one level."""
-        return {"name": self.name, self.unit: self.blocks, "latency": self.latency, "bandwidth": self.bandwidth}
+        return {
+            "name": self.name,
+            self.unit: self.blocks,
+            "latency": self.latency,
+            "bandwidth": self.bandwidth,
+        }
 
     def block_of(self, count: int) -> list[int]:
         """The block of each of `count` devices or nodes.
@@ -65,13 +70,20 @@ def read_levels(fields: Fields) -> tuple[Level, ...]:
         blocks: int | tuple[Order, ...]
         if isinstance(level.value(unit, expected), list | tuple):
             given = level.items(unit, expected)
-            whole = all(isinstance(b, list | tuple) and all(type(i) is int and i >= 0 for i in b) for b in given)
+            whole = all(
+                isinstance(b, list | tuple) and all(type(i) is int and i >= 0 for i in b)
+                for b in given
+            )
             blocks = tuple(map(tuple, level.valid(unit, given, whole and bool(given), expected)))
         else:
             blocks = level.integer(unit, expected, maximum=MAX_DEVICES)
         name = level.text("name", "what the level is called, for example rack")
-        latency = level.number("latency", "seconds per message that leaves a block, for example 20e-6", zero=True)
-        bandwidth = level.number("bandwidth", "bytes/s per direction of a block's way out, for example 50e9")
+        latency = level.number(
+            "latency", "seconds per message that leaves a block, for example 20e-6", zero=True
+        )
+        bandwidth = level.number(
+            "bandwidth", "bytes/s per direction of a block's way out, for example 50e9"
+        )
         found.append(Level(name, unit, blocks, latency, bandwidth))
     return tuple(found)
 
@@ -84,13 +96,28 @@ def read_links(fields: Fields) -> tuple[tuple[float, ...], ...]:
     rows = fields.items("links", expected)
     try:
         matrix = np.array(rows, dtype=float)
-        good = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] <= MAX_LINKED and np.isfinite(matrix).all()
-        good = good and (matrix >= 0).all() and (matrix == matrix.T).all() and not matrix.diagonal().any()
-        good = good and matrix.max(initial=0.0) <= LARGEST and matrix[matrix > 0].min(initial=1.0) >= SMALLEST
+        good = (
+            matrix.ndim == 2
+            and matrix.shape[0] == matrix.shape[1] <= MAX_LINKED
+            and np.isfinite(matrix).all()
+        )
+        good = (
+            good
+            and (matrix >= 0).all()
+            and (matrix == matrix.T).all()
+            and not matrix.diagonal().any()
+        )
+        good = (
+            good
+            and matrix.max(initial=0.0) <= LARGEST
+            and matrix[matrix > 0].min(initial=1.0) >= SMALLEST
+        )
     except (TypeError, ValueError, OverflowError):
         good = False
     if not good:
-        raise ClusterError(f"cluster file {fields.file}: field {fields.prefix}links is no such matrix", expected)
+        raise ClusterError(
+            f"cluster file {fields.file}: field {fields.prefix}links is no such matrix", expected
+        )
     return tuple(tuple(map(float, row)) for row in rows)
 
 
@@ -125,10 +152,14 @@ class Topology:
         self._num_nodes, self._per_node, self._inside = num_nodes, per_node, inside
         if links and len(links) < per_node:
             raise ClusterError(
-                f"intra_node.links joins {len(links)} devices, a node has {per_node}", "give a row for every device"
+                f"intra_node.links joins {len(links)} devices, a node has {per_node}",
+                "give a row for every device",
             )
         self._links = np.array(links, dtype=float)[:per_node, :per_node] if links else None
-        self._blocks: dict[str, list[list[int]]] = {"nodes": [], "devices": []}  # by unit: of its levels, as `block_of`
+        self._blocks: dict[str, list[list[int]]] = {
+            "nodes": [],
+            "devices": [],
+        }  # by unit: of its levels, as `block_of`
         ranks = np.arange(num_nodes * per_node)
         # Block of each device, latency and bandwidth out of it.
         self._ways = [(ranks // per_node, *node)]
@@ -139,7 +170,9 @@ class Topology:
                 blocks = np.repeat(of_unit, per_node)
             else:
                 blocks = np.array(of_unit * num_nodes) + len(ranks) * (ranks // per_node)
-            self._ways.append((np.unique(blocks, return_inverse=True)[1], level.latency, level.bandwidth))
+            self._ways.append(
+                (np.unique(blocks, return_inverse=True)[1], level.latency, level.bandwidth)
+            )
         self._reached: dict[Order, float] = {}
         self._cut: dict[Order, tuple[tuple[float, ...], Order]] = {}
 
@@ -151,7 +184,12 @@ class Topology:
             bandwidth = min(bandwidth, self._reach(part))
             exchange = min(exchange, self._exchange(part))
         for blocks, beyond, shared in self._ways:
-            crossing = Counter(b for group in groups if len(met := {int(blocks[r]) for r in group}) > 1 for b in met)
+            crossing = Counter(
+                b
+                for group in groups
+                if len(met := {int(blocks[r]) for r in group}) > 1
+                for b in met
+            )
             if crossing:
                 latency = max(latency, beyond)
                 crossed = min(crossed, shared / max(crossing.values()))
@@ -162,7 +200,9 @@ class Topology:
 
         The slowest of: a link of two devices alone, a device's way to all others, a block's shared way out or in.
         """
-        moved = [(source, target, size) for (source, target), size in sizes.items() if source != target]
+        moved = [
+            (source, target, size) for (source, target), size in sizes.items() if source != target
+        ]
         if not moved:
             return 0.0, 0.0
         source, target = np.array([pair[:2] for pair in moved]).T
@@ -193,16 +233,31 @@ class Topology:
         """
         outside = _digits(self._blocks["nodes"], self._num_nodes)
         if self._links is not None:
-            places = np.argsort(self._halved(tuple(range(self._per_node)))[1])  # of each device among the halves
-            sizes = (self._per_node >> times for times in range(1, (self._per_node & -self._per_node).bit_length()))
-            inside = _digits([(places // size).tolist() for size in sizes], self._per_node)  # halves, their halves, ...
+            places = np.argsort(
+                self._halved(tuple(range(self._per_node)))[1]
+            )  # of each device among the halves
+            sizes = (
+                self._per_node >> times
+                for times in range(1, (self._per_node & -self._per_node).bit_length())
+            )
+            inside = _digits(
+                [(places // size).tolist() for size in sizes], self._per_node
+            )  # halves, their halves, ...
         else:
             inside = _digits(self._blocks["devices"], self._per_node)
         found = {tuple(range(self._num_nodes * self._per_node)): None}
-        for first, second in product(permutations(range(len(outside[0]))), permutations(range(len(inside[0])))):
-            nodes = sorted(range(self._num_nodes), key=lambda node: [outside[node][i] for i in first])
-            devices = sorted(range(self._per_node), key=lambda device: [inside[device][i] for i in second])
-            found[tuple(node * self._per_node + device for node in nodes for device in devices)] = None
+        for first, second in product(
+            permutations(range(len(outside[0]))), permutations(range(len(inside[0])))
+        ):
+            nodes = sorted(
+                range(self._num_nodes), key=lambda node: [outside[node][i] for i in first]
+            )
+            devices = sorted(
+                range(self._per_node), key=lambda device: [inside[device][i] for i in second]
+            )
+            found[tuple(node * self._per_node + device for node in nodes for device in devices)] = (
+                None
+            )
         return list(found)
 
     def _halved(self, members: Order) -> tuple[tuple[float, ...], Order]:
@@ -245,7 +300,9 @@ class Topology:
         if members not in self._reached:
             links = self._links[np.ix_(members, members)]
             n = len(members)
-            inside = np.array([[(s >> i) & 1 for i in range(n)] for s in range(1, 2**n - 1)], dtype=bool)  # [sets, n]
+            inside = np.array(
+                [[(s >> i) & 1 for i in range(n)] for s in range(1, 2**n - 1)], dtype=bool
+            )  # [sets, n]
             leaving = np.einsum("si,ij,sj->s", inside.astype(float), links, (~inside).astype(float))
             found = float((leaving / inside.sum(1)).min()) * (n - 1)
             self._reached[members] = max(found, self._inside[1])

@@ -37,7 +37,9 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-def on_all_ranks(work: Callable[[], T], summary: Callable[[T], Any], group: Any = None) -> tuple[T, list[Any]]:
+def on_all_ranks(
+    work: Callable[[], T], summary: Callable[[T], Any], group: Any = None
+) -> tuple[T, list[Any]]:
     """Run `work` on every rank; an AlpaError on any rank is raised on all. Collective.
 
     Returns this rank's result, and `summary(result)` (small, picklable) of every rank.
@@ -74,7 +76,9 @@ def host_group(group: Any = None) -> Any:
     if dist.get_backend(group) != "nccl":
         return group
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return lasting_group("hosts", ranks, backend="gloo", use_local_synchronization=len(ranks) < world_size())
+    return lasting_group(
+        "hosts", ranks, backend="gloo", use_local_synchronization=len(ranks) < world_size()
+    )
 
 
 class RankZero:
@@ -88,7 +92,9 @@ class RankZero:
             # A connection of its own: who waits in it holds up nobody else's calls.
             self._store = job_store().clone()
             number = self._store.add(f"alpa/rank_zero/runs/{dist.get_rank()}", 1)
-            self._run = f"{dist.get_rank() - self._rank}/{number}"  # a replica's ranks are neighbours
+            self._run = (
+                f"{dist.get_rank() - self._rank}/{number}"  # a replica's ranks are neighbours
+            )
             self._count = 0
 
     def result_of(self, work: Callable[[], Any], what: str) -> Any:
@@ -116,7 +122,8 @@ class RankZero:
             waiting.wait()
         except RuntimeError as error:
             raise RuntimeMismatchError(
-                f"rank 0 has not finished {what} within {self._timeout_seconds:g} s", "raise plan_timeout_seconds"
+                f"rank 0 has not finished {what} within {self._timeout_seconds:g} s",
+                "raise plan_timeout_seconds",
             ) from error
         result, failure = pickle.loads(self._store.get(key))
         if failure is not None:
@@ -131,7 +138,11 @@ class RankZero:
         self._store.set(keys[self._rank], text)
         with suppress(RuntimeError):  # some ranks do not come: the caller sees which
             self._store.wait(keys, timedelta(seconds=timeout_seconds))
-        return {rank: self._store.get(key).decode() for rank, key in enumerate(keys) if self._store.check([key])}
+        return {
+            rank: self._store.get(key).decode()
+            for rank, key in enumerate(keys)
+            if self._store.check([key])
+        }
 
 
 _groups: dict[Any, Any] = {}  # of `_job`, the process may have another later
@@ -156,7 +167,9 @@ def lasting_group(use: Any, ranks: Sequence[int] | None = None, **options: Any) 
 
 def check_groups() -> None:
     """Before a training: groups in which one that failed has left ranks apart are made anew. Collective."""
-    found = [(key, group) for key, group in _groups.items() if group != dist.GroupMember.NON_GROUP_MEMBER]
+    found = [
+        (key, group) for key, group in _groups.items() if group != dist.GroupMember.NON_GROUP_MEMBER
+    ]
     begun = of_all_ranks([(key, group._get_sequence_number_for_group()) for key, group in found])
     numbers = {each for of_rank in begun for each in of_rank}
     if len(numbers) > len(dict(numbers)):

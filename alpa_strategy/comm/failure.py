@@ -51,7 +51,9 @@ class FailureWatch:
         # A process may train several times with one store; every rank counts its own watches, in step with the others.
         prefix = f"alpa/failure/{store.add(f'alpa/failure/runs/{rank}', 1)}"
         # A connection each: a store's calls wait for each other, and the main thread may hang in one of its own.
-        self._watch_store, self._main_store = (dist.PrefixStore(prefix, store.clone()) for _ in range(2))
+        self._watch_store, self._main_store = (
+            dist.PrefixStore(prefix, store.clone()) for _ in range(2)
+        )
         self._rank, self._world_size = rank, world_size
         self._children, self._last = children, last
         self._stopped = threading.Event()
@@ -82,7 +84,9 @@ class FailureWatch:
         self._stopped.set()
         said = f"{type(error).__name__}: {error}"
         message = said.splitlines()[0]
-        if isinstance(error, LostRankError):  # at once: whoever launched the job may end it any moment
+        if isinstance(
+            error, LostRankError
+        ):  # at once: whoever launched the job may end it any moment
             print(f"\nalpa: {error.problem}", file=sys.stderr, flush=True)
         trace = said if isinstance(error, AlpaError) else "".join(traceback.format_exception(error))
         text = f"{self._rank}\n{message}\n{trace}"
@@ -123,7 +127,9 @@ class FailureWatch:
             time.sleep(0.05)
         if silent:
             ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
-            text = f"\nalpa: rank {self._rank}: no sign of life from {ranks}: ended, stopped or killed"
+            text = (
+                f"\nalpa: rank {self._rank}: no sign of life from {ranks}: ended, stopped or killed"
+            )
             print(text, file=sys.stderr, flush=True)
 
     def _watch(self) -> None:
@@ -136,7 +142,9 @@ class FailureWatch:
                 first = self._watch_store.get(_CAUSE).decode() if failed else ""
             except RuntimeError:  # rank 0 has ended, and this rank has no more work without it
                 if not self._stopped.wait(LOST_SECONDS):
-                    print(f"\nalpa: rank {self._rank} ends: {_NO_STORE}", file=sys.stderr, flush=True)
+                    print(
+                        f"\nalpa: rank {self._rank} ends: {_NO_STORE}", file=sys.stderr, flush=True
+                    )
                     self.end_process()
                 return
             if failed:
@@ -152,7 +160,11 @@ class FailureWatch:
         self._ending.acquire()  # never released: the process ends
         rank, _, trace = text.split("\n", 2)
         sys.stdout.flush()
-        print(f"\nalpa: rank {self._rank} ends because rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
+        print(
+            f"\nalpa: rank {self._rank} ends because rank {rank} failed:\n{trace}",
+            file=sys.stderr,
+            flush=True,
+        )
         with contextlib.suppress(RuntimeError):
             self._name_the_silent(store)
         self.end_process()
@@ -193,7 +205,9 @@ def fresh_store(rank: int, world_size: int, timeout_seconds: float) -> Any:
     """
     limit = timedelta(seconds=timeout_seconds)
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
-    return dist.PrefixStore(f"alpa/attempt/{agree_on_name(store, rank, world_size, timeout_seconds)}", store)
+    return dist.PrefixStore(
+        f"alpa/attempt/{agree_on_name(store, rank, world_size, timeout_seconds)}", store
+    )
 
 
 def agree_on_name(store: Any, rank: int, world_size: int, timeout_seconds: float) -> str:
@@ -228,4 +242,6 @@ def agree_on_name(store: Any, rank: int, world_size: int, timeout_seconds: float
 
 def _check_time(deadline: float, whom: str) -> None:
     if time.monotonic() > deadline:
-        raise LostRankError(f"{whom} did not come to the start of the job in time", "see why it has not started")
+        raise LostRankError(
+            f"{whom} did not come to the start of the job in time", "see why it has not started"
+        )

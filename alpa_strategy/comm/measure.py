@@ -77,11 +77,17 @@ def measure_collectives(
                 break
         for round_index in range(ROUNDS):
             for kind, size in best:
-                best[kind, size] = min(best[kind, size], clock.time(_collective(axis, kind, size, device)))
+                best[kind, size] = min(
+                    best[kind, size], clock.time(_collective(axis, kind, size, device))
+                )
             if clock.elapsed > budget_seconds and round_index > 0:
                 break
         for kind in kinds:
-            points = [(_exact_bytes(axis.size, size), best[kind, size]) for size in sizes if (kind, size) in best]
+            points = [
+                (_exact_bytes(axis.size, size), best[kind, size])
+                for size in sizes
+                if (kind, size) in best
+            ]
             tables.append(CommTable(kind, axis.size, all_strides[index], without_outliers(points)))
     return tables
 
@@ -114,7 +120,9 @@ def measure_cluster(
     tables: list[CommTable] = []
     done: set[tuple[int, int]] = set()
     for shape in shapes:
-        axes = [a for a, key in enumerate(zip(shape, strides(shape), strict=True)) if key not in done]
+        axes = [
+            a for a, key in enumerate(zip(shape, strides(shape), strict=True)) if key not in done
+        ]
         if not axes or shape == (1,):
             continue
         mesh = whole if shape == shapes[0] else make_mesh(shape)
@@ -125,8 +133,10 @@ def measure_cluster(
         num_nodes=num_nodes,
         devices_per_node=devices_per_node,
         device=spec,
-        intra_node=_fit_link(tables, num_nodes, devices_per_node, across=False) or NOMINAL.intra_node,
-        inter_node=_fit_link(tables, num_nodes, devices_per_node, across=True) or NOMINAL.inter_node,
+        intra_node=_fit_link(tables, num_nodes, devices_per_node, across=False)
+        or NOMINAL.intra_node,
+        inter_node=_fit_link(tables, num_nodes, devices_per_node, across=True)
+        or NOMINAL.inter_node,
         tables=tuple(tables),
         measured=True,
         overlap=0.0 if device.type == "cpu" else GPU_OVERLAP,
@@ -156,7 +166,9 @@ def measure_host(mesh: MeshComm, device: torch.device, devices_per_node: int) ->
     return Host(HOST_BYTES / max(best[:2]), -memory, 2 * HOST_BYTES * devices_per_node / best[2])
 
 
-def stored_path(folder: Path, device: str, num_nodes: int, devices_per_node: int, backend: str) -> Path:
+def stored_path(
+    folder: Path, device: str, num_nodes: int, devices_per_node: int, backend: str
+) -> Path:
     """The file of such a cluster. Host names do not count: the next job on such machines need not measure again."""
     key = json.dumps([device, num_nodes, devices_per_node, backend, torch.__version__])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
@@ -170,7 +182,9 @@ def load_stored(path: Path) -> ClusterSpec | None:
     try:
         return ClusterSpec.from_dict(read_json(path), str(path))
     except (OSError, ValueError, ClusterError) as error:
-        logger.warning("cluster measurements in %s cannot be used (%s): measuring again", path, error)
+        logger.warning(
+            "cluster measurements in %s cannot be used (%s): measuring again", path, error
+        )
         return None
 
 
@@ -208,13 +222,17 @@ class _AgreedClock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
-        seconds, self.elapsed = _agreed_max(self.mesh, [now - started, now - self._made], self.device)
+        seconds, self.elapsed = _agreed_max(
+            self.mesh, [now - started, now - self._made], self.device
+        )
         return seconds
 
 
 def _agreed_max(mesh: MeshComm, values: list[float], device: torch.device) -> list[float]:
     """Element-wise maximum over all ranks of the mesh."""
-    return mesh.whole.all_reduce(torch.tensor(values, dtype=torch.float64, device=device), "max").tolist()
+    return mesh.whole.all_reduce(
+        torch.tensor(values, dtype=torch.float64, device=device), "max"
+    ).tolist()
 
 
 def measure_slowdown(mesh: MeshComm, device: torch.device = CPU, seconds: float = 0.2) -> float:
@@ -250,10 +268,18 @@ def _agreed_device(mesh: MeshComm, spec: DeviceSpec, device: torch.device) -> De
     launch, *agreed = _agreed_max(mesh, [spec.launch_seconds, *(-rate for rate in rates)], device)
     memory, bandwidth, *peaks = [-value for value in agreed]
     flops = tuple(zip(dtypes, peaks, strict=True))
-    return replace(spec, memory_bytes=int(memory), memory_bandwidth=bandwidth, peak_flops=flops, launch_seconds=launch)
+    return replace(
+        spec,
+        memory_bytes=int(memory),
+        memory_bandwidth=bandwidth,
+        peak_flops=flops,
+        launch_seconds=launch,
+    )
 
 
-def _fit_link(tables: list[CommTable], num_nodes: int, devices_per_node: int, *, across: bool) -> Link | None:
+def _fit_link(
+    tables: list[CommTable], num_nodes: int, devices_per_node: int, *, across: bool
+) -> Link | None:
     """Latency and bandwidth of the link that explain the measured all-reduces, across nodes or inside them.
 
     Latency is the fastest small one's; bandwidth (across: the whole node's, for all groups) the best large one's.
@@ -262,8 +288,15 @@ def _fit_link(tables: list[CommTable], num_nodes: int, devices_per_node: int, *,
     one_way_out = Topology(num_nodes, devices_per_node, (0.0, math.inf), (0.0, 1.0), (), ())
     ranks = np.arange(num_nodes * devices_per_node)
     for table in tables:
-        groups = ranks.reshape(-1, table.size, table.stride).swapaxes(1, 2).reshape(-1, table.size).tolist()
-        share = one_way_out.way(list(map(tuple, groups))).bandwidth  # of it that a group has; inf inside of nodes
+        groups = (
+            ranks.reshape(-1, table.size, table.stride)
+            .swapaxes(1, 2)
+            .reshape(-1, table.size)
+            .tolist()
+        )
+        share = one_way_out.way(
+            list(map(tuple, groups))
+        ).bandwidth  # of it that a group has; inf inside of nodes
         if table.kind != "all_reduce" or math.isfinite(share) != across:
             continue
         first, (num_bytes, seconds) = min(time for _, time in table.points), table.points[-1]

@@ -41,7 +41,9 @@ class Pending:
         time slice (4 ms); a timer of its own wakes it where it was (`scripts/bench_waits.py`).
     """
 
-    def __init__(self, finish: Callable[[], Tensor], work: Any = None, is_polled: bool = False) -> None:
+    def __init__(
+        self, finish: Callable[[], Tensor], work: Any = None, is_polled: bool = False
+    ) -> None:
         self._finish: Callable[[], Tensor] | None = finish
         self._work, self._is_polled = work, is_polled
         self._result: Tensor | None = None
@@ -102,7 +104,9 @@ class AxisComm:
         """Concatenate the axis' chunks along `dim`; chunk i has `chunk_sizes(total, size)[i]` rows (uneven is fine)."""
         return self.start_all_gather(tensor, dim, total, at_once=True).wait()
 
-    def start_all_gather(self, tensor: Tensor, dim: int, total: int, at_once: bool = False) -> Pending:
+    def start_all_gather(
+        self, tensor: Tensor, dim: int, total: int, at_once: bool = False
+    ) -> Pending:
         """As `all_gather`. at_once: it is waited for now."""
         sizes = chunk_sizes(total, self.size)
         self._check_size(tensor, dim, sizes[self.index])
@@ -115,7 +119,9 @@ class AxisComm:
 
         def finish() -> Tensor:
             if sizes[0] != sizes[-1]:
-                return torch.cat([gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim)
+                return torch.cat(
+                    [gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim
+                )
             return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
         return Pending(finish, work, way._is_polled)
@@ -133,13 +139,17 @@ class AxisComm:
         if dim == 0 and sizes[0] == sizes[-1]:  # the rows lie as they are sent
             rows = tensor.contiguous().unflatten(0, (self.size, sizes[0]))
         else:  # contiguous: a stack keeps the strides of its parts
-            rows = torch.stack([_padded(part, dim, sizes[0]) for part in tensor.split(sizes, dim)]).contiguous()
+            rows = torch.stack(
+                [_padded(part, dim, sizes[0]) for part in tensor.split(sizes, dim)]
+            ).contiguous()
         own = (self._at_once(rows) if at_once else self).start_reduce_scatter(rows)
         if sizes[self.index] == sizes[0]:
             return own
         return Pending(lambda: own.wait().narrow(dim, 0, sizes[self.index]).contiguous())
 
-    def all_to_all(self, tensor: Tensor, gather_dim: int, gather_total: int, split_dim: int) -> Tensor:
+    def all_to_all(
+        self, tensor: Tensor, gather_dim: int, gather_total: int, split_dim: int
+    ) -> Tensor:
         """Shard(gather_dim) -> Shard(split_dim): own chunk of `split_dim`, all of `gather_dim`."""
         gather_sizes = chunk_sizes(gather_total, self.size)
         self._check_size(tensor, gather_dim, gather_sizes[self.index])
@@ -147,7 +157,9 @@ class AxisComm:
             return tensor
         tensor = tensor.detach()
         split_sizes = chunk_sizes(tensor.shape[split_dim], self.size)
-        sent = [part.reshape(-1) for part in tensor.split(split_sizes, split_dim)]  # flat: chunks may be uneven
+        sent = [
+            part.reshape(-1) for part in tensor.split(split_sizes, split_dim)
+        ]  # flat: chunks may be uneven
         shapes = []
         for size in gather_sizes:
             shape = [*tensor.shape]
@@ -158,7 +170,9 @@ class AxisComm:
             output = self._at_once(flat)._start_even_exchange(flat).wait()
         else:
             output = self.start_exchange(flat, [part.numel() for part in sent], received).wait()
-        parts = [part.view(shape) for part, shape in zip(output.split(received), shapes, strict=True)]
+        parts = [
+            part.view(shape) for part, shape in zip(output.split(received), shapes, strict=True)
+        ]
         return torch.cat(parts, gather_dim)
 
     def start_exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
@@ -168,7 +182,9 @@ class AxisComm:
             return Pending(lambda: flat)
         output, width = flat.new_empty(sum(received)), flat.dtype.itemsize
         splits = [n * width for n in received], [n * width for n in sent]
-        work = self._library.all_to_all_single(as_bytes(output), as_bytes(flat), *splits, self.group, True)
+        work = self._library.all_to_all_single(
+            as_bytes(output), as_bytes(flat), *splits, self.group, True
+        )
         return Pending(lambda: output, work, self._is_polled)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
@@ -178,7 +194,9 @@ class AxisComm:
         return self._for_sums(tensor)._start_all_reduce(tensor, "sum")
 
     def _start_all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        work = self._library.all_reduce(tensor, getattr(self._library.ReduceOp, op.upper()), self.group, True)
+        work = self._library.all_reduce(
+            tensor, getattr(self._library.ReduceOp, op.upper()), self.group, True
+        )
         return Pending(lambda: tensor, work, self._is_polled)
 
     def start_reduce_scatter(self, rows: Tensor) -> Pending:
@@ -190,13 +208,17 @@ class AxisComm:
             coming = self._for_sums(rows)._start_even_exchange(rows)
             return Pending(lambda: coming.wait().sum(0, dtype=rows.dtype))
         own = torch.empty_like(rows[0])
-        work = self._reduce_scatter(own.view(-1), rows.view(-1), self._library.ReduceOp.SUM, self.group, True)
+        work = self._reduce_scatter(
+            own.view(-1), rows.view(-1), self._library.ReduceOp.SUM, self.group, True
+        )
         return Pending(lambda: own, work, self._is_polled)
 
     def _start_even_exchange(self, rows: Tensor) -> Pending:
         """Part i of `rows`, contiguous, goes to device i, parts being equal; what comes, of the same shape."""
         received = torch.empty_like(rows)
-        work = self._library.all_to_all_single(as_bytes(received), as_bytes(rows), None, None, self.group, True)
+        work = self._library.all_to_all_single(
+            as_bytes(received), as_bytes(rows), None, None, self.group, True
+        )
         return Pending(lambda: received, work, self._is_polled)
 
     def _at_once(self, given: Tensor) -> "AxisComm":
@@ -233,12 +255,16 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
     """With zeros after its rows of `dim`, up to `size` of them: collectives want equal chunks."""
     if tensor.shape[dim] == size:
         return tensor
-    return torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, size - tensor.shape[dim]])
+    return torch.nn.functional.pad(
+        tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, size - tensor.shape[dim]]
+    )
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor as flat bytes: what only moves data then works for every dtype (bool, bfloat16, ...)."""
-    return tensor.resolve_conj().view(-1).view(torch.uint8)  # a conjugate is a flag beside the bytes
+    return (
+        tensor.resolve_conj().view(-1).view(torch.uint8)
+    )  # a conjugate is a flag beside the bytes
 
 
 def _renamed(library: Any, new: str, old: str) -> Callable[..., Any]:
@@ -296,7 +322,9 @@ def _divide(world: Any, count: int) -> Replica:
     return Replica(index, count, group, AxisComm(count, index, across, dist))
 
 
-def build_mesh(shape: Sequence[int], backend: str = "auto", own_group: str = "", group: Any = None) -> MeshComm:
+def build_mesh(
+    shape: Sequence[int], backend: str = "auto", own_group: str = "", group: Any = None
+) -> MeshComm:
     """The logical mesh of `shape` on all ranks (of `group`). Collective over them.
 
     Args:
@@ -318,7 +346,9 @@ def build_stage_meshes(
 
     Collective over the whole job, or the replica of `group`: every rank passes the same list. Stages may share ranks.
     """
-    chosen = select_backend(backend, "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
+    chosen = select_backend(
+        backend, "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+    )
     wanted = [(tuple(shape), tuple(ranks)) for shape, ranks in meshes]
     made = {each: _build_one(*each, group, chosen, own_groups) for each in dict.fromkeys(wanted)}
     return [made[each] for each in wanted]
@@ -330,9 +360,14 @@ def message_groups(channels: Sequence[Sequence[int]], group: Any = None) -> list
     gloo keeps messages apart by their tags, so the default group (None) serves all. NCCL pairs messages by their order:
     each channel and direction needs a communicator of its own, in which the micro-batches come in one order.
     """
-    if not channels or dist.get_backend() == "gloo":  # no channels: perhaps one device, and no group at all
+    if (
+        not channels or dist.get_backend() == "gloo"
+    ):  # no channels: perhaps one device, and no group at all
         return [(None, None)] * len(channels)
-    made = [[_group_of(tuple(ranks), (i, way), group, True) for way in range(2)] for i, ranks in enumerate(channels)]
+    made = [
+        [_group_of(tuple(ranks), (i, way), group, True) for way in range(2)]
+        for i, ranks in enumerate(channels)
+    ]
     return [(forward, back) for forward, back in made]
 
 
@@ -344,7 +379,9 @@ def _build_one(
     whole_group = _group_of(ranks, (own_groups, shape), group, bool(own_groups))
     axes: list[AxisComm] = []
     for axis, size in enumerate(shape):
-        for line in np.moveaxis(grid, axis, -1).reshape(-1, size):  # [lines, size]: the ranks of each group
+        for line in np.moveaxis(grid, axis, -1).reshape(
+            -1, size
+        ):  # [lines, size]: the ranks of each group
             members = tuple(line.tolist())
             # Every rank makes every group: `new_group` waits for the whole job.
             of_line = whole_group if members == ranks else _group_of(members, (shape, axis), group)
@@ -357,7 +394,9 @@ def _build_one(
     return MeshComm(shape, coordinate, tuple(axes), whole, ranks)
 
 
-def _group_of(ranks: tuple[int, ...], use: Any, group: Any = None, is_own: bool = False, local: bool = False) -> Any:
+def _group_of(
+    ranks: tuple[int, ...], use: Any, group: Any = None, is_own: bool = False, local: bool = False
+) -> Any:
     """A process group of these ranks of `group`, which it is itself where it serves, or none is needed (one rank).
 
     Args:
@@ -405,7 +444,9 @@ def _deepspeed(device_type: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device_type == "cuda" else "cpu")
     import deepspeed.comm as ds
 
-    ds_torch: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
+    ds_torch: Any = importlib.import_module(
+        "deepspeed.comm.torch"
+    )  # the attribute of that name is torch itself
 
     if not ds.is_initialized():
         build_shm_op = ds_torch.build_shm_op

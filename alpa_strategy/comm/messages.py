@@ -105,7 +105,9 @@ class Transfer:
             for piece in plan.pieces
             if piece.source == piece.target == rank
         ]
-        self._kept_parts: dict[int, deque[list[Tensor]]] = {}  # tag -> parts that stay on this device
+        self._kept_parts: dict[
+            int, deque[list[Tensor]]
+        ] = {}  # tag -> parts that stay on this device
         self._is_target = bool(plans) and rank in plans[0].received_boxes
         self._gathers = [
             Reshard(_dual(plan.received), _dual(plan.target.layout), plan.shape, mesh)
@@ -155,7 +157,9 @@ class Transfer:
         """Post the receives of this rank's parts of one bundle; with `start=False` the caller starts `receipt.ops`."""
         ops = []
         for peer, slots in self._incoming.items():
-            buffer = torch.empty(slots[-1].offset + slots[-1].num_bytes, dtype=torch.uint8, device=self._device)
+            buffer = torch.empty(
+                slots[-1].offset + slots[-1].num_bytes, dtype=torch.uint8, device=self._device
+            )
             ops.append(dist.P2POp(dist.irecv, buffer, peer, self._group, tag))
         receipt = Receipt(self, ops, tag)
         if start:
@@ -179,7 +183,9 @@ class Transfer:
             for slot in slots:
                 raw = buffer[slot.offset : slot.offset + slot.num_bytes]
                 shape = [stop - start for start, stop in slot.piece.box]
-                found[slot.value].append((slot.piece, raw.view(self._plans[slot.value].dtype).view(shape)))
+                found[slot.value].append(
+                    (slot.piece, raw.view(self._plans[slot.value].dtype).view(shape))
+                )
         results = []
         for value, plan in enumerate(self._plans):
             tensor = self._join(found[value], plan.received_boxes[self._rank], plan.dtype)
@@ -190,7 +196,9 @@ class Transfer:
     def _join(self, parts: list[tuple[Piece, Tensor]], box: Box, dtype: torch.dtype) -> Tensor:
         if len(parts) == 1 and parts[0][0].box == box:
             return parts[0][1]
-        result = torch.empty([stop - start for start, stop in box], dtype=dtype, device=self._device)
+        result = torch.empty(
+            [stop - start for start, stop in box], dtype=dtype, device=self._device
+        )
         for piece, part in parts:
             result[_within(piece.box, box)].copy_(part)
         return result
@@ -209,25 +217,35 @@ class Receipt:
 
     def wait(self) -> list[Tensor]:
         """The local tensors, in the bundle's order. Collective on the target's mesh where a plan gathers."""
-        for op, work in zip(self.ops, self.works, strict=False):  # none: whoever has started them has waited for them
+        for op, work in zip(
+            self.ops, self.works, strict=False
+        ):  # none: whoever has started them has waited for them
             _named(op, work.wait)
         return self._transfer.assemble([op.tensor for op in self.ops], self._tag)
 
 
-def exchange(transfers: Sequence[tuple[Transfer, Sequence[Tensor | None]]], tag: int) -> list[list[Tensor]]:
+def exchange(
+    transfers: Sequence[tuple[Transfer, Sequence[Tensor | None]]], tag: int
+) -> list[list[Tensor]]:
     """Carry out several transfers at once; every rank of the job calls with the same list. Tags from `tag` on.
 
     Returns, per transfer, this rank's local tensors ([] where it is not on the target's mesh).
     """
     # All receives and sends start before the first is waited for: any order among the ranks would do.
     receipts = [transfer.receive(tag + i, start=False) for i, (transfer, _) in enumerate(transfers)]
-    sends = [op for i, (transfer, tensors) in enumerate(transfers) for op in transfer.send_ops(tensors, tag + i)]
+    sends = [
+        op
+        for i, (transfer, tensors) in enumerate(transfers)
+        for op in transfer.send_ops(tensors, tag + i)
+    ]
     ops = [*(op for receipt in receipts for op in receipt.ops), *sends]
     if ops and dist.get_backend(ops[0].group) == "gloo":
         for op, work in [(op, _begin(op)) for op in ops]:
             _named(op, work.wait)
     elif ops:
-        for work in dist.batch_isend_irecv(ops):  # one NCCL group: alone, a send could wait for its receive for ever
+        for work in dist.batch_isend_irecv(
+            ops
+        ):  # one NCCL group: alone, a send could wait for its receive for ever
             work.wait()
     return [receipt.wait() for receipt in receipts]
 
@@ -262,7 +280,9 @@ class ThroughHost:
 
     def __init__(self, op: dist.P2POp) -> None:
         self._op = op
-        self._host = op.tensor.cpu() if op.op is dist.isend else torch.empty_like(op.tensor, device="cpu")
+        self._host = (
+            op.tensor.cpu() if op.op is dist.isend else torch.empty_like(op.tensor, device="cpu")
+        )
         self._work = op.op(self._host, op.peer, op.group, op.tag)
 
     def wait(self) -> None:
@@ -284,7 +304,8 @@ def _named(op: dist.P2POp, call: Callable[[], Any]) -> Any:
         else:
             problem = f"rank {peer} is gone: {what} it failed"
         raise LostRankError(
-            f"rank {dist.get_rank()}: {problem} ({first_sentence(text)})", f"look at the output of rank {peer} first"
+            f"rank {dist.get_rank()}: {problem} ({first_sentence(text)})",
+            f"look at the output of rank {peer} first",
         ) from error
 
 

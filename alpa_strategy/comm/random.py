@@ -39,9 +39,13 @@ class ShardedRandom:
         self._coordinate = tuple(mesh.coordinate)
         self._seed = seed
         self._alone = not own_stream and all(size == 1 for size in mesh.shape)
-        self._states: dict[tuple[tuple[int, ...], str], Tensor] = {}  # (random_axes, device type) -> generator state
+        self._states: dict[
+            tuple[tuple[int, ...], str], Tensor
+        ] = {}  # (random_axes, device type) -> generator state
 
-    def run(self, random_axes: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def run(
+        self, random_axes: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs: Any
+    ) -> T:
         """`fn(*args, **kwargs)` with the generator of `random_axes` in the place of the default one."""
         if self._alone:
             return fn(*args, **kwargs)
@@ -76,7 +80,11 @@ class ShardedRandom:
         Numbers drawn afterwards go on as if that context had not been.
         """
         at_start = dict(self._states)
-        alone = [(generator, generator.get_state()) for generator in _generators(())] if self._alone else []
+        alone = (
+            [(generator, generator.get_state()) for generator in _generators(())]
+            if self._alone
+            else []
+        )
 
         @contextmanager
         def again() -> Iterator[None]:
@@ -96,7 +104,8 @@ class ShardedRandom:
     def state_dict(self) -> dict[str, Any]:
         """This device's generators, for a checkpoint: tensors, numbers and strings only."""
         states = {
-            f"{','.join(map(str, axes))}/{device}": state.clone() for (axes, device), state in self._states.items()
+            f"{','.join(map(str, axes))}/{device}": state.clone()
+            for (axes, device), state in self._states.items()
         }
         return {"seed": self._seed, "states": states}
 
@@ -106,7 +115,9 @@ class ShardedRandom:
         self._states = {}
         for key, value in state["states"].items():
             axes, _, device = key.partition("/")
-            self._states[tuple(int(axis) for axis in axes.split(",") if axis), device] = value.cpu().clone()
+            self._states[tuple(int(axis) for axis in axes.split(",") if axis), device] = (
+                value.cpu().clone()
+            )
 
 
 def _generators(args: tuple[Any, ...]) -> list[torch.Generator]:

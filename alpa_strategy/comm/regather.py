@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 MAX_DERIVATIONS = 3  # casts and views between a parameter and its gathering
 
-_active: contextvars.ContextVar[Regather | None] = contextvars.ContextVar("alpa_regather", default=None)
+_active: contextvars.ContextVar[Regather | None] = contextvars.ContextVar(
+    "alpa_regather", default=None
+)
 
 
 @dataclass
@@ -113,7 +115,9 @@ class _View:
         whole = self.gathered.whole()
         if whole.dtype != self.dtype:
             num_elements = whole.untyped_storage().nbytes() // whole.dtype.itemsize
-            whole = whole.as_strided((num_elements,), (1,), 0).view(self.dtype)  # all of its memory, flat
+            whole = whole.as_strided((num_elements,), (1,), 0).view(
+                self.dtype
+            )  # all of its memory, flat
         view = whole.as_strided(self.size, self.stride, self.offset)
         view = view.conj() if self.is_conj else view
         return torch._neg_view(view) if self.is_neg else view
@@ -151,19 +155,27 @@ class Regather:
         if storage._cdata != tensor.untyped_storage()._cdata:
             shard = tensor.detach()
             brought = self._found.get(tensor.untyped_storage()._cdata)
-            if isinstance(brought, _Gathered):  # a copy of what lies in host memory: not kept either
+            if isinstance(
+                brought, _Gathered
+            ):  # a copy of what lies in host memory: not kept either
                 copy = self._pack(shard)
-                self.know(brought.parameter, lambda: Pending(lambda: reshard.values(copy.again())), result)
+                self.know(
+                    brought.parameter, lambda: Pending(lambda: reshard.values(copy.again())), result
+                )
             else:
                 self.know(shard, partial(reshard.start, shard), result)
 
     def know(self, parameter: Tensor, start: Callable[[], Pending], whole: Tensor) -> None:
         """`whole` is what `start` begins to make of `parameter`."""
         storage, version = whole.untyped_storage(), parameter._version
-        known = _Gathered(parameter, start, StorageWeakRef(storage), version, storage.nbytes(), self._ahead_bytes)
+        known = _Gathered(
+            parameter, start, StorageWeakRef(storage), version, storage.nbytes(), self._ahead_bytes
+        )
         self._found[storage._cdata] = known
 
-    def note_made(self, result: Tensor, function: Callable[[list[Tensor]], Tensor], operands: list[Tensor]) -> None:
+    def note_made(
+        self, result: Tensor, function: Callable[[list[Tensor]], Tensor], operands: list[Tensor]
+    ) -> None:
         """`result` is `function(operands)`: whoever saves it saves how to make it instead. Without collectives."""
         storage = result.untyped_storage()
         kept = [self._pack(operand.detach()) for operand in operands]
@@ -172,7 +184,9 @@ class Regather:
     def note_stored(self, result: Tensor) -> None:
         """Whoever saves `result` saves how to bring it from host memory instead: all of its memory, as it lies."""
         assert self._store is not None
-        flat = result.detach().as_strided((result.untyped_storage().nbytes() // result.dtype.itemsize,), (1,), 0)
+        flat = result.detach().as_strided(
+            (result.untyped_storage().nbytes() // result.dtype.itemsize,), (1,), 0
+        )
         bring = self._store(flat)
         self.note_made(result, lambda _operands: bring(), [])
 
@@ -218,7 +232,9 @@ class Regather:
         self._hooks = None  # which hold this
 
     def _pack(self, tensor: Tensor) -> Any:
-        is_strided = tensor.layout is torch.strided  # a sparse adjacency, say, has no storage of its own to know it by
+        is_strided = (
+            tensor.layout is torch.strided
+        )  # a sparse adjacency, say, has no storage of its own to know it by
         gathered = self._found.get(tensor.untyped_storage()._cdata) if is_strided else None
         if gathered is None:
             # Its own result, which an op saves, would hold the op: for ever, where no backward comes.

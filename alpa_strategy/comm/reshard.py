@@ -14,7 +14,14 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from alpa_strategy.comm.mesh import AxisComm, MeshComm, Pending
 from alpa_strategy.comm.regather import active_regather
-from alpa_strategy.ir.placement import REPLICATE, DualLayout, Layout, chunk_range, dual_layout_to_str, shard
+from alpa_strategy.ir.placement import (
+    REPLICATE,
+    DualLayout,
+    Layout,
+    chunk_range,
+    dual_layout_to_str,
+    shard,
+)
 from alpa_strategy.sharding.redistribute import reshard_steps
 
 
@@ -57,7 +64,10 @@ class Reshard:
         backward: list[LocalStep] = []
         current = list(src)
         for step in reshard_steps(src, dst, mesh.shape):
-            others = [Replicate() if axis == step.axis else dual.value for axis, dual in enumerate(current)]
+            others = [
+                Replicate() if axis == step.axis else dual.value
+                for axis, dual in enumerate(current)
+            ]
             seen = Layout(others).local_shape(self.shape, mesh.shape, mesh.coordinate)
             current[step.axis] = step.dst
             if mesh.shape[step.axis] == 1:
@@ -68,7 +78,10 @@ class Reshard:
             if step.dst.grad != step.src.grad:
                 backward.append(LocalStep(step.axis, step.dst.grad, step.src.grad, seen))
         self.forward_steps, self.backward_steps = tuple(forward), tuple(reversed(backward))
-        self.value_sums, self.gradient_sums = _sums(self.forward_steps, mesh), _sums(self.backward_steps, mesh)
+        self.value_sums, self.gradient_sums = (
+            _sums(self.forward_steps, mesh),
+            _sums(self.backward_steps, mesh),
+        )
 
     def __call__(self, tensor: Tensor, coming: Pending | None = None) -> Tensor:
         """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`.
@@ -76,7 +89,9 @@ class Reshard:
         Args:
             coming: what `start` of the same tensor gave.
         """
-        if not (tensor.requires_grad and torch.is_grad_enabled()) or not (self.forward_steps or self.backward_steps):
+        if not (tensor.requires_grad and torch.is_grad_enabled()) or not (
+            self.forward_steps or self.backward_steps
+        ):
             return self.values(tensor) if coming is None else coming.wait()
         result = _ReshardNode.apply(tensor, self, False, coming)
         regather = active_regather()
@@ -86,7 +101,9 @@ class Reshard:
 
     def values(self, tensor: Tensor) -> Tensor:
         """The forward alone, without autograd."""
-        return _run(self.forward_steps, tensor if self._cast is None else tensor.to(self._cast), self._mesh)
+        return _run(
+            self.forward_steps, tensor if self._cast is None else tensor.to(self._cast), self._mesh
+        )
 
     def start(self, tensor: Tensor) -> Pending:
         """`values`, without waiting where it begins with a gathering or is a sum; what is left is done by `wait`."""
@@ -95,7 +112,9 @@ class Reshard:
             case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape), *rest):
                 first = self._mesh.axes[axis].start_all_gather(tensor, dim, shape[dim])
                 return Pending(lambda: _run(rest, first.wait(), self._mesh)) if rest else first
-        if len(self.value_sums) == 1 and tensor.dtype != torch.bool:  # truth values are no sum of theirs
+        if (
+            len(self.value_sums) == 1 and tensor.dtype != torch.bool
+        ):  # truth values are no sum of theirs
             return self.value_sums[0].start(tensor)
         return Pending(lambda: self.values(tensor))
 
@@ -105,10 +124,16 @@ class Reshard:
 
     def start_gradients(self, grad: Tensor) -> Pending | None:
         """`gradients`, without waiting, where it is one sum; else None."""
-        return self.gradient_sums[0].start(self._to_sum(grad)) if len(self.gradient_sums) == 1 else None
+        return (
+            self.gradient_sums[0].start(self._to_sum(grad))
+            if len(self.gradient_sums) == 1
+            else None
+        )
 
     def _to_sum(self, grad: Tensor) -> Tensor:
-        return grad.to(torch.promote_types(grad.dtype, torch.float32)) if self._sums_in_fp32 else grad
+        return (
+            grad.to(torch.promote_types(grad.dtype, torch.float32)) if self._sums_in_fp32 else grad
+        )
 
     def __repr__(self) -> str:
         return f"Reshard({dual_layout_to_str(self.src)} -> {dual_layout_to_str(self.dst)}, {list(self.shape)})"
@@ -124,7 +149,9 @@ class _ReshardNode(torch.autograd.Function):
     """The backward is such a node too, directions swapped: resharding is linear, and derivatives of any order right."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool, coming: Pending | None = None) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool, coming: Pending | None = None
+    ) -> Tensor:
         ctx.reshard, ctx.swapped = reshard, swapped
         ctx.entrance, ctx.shape, ctx.dtype = _entrance_of(tensor), tensor.shape, tensor.dtype
         if coming is not None:
@@ -177,13 +204,19 @@ class Entrance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         begun, ctx.coming = ctx.coming, []
-        return sum((coming.wait().view(grad.shape).to(grad.dtype) for coming in begun), start=grad), None
+        return sum(
+            (coming.wait().view(grad.shape).to(grad.dtype) for coming in begun), start=grad
+        ), None
 
 
 def _entrance_of(tensor: Tensor) -> Any:
     """The node by which a parameter has entered of which `tensor` is nothing but a cast or a view; None for others."""
     node: Any = tensor.grad_fn
-    while node is not None and type(node).__name__ in ("ToCopyBackward0", "ViewBackward0", "AliasBackward0"):
+    while node is not None and type(node).__name__ in (
+        "ToCopyBackward0",
+        "ViewBackward0",
+        "AliasBackward0",
+    ):
         node = node.next_functions[0][0]
     return node if hasattr(node, "sums") else None
 
@@ -199,7 +232,9 @@ class Sum:
         """The sum of `tensor`, which stays as it is."""
         if self.dim is not None:
             return self.axis.start_reduce_scatter_of(tensor, self.dim)
-        return self.axis.start_all_reduce(tensor.detach().clone(memory_format=torch.contiguous_format))
+        return self.axis.start_all_reduce(
+            tensor.detach().clone(memory_format=torch.contiguous_format)
+        )
 
 
 def _sums(steps: tuple[LocalStep, ...], mesh: MeshComm) -> tuple[Sum, ...]:
@@ -228,17 +263,23 @@ def _redistribute(tensor: Tensor, step: LocalStep, axis: AxisComm) -> Tensor:
             return axis.all_gather(tensor, dim, step.shape[dim])
         case Partial(), Replicate():
             return axis.all_reduce(tensor)
-        case Partial(), Shard(dim=dim):  # the sum and the cut at once: half of an all_reduce's bytes
+        case Partial(), Shard(
+            dim=dim
+        ):  # the sum and the cut at once: half of an all_reduce's bytes
             return axis.reduce_scatter(tensor, dim)
         case Replicate(), Shard(dim=dim):
             start, stop = chunk_range(step.shape[dim], axis.size, axis.index)
             # A copy: a view would keep the whole tensor alive for as long as the shard lives.
-            return tensor.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+            return tensor.narrow(dim, start, stop - start).clone(
+                memory_format=torch.contiguous_format
+            )
         case Replicate(), Partial():
             return tensor if axis.index == 0 else torch.zeros_like(tensor)
         case Shard(dim=dim), Partial():
             start, stop = chunk_range(step.shape[dim], axis.size, axis.index)
-            whole = tensor.new_zeros((*tensor.shape[:dim], step.shape[dim], *tensor.shape[dim + 1 :]))
+            whole = tensor.new_zeros(
+                (*tensor.shape[:dim], step.shape[dim], *tensor.shape[dim + 1 :])
+            )
             whole.narrow(dim, start, stop - start).copy_(tensor)
             return whole
     raise AssertionError(f"no redistribution {step.src} -> {step.dst}")

@@ -34,7 +34,11 @@ FOLDER = Path("/dev/shm")
 TOTAL_BYTES = 8 * 2**20  # of a group: Docker gives a container 64 MB unless told otherwise
 PLACES = 8  # of each rank, in turn: so many pieces may be given before others have taken them
 LINE = 64  # bytes of a cache line: two ranks do not write into the same one
-SPINS, POLL_SECONDS, LOOK_SECONDS = 30, 2e-5, 0.5  # looks without a pause; between later ones; between looks for life
+SPINS, POLL_SECONDS, LOOK_SECONDS = (
+    30,
+    2e-5,
+    0.5,
+)  # looks without a pause; between later ones; between looks for life
 
 
 class SharedMemoryGroup:
@@ -47,14 +51,20 @@ class SharedMemoryGroup:
 
     def __init__(self, path: str, rank: int, size: int, seconds: float) -> None:
         self._rank, self._size, self._seconds = rank, size, seconds
-        whole = torch.from_file(path, shared=True, size=TOTAL_BYTES, dtype=torch.uint8, device="cpu")
+        whole = torch.from_file(
+            path, shared=True, size=TOTAL_BYTES, dtype=torch.uint8, device="cpu"
+        )
         marks = size * LINE
         self.piece_bytes = (TOTAL_BYTES - marks) // (PLACES * size) // (size * LINE) * size * LINE
         counters = whole[:marks].view(torch.int64).view(size, -1).numpy()
         self._given, self._taken = counters[:, 0], counters[:, 1]  # pieces of each rank
-        self._places = whole[marks:][: PLACES * size * self.piece_bytes].view(PLACES, size, -1)  # [place, ranks, bytes]
+        self._places = whole[marks:][: PLACES * size * self.piece_bytes].view(
+            PLACES, size, -1
+        )  # [place, ranks, bytes]
         self._to_give: deque[Tensor] = deque()
-        self._to_take: deque[Callable[[Tensor], object]] = deque()  # with what all ranks give, [ranks, bytes]
+        self._to_take: deque[Callable[[Tensor], object]] = (
+            deque()
+        )  # with what all ranks give, [ranks, bytes]
         self._begun = 0
         # A lock on a byte is a sign of life: the system lifts it when the process ends, however that happens.
         self._file = os.open(path, os.O_RDWR)
@@ -99,9 +109,14 @@ class SharedMemoryGroup:
         rows = output.view(self._size, -1).split(columns, 1)
         return self._begin(pieces, [partial(take, to) for to in rows])
 
-    _allgather_base, alltoall_base = all_gather_single, all_to_all_single  # as PyTorch 2.11 calls them
+    _allgather_base, alltoall_base = (
+        all_gather_single,
+        all_to_all_single,
+    )  # as PyTorch 2.11 calls them
 
-    def _begin(self, own: Sequence[Tensor], take: Sequence[Callable[[Tensor], object]]) -> SimpleNamespace:
+    def _begin(
+        self, own: Sequence[Tensor], take: Sequence[Callable[[Tensor], object]]
+    ) -> SimpleNamespace:
         """Give the pieces `own`; each of `take` gets what all ranks give. What is returned has a `wait`."""
         self._to_give += own
         self._to_take += take
@@ -116,8 +131,12 @@ class SharedMemoryGroup:
         given, taken = int(self._given[self._rank]), int(self._taken[self._rank])
         if self._to_give and given - self._taken.min() < PLACES:
             own = self._to_give.popleft()
-            self._places[given % PLACES, self._rank, : own.nbytes].view(own.dtype).view(own.shape).copy_(own)
-            self._given[self._rank] = given + 1  # x86 shows a core's writes to the others in their order
+            self._places[given % PLACES, self._rank, : own.nbytes].view(own.dtype).view(
+                own.shape
+            ).copy_(own)
+            self._given[self._rank] = (
+                given + 1
+            )  # x86 shows a core's writes to the others in their order
         elif self._to_take and self._given.min() > taken:
             self._to_take.popleft()(self._places[taken % PLACES])
             self._taken[self._rank] = taken + 1
@@ -152,7 +171,10 @@ class SharedMemoryGroup:
                     fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
                     fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
                     if self._given[rank] < self._begun:  # else it has ended well
-                        raise LostRankError(f"rank {rank} of {self._size} on this host has ended", "see its own output")
+                        raise LostRankError(
+                            f"rank {rank} of {self._size} on this host has ended",
+                            "see its own output",
+                        )
 
 
 def shared_memory_group(group: Any, rank: int, size: int) -> SharedMemoryGroup | None:

@@ -40,13 +40,17 @@ PART_VIEWS = _names(
     "slice select split split_with_sizes chunk narrow unbind tensor_split diagonal unfold as_strided expand expand_as "
     "broadcast_to hsplit vsplit dsplit"
 )
-MAY_COPY = _names("reshape _unsafe_view flatten ravel reshape_as lift_fresh_copy")  # of both, where strides ask for it
+MAY_COPY = _names(
+    "reshape _unsafe_view flatten ravel reshape_as lift_fresh_copy"
+)  # of both, where strides ask for it
 CASTS = _names("to _to_copy type_as float half bfloat16 double")
 DROPOUTS = _names("dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout")
 GATHERS = _names("embedding bag_lookup index_select gather index take_along_dim take")
 # Their gradient needs neither operands nor results, and is a view (first) or one pass over the operand (second).
 FREE_BACKWARD = _names("add sub cat concat concatenate stack sum hstack vstack")
-LINEAR = _names("neg mean clone contiguous mul_scalar div_scalar where masked_fill constant_pad_nd pad flip roll")
+LINEAR = _names(
+    "neg mean clone contiguous mul_scalar div_scalar where masked_fill constant_pad_nd pad flip roll"
+)
 # Whole extra passes over the largest operand, (forward, backward), of ops made of several kernels.
 EXTRA_PASSES = {
     "cross_entropy_sum": (1, 2),
@@ -123,7 +127,9 @@ def op_work(call: OpCall) -> tuple[Work, Work]:
     differentiable = bool(grads) and any(meta.requires_grad for meta in call.results)
     grad_bytes = sum(meta.num_bytes for meta in grads)
     if is_view(call):
-        backward = Work(0.0, results + grad_bytes, 1) if differentiable and name in PART_VIEWS else NOTHING
+        backward = (
+            Work(0.0, results + grad_bytes, 1) if differentiable and name in PART_VIEWS else NOTHING
+        )
         return NOTHING, backward
     flops = op_flops(call)
     if name in PRODUCTS:
@@ -140,19 +146,31 @@ def op_work(call: OpCall) -> tuple[Work, Work]:
         return forward, NOTHING
     if name in FREE_BACKWARD:  # passed on as it is; summed where it was broadcast
         shape = call.results[0].shape
-        summed = [m for m in grads if m.num_elements < math.prod(shape)] if name in ("add", "sub") else []
-        return forward, Work(0.0, results + sum(m.num_bytes for m in summed), 1) if summed else NOTHING
+        summed = (
+            [m for m in grads if m.num_elements < math.prod(shape)]
+            if name in ("add", "sub")
+            else []
+        )
+        return forward, Work(
+            0.0, results + sum(m.num_bytes for m in summed), 1
+        ) if summed else NOTHING
     kept = 0 if name in LINEAR or name in CASTS or name in DROPOUTS else operands
-    return forward, Work(flops, results + grad_bytes + kept + extra_backward * largest, 1 + extra_backward)
+    return forward, Work(
+        flops, results + grad_bytes + kept + extra_backward * largest, 1 + extra_backward
+    )
 
 
-def _product_work(call: OpCall, name: str, flops: float, grads: list[TensorMeta]) -> tuple[Work, Work]:
+def _product_work(
+    call: OpCall, name: str, flops: float, grads: list[TensorMeta]
+) -> tuple[Work, Work]:
     operands = sum(meta.num_bytes for meta in call.operands)
     results = sum(meta.num_bytes for meta in call.results)
     forward = Work(flops, operands + results, 1)
     if not grads:
         return forward, NOTHING
-    if name in ATTENTION:  # recomputes the scores: five products against two (FlashAttention, section 3.1)
+    if (
+        name in ATTENTION
+    ):  # recomputes the scores: five products against two (FlashAttention, section 3.1)
         return forward, Work(2.5 * flops, 2 * (operands + results), 2)
     factors_1d = name in ("dot", "mv", "vdot", "matmul", "einsum")
     main = [meta for meta in grads if len(meta.shape) > 1 or factors_1d]
@@ -188,8 +206,12 @@ def _einsum(call: OpCall) -> float:
     """Every index of the equation once: right for two operands, an upper bound of the best order for more."""
     left = str(call.args[0]).replace(" ", "").partition("->")[0]
     every = "..." * ("..." in left) + "".join(sorted(set(left) - set(".,")))
-    operands = [torch.empty(call.operands[slot.index].shape, device="meta") for slot in call.args[1]]
-    return 2.0 * torch.einsum(f"{left}->{every}", *operands).numel()  # a result that has all indices
+    operands = [
+        torch.empty(call.operands[slot.index].shape, device="meta") for slot in call.args[1]
+    ]
+    return (
+        2.0 * torch.einsum(f"{left}->{every}", *operands).numel()
+    )  # a result that has all indices
 
 
 def _grouped(call: OpCall) -> float:

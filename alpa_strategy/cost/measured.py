@@ -44,17 +44,24 @@ def call_family(call: OpCall) -> str:
 
     A convolution's says its kernel (`3x3`, `3x3 grouped`), as rates of these differ severalfold.
     """
-    dtypes = [str(meta.dtype).removeprefix("torch.") + "*" * meta.requires_grad for meta in call.operands]
+    dtypes = [
+        str(meta.dtype).removeprefix("torch.") + "*" * meta.requires_grad for meta in call.operands
+    ]
     kind = []
     if product_kind(call) == "convolution":
-        kind = ["x".join(map(str, call.operands[1].shape[2:])), *["grouped"] * (bind(call)["groups"] > 1)]
+        kind = [
+            "x".join(map(str, call.operands[1].shape[2:])),
+            *["grouped"] * (bind(call)["groups"] > 1),
+        ]
     return " ".join([call.target_name, *dtypes, *kind])
 
 
 def call_key(call: OpCall) -> str:
     """What distinguishes a call within its family: operand shapes, then the arguments (`$0` is operand 0)."""
     shapes = " ".join(str(list(meta.shape)).replace(" ", "") for meta in call.operands)
-    arguments = [_show(arg) for arg in call.args] + [f"{name}={_show(value)}" for name, value in call.kwargs]
+    arguments = [_show(arg) for arg in call.args] + [
+        f"{name}={_show(value)}" for name, value in call.kwargs
+    ]
     return f"{shapes} ({', '.join(arguments)})"
 
 
@@ -63,7 +70,9 @@ class OpTable:
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = Path(path) if path is not None else None
-        self._families: dict[tuple[str, str], dict[str, OpTime]] = defaultdict(dict)  # (device, family) -> by call
+        self._families: dict[tuple[str, str], dict[str, OpTime]] = defaultdict(
+            dict
+        )  # (device, family) -> by call
 
     @classmethod
     def load(cls, path: str | Path) -> "OpTable":
@@ -75,12 +84,18 @@ class OpTable:
         try:
             data = read_json(file)
             if data["version"] != FORMAT_VERSION:
-                raise ValueError(f"format version {data['version']}, this package writes {FORMAT_VERSION}")
+                raise ValueError(
+                    f"format version {data['version']}, this package writes {FORMAT_VERSION}"
+                )
             for device, families in data["devices"].items():
                 for family, calls in families.items():
-                    table._families[device, family] = {key: _entry_from_dict(entry) for key, entry in calls.items()}
+                    table._families[device, family] = {
+                        key: _entry_from_dict(entry) for key, entry in calls.items()
+                    }
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            logger.warning("op times in %s cannot be used (%s): ops are measured again", file, error)
+            logger.warning(
+                "op times in %s cannot be used (%s): ops are measured again", file, error
+            )
             return cls(path)
         return table
 
@@ -102,7 +117,9 @@ class OpTable:
 
     def put(self, device: str, call: OpCall, forward: float, backward: float) -> None:
         """Remember a measurement, in seconds."""
-        self._families[device, call_family(call)][call_key(call)] = OpTime(forward, backward, *op_work(call))
+        self._families[device, call_family(call)][call_key(call)] = OpTime(
+            forward, backward, *op_work(call)
+        )
 
     def family(self, device: str, family: str) -> dict[str, OpTime]:
         """Every measurement of a family (`call_family`), by `call_key`."""
@@ -132,11 +149,21 @@ def _entry_from_dict(data: dict[str, Any]) -> OpTime:
 
 
 REPETITIONS = 5
-ENOUGH_SECONDS = 0.01  # of a pass for one function: what takes longer is timed once more only in the next pass
+ENOUGH_SECONDS = (
+    0.01  # of a pass for one function: what takes longer is timed once more only in the next pass
+)
 PASSES = 3
-MOST_LEAD, CYCLES_PER_SECOND = 1e-3, 2e9  # of the host before a GPU, seconds a call; of a GPU's clock, about
-BYTES_PER_FLOP = 0.05  # only to order calls by expected time: 20 FLOPs take about as long as one byte of traffic
-MEASURED_DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
+MOST_LEAD, CYCLES_PER_SECOND = (
+    1e-3,
+    2e9,
+)  # of the host before a GPU, seconds a call; of a GPU's clock, about
+BYTES_PER_FLOP = (
+    0.05  # only to order calls by expected time: 20 FLOPs take about as long as one byte of traffic
+)
+MEASURED_DTYPES = {
+    "cpu": ("float32", "float64", "bfloat16"),
+    "cuda": ("float32", "bfloat16", "float16"),
+}
 
 
 def measure_ops(
@@ -156,11 +183,17 @@ def measure_ops(
     name = name or device_name(device)
     started = time.perf_counter()
     missing = {call for call in calls if not is_view(call) and table.get(name, call) is None}
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free = (
+        torch.cuda.mem_get_info(device)[0]
+        if device.type == "cuda"
+        else psutil.virtual_memory().available
+    )
     best: dict[OpCall, tuple[float, float]] = {}
     order = sorted(missing, key=_expected, reverse=True)
     order.sort(key=set(later).__contains__)
-    for pass_index in range(PASSES):  # again later, while time is left: a burst of other load passes
+    for pass_index in range(
+        PASSES
+    ):  # again later, while time is left: a burst of other load passes
         for call in order if pass_index == 0 else list(best):
             left = budget_seconds - (time.perf_counter() - started)
             if left <= 0:
@@ -169,7 +202,9 @@ def measure_ops(
                 continue
             try:
                 found = time_call(call, device, left)
-            except Exception as error:  # an op that cannot run alone keeps its roofline; it must not end the job
+            except (
+                Exception
+            ) as error:  # an op that cannot run alone keeps its roofline; it must not end the job
                 logger.debug("%s cannot be timed: %s", call.target_name, error)
                 continue
             before = best.get(call, found)
@@ -179,13 +214,17 @@ def measure_ops(
     return table
 
 
-def time_call(call: OpCall, device: torch.device | str, budget_seconds: float = 1.0) -> tuple[float, float]:
+def time_call(
+    call: OpCall, device: torch.device | str, budget_seconds: float = 1.0
+) -> tuple[float, float]:
     """(forward, backward) seconds of one call on random data. One run each where one run spends the budget."""
     device = torch.device(device)
     call = call.on(device)
     operands = [random_operand(meta, device) for meta in call.operands]
     with torch.enable_grad():
-        results = [leaf for leaf in tree_leaves(call.call(*operands)) if isinstance(leaf, torch.Tensor)]
+        results = [
+            leaf for leaf in tree_leaves(call.call(*operands)) if isinstance(leaf, torch.Tensor)
+        ]
         forward = _best_seconds(lambda: call.call(*operands), device, budget_seconds / 3)
         outputs = [result for result in results if result.requires_grad]
         inputs = [operand for operand in operands if operand.requires_grad]
@@ -203,13 +242,19 @@ def random_operand(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     """Data that every op accepts: floats in [0, 1), integers 0 (a valid index anywhere), booleans True."""
     if meta.dtype.is_floating_point or meta.dtype.is_complex:
         wide = meta.dtype if meta.dtype.itemsize > 1 else torch.float16  # no random float8
-        return torch.rand(meta.shape, dtype=wide, device=device).to(meta.dtype).requires_grad_(meta.requires_grad)
+        return (
+            torch.rand(meta.shape, dtype=wide, device=device)
+            .to(meta.dtype)
+            .requires_grad_(meta.requires_grad)
+        )
     if meta.dtype == torch.bool:
         return torch.ones(meta.shape, dtype=meta.dtype, device=device)
     return torch.zeros(meta.shape, dtype=meta.dtype, device=device)
 
 
-def measure_device(device: torch.device | str = "cpu", local_ranks: int = 1, budget_seconds: float = 1.5) -> DeviceSpec:
+def measure_device(
+    device: torch.device | str = "cpu", local_ranks: int = 1, budget_seconds: float = 1.5
+) -> DeviceSpec:
     """What this device reaches: products per dtype, memory bandwidth, time to start an op, memory.
 
     Peaks are measured, so `efficiency` is 1.
@@ -267,17 +312,23 @@ def _product_rate(dtype: torch.dtype, device: torch.device, budget_seconds: floa
     for size in (256, 512, 1024) if device.type == "cpu" else (1024, 4096, 8192):
         try:
             a = torch.rand(size, size, device=device).to(dtype)
-            seconds = _best_seconds(partial(torch.matmul, a, a), device, budget_seconds / 4, at_least=4)
+            seconds = _best_seconds(
+                partial(torch.matmul, a, a), device, budget_seconds / 4, at_least=4
+            )
         except RuntimeError as error:
             logger.debug("no products of %s on %s: %s", dtype, device, error)
             return best
         best = max(best or 0.0, 2 * size**3 / seconds)
-        if time.perf_counter() - started + 20 * seconds > budget_seconds:  # the next size takes at least 8 x as long
+        if (
+            time.perf_counter() - started + 20 * seconds > budget_seconds
+        ):  # the next size takes at least 8 x as long
             break
     return best
 
 
-def _best_seconds(fn: Callable[[], object], device: torch.device, budget_seconds: float, at_least: int = 1) -> float:
+def _best_seconds(
+    fn: Callable[[], object], device: torch.device, budget_seconds: float, at_least: int = 1
+) -> float:
     """Smallest time of `fn` over a few runs after a warm-up run, until the budget is spent.
 
     Where the warm-up alone spends it, `at_least` further runs are made if more than 1, else its own time counts.
@@ -302,7 +353,9 @@ def _best_seconds(fn: Callable[[], object], device: torch.device, budget_seconds
     return best
 
 
-def _seconds(fn: Callable[[], object], device: torch.device, repetitions: int, lead: float = 0.0) -> float:
+def _seconds(
+    fn: Callable[[], object], device: torch.device, repetitions: int, lead: float = 0.0
+) -> float:
     """Of `repetitions` calls. A GPU is kept busy for `lead` seconds a call first: the host, which may need longer to
     start a kernel than it runs, is ahead then, as it is in a step where long kernels come between."""
     if device.type == "cuda":

@@ -68,7 +68,9 @@ class OpCosts(Protocol):
         """What autograd keeps of the call until its backward."""
         ...
 
-    def optimizer_seconds(self, num_elements: int, itemsize: int, optimizer: OptimizerInfo) -> float:
+    def optimizer_seconds(
+        self, num_elements: int, itemsize: int, optimizer: OptimizerInfo
+    ) -> float:
         """Seconds to update `num_elements` parameter elements of `itemsize` bytes each."""
         ...
 
@@ -82,12 +84,22 @@ class OpCosts(Protocol):
 
 # Kernels that PyTorch's partitioner makes again besides those tagged pointwise, with a number per row kept of them.
 FUSED_KERNELS = {
-    *("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "nll_loss_forward", "mean", "sum"),
+    *(
+        "native_layer_norm",
+        "_fused_rms_norm",
+        "_softmax",
+        "_log_softmax",
+        "nll_loss_forward",
+        "mean",
+        "sum",
+    ),
     *("var_mean", "cat", "_to_copy", "clone", "expand", "_unsafe_view"),
 }
 
 
-def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = False, compiled: bool = False) -> Saved:
+def ask_saved(
+    call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = False, compiled: bool = False
+) -> Saved:
     """Which tensors autograd keeps when `call` runs at its own shapes, forward and backward (about a millisecond).
 
     A saved tensor counts as operand or result when it shares that one's storage; the others count in bytes, each
@@ -95,24 +107,44 @@ def ask_saved(call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = Fals
     only numbers per row are kept besides operands and results.
     """
     nothing = Saved((False,) * len(call.operands), (False,) * len(call.results), 0)
-    if not any(meta.requires_grad for meta in call.operands) or not any(meta.requires_grad for meta in call.results):
+    if not any(meta.requires_grad for meta in call.operands) or not any(
+        meta.requires_grad for meta in call.results
+    ):
         return nothing
     name, num_rows = op_base_name(call), math.prod(call.operands[0].shape[:-1])
-    learned = any(meta.requires_grad for meta in call.operands[3:])  # a bias added to scores: CPUs write these out then
-    if name in ATTENTION and (on_accelerator or not learned):  # with the log-sum-exp per row (float32)
+    learned = any(
+        meta.requires_grad for meta in call.operands[3:]
+    )  # a bias added to scores: CPUs write these out then
+    if name in ATTENTION and (
+        on_accelerator or not learned
+    ):  # with the log-sum-exp per row (float32)
         kept = tuple(meta.dtype != torch.bool for meta in call.operands)
-        flags = sum(meta.num_elements for meta in call.operands if meta.dtype == torch.bool)  # kept as numbers
-        return Saved(kept, (True, *nothing.results[1:]), 4 * num_rows + flags * call.operands[0].dtype.itemsize)
+        flags = sum(
+            meta.num_elements for meta in call.operands if meta.dtype == torch.bool
+        )  # kept as numbers
+        return Saved(
+            kept,
+            (True, *nothing.results[1:]),
+            4 * num_rows + flags * call.operands[0].dtype.itemsize,
+        )
     if on_accelerator and name in DROPOUTS and not is_view(call):
         return Saved(nothing.operands, nothing.results, call.results[0].num_elements)
-    if on_accelerator and name == "rms_norm":  # one kernel there, which keeps a reciprocal per row (in float32)
+    if (
+        on_accelerator and name == "rms_norm"
+    ):  # one kernel there, which keeps a reciprocal per row (in float32)
         kept = tuple(index < 2 for index in range(len(call.operands)))
         return Saved(kept, nothing.results, 4 * num_rows, fuses=compiled)
     try:
         return _run(call, mode, compiled)
     except Exception as error:  # whatever a fake kernel may raise: an estimate on the safe side must still come back
-        logger.debug("%s does not run on fake tensors (%s): taken to keep its operands", call.target_name, error)
-        return Saved(tuple(meta.dtype.is_floating_point for meta in call.operands), nothing.results, 0)
+        logger.debug(
+            "%s does not run on fake tensors (%s): taken to keep its operands",
+            call.target_name,
+            error,
+        )
+        return Saved(
+            tuple(meta.dtype.is_floating_point for meta in call.operands), nothing.results, 0
+        )
 
 
 def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
@@ -129,7 +161,9 @@ def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
             results = tensors_in(call.call(*operands))
         num_forward = len(watch.kernels)
         fuses = compiled and all(
-            torch.Tag.pointwise in kernel.tags or kernel.is_view or aten_name(kernel) in FUSED_KERNELS
+            torch.Tag.pointwise in kernel.tags
+            or kernel.is_view
+            or aten_name(kernel) in FUSED_KERNELS
             for kernel in watch.kernels
             if kernel.namespace == "aten"
         )
@@ -144,12 +178,18 @@ def _run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
     result_storages = [_storage(tensor) for tensor in results]
     known = {*operand_storages, *result_storages}
     extra_bytes = sum(num_bytes for storage, num_bytes in storages.items() if storage not in known)
-    backward_bytes = watch.peak_bytes({*known, *map(_storage, cotangents)}, num_forward) - extra_bytes
-    backward_bytes -= sum(meta.num_bytes for meta in call.operands if meta.requires_grad)  # counted with others'
+    backward_bytes = (
+        watch.peak_bytes({*known, *map(_storage, cotangents)}, num_forward) - extra_bytes
+    )
+    backward_bytes -= sum(
+        meta.num_bytes for meta in call.operands if meta.requires_grad
+    )  # counted with others'
     return Saved(
         operands=tuple(storage in storages for storage in operand_storages),
         # a result that is a view of an operand is not kept a second time
-        results=tuple(storage in storages and storage not in operand_storages for storage in result_storages),
+        results=tuple(
+            storage in storages and storage not in operand_storages for storage in result_storages
+        ),
         extra_bytes=extra_bytes,
         temporary_bytes=(watch.peak_bytes({*known, *storages}, 0, num_forward), backward_bytes),
         fuses=fuses,
@@ -161,7 +201,9 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}  # the weak reference keeps the key from being used again
+        self._made: dict[
+            int, tuple[StorageWeakRef, int]
+        ] = {}  # the weak reference keeps the key from being used again
         self._live: list[set[int]] = []
         self.kernels: list[torch._ops.OpOverload] = []
 
@@ -172,12 +214,17 @@ class LiveStorages(TorchDispatchMode):
             if _storage(tensor) not in self._made:
                 storage = tensor.untyped_storage()
                 self._made[_storage(tensor)] = (StorageWeakRef(storage), storage.nbytes())
-        self._live.append({key for key, (reference, _) in self._made.items() if not reference.expired()})
+        self._live.append(
+            {key for key, (reference, _) in self._made.items() if not reference.expired()}
+        )
         return out
 
     def peak_bytes(self, around: set[int], first: int = 0, end: int | None = None) -> int:
         """Most bytes alive at once, after the kernels from `first` to `end`, besides the storages in `around`."""
-        return max((sum(self._made[key][1] for key in live - around) for live in self._live[first:end]), default=0)
+        return max(
+            (sum(self._made[key][1] for key in live - around) for live in self._live[first:end]),
+            default=0,
+        )
 
 
 def _storage(tensor: Tensor) -> int:
@@ -192,7 +239,10 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def without_data(call: OpCall, device: str | None = None) -> list[Tensor]:
     """Operands of the call, on a device (None: the default one), or as a mode of fake tensors makes them."""
     made = call.operands
-    return [torch.empty(m.shape, dtype=m.dtype, device=device, requires_grad=m.requires_grad) for m in made]
+    return [
+        torch.empty(m.shape, dtype=m.dtype, device=device, requires_grad=m.requires_grad)
+        for m in made
+    ]
 
 
 def differentiated(
@@ -246,7 +296,9 @@ class _KernelRecorder(TorchDispatchMode):
         super().__init__()
         self._found = Kernels()
         self._alive: list[Tensor] = []  # a storage's number is not used again while it is there
-        self._made_of: dict[int, set[int]] = {}  # storage that a kernel wrote -> those in memory that it was made of
+        self._made_of: dict[
+            int, set[int]
+        ] = {}  # storage that a kernel wrote -> those in memory that it was made of
         self._summed: set[int] = set()  # that a reduction reads
         self._read_whole: set[int] = set()  # by products, so that it must be in memory
         self._bytes: dict[int, int] = {}
@@ -259,7 +311,9 @@ class _KernelRecorder(TorchDispatchMode):
         frozen = with_slots(tuple(args), Tensor, operands)
         results = tensors_in(out)
         self._alive += [*operands, *results]
-        read, written = ([self._note(tensor) for tensor in tensors] for tensors in (operands, results))
+        read, written = (
+            [self._note(tensor) for tensor in tensors] for tensors in (operands, results)
+        )
         if aten_name(func) in PRODUCTS:
             metas = tuple(map(_meta, operands)), tuple(map(_meta, results))
             self._found.products.append(OpCall(func, frozen, (), *metas))
@@ -267,7 +321,9 @@ class _KernelRecorder(TorchDispatchMode):
             return out
         self._found.single.append(sum(_meta(tensor).num_bytes for tensor in (*operands, *results)))
         roots = set().union(*(self._made_of.get(key, {key}) for key in read))
-        if operands and max(t.numel() for t in operands) > max((t.numel() for t in results), default=0):
+        if operands and max(t.numel() for t in operands) > max(
+            (t.numel() for t in results), default=0
+        ):
             self._summed |= roots
         self._made_of.update(dict.fromkeys(written, roots))
         return out
@@ -340,7 +396,9 @@ def reached_flops(device: DeviceSpec, call: OpCall, backward: bool = False) -> f
         dtype = torch.float32
     if backward and kind == "attention":
         kind = "attention_backward"
-    return peak_flops(device, dtype) * device.efficiency_of(kind or "matmul", str(dtype).removeprefix("torch."))
+    return peak_flops(device, dtype) * device.efficiency_of(
+        kind or "matmul", str(dtype).removeprefix("torch.")
+    )
 
 
 # Tiles in which kernels compute a product (rows, columns), and the share of the largest one's rate that each reaches
@@ -363,7 +421,10 @@ def tile_shares(device: DeviceSpec, call: OpCall) -> tuple[float, float]:
         return 1.0, 1.0
     batches, rows, inner, columns = shape
     # The gradients of both operands are products of their own shapes, of as many FLOPs.
-    left, right = tile_share(device, batches, rows, inner), tile_share(device, batches, inner, columns)
+    left, right = (
+        tile_share(device, batches, rows, inner),
+        tile_share(device, batches, inner, columns),
+    )
     return tile_share(device, batches, rows, columns), 2 / (1 / left + 1 / right)
 
 
@@ -375,7 +436,11 @@ def tile_share(device: DeviceSpec, batches: int, rows: int, columns: int) -> flo
     best, useful = 0.0, batches * rows * columns
     for height, width, rate in TILES:
         waves = -(-batches * -(-rows // height) * -(-columns // width) // device.compute_units)
-        best = max(best, rate * useful / (waves * device.compute_units * height * width)) if useful else 1.0
+        best = (
+            max(best, rate * useful / (waves * device.compute_units * height * width))
+            if useful
+            else 1.0
+        )
     return best
 
 
@@ -393,7 +458,9 @@ class RooflineCosts:
     compiled: pointwise ops run in chains, each chain one kernel (`PlanOptions.compile`).
     """
 
-    def __init__(self, device: DeviceSpec, table: OpTable | None = None, compiled: bool = False) -> None:
+    def __init__(
+        self, device: DeviceSpec, table: OpTable | None = None, compiled: bool = False
+    ) -> None:
         self.device = device
         self.compiled = compiled
         self.table = table
@@ -405,26 +472,40 @@ class RooflineCosts:
     @property
     def name(self) -> str:
         """The class and the device: a derived class with other costs has another name."""
-        return f"{type(self).__qualname__} of {self.device.name}" + (", compiled" if self.compiled else "")
+        return f"{type(self).__qualname__} of {self.device.name}" + (
+            ", compiled" if self.compiled else ""
+        )
 
     def op_seconds(self, call: OpCall) -> tuple[float, float]:
         """(forward, backward) seconds of `call` at its own (local) shapes. Backward is 0 when nothing requires grad."""
         if call not in self._seconds:
             forward, backward = self._op_seconds(call)
-            slowdown = self.device.slowdown  # measured times and the device's rates are those of one device alone
+            slowdown = (
+                self.device.slowdown
+            )  # measured times and the device's rates are those of one device alone
             self._seconds[call] = slowdown * forward, slowdown * backward
         return self._seconds[call]
 
     def saved(self, call: OpCall) -> Saved:
         """What autograd saves: asked of a fake-tensor run, remembered per call."""
         if call not in self._saved:
-            saved = ask_saved(call, self._mode, on_accelerator=not self.device.is_cpu, compiled=self.compiled)
-            if self.compiled and call.target in CUSTOM_OPS and (kernels := kernels_of(call, self._mode)) is not None:
-                saved = replace(saved, temporary_bytes=(kernels[0].fused_bytes, kernels[1].fused_bytes))
+            saved = ask_saved(
+                call, self._mode, on_accelerator=not self.device.is_cpu, compiled=self.compiled
+            )
+            if (
+                self.compiled
+                and call.target in CUSTOM_OPS
+                and (kernels := kernels_of(call, self._mode)) is not None
+            ):
+                saved = replace(
+                    saved, temporary_bytes=(kernels[0].fused_bytes, kernels[1].fused_bytes)
+                )
             self._saved[call] = saved
         return self._saved[call]
 
-    def optimizer_seconds(self, num_elements: int, itemsize: int, optimizer: OptimizerInfo) -> float:
+    def optimizer_seconds(
+        self, num_elements: int, itemsize: int, optimizer: OptimizerInfo
+    ) -> float:
         """Time to update `num_elements` parameters of `itemsize` bytes; bound by memory, without launches of their own:
         fused and foreach optimizers start a few kernels for all parameters together."""
         num_bytes = num_elements * optimizer.update_bytes(itemsize)
@@ -438,17 +519,28 @@ class RooflineCosts:
         forward, backward = op_work(call)
         rates = [reached_flops(device, call), reached_flops(device, call, backward=True)]
         if device.compute_units and kind is not None:
-            forward, backward = (replace(w, num_bytes=PRODUCT_BYTES * w.num_bytes) for w in (forward, backward))
-            rates = [rate * share for rate, share in zip(rates, tile_shares(device, call), strict=True)]
-        found = roofline_seconds(forward, device, rates[0]), roofline_seconds(backward, device, rates[1])
+            forward, backward = (
+                replace(w, num_bytes=PRODUCT_BYTES * w.num_bytes) for w in (forward, backward)
+            )
+            rates = [
+                rate * share for rate, share in zip(rates, tile_shares(device, call), strict=True)
+            ]
+        found = (
+            roofline_seconds(forward, device, rates[0]),
+            roofline_seconds(backward, device, rates[1]),
+        )
         return (FUSED * found[0], FUSED * found[1]) if self._fuses(call) else found
 
     def _fuses(self, call: OpCall) -> bool:
         return self.compiled and call.target not in CUSTOM_OPS and product_kind(call) is None
 
     def _seconds_of(self, kernels: Kernels) -> float:
-        rest = kernels.fused if self.compiled else Work(0.0, sum(kernels.single), len(kernels.single))
-        return roofline_seconds(rest, self.device, 1.0) + sum(self.roofline(product)[0] for product in kernels.products)
+        rest = (
+            kernels.fused if self.compiled else Work(0.0, sum(kernels.single), len(kernels.single))
+        )
+        return roofline_seconds(rest, self.device, 1.0) + sum(
+            self.roofline(product)[0] for product in kernels.products
+        )
 
     def _op_seconds(self, call: OpCall) -> tuple[float, float]:
         forward, backward = self.roofline(call)
@@ -467,7 +559,9 @@ class RooflineCosts:
         family = call_family(call)
         points = self._corrections.get(family)
         if points is None:
-            points = self._corrections[family] = self._family_points(family, reached_flops(self.device, call))
+            points = self._corrections[family] = self._family_points(
+                family, reached_flops(self.device, call)
+            )
         if not points or seconds <= 0:
             return 1.0, 1.0
         own = _Point.of(call_key(call), math.log(seconds))
@@ -485,8 +579,14 @@ class RooflineCosts:
             backward = roofline_seconds(entry.backward_work, self.device, rate)
             if forward <= 0 or entry.forward <= 0:
                 continue
-            ratio = math.log(entry.backward / backward) if backward > 0 and entry.backward > 0 else 0.0
-            points.append(_Point.of(key, math.log(forward + backward), math.log(entry.forward / forward), ratio))
+            ratio = (
+                math.log(entry.backward / backward) if backward > 0 and entry.backward > 0 else 0.0
+            )
+            points.append(
+                _Point.of(
+                    key, math.log(forward + backward), math.log(entry.forward / forward), ratio
+                )
+            )
         return points
 
 
@@ -516,4 +616,8 @@ class _Point:
     def unlike(self, other: "_Point") -> float:
         """How many factors of e lie between the two, all dims together; other arguments count as one."""
         apart = NEAR * abs(self.size - other.size) + (self.arguments != other.arguments)
-        return apart + (float(np.abs(self.dims - other.dims).sum()) if self.ranks == other.ranks else OTHER_RANKS)
+        return apart + (
+            float(np.abs(self.dims - other.dims).sum())
+            if self.ranks == other.ranks
+            else OTHER_RANKS
+        )

@@ -33,7 +33,9 @@ class Progress:
     def __call__(self, name: str) -> Iterator[None]:
         """One phase, with what it took; an exception passes through and is marked."""
         start = time.perf_counter()
-        spins = self.enabled and self.console.is_terminal and not self._open  # rich has one live display at a time
+        spins = (
+            self.enabled and self.console.is_terminal and not self._open
+        )  # rich has one live display at a time
         self._open += 1
         mark = "[red]✗[/]"
         try:

@@ -19,9 +19,16 @@ from alpa_strategy.units import format_bytes, format_count, format_seconds
 
 BAR_WIDTH = 40
 MODE_STYLES = {"R": "dim", "R*": "cyan", "S": "magenta", "G": "green"}
-PART_STYLES = {"compute": "blue", "communication": "magenta", "optimizer": "green", "waiting": "dim"}
+PART_STYLES = {
+    "compute": "blue",
+    "communication": "magenta",
+    "optimizer": "green",
+    "waiting": "dim",
+}
 PICTURE_WIDTH = 120  # columns
-_WEB_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # of rich's pictures: the reader's own do
+_WEB_FONTS = re.compile(
+    r"@font-face \{.*?\}\s*", re.DOTALL
+)  # of rich's pictures: the reader's own do
 Shape = tuple[int, ...]
 MODE_MEANINGS = {
     "R": "replicated",
@@ -31,7 +38,9 @@ MODE_MEANINGS = {
 }
 
 
-def plan_table(plan: Plan, memory_limit: float | None = None, process_bytes: int = 0) -> RenderableType:
+def plan_table(
+    plan: Plan, memory_limit: float | None = None, process_bytes: int = 0
+) -> RenderableType:
     """The whole plan; in bytes, where known: `memory_limit`, `process_bytes` (host's, beside the plan's tensors)."""
     parts: list[RenderableType] = [_phases(plan, memory_limit), Text()] if plan.phases else []
     parts += [_headline(plan), _summary(plan, memory_limit, process_bytes)]
@@ -82,7 +91,8 @@ def measured_line(plan: Plan, measured_seconds: float) -> Text:
     """One line: predicted against measured seconds per step."""
     predicted = plan.predicted.step_seconds
     text = Text.assemble(
-        ("alpa ", "bold"), f"step measured {format_seconds(measured_seconds)}, predicted {format_seconds(predicted)}"
+        ("alpa ", "bold"),
+        f"step measured {format_seconds(measured_seconds)}, predicted {format_seconds(predicted)}",
     )
     if predicted > 0 and measured_seconds > 0:
         ratio = measured_seconds / predicted
@@ -100,7 +110,9 @@ def _headline(plan: Plan) -> Text:
         text.append(f", {plan.num_microbatches} micro-batches" if plan.num_microbatches > 1 else "")
         text.append(recomputes(plan.stages[0]))
     else:
-        text.append(f", {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}")
+        text.append(
+            f", {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}"
+        )
     text.append(f", {proof_of(plan)}", style="green" if plan.gap <= 1e-6 else "yellow")
     return text
 
@@ -115,13 +127,20 @@ def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tabl
     if not plan.is_as_written:  # nobody knows what such steps do
         table.add_row("step", line.append("  ").append(_bar(parts)) if parts else line)
     if parts:
-        words = [Text.assemble(("■ ", PART_STYLES[name]), f"{name} {format_seconds(s)}") for name, s in parts.items()]
+        words = [
+            Text.assemble(("■ ", PART_STYLES[name]), f"{name} {format_seconds(s)}")
+            for name, s in parts.items()
+        ]
         table.add_row("", Text("  ").join(words))
     memory = Text(format_bytes(p.peak_bytes) + " per device at the peak")
     if memory_limit and math.isfinite(memory_limit):
-        memory.append(f", {p.peak_bytes / memory_limit:.0%} of {format_bytes(memory_limit)}", style="dim")
+        memory.append(
+            f", {p.peak_bytes / memory_limit:.0%} of {format_bytes(memory_limit)}", style="dim"
+        )
     if process_bytes:
-        memory.append(f", {format_bytes(p.peak_bytes + process_bytes)} with the process itself", style="dim")
+        memory.append(
+            f", {format_bytes(p.peak_bytes + process_bytes)} with the process itself", style="dim"
+        )
     table.add_row("memory", memory)
     if plan.baselines:
         table.add_row("instead", _baselines(plan))
@@ -136,7 +155,9 @@ def _baselines(plan: Plan) -> Text:
             lines.append(Text.assemble(f"{name} ", ("does not fit", "red")))
         else:
             ratio = seconds / step if step > 0 else 1.0
-            lines.append(Text.assemble(f"{name} {format_seconds(seconds)} ", (f"({_ratio(ratio)})", "dim")))
+            lines.append(
+                Text.assemble(f"{name} {format_seconds(seconds)} ", (f"({_ratio(ratio)})", "dim"))
+            )
     return Text(", ").join(lines)
 
 
@@ -146,7 +167,9 @@ def _bar(parts: Mapping[str, float]) -> Text:
     bar, done, drawn = Text(), 0.0, 0
     for name, seconds in parts.items():
         done += seconds / largest
-        end = round(BAR_WIDTH * done / total)  # of the sum so far: rounding each part would not fill the bar
+        end = round(
+            BAR_WIDTH * done / total
+        )  # of the sum so far: rounding each part would not fill the bar
         bar.append("━" * (end - drawn), style=PART_STYLES[name])
         drawn = end
     return bar
@@ -159,12 +182,21 @@ def _phases(plan: Plan, memory_limit: float | None) -> RenderableType:
     for phase in plan.phases:
         seconds = (phase.seconds, phase.staying_seconds, phase.moved_seconds, phase.total_seconds)
         each = ["" if value is None else format_seconds(value) for value in seconds]
-        memory = Text(format_bytes(phase.peak_bytes), "red" if phase.peak_bytes > (memory_limit or math.inf) else "")
+        memory = Text(
+            format_bytes(phase.peak_bytes),
+            "red" if phase.peak_bytes > (memory_limit or math.inf) else "",
+        )
         table.add_row(phase.name, phase.layout, str(phase.times), *each, memory)
-    stays = [phase.times * phase.staying_seconds for phase in plan.phases if phase.staying_seconds is not None]
+    stays = [
+        phase.times * phase.staying_seconds
+        for phase in plan.phases
+        if phase.staying_seconds is not None
+    ]
     text = Text.assemble(("Iteration", "bold"), f"  {format_seconds(plan.iteration_seconds)}")
     if len(stays) == len(plan.phases):
-        text.append(f", {format_seconds(sum(stays))} if all parameters stay as they lie for training", "dim")
+        text.append(
+            f", {format_seconds(sum(stays))} if all parameters stay as they lie for training", "dim"
+        )
     return Group(text, table)
 
 
@@ -177,7 +209,13 @@ def stage_overview(plan: Plan) -> Table:
     table = _plain_table("stage")
     table.add_column("layers", overflow="fold", min_width=15)
     remat = any(stage.remat for stage in plan.stages)
-    names = ("forward", "backward", *(("remat",) if remat else ()), "memory", *(("idle",) if clock else ()))
+    names = (
+        "forward",
+        "backward",
+        *(("remat",) if remat else ()),
+        "memory",
+        *(("idle",) if clock else ()),
+    )
     _add_columns(table, ("devices", "mesh"), names)
     for index, stage in enumerate(plan.stages):
         seconds = (stage.forward_seconds, stage.backward_seconds)
@@ -185,7 +223,9 @@ def stage_overview(plan: Plan) -> Table:
         row = [str(index), layers, device_range(stage), mesh_text(stage.logical_mesh)]
         row += [format_seconds(each) if each else "" for each in seconds]
         if remat:
-            row.append("" if not stage.remat else f"in {len(stage.spans)}" if stage.remat_cuts else "whole")
+            row.append(
+                "" if not stage.remat else f"in {len(stage.spans)}" if stage.remat_cuts else "whole"
+            )
         row.append(format_bytes(stage.predicted.peak_bytes))
         if clock:
             mesh = next(m for m, stages in enumerate(clock.stages) if index in stages)
@@ -196,12 +236,20 @@ def stage_overview(plan: Plan) -> Table:
 
 def _stage_line(indices: Sequence[int], stages: Sequence[StagePlan]) -> Text:
     """The heading of what one stage, or several equal ones, hold and send."""
-    stage = max(stages, key=lambda each: each.predicted.peak_bytes)  # equal in what they hold, not in what is in flight
-    devices = f"device{'s' * (math.prod(stage.submesh) > 1)} {device_range(stage)}, " if len(stages) == 1 else "each "
+    stage = max(
+        stages, key=lambda each: each.predicted.peak_bytes
+    )  # equal in what they hold, not in what is in flight
+    devices = (
+        f"device{'s' * (math.prod(stage.submesh) > 1)} {device_range(stage)}, "
+        if len(stages) == 1
+        else "each "
+    )
     name = f"Stage{'s' * (len(stages) > 1)} {index_ranges(indices)}"
     text = Text.assemble((name, "bold"), f"  {devices}mesh {mesh_text(stage.logical_mesh)}, ")
     most = "up to " if len(stages) > 1 else ""
-    text.append(f"{format_seconds(stage.predicted.step_seconds)}, {most}{format_bytes(stage.predicted.peak_bytes)}")
+    text.append(
+        f"{format_seconds(stage.predicted.step_seconds)}, {most}{format_bytes(stage.predicted.peak_bytes)}"
+    )
     return text.append(recomputes(stage))
 
 
@@ -214,15 +262,27 @@ def _parameters(stage: StagePlan, stands_for_others: bool) -> Table:
     if sized:
         _add_columns(table, ("shape",), ("elements",))
     memory = ["memory"] if any(group.on_host for group in groups) else []
-    _add_columns(table, [f"axis {axis} ({size})" for axis, size in enumerate(stage.logical_mesh)] + memory, ())
+    _add_columns(
+        table,
+        [f"axis {axis} ({size})" for axis, size in enumerate(stage.logical_mesh)] + memory,
+        (),
+    )
     for group in groups:
         pattern = collapse_indices(group.pattern) if stands_for_others else group.pattern
-        row: list[RenderableType] = [pattern, f"x{len(group.names)}" if len(group.names) > 1 else ""]
+        row: list[RenderableType] = [
+            pattern,
+            f"x{len(group.names)}" if len(group.names) > 1 else "",
+        ]
         if group.shape is not None:
-            row += [mesh_text(group.shape) or "scalar", format_count(len(group.names) * math.prod(group.shape))]
+            row += [
+                mesh_text(group.shape) or "scalar",
+                format_count(len(group.names) * math.prod(group.shape)),
+            ]
         elif sized:
             row += ["", ""]
-        row += [Text(str(mode), style=MODE_STYLES.get(mode.storage.value, "")) for mode in group.modes]
+        row += [
+            Text(str(mode), style=MODE_STYLES.get(mode.storage.value, "")) for mode in group.modes
+        ]
         table.add_row(*row, *(["host"] if group.on_host else []))
     return table
 
@@ -232,12 +292,25 @@ def _collectives(stage: StagePlan) -> Table:
     _add_columns(table, (), ("calls", "bytes", "time per step"))
     for c in sorted(stage.collectives, key=lambda c: (-c.seconds, c.kind)):
         when = "once a step" if c.phase == "step" else c.phase
-        table.add_row(c.kind, str(c.axis), when, str(c.count), format_bytes(c.num_bytes), format_seconds(c.seconds))
+        table.add_row(
+            c.kind,
+            str(c.axis),
+            when,
+            str(c.count),
+            format_bytes(c.num_bytes),
+            format_seconds(c.seconds),
+        )
     return table
 
 
 def _plain_table(*names: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        header_style="dim",
+    )
     _add_columns(table, names, ())
     return table
 
@@ -280,7 +353,9 @@ class ParameterGroup:
     on_host: bool = False
 
 
-def parameter_groups(plans: Mapping[str, ParameterPlan], shapes: Mapping[str, Shape]) -> tuple[ParameterGroup, ...]:
+def parameter_groups(
+    plans: Mapping[str, ParameterPlan], shapes: Mapping[str, Shape]
+) -> tuple[ParameterGroup, ...]:
     """Group by name with its indices collapsed, shape and modes, in order of first appearance.
 
     Where one pattern falls into several groups, each shows the indices that it stands for: `blocks.{0-2,5}.fc.weight`.
@@ -288,14 +363,20 @@ def parameter_groups(plans: Mapping[str, ParameterPlan], shapes: Mapping[str, Sh
     members: dict[tuple[str, Shape | None, tuple[ParameterMode, ...], bool], list[str]] = {}
     for name, plan in plans.items():
         # In the module's dims: a fused weight [3, n, k] of the step is [3 n, k] to the user.
-        members.setdefault((collapse_indices(name), shapes.get(name), plan.module_modes, plan.on_host), []).append(name)
+        members.setdefault(
+            (collapse_indices(name), shapes.get(name), plan.module_modes, plan.on_host), []
+        ).append(name)
     patterns, groups = [pattern for pattern, *_ in members], []
     for (pattern, shape, modes, on_host), names in members.items():
         if len(names) == 1:
             pattern = names[0]
         elif patterns.count(pattern) > 1:
             # Only the first index is spelled out: blocks.{0-2}.experts.*
-            indices = [int(part) for name in names for part in re.findall(r"(?<![^.])\d+(?![^.])", name)[:1]]
+            indices = [
+                int(part)
+                for name in names
+                for part in re.findall(r"(?<![^.])\d+(?![^.])", name)[:1]
+            ]
             pattern = pattern.replace("*", f"{{{index_ranges(indices)}}}", 1)
         groups.append(ParameterGroup(pattern, tuple(names), modes, shape, on_host))
     return tuple(groups)
@@ -322,16 +403,24 @@ def equal_stages(plan: Plan) -> list[list[int]]:
     found: dict[tuple, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         groups = parameter_groups(stage.parameter_plans, stage.shapes)
-        held = tuple((collapse_indices(g.pattern), len(g.names), g.shape, g.modes, g.on_host) for g in groups)
+        held = tuple(
+            (collapse_indices(g.pattern), len(g.names), g.shape, g.modes, g.on_host) for g in groups
+        )
         said = tuple((c.kind, c.axis, c.phase, c.count, c.num_bytes) for c in stage.collectives)
-        found.setdefault((stage.logical_mesh, stage.remat, len(stage.spans), held, said), []).append(index)
+        found.setdefault(
+            (stage.logical_mesh, stage.remat, len(stage.spans), held, said), []
+        ).append(index)
     return list(found.values())
 
 
 def step_parts(plan: Plan) -> dict[str, float]:
     """What a step's seconds go to; `waiting`: a pipeline's busiest stage has nothing to do. Empty where unknown."""
     p = plan.predicted
-    parts = {"compute": p.compute_seconds, "communication": p.communication_seconds, "optimizer": p.optimizer_seconds}
+    parts = {
+        "compute": p.compute_seconds,
+        "communication": p.communication_seconds,
+        "optimizer": p.optimizer_seconds,
+    }
     waiting = p.step_seconds - sum(parts.values())
     if plan.is_pipelined and waiting > 0:
         parts["waiting"] = waiting
@@ -354,9 +443,18 @@ def proof_of(plan: Plan) -> str:
     """How good the plan is known to be, and among which plans."""
     if plan.is_as_written:
         is_planned = any(stage.strategies for stage in plan.stages)
-        return "steps as written, " + ("submodules planned" if is_planned else "a replica on each device")
-    count, of_many = plan.num_microbatches, sum(math.prod(stage.submesh) for stage in plan.stages) > 1
-    among = f" for {count} micro-batch{'es' * (count != 1)}" if plan.is_pipelined else " of one stage" * of_many
+        return "steps as written, " + (
+            "submodules planned" if is_planned else "a replica on each device"
+        )
+    count, of_many = (
+        plan.num_microbatches,
+        sum(math.prod(stage.submesh) for stage in plan.stages) > 1,
+    )
+    among = (
+        f" for {count} micro-batch{'es' * (count != 1)}"
+        if plan.is_pipelined
+        else " of one stage" * of_many
+    )
     if plan.gap <= 1e-6:
         return f"proved optimal{among}"
     if plan.gap >= 1.0:
@@ -367,12 +465,22 @@ def proof_of(plan: Plan) -> str:
 def tune_table(found: Mapping[int, Plan | Exception], best: int | None, num_ranks: int) -> Table:
     """One row a batch size; `num_ranks`: of those that bring a batch each."""
     table = Table()
-    for name in ("data.batch_size", "rows a step", "micro-batches", "stages", "step", "samples/s", "memory"):
+    for name in (
+        "data.batch_size",
+        "rows a step",
+        "micro-batches",
+        "stages",
+        "step",
+        "samples/s",
+        "memory",
+    ):
         table.add_column(name, justify="right")
     for size, plan in found.items():
         rows = size * num_ranks
         if not isinstance(plan, Plan):
-            table.add_row(str(size), str(rows), str(plan).splitlines()[0][:60], *[""] * 4, style="dim")
+            table.add_row(
+                str(size), str(rows), str(plan).splitlines()[0][:60], *[""] * 4, style="dim"
+            )
             continue
         seconds, parts = plan.iteration_seconds, plan.num_microbatches
         table.add_row(

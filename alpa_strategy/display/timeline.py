@@ -12,8 +12,18 @@ from alpa_strategy.units import format_seconds
 
 MAX_DRAWN = 8  # micro-batches: more make the pieces too small to see
 STYLES = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
-SIGNS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "ABCDEFGHIJ"}  # by micro-batch
-MEANINGS = {"F": "forward", "B": "backward", "I": "backward to the inputs", "W": "backward to the weights"}
+SIGNS = {
+    "F": "0123456789",
+    "B": "abcdefghij",
+    "I": "abcdefghij",
+    "W": "ABCDEFGHIJ",
+}  # by micro-batch
+MEANINGS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward to the inputs",
+    "W": "backward to the weights",
+}
 MAX_WIDTH = 120  # of the lines in a terminal
 
 
@@ -58,7 +68,9 @@ class ScheduleTimeline:
             text.append(f" {self.idle_share(mesh):>4.0%} idle\n" if is_whole else "\n", style="dim")
         shown = {done.kind for done in self.timed}
         for kind in (kind for kind in MEANINGS if kind in shown):
-            text.append(SIGNS[kind][:3], style=STYLES[kind]).append(f" {MEANINGS[kind]}  ", style="dim")
+            text.append(SIGNS[kind][:3], style=STYLES[kind]).append(
+                f" {MEANINGS[kind]}  ", style="dim"
+            )
         text.append("· waiting", style="dim")
         if max(map(len, self.stages)) > 1:
             text.append("  (reversed: the mesh's other stages)", style="dim")
@@ -71,7 +83,11 @@ def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTi
     Args:
         max_microbatches: draw no more than so many (or the fewest that the schedule can run).
     """
-    if len(plan.stages) < 2 or plan.schedule not in SCHEDULES or not any(s.forward_seconds for s in plan.stages):
+    if (
+        len(plan.stages) < 2
+        or plan.schedule not in SCHEDULES
+        or not any(s.forward_seconds for s in plan.stages)
+    ):
         return None
     names = {stage.first_device: device_range(stage) for stage in plan.stages}
     num_drawn = _num_drawn(plan.schedule, len(names), plan.num_microbatches, max_microbatches)
@@ -79,9 +95,16 @@ def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTi
     backward = [stage.backward_seconds for stage in plan.stages]
     wires = [stage.boundary_seconds / 2 for stage in plan.stages[:-1]]
     timed = timeline(plan.schedule, forward, backward, num_drawn, len(names), wires)
-    stages = tuple(tuple(i for i, s in enumerate(plan.stages) if s.first_device == f) for f in names)
+    stages = tuple(
+        tuple(i for i, s in enumerate(plan.stages) if s.first_device == f) for f in names
+    )
     return ScheduleTimeline(
-        tuple(timed), tuple(names.values()), stages, num_drawn, plan.num_microbatches, max(done.end for done in timed)
+        tuple(timed),
+        tuple(names.values()),
+        stages,
+        num_drawn,
+        plan.num_microbatches,
+        max(done.end for done in timed),
     )
 
 
@@ -106,5 +129,9 @@ def _num_drawn(schedule: str, num_meshes: int, count: int, most: int | None) -> 
 def _cells(drawn: ScheduleTimeline, mesh: int, room: int) -> list[TimedAction | None]:
     """What the mesh does in the middle of each of `room` equal moments."""
     own = [done for done in drawn.timed if done.mesh == mesh]
-    moments = ((column + 0.5) * drawn.seconds / room for column in range(room))  # at the edges neighbours meet
-    return [next((done for done in own if done.start <= moment < done.end), None) for moment in moments]
+    moments = (
+        (column + 0.5) * drawn.seconds / room for column in range(room)
+    )  # at the edges neighbours meet
+    return [
+        next((done for done in own if done.start <= moment < done.end), None) for moment in moments
+    ]

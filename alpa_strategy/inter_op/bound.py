@@ -27,7 +27,11 @@ def step_bound(space: StageSpace) -> float:
     """Seconds of a step."""
     job, costs = space.job, _costs(space)
     pinned, D = job.options.schedule, job.cluster.num_devices
-    names = [pinned] if pinned else [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
+    names = (
+        [pinned]
+        if pinned
+        else [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
+    )
     if not BUILT_IN.issuperset(names):  # of a schedule of the user's we know the work alone
         return _work_alone(costs)
     best = float(costs.work[0, -1, costs.may_be[0, -1] & (costs.sizes == D)].min(initial=math.inf))
@@ -35,7 +39,10 @@ def step_bound(space: StageSpace) -> float:
         if SCHEDULES[name].has_one_stage_per_mesh:
             best = min(best, _one_stage_per_mesh(costs, best, waits=name == "1F1B"))
     kinds = [
-        (name, v, index) for name in names for v in SCHEDULES[name].stages_per_mesh for index in range(len(space.sizes))
+        (name, v, index)
+        for name in names
+        for v in SCHEDULES[name].stages_per_mesh
+        for index in range(len(space.sizes))
     ]
     for least, kind in sorted((_waiting(costs, *kind), kind) for kind in kinds):
         if least >= best:
@@ -55,7 +62,9 @@ class _Costs:
     # [cut, submesh] of a micro-batch's messages there and back, from a stage on this submesh to another one
     wires: np.ndarray
     near: np.ndarray  # [cut, submesh] likewise, to a stage on an equal mesh, or on the same
-    overhead: float  # seconds of a micro-batch in each stage beside its ops, in `work` and `seconds`
+    overhead: (
+        float  # seconds of a micro-batch in each stage beside its ops, in `work` and `seconds`
+    )
     may_be: np.ndarray  # which stages pins leave; the rest holds for all
 
 
@@ -70,9 +79,13 @@ def _costs(space: StageSpace) -> _Costs:
     work = np.maximum(work * (1 - overlap / B), work * (1 - overlap) + overlap * B * each)
     work, each = np.where(exists, work, np.inf), np.where(exists, each, np.inf)
     sizes = np.array(space.sizes)
-    wires = np.stack([tables.boundary[links, :, a].min(axis=(0, 2)) for a, links in enumerate(_links(tables))], 1)
+    wires = np.stack(
+        [tables.boundary[links, :, a].min(axis=(0, 2)) for a, links in enumerate(_links(tables))], 1
+    )
     near = tables.boundary.min(axis=0).diagonal(axis1=1, axis2=2)
-    if not job.cluster.is_uniform:  # from the last mesh to the first: on links that no neighbours have
+    if (
+        not job.cluster.is_uniform
+    ):  # from the last mesh to the first: on links that no neighbours have
         near = np.zeros_like(wires)
     runs = _of_runs(work, B * overhead), _of_runs(each, overhead)
     return _Costs(job, sizes, *runs, wires, near, overhead, space.may_be)
@@ -83,7 +96,11 @@ def _links(tables: StageTables) -> list[np.ndarray]:
     found = []
     for size, fits in zip(map(int, tables.num_devices), tables.fits.T, strict=True):
         after = np.flatnonzero(fits) - size  # devices left for the next stage
-        found.append(np.unique(tables.link_at[after[after > 0]]) if (after > 0).any() else np.zeros(1, dtype=int))
+        found.append(
+            np.unique(tables.link_at[after[after > 0]])
+            if (after > 0).any()
+            else np.zeros(1, dtype=int)
+        )
     return found
 
 
@@ -103,7 +120,9 @@ def _one_stage_per_mesh(costs: _Costs, known: float, waits: bool) -> float:
     """
     first = _work_alone(costs)  # a guess of the maximum
     fill = _least_fill(costs, math.inf, waits)
-    intervals = [(fill, 0.0, math.inf, fill)]  # (bound, from, to, least sum for a maximum up to `to`)
+    intervals = [
+        (fill, 0.0, math.inf, fill)
+    ]  # (bound, from, to, least sum for a maximum up to `to`)
     while True:
         bound, low, high, fill = heapq.heappop(intervals)
         if high - low <= PRECISION * bound or bound >= known:
@@ -140,7 +159,9 @@ def _least_fill(costs: _Costs, most: float, waits: bool) -> float:
             with np.errstate(invalid="ignore"):  # where there is no such stage
                 own = work - seconds
                 if waits:  # with fewer micro-batches than stages, its backwards alone are one after the other
-                    own = work - s * seconds if s <= B else own * 2 / 3 - (B - 1) * costs.overhead / 6
+                    own = (
+                        work - s * seconds if s <= B else own * 2 / 3 - (B - 1) * costs.overhead / 6
+                    )
             own = np.where(np.isfinite(work), own, np.inf)[:, ends]
             firsts = np.flatnonzero((own <= most).any(axis=1))
             if not firsts.size:
@@ -149,7 +170,9 @@ def _least_fill(costs: _Costs, most: float, waits: bool) -> float:
             if waits and s <= B:
                 trips = (rest if s < B else after[:, : total + 1 - size])[ends]
             fits = own[firsts][..., None] + trips <= most  # [first, end, units left]
-            found = np.where(fits, seconds[np.ix_(firsts, ends)][..., None] + rest[ends], np.inf).min(axis=1)
+            found = np.where(
+                fits, seconds[np.ix_(firsts, ends)][..., None] + rest[ends], np.inf
+            ).min(axis=1)
             now[firsts, size:] = np.minimum(now[firsts, size:], found)
         if not np.isfinite(now).any():
             break
@@ -167,16 +190,26 @@ def _waiting(costs: _Costs, name: str, v: int, index: int) -> float:
     """
     job = costs.job
     ranks, rest = divmod(job.cluster.num_devices, int(costs.sizes[index]))
-    if v == 1 or rest or ranks < 2 or ranks * v > job.num_layers or why_not(name, ranks, job.num_microbatches):
+    if (
+        v == 1
+        or rest
+        or ranks < 2
+        or ranks * v > job.num_layers
+        or why_not(name, ranks, job.num_microbatches)
+    ):
         return math.inf
     L, layers = job.num_layers, np.arange(job.num_layers)
     beside = job.num_microbatches * costs.overhead  # of a stage
     each = costs.work[layers, layers + 1, index] - beside
     if not np.isfinite(each).all():
         return math.inf
-    is_whole = SCHEDULES[name].bubble == 1.0  # else gradients of weights fill what is left of the end
+    is_whole = (
+        SCHEDULES[name].bubble == 1.0
+    )  # else gradients of weights fill what is left of the end
     seconds = float(costs.seconds[layers, layers + 1, index].min()) * (1.0 if is_whole else 1 / 3)
-    message = float(np.minimum(costs.wires, costs.near)[1:-1, index].min()) * (1.0 if is_whole else 1 / 2)
+    message = float(np.minimum(costs.wires, costs.near)[1:-1, index].min()) * (
+        1.0 if is_whole else 1 / 2
+    )
     mean = each.sum() / ranks + (ranks - 1) / 2 * (seconds + message)
     most = np.arange(1, L + 1)  # layers of another mesh
     longest = each.max() + np.maximum(0, L - 1 - (ranks - 1) * most) * each.min()
@@ -191,7 +224,10 @@ def _simulated(costs: _Costs, name: str, v: int, index: int) -> float:
     if math.comb(L - 1, stages - 1) * stages * B > MAX_ENTRIES:
         return 0.0
     inner = np.array(list(combinations(range(1, L), stages - 1)))  # [pipeline, stage]
-    first, last = np.pad(inner, ((0, 0), (1, 0))), np.pad(inner, ((0, 0), (0, 1)), constant_values=L)
+    first, last = (
+        np.pad(inner, ((0, 0), (1, 0))),
+        np.pad(inner, ((0, 0), (0, 1)), constant_values=L),
+    )
     left = costs.may_be[first, last, index].all(axis=1)
     if not left.any():
         return math.inf

@@ -33,7 +33,11 @@ from alpa_strategy.sharding.cross_mesh import boundary_link
 TOLERANCE = 1e-3  # of the DP: relative distance from its optimum
 EVERY_SIZE = 128  # devices up to which stages of every size are set beside each other
 ABOVE = 1.05  # closed forms of several stages a mesh, against what is simulated of unequal ones
-SENDER_SHARES = (1.0, 0.5, 0.0)  # closed forms of 1F1B (stage_dp.py); simulated schedules decide between them
+SENDER_SHARES = (
+    1.0,
+    0.5,
+    0.0,
+)  # closed forms of 1F1B (stage_dp.py); simulated schedules decide between them
 
 Stages = tuple[StageRange, ...]  # in pipeline order
 
@@ -62,7 +66,9 @@ class StageSpace:
     job: CostJob
     meshes: Sequence[tuple[int, int]]
     runs: Sequence[RunCosts]  # per submesh of `meshes`
-    allowed: np.ndarray | None = None  # [first layer, last + 1, submesh] which stages there may be; None: all
+    allowed: np.ndarray | None = (
+        None  # [first layer, last + 1, submesh] which stages there may be; None: all
+    )
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -77,7 +83,9 @@ class StageSpace:
     @cached_property
     def pinned(self) -> list[int]:
         """The first layer of every stage that `options.stages` names, and the end; none: the stages are solved."""
-        return [self.job.cuts.index(cut) for cut in stage_cuts(self.job.graph, self.job.options.stages)]
+        return [
+            self.job.cuts.index(cut) for cut in stage_cuts(self.job.graph, self.job.options.stages)
+        ]
 
     @cached_property
     def places(self) -> np.ndarray:
@@ -100,17 +108,25 @@ class StageSpace:
             others[self.pinned[:-1], self.pinned[1:]] = False
             found[others] = False
         # A schedule that the user asks for is one of several stages (`pins.py`).
-        found[0, -1] &= self.job.options.schedule is None and self.job.options.num_stages in (None, 1)
+        found[0, -1] &= self.job.options.schedule is None and self.job.options.num_stages in (
+            None,
+            1,
+        )
         return found
 
     @cached_property
     def tables(self) -> StageTables:
         """The runs of all submeshes side by side."""
-        width = max(r.seconds.shape[2] for r in self.runs)  # of different numbers of candidates: filled up with inf
+        width = max(
+            r.seconds.shape[2] for r in self.runs
+        )  # of different numbers of candidates: filled up with inf
 
         def stack(name: str, fill: float) -> np.ndarray:
             arrays = [getattr(r, name) for r in self.runs]
-            padded = [np.pad(a, ((0, 0), (0, 0), (0, width - a.shape[2])), constant_values=fill) for a in arrays]
+            padded = [
+                np.pad(a, ((0, 0), (0, 0), (0, width - a.shape[2])), constant_values=fill)
+                for a in arrays
+            ]
             return np.stack(padded, axis=2).astype(float)
 
         seconds = stack("seconds", np.inf) + self.overhead
@@ -124,7 +140,9 @@ class StageSpace:
         starts = (self.places[..., 0], np.arange(D, -1, -1)) if any(self.job.places) else None
         joints = [(D - left, D - left) if 0 < left < D else None for left in range(D + 1)]
         boundary, link_at = _wires(self, fits, joints, list(product(some, some)))
-        return StageTables(np.array(self.sizes), seconds, once, always, in_flight, boundary, fits, link_at, starts)
+        return StageTables(
+            np.array(self.sizes), seconds, once, always, in_flight, boundary, fits, link_at, starts
+        )
 
     @cached_property
     def _without_recomputation(self) -> StageTables:
@@ -139,7 +157,11 @@ class StageSpace:
         return self._without_recomputation if splits and not self.job.remat else self.tables
 
     def cheapest(
-        self, tables: StageTables, stages: Sequence[tuple[int, int, int]], left: Sequence[int], alive: Sequence[int]
+        self,
+        tables: StageTables,
+        stages: Sequence[tuple[int, int, int]],
+        left: Sequence[int],
+        alive: Sequence[int],
     ) -> tuple[Stages, list[float]]:
         """The cheapest candidates that fit of stages (first layer, last + 1, submesh), and the seconds of each in a
         step: inf where none does. `left`: per stage, devices (or stages: what `tables` count) from it on."""
@@ -147,7 +169,9 @@ class StageSpace:
         for at, devices, pairs in zip(stages, left, alive, strict=True):
             need = tables.bytes_always[at] + pairs * tables.bytes_in_flight[at]
             every = self.job.num_microbatches * tables.seconds[at] + tables.once_seconds[at]
-            fitting = np.where((need <= self.job.memory_limit) & tables.may_begin(*at, devices), every, np.inf)
+            fitting = np.where(
+                (need <= self.job.memory_limit) & tables.may_begin(*at, devices), every, np.inf
+            )
             chosen.append(StageRange(*at, int(fitting.argmin())))
             seconds.append(float(fitting.min()))
         return tuple(chosen), seconds
@@ -167,7 +191,10 @@ class StageSpace:
             own = [(self.runs[s.submesh], (s.first, s.last, s.candidate)) for s in choice]
             remat = tuple(bool(runs.remat[at]) for runs, at in own)
             joints = enumerate(pairwise(choice), start=1)
-            wires = (*(tables.wire(a.last, a.submesh, b.submesh, left[i]) for i, (a, b) in joints), 0.0)
+            wires = (
+                *(tables.wire(a.last, a.submesh, b.submesh, left[i]) for i, (a, b) in joints),
+                0.0,
+            )
             stages = []
             for (runs, at), again, wire in zip(own, remat, wires, strict=True):
                 # A backward takes two forwards; recomputation is one more.
@@ -176,13 +203,30 @@ class StageSpace:
             pipelines.append(stages)
             shapes = tuple(runs.shapes[int(runs.shape[at])] for runs, at in own)
             on = tuple(s.submesh for s in choice)
-            found.append(Candidate(0.0, self.job, schedule, stages_per_mesh, choice, on, shapes, remat, alive, wires))
+            found.append(
+                Candidate(
+                    0.0,
+                    self.job,
+                    schedule,
+                    stages_per_mesh,
+                    choice,
+                    on,
+                    shapes,
+                    remat,
+                    alive,
+                    wires,
+                )
+            )
         ranks, count = len(alive) // stages_per_mesh, self.job.num_microbatches
         seconds = simulated_seconds(schedule, ranks, count, pipelines, self.overhead)
-        return [replace(candidate, seconds=end) for candidate, end in zip(found, seconds, strict=True)]
+        return [
+            replace(candidate, seconds=end) for candidate, end in zip(found, seconds, strict=True)
+        ]
 
 
-def solve_schedules(space: StageSpace, known: float, schedules: Sequence[str] | None = None) -> list[Candidate]:
+def solve_schedules(
+    space: StageSpace, known: float, schedules: Sequence[str] | None = None
+) -> list[Candidate]:
     """The DP for every schedule that is allowed; candidates better than `known`, best first.
 
     Args:
@@ -220,7 +264,9 @@ def check_places(job: CostJob, meshes: Sequence[tuple[int, int]]) -> None:
     wanted, first = [], 0
     for places, run in groupby(job.places):
         last = first + len(list(run))
-        ranks = [job.cluster.ranks_of(*place) or range(place[0], sum(place)) for place in sorted(places)]
+        ranks = [
+            job.cluster.ranks_of(*place) or range(place[0], sum(place)) for place in sorted(places)
+        ]
         where = " and ".join(f"on {own[0]}-{own[-1]}" for own in ranks) or "anywhere"
         wanted.append(f"{span_name(job.graph, job.cuts[first], job.cuts[last])} {where}")
         first = last
@@ -241,12 +287,20 @@ def _regular(space: StageSpace, schedule: str, known: Callable[[], float]) -> It
         ranks, rest = divmod(D, size)
         for v in SCHEDULES[schedule].stages_per_mesh:
             total = ranks * v
-            if rest or ranks < 2 or total > L or (wanted and wanted != total) or why_not(schedule, ranks, B):
+            if (
+                rest
+                or ranks < 2
+                or total > L
+                or (wanted and wanted != total)
+                or why_not(schedule, ranks, B)
+            ):
                 continue
             weights = terms(schedule, ranks, B, v, splits=not job.remat)
             equal = EqualMeshes(space, schedule, v, index)
             tables, alive = equal.alone, equal.alive[::-1]
-            solved = partial(solve_stages, tables, total, weights, alive, job.memory_limit, [total], steps=v)
+            solved = partial(
+                solve_stages, tables, total, weights, alive, job.memory_limit, [total], steps=v
+            )
             choice = solved(tolerance=TOLERANCE, known=known())
             starts = [[round(i * L / total) for i in range(total + 1)]]
             if choice is not None:
@@ -281,12 +335,16 @@ class EqualMeshes:
     @cached_property
     def holders(self) -> list[int]:
         """The mesh of each stage."""
-        return [mesh_of(self.schedule, self.ranks, i) for i in range(self.ranks * self.stages_per_mesh)]
+        return [
+            mesh_of(self.schedule, self.ranks, i) for i in range(self.ranks * self.stages_per_mesh)
+        ]
 
     @cached_property
     def alive(self) -> tuple[int, ...]:
         """Per stage, (micro-batch, stage) pairs alive on its mesh."""
-        return in_flight_by_stage(self.schedule, self.ranks, self.space.job.num_microbatches, self.stages_per_mesh)
+        return in_flight_by_stage(
+            self.schedule, self.ranks, self.space.job.num_microbatches, self.stages_per_mesh
+        )
 
     @cached_property
     def tables(self) -> StageTables:
@@ -305,9 +363,14 @@ class EqualMeshes:
         always = self.stages_per_mesh * one.bytes_always
         starts = self.tables.starts
         if starts is not None:
-            starts = starts[0], np.array([-1, *reversed(self.holders)]) * self.space.sizes[self.submesh]
+            starts = (
+                starts[0],
+                np.array([-1, *reversed(self.holders)]) * self.space.sizes[self.submesh],
+            )
         anywhere = np.ones((len(self.holders) + 1, 1), dtype=bool)
-        return replace(one, bytes_always=always, fits=anywhere, link_at=self.tables.link_at, starts=starts)
+        return replace(
+            one, bytes_always=always, fits=anywhere, link_at=self.tables.link_at, starts=starts
+        )
 
     def cheapest(self, cuts: Sequence[int]) -> tuple[Stages, list[float]]:
         """See `StageSpace.cheapest`: stages between cuts."""
@@ -316,9 +379,13 @@ class EqualMeshes:
 
     def candidates(self, choices: Sequence[Stages]) -> list[Candidate]:
         """What was chosen in tables of this submesh alone, simulated."""
-        own = [tuple(replace(stage, submesh=self.submesh) for stage in choice) for choice in choices]
+        own = [
+            tuple(replace(stage, submesh=self.submesh) for stage in choice) for choice in choices
+        ]
         left = list(range(len(self.alive), 0, -1))
-        return self.space.candidates(self.tables, left, self.schedule, self.stages_per_mesh, own, self.alive)
+        return self.space.candidates(
+            self.tables, left, self.schedule, self.stages_per_mesh, own, self.alive
+        )
 
     def climbed(self, cuts: list[int], known: Callable[[], float]) -> Iterable[Candidate]:
         """Stages between `cuts`, and better ones: cuts are moved by a layer while that helps.
@@ -340,19 +407,31 @@ class EqualMeshes:
             if best.seconds < known():
                 yield best
             inner = range(1, len(self.holders))
-            moved = [[*cuts[:i], cut, *cuts[i + 1 :]] for i in inner for cut in (cuts[i] - 1, cuts[i] + 1)]
-            every = [(each, *chosen(each)) for each in moved if all(a < b for a, b in pairwise(each))]
+            moved = [
+                [*cuts[:i], cut, *cuts[i + 1 :]]
+                for i in inner
+                for cut in (cuts[i] - 1, cuts[i] + 1)
+            ]
+            every = [
+                (each, *chosen(each)) for each in moved if all(a < b for a, b in pairwise(each))
+            ]
             tried = [(each, choice) for each, choice, busy in every if max(busy) < best.seconds]
             if not tried:
                 return
-            priced = zip(self.candidates([choice for _, choice in tried]), [each for each, _ in tried], strict=True)
+            priced = zip(
+                self.candidates([choice for _, choice in tried]),
+                [each for each, _ in tried],
+                strict=True,
+            )
             found, cuts = min(priced, key=lambda entry: entry[0].seconds)
             if found.seconds >= best.seconds:
                 return
             best = found
 
 
-def _any_meshes(space: StageSpace, schedule: str, known: Callable[[], float], usual: int | None) -> Iterable[Candidate]:
+def _any_meshes(
+    space: StageSpace, schedule: str, known: Callable[[], float], usual: int | None
+) -> Iterable[Candidate]:
     """One stage a mesh, on meshes of any sizes in order. On many devices: sizes around `usual`, the best regular plan's
     submesh, and devices counted in the smallest of them."""
     job, some = space.job, space.tables
@@ -411,11 +490,16 @@ def _lengths(
     if SCHEDULES[schedule].alive is not None:
         return [(most, [wanted] if wanted else None)]
     numbers = range(1, most + 1) if wanted is None else [wanted]
-    return [(n, [n]) for n in numbers if n <= most and why_not(schedule, n, num_microbatches) is None]
+    return [
+        (n, [n]) for n in numbers if n <= most and why_not(schedule, n, num_microbatches) is None
+    ]
 
 
 def _wires(
-    space: StageSpace, fits: np.ndarray, joints: Sequence[tuple[int, int] | None], pairs: Sequence[tuple[int, int]]
+    space: StageSpace,
+    fits: np.ndarray,
+    joints: Sequence[tuple[int, int] | None],
+    pairs: Sequence[tuple[int, int]],
 ) -> tuple[np.ndarray, np.ndarray]:
     """`boundary` and `link_at` of `StageTables`, which has `fits` as well.
 
@@ -427,11 +511,18 @@ def _wires(
     cluster, meshes, kinds = space.job.cluster, space.meshes, list(joints)
     if cluster.is_uniform:  # it only matters whether the places are on two nodes
         nodes = [(0, 0) if joint is None else (joint[0] - 1, joint[1]) for joint in joints]
-        kinds = [(0, int(a // cluster.devices_per_node != b // cluster.devices_per_node)) for a, b in nodes]
+        kinds = [
+            (0, int(a // cluster.devices_per_node != b // cluster.devices_per_node))
+            for a, b in nodes
+        ]
     number = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
     nothing = np.zeros((len(meshes), len(meshes), 2))
-    every = np.stack([nothing if k is None else _links(cluster, meshes, fits, k, pairs) for k in number])
-    worst = np.nan_to_num(np.fmax.reduce(every, axis=0))  # where there are no such two stages, too: fewer differ
+    every = np.stack(
+        [nothing if k is None else _links(cluster, meshes, fits, k, pairs) for k in number]
+    )
+    worst = np.nan_to_num(
+        np.fmax.reduce(every, axis=0)
+    )  # where there are no such two stages, too: fewer differ
     links, link_at = np.unique(np.where(np.isnan(every), worst, every), axis=0, return_inverse=True)
     latency, each = links[:, None, ..., 0], links[:, None, ..., 1]
     sizes = space.job.crossing_bytes[:, :, None, None]

@@ -33,9 +33,13 @@ MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
 # what passes from layer to layer inside the run; of `once` and `always`: what is made of parameters alone, which can be
 # made again for every micro-batch; where gradients begin with the step, those that the run's backward makes.
 Part = IntEnum(
-    "Part", "FORWARD BACKWARD ONCE ALWAYS SAVED ENTERING LEAVING WORKING AGAIN PASSING DERIVING DERIVED MADE", start=0
+    "Part",
+    "FORWARD BACKWARD ONCE ALWAYS SAVED ENTERING LEAVING WORKING AGAIN PASSING DERIVING DERIVED MADE",
+    start=0,
 )
-SUMMED = {Part[name.upper()]: name for name in ("forward", "backward", "once", "always", "saved", "again")}
+SUMMED = {
+    Part[name.upper()]: name for name in ("forward", "backward", "once", "always", "saved", "again")
+}
 PER_STEP_SUMMED = {Part.DERIVING: "once", Part.DERIVED: "always"}
 
 Price = tuple[float, float]  # weights of one elimination: seconds per byte, micro-batches alive
@@ -60,7 +64,9 @@ class Ends:
     passing: tuple[int, ...] = ()  # values that cross both boundaries
 
 
-def passing_seconds(graph: StepGraph, ends: Ends, tables: OptionTables) -> tuple[np.ndarray, np.ndarray]:
+def passing_seconds(
+    graph: StepGraph, ends: Ends, tables: OptionTables
+) -> tuple[np.ndarray, np.ndarray]:
     """(forward, backward) seconds [entering layout, leaving layout] of bringing the values that cross a layer from the
     layout in which they enter it to the one in which they leave it."""
     shape = (len(ends.entering_layouts), len(ends.leaving_layouts))
@@ -88,15 +94,24 @@ def layer_matrix(
     passing: of `passing_seconds`. begins: see `decode.working_bytes`.
     """
     shape = (len(prices), len(joined.entering_bytes), len(joined.leaving_bytes))
-    objective, parts = np.full(shape, np.inf), np.zeros((*shape, len(Part)))  # [price, p, q], [price, p, q, part]
+    objective, parts = (
+        np.full(shape, np.inf),
+        np.zeros((*shape, len(Part))),
+    )  # [price, p, q], [price, p, q, part]
     live = [np.flatnonzero(np.isfinite(p.forward + p.backward + p.once)) for p in joined.choices]
     if any(len(strategies) == 0 for strategies in live):
         return LayerMatrix(objective, parts)
     problems = [_problem_at(joined, price, num_microbatches) for price in prices]
-    if any(len(strategies) < len(p.forward) for strategies, p in zip(live, joined.choices, strict=True)):
-        problems = [with_only(problem, live) for problem in problems]  # what pins forbid is not even looked at
+    if any(
+        len(strategies) < len(p.forward) for strategies, p in zip(live, joined.choices, strict=True)
+    ):
+        problems = [
+            with_only(problem, live) for problem in problems
+        ]  # what pins forbid is not even looked at
     kept = (joined.entering, joined.leaving)
-    for k, (found, values) in enumerate(_by_elimination(problems, kept) or dense_layer_costs(problems, kept)):
+    for k, (found, values) in enumerate(
+        _by_elimination(problems, kept) or dense_layer_costs(problems, kept)
+    ):
         objective[k] = found
         values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
         parts[k] = _sum_parts(joined, values, shape[1:], begins)
@@ -176,18 +191,31 @@ def follow_leaders(stage: StageProblem, ends: Ends) -> Joined:
     parts, again = list(stage.transfers), intra.gathered_again
     gathered: list[np.ndarray | None] = [None] * len(parts)
     for index, layouts in enumerate(intra.transfers):
-        sizes = [local_bytes(intra.step.values[layouts.value], q, intra.mesh.shape) for q in layouts.targets]
+        sizes = [
+            local_bytes(intra.step.values[layouts.value], q, intra.mesh.shape)
+            for q in layouts.targets
+        ]
         saved = parts[index].saved
-        if layouts.value in intra.received and saved.any():  # inside a stage a received value is kept like any other
-            parts[index] = replace(parts[index], saved=np.broadcast_to(sizes, saved.shape).astype(float))
+        if (
+            layouts.value in intra.received and saved.any()
+        ):  # inside a stage a received value is kept like any other
+            parts[index] = replace(
+                parts[index], saved=np.broadcast_to(sizes, saved.shape).astype(float)
+            )
         if layouts.value in again:
             gathered[index] = np.where(gathers(layouts.sources, layouts.targets), sizes, 0)
     ends_kept = entering, leaving, kept_in, kept_out
-    return Joined(stage, tuple(choices), tuple(parts), tuple(transfers), *ends_kept, tuple(gathered))
+    return Joined(
+        stage, tuple(choices), tuple(parts), tuple(transfers), *ends_kept, tuple(gathered)
+    )
 
 
 def _followed(
-    graph: StepGraph, value: int, own: tuple[DualLayout, ...], leader: int | None, layouts: tuple[DualLayout, ...]
+    graph: StepGraph,
+    value: int,
+    own: tuple[DualLayout, ...],
+    leader: int | None,
+    layouts: tuple[DualLayout, ...],
 ) -> np.ndarray:
     """Index among the layouts `own` of the one that a value has while the leader has each of `layouts`."""
     if value == leader:
@@ -197,7 +225,9 @@ def _followed(
     found = []
     for layout in layouts:
         followed = tuple(
-            shard(d) if (d := p.shard_dim) is not None and d < len(shape) and shape[d] == leading[d] else INVARIANT
+            shard(d)
+            if (d := p.shard_dim) is not None and d < len(shape) and shape[d] == leading[d]
+            else INVARIANT
             for p in layout
         )
         whole = (INVARIANT,) * len(layout)
@@ -208,10 +238,14 @@ def _followed(
 def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list[np.ndarray]:
     per_byte, in_flight = price
     seconds, num_bytes = weigh(parts, num_microbatches, in_flight)
-    return [s + per_byte * b for s, b in zip(seconds, num_bytes, strict=True)] if per_byte else seconds
+    return (
+        [s + per_byte * b for s, b in zip(seconds, num_bytes, strict=True)] if per_byte else seconds
+    )
 
 
-def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...], begins: bool) -> np.ndarray:
+def _sum_parts(
+    joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...], begins: bool
+) -> np.ndarray:
     """[p, q, part] of the minimising assignments; `values`: per choice, [p, q] the strategy that it takes."""
     intra = joined.stage.intra
     total = np.zeros((*shape, len(Part)))
@@ -223,9 +257,13 @@ def _sum_parts(joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, .
     for index, (options, parameters) in enumerate(zip(intra.ops, read, strict=True)):
         made += sum(intra.parameters[p].gradient_bytes[values[p]] for p in parameters)
         np.maximum(working, options.temporary_bytes[values[offset + index]] - made, out=working)
-    for transfer, parts, sizes in zip(joined.problem, joined.transfers, joined.gathered, strict=True):
+    for transfer, parts, sizes in zip(
+        joined.problem, joined.transfers, joined.gathered, strict=True
+    ):
         source = np.asarray(transfer.source)[values[transfer.producer]]
-        asked: list[np.ndarray] = []  # per use, [p, q] target layout: one that an earlier use asked for is there
+        asked: list[
+            np.ndarray
+        ] = []  # per use, [p, q] target layout: one that an earlier use asked for is there
         for use in transfer.uses:
             target = np.asarray(use.layout)[values[use.choice]]
             new = np.ones(shape, dtype=bool)
@@ -273,7 +311,9 @@ def dense_layer_costs(problems: Sequence[Problem], ends: tuple[int, int]) -> lis
     return [_moved_ends(problem, ends, list(dict.fromkeys(starts))) for problem in problems]
 
 
-def _moved_ends(problem: Problem, ends: tuple[int, int], starts: Sequence[tuple[int, ...]]) -> Pairs:
+def _moved_ends(
+    problem: Problem, ends: tuple[int, int], starts: Sequence[tuple[int, ...]]
+) -> Pairs:
     shape = tuple(len(problem.choices[end].cost) for end in ends)
     objective = np.full(shape, np.inf)
     values = np.zeros((len(problem.choices), *shape), dtype=int)

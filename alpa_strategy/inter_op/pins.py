@@ -77,7 +77,9 @@ def stage_cuts(step: StepGraph, stages: Sequence[str]) -> tuple[int, ...]:
         ops = [i for name in _module_names(text) for i in _ops_of(name, ops_of, text)]
         spans.append((min(ops), max(ops) + 1))
     bytes_at, cuts = boundary_bytes(step), [0]
-    for ((_, end), (start, _)), (text, other) in zip(pairwise(spans), pairwise(stages), strict=True):
+    for ((_, end), (start, _)), (text, other) in zip(
+        pairwise(spans), pairwise(stages), strict=True
+    ):
         if start < end:
             raise OptionError(
                 f"stages: {other!r} does not run after {text!r}: {step.ops[start].name} of {step.ops[start].module} "
@@ -100,19 +102,31 @@ def layers_of(
     if options.num_stages is None and options.schedule is not None:
         least = min(n for n, _ in _possible(cluster, options)[options.schedule])
     count = max(least, min(default_num_layers(step), len(step.ops)))
-    cuts, bytes_at = {*cluster_layers(step, count), *stage_cuts(step, options.stages)}, boundary_bytes(step)
-    places, names = pinned_places(step, cluster, options), {p.value: p.names for p in step.parameters}
+    cuts, bytes_at = (
+        {*cluster_layers(step, count), *stage_cuts(step, options.stages)},
+        boundary_bytes(step),
+    )
+    places, names = (
+        pinned_places(step, cluster, options),
+        {p.value: p.names for p in step.parameters},
+    )
     readers: list[tuple[int, frozenset[Place]]] = []  # ops
     for index, op in enumerate(step.ops if places else ()):
         if read := [names[value] for value in op.operands if value in names]:
-            used = [[name for name in own if name.rpartition(".")[0] == op.module] or own for own in read]
-            readers.append((index, frozenset(places[name] for own in used for name in own if name in places)))
+            used = [
+                [name for name in own if name.rpartition(".")[0] == op.module] or own
+                for own in read
+            ]
+            readers.append(
+                (index, frozenset(places[name] for own in used for name in own if name in places))
+            )
     for (end, place), (start, other) in pairwise(readers):
         if place != other:
             cuts.add(min(range(start, end, -1), key=bytes_at.__getitem__))
     found = tuple(sorted(cuts))
     return found, tuple(
-        frozenset().union(*(own for op, own in readers if first <= op < last)) for first, last in pairwise(found)
+        frozenset().union(*(own for op, own in readers if first <= op < last))
+        for first, last in pairwise(found)
     )
 
 
@@ -130,7 +144,11 @@ def pinned_places(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -
     for pattern, ranks in options.device_map:
         places = sorted(order.get(rank, D) for rank in ranks)
         first, count = places[0], len(places)
-        sizes = [math.prod(mesh) for mesh, may_begin in zip(meshes, fits[D - first], strict=True) if may_begin]
+        sizes = [
+            math.prod(mesh)
+            for mesh, may_begin in zip(meshes, fits[D - first], strict=True)
+            if may_begin
+        ]
         if places[-1] - first + 1 != count or count not in sizes:
             raise PlanError(
                 f"device_map[{pattern!r}]={list(ranks)} is no mesh that a stage can have on devices 0 to {D - 1}",
@@ -147,7 +165,9 @@ def _module_names(text: str) -> list[str]:
         if found := re.fullmatch(r"(.+\.)(\d+)-(?:\1)?(\d+)", part):
             first, last = int(found[2]), int(found[3])
             if last < first:
-                raise OptionError(f"stages: {part!r} counts down", f"write {found[1]}{last}-{first}")
+                raise OptionError(
+                    f"stages: {part!r} counts down", f"write {found[1]}{last}-{first}"
+                )
             names += [f"{found[1]}{i}" for i in range(first, last + 1)]
         else:
             names.append(part)
@@ -157,7 +177,9 @@ def _module_names(text: str) -> list[str]:
 def _ops_of(name: str, ops_of: dict[str, list[int]], text: str) -> list[int]:
     if name in ops_of:
         return ops_of[name]
-    near = [known for known in ops_of if known.endswith("." + name)] or get_close_matches(name, ops_of, n=3)
+    near = [known for known in ops_of if known.endswith("." + name)] or get_close_matches(
+        name, ops_of, n=3
+    )
     raise OptionError(
         f"stages: no op of training_step runs in a module {name!r} (of {text!r})",
         "write " + " or ".join(near[:3] or list(ops_of)[:3]) + ", names as in named_modules()",
@@ -199,19 +221,27 @@ def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int
 
 def _possible(cluster: ClusterSpec, options: PlanOptions) -> dict[str, list[tuple[int, int]]]:
     """(number of stages, number of meshes), ascending, that every allowed schedule can have on the devices."""
-    sizes = sorted({math.prod(mesh) for mesh in submeshes(cluster) if allowed_shapes(cluster, options, mesh)})
+    sizes = sorted(
+        {math.prod(mesh) for mesh in submeshes(cluster) if allowed_shapes(cluster, options, mesh)}
+    )
     schedules = [options.schedule] if options.schedule else SCHEDULES
     found = {name: _stages_and_meshes(name, cluster.num_devices, sizes) for name in schedules}
     if options.schedule:  # one stage has none
-        return {name: [(n, ranks) for n, ranks in numbers if n > 1] for name, numbers in found.items()}
+        return {
+            name: [(n, ranks) for n, ranks in numbers if n > 1] for name, numbers in found.items()
+        }
     return found
 
 
-def _stages_and_meshes(schedule: str, num_devices: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+def _stages_and_meshes(
+    schedule: str, num_devices: int, sizes: Sequence[int]
+) -> list[tuple[int, int]]:
     """(number of stages, number of meshes) of a schedule on meshes of so many devices each (`sizes`)."""
     if not SCHEDULES[schedule].has_one_stage_per_mesh:
         ranks = {num_devices // size for size in sizes if num_devices % size == 0}
-        return sorted((n * v, n) for n in ranks if n > 1 for v in SCHEDULES[schedule].stages_per_mesh)
+        return sorted(
+            (n * v, n) for n in ranks if n > 1 for v in SCHEDULES[schedule].stages_per_mesh
+        )
     numbers = [1] + [0] * num_devices  # [devices]: bit n tells whether n meshes can have so many
     for devices in range(1, num_devices + 1):
         for size in sizes:
@@ -233,15 +263,27 @@ def _where(cluster: ClusterSpec, options: PlanOptions) -> str:
 
 def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[int]) -> PlanError:
     wanted, schedule, where = options.num_stages, options.schedule, _where(cluster, options)
-    asked = f"num_stages={wanted}" if wanted is not None else "a pipeline" if schedule is None else "this"
+    asked = (
+        f"num_stages={wanted}"
+        if wanted is not None
+        else "a pipeline"
+        if schedule is None
+        else "this"
+    )
     others = ["num_stages"] * (wanted is not None) + ["schedule"] * (schedule is not None)
-    others += ["logical_mesh"] * (options.logical_mesh is not None) + ["placements"] * (" placements " in where)
+    others += ["logical_mesh"] * (options.logical_mesh is not None) + ["placements"] * (
+        " placements " in where
+    )
     if possible:
         fix = f"ask for one of {_short(possible)}, or leave {' or '.join(others)} out"
     else:
         has_one = schedule in SCHEDULES and SCHEDULES[schedule].has_one_stage_per_mesh
         fix = "use more devices" if has_one else "use the schedule 1F1B or GPipe, or more devices"
-        fix += f", or leave {others[-1]} out" if others[-1:] in (["logical_mesh"], ["placements"]) else ""
+        fix += (
+            f", or leave {others[-1]} out"
+            if others[-1:] in (["logical_mesh"], ["placements"])
+            else ""
+        )
     if schedule is None:
         return PlanError(f"{asked} cannot be met on {where} by any schedule", fix)
     each = " or ".join(map(str, SCHEDULES[schedule].stages_per_mesh))
@@ -282,7 +324,9 @@ def stage_fits(cluster: ClusterSpec, candidates: tuple[tuple[int, int], ...]) ->
     """
     left, (nodes, devices) = np.arange(cluster.num_devices + 1)[:, None], np.array(candidates).T
     offset = (cluster.num_devices - left) % cluster.devices_per_node  # in the stage's first node
-    return (left > 0) & np.where(nodes > 1, offset == 0, offset + devices <= cluster.devices_per_node)
+    return (left > 0) & np.where(
+        nodes > 1, offset == 0, offset + devices <= cluster.devices_per_node
+    )
 
 
 def _sizes(limit: int, every: bool) -> list[int]:

@@ -16,7 +16,14 @@ import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
-from alpa_strategy.inter_op.layer_matrix import Ends, LayerMatrix, Part, follow_leaders, layer_matrix, passing_seconds
+from alpa_strategy.inter_op.layer_matrix import (
+    Ends,
+    LayerMatrix,
+    Part,
+    follow_leaders,
+    layer_matrix,
+    passing_seconds,
+)
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
 from alpa_strategy.inter_op.subgraph import crossing_values, span_name, stage_on
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
@@ -37,7 +44,9 @@ class RunCosts:
     """Candidates for every run of layers on one submesh; arrays [first layer, last + 1, candidate]."""
 
     shapes: tuple[tuple[int, ...], ...]
-    least: np.ndarray  # [layer] seconds a step that a layer takes in the best layouts, whatever they need of memory
+    least: (
+        np.ndarray
+    )  # [layer] seconds a step that a layer takes in the best layouts, whatever they need of memory
     least_each: np.ndarray  # [layer] likewise, seconds a micro-batch
     # seconds, once: per micro-batch and once per step; inf where there is no candidate
     seconds: np.ndarray
@@ -80,13 +89,19 @@ class CostJob:
         """[cut, 2] bytes of these values, and of their gradients."""
         every = [[self.graph.values[v] for v in values] for values in self.crossing]
         return np.array(
-            [[sum(m.num_bytes for m in ms), sum(m.num_bytes for m in ms if m.requires_grad)] for ms in every]
+            [
+                [sum(m.num_bytes for m in ms), sum(m.num_bytes for m in ms if m.requires_grad)]
+                for ms in every
+            ]
         )
 
     @property
     def gradients_begin(self) -> bool:
         """Whether no gradients are there when the graph's backward begins: the last are gone, if it has a loss."""
-        return self.graph.loss >= 0 and self.num_microbatches == self.options.accumulate_grad_batches == 1
+        return (
+            self.graph.loss >= 0
+            and self.num_microbatches == self.options.accumulate_grad_batches == 1
+        )
 
     @property
     def keeps_by_tensor(self) -> bool:
@@ -117,7 +132,9 @@ def stage_costs(
     return found
 
 
-def run_costs(job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[float, int]] = PRICES) -> RunCosts:
+def run_costs(
+    job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[float, int]] = PRICES
+) -> RunCosts:
     """Candidates of all runs on one submesh, over all logical shapes that the options allow.
 
     prices: of memory, under which layouts are found beside those that are the fastest without one.
@@ -147,7 +164,9 @@ def free_runs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     zero = np.zeros((job.num_layers, job.num_layers + 1, 1))
     seconds = np.where(np.triu(zero[..., 0] == 0, 1)[..., None] & bool(shapes), 0.0, np.inf)
-    return RunCosts(shapes, zero[:, 0, 0], zero[:, 0, 0], seconds, zero, zero, zero, zero.astype(int), zero > 0)
+    return RunCosts(
+        shapes, zero[:, 0, 0], zero[:, 0, 0], seconds, zero, zero, zero, zero.astype(int), zero > 0
+    )
 
 
 def allowed_shapes(
@@ -160,7 +179,10 @@ def allowed_shapes(
 
 
 def run_parts(
-    job: CostJob, submesh: tuple[int, int], shape: tuple[int, ...], prices: Sequence[tuple[float, int]] = PRICES
+    job: CostJob,
+    submesh: tuple[int, int],
+    shape: tuple[int, ...],
+    prices: Sequence[tuple[float, int]] = PRICES,
 ) -> np.ndarray:
     """[price, first, last + 1, part] of every run on one logical mesh; forward is inf where there is no way."""
     mesh = job.cluster.logical_mesh(shape, submesh)
@@ -174,7 +196,9 @@ def run_parts(
     ]
     problems, passing, on_host = [], [], pinned_offload(job.graph, job.options, job.cluster.host)
     for first in map(kinds.index, range(len(number))):
-        intra = restrict(stage_build(layers[first], tables), own_pins(job.options, layers[first]), job.optimizer)
+        intra = restrict(
+            stage_build(layers[first], tables), own_pins(job.options, layers[first]), job.optimizer
+        )
         intra = with_offload(intra, on_host) if on_host else intra
         problems.append(follow_leaders(take_apart(intra), ends[first]))
         passing.append(passing_seconds(job.graph, ends[first], tables))
@@ -185,13 +209,18 @@ def run_parts(
 
     free = solve([(0.0, 1)])
     seconds = sum(float(free[kind].objective[0].min()) for kind in kinds)
-    num_bytes = sum(float(free[kind].parts[0, ..., Part.ALWAYS : Part.SAVED + 1].sum(axis=-1).min()) for kind in kinds)
+    num_bytes = sum(
+        float(free[kind].parts[0, ..., Part.ALWAYS : Part.SAVED + 1].sum(axis=-1).min())
+        for kind in kinds
+    )
     scale = seconds / max(num_bytes, 1.0) if np.isfinite(seconds) else 1.0
     every = free
     if prices:
         priced = solve([(scale * factor, alive) for factor, alive in prices])
         every = [
-            LayerMatrix(np.concatenate([a.objective, b.objective]), np.concatenate([a.parts, b.parts]))
+            LayerMatrix(
+                np.concatenate([a.objective, b.objective]), np.concatenate([a.parts, b.parts])
+            )
             for a, b in zip(free, priced, strict=True)
         ]
     return _compose([every[kind] for kind in kinds], _new_shares(layers))
@@ -228,11 +257,16 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
             before, after = parts[np.arange(last)[:, None], best], own[best, columns[None, :]]
             objective = np.take_along_axis(joined, best[:, None, :], axis=1)[:, 0]
             total = before + after
-            total[..., Part.ENTERING], total[..., Part.LEAVING] = before[..., Part.ENTERING], after[..., Part.LEAVING]
+            total[..., Part.ENTERING], total[..., Part.LEAVING] = (
+                before[..., Part.ENTERING],
+                after[..., Part.LEAVING],
+            )
             after[..., Part.WORKING] -= before[..., Part.MADE]
             for largest in (Part.WORKING, Part.AGAIN):  # one layer at a time: these do not add up
                 total[..., largest] = np.maximum(before[..., largest], after[..., largest])
-            total[..., Part.PASSING] = before[..., Part.PASSING] + new_shares[last][:, None] * after[..., Part.ENTERING]
+            total[..., Part.PASSING] = (
+                before[..., Part.PASSING] + new_shares[last][:, None] * after[..., Part.ENTERING]
+            )
             objective = np.concatenate([objective, cost[start, columns][None]])
             parts = np.concatenate([total, own[start, columns][None]])
             end = objective.argmin(axis=1)
@@ -248,9 +282,24 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
     stage recomputed as a whole, layer by layer, and so together with what is made of parameters alone."""
     # Each [first, last + 1, price].
     parts = np.moveaxis(parts[..., : Part.MADE], (0, -1), (-1, 0))
-    forward, backward, once, always, saved, entering, leaving, working, again, passing, deriving, derived = parts
+    (
+        forward,
+        backward,
+        once,
+        always,
+        saved,
+        entering,
+        leaving,
+        working,
+        again,
+        passing,
+        deriving,
+        derived,
+    ) = parts
     recomputed = always + working + leaving
-    num_layers = np.maximum(1, np.arange(once.shape[1]) - np.arange(once.shape[0])[:, None])[..., None]
+    num_layers = np.maximum(1, np.arange(once.shape[1]) - np.arange(once.shape[0])[:, None])[
+        ..., None
+    ]
     # (recomputes, seconds per micro-batch to derive again, bytes always, bytes per micro-batch in flight)
     ways = [
         (False, 0.0, always + working, saved + leaving),
@@ -260,7 +309,14 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
     ]
     index = np.full(once.shape, shape)
     return [
-        ((1 + twice) * (forward + derives) + backward, once - derives, base, each, index, np.full(once.shape, twice))
+        (
+            (1 + twice) * (forward + derives) + backward,
+            once - derives,
+            base,
+            each,
+            index,
+            np.full(once.shape, twice),
+        )
         for twice, derives, base, each in ways
         if remat in (None, twice)
     ]
@@ -277,7 +333,9 @@ def _prune(columns: list[np.ndarray], job: CostJob) -> list[np.ndarray]:
         need = always + count * each
         fitting = np.where(need <= job.memory_limit, total, np.inf)
         lowest = fitting.min(axis=2, keepdims=True)
-        picks.append(np.where(fitting <= lowest * (1 + 1e-9), need, np.inf).argmin(axis=2))  # of equals the smallest
+        picks.append(
+            np.where(fitting <= lowest * (1 + 1e-9), need, np.inf).argmin(axis=2)
+        )  # of equals the smallest
         fits.append(lowest[..., 0] < np.inf)
     index = np.stack(picks, axis=2)  # [first, last + 1, alive]
     chosen = [np.take_along_axis(array, index, axis=2) for array in columns]
@@ -299,7 +357,9 @@ def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None
         for shape in allowed_shapes(job.cluster, job.options, submesh):
             alone = run_parts(job, submesh, shape)[:, layers, layers + 1]  # [price, layer, part]
             need = alone[..., [Part.ALWAYS, Part.SAVED, Part.LEAVING, Part.WORKING]].sum(axis=2)
-            least = np.minimum(least, np.where(np.isfinite(alone[..., Part.FORWARD]), need, np.inf).min(axis=0))
+            least = np.minimum(
+                least, np.where(np.isfinite(alone[..., Part.FORWARD]), need, np.inf).min(axis=0)
+            )
     if not np.isfinite(least).all():
         return None
     worst = int(least.argmax())
@@ -314,7 +374,9 @@ def _ends(job: CostJob, layer: int, shape: tuple[int, ...]) -> Ends:
     values, found = job.graph.values, []
     before, after = job.crossing[layer : layer + 2]
     for crossing in (before, after):
-        leader = max(crossing, key=lambda v: (values[v].requires_grad, values[v].num_bytes, -v), default=None)
+        leader = max(
+            crossing, key=lambda v: (values[v].requires_grad, values[v].num_bytes, -v), default=None
+        )
         whole = ((INVARIANT,) * len(shape),)
         found.append((leader, whole if leader is None else boundary_layouts(values[leader], shape)))
     passing = tuple(v for v in before if v in after)
@@ -328,18 +390,25 @@ def structure(layer: StepGraph, options: PlanOptions, ends: Ends | None = None) 
     def of(value: int) -> int:
         return number.setdefault(value, len(number))
 
-    ops = tuple((op.call, tuple(map(of, op.operands)), tuple(map(of, op.results))) for op in layer.ops)
+    ops = tuple(
+        (op.call, tuple(map(of, op.operands)), tuple(map(of, op.results))) for op in layer.ops
+    )
     names = options.placements or not isinstance(options.parallel, str)
     metas = layer.values
     leading: tuple = ()
     if ends is not None:
-        leading = tuple(None if v is None else (number.get(v), metas[v]) for v in (ends.entering, ends.leaving))
+        leading = tuple(
+            None if v is None else (number.get(v), metas[v]) for v in (ends.entering, ends.leaving)
+        )
         leading += (ends.entering_layouts, ends.leaving_layouts)
         # Which of the passing values leads where, and what the others are like.
         leading += (tuple((v == ends.entering, v == ends.leaving, metas[v]) for v in ends.passing),)
     return (
         ops,
-        tuple((of(p.value), p.meta, p.module_shape, p.names if names else None) for p in layer.parameters),
+        tuple(
+            (of(p.value), p.meta, p.module_shape, p.names if names else None)
+            for p in layer.parameters
+        ),
         tuple((of(b.value), b.meta, b.update is not None) for b in layer.buffers),
         tuple((of(b.value), b.meta, b.batch_dim) for b in layer.batch),
         tuple((of(c.value), c.meta) for c in layer.constants),
@@ -354,7 +423,11 @@ def structure(layer: StepGraph, options: PlanOptions, ends: Ends | None = None) 
 def own_pins(options: PlanOptions, layer: StepGraph) -> PlanOptions:
     """The options with those pins only that name a parameter of this part of the step."""
     names = [name for p in layer.parameters for name in p.names]
-    own = tuple((pattern, text) for pattern, text in options.placements if any(fnmatchcase(n, pattern) for n in names))
+    own = tuple(
+        (pattern, text)
+        for pattern, text in options.placements
+        if any(fnmatchcase(n, pattern) for n in names)
+    )
     return replace(options, placements=own)
 
 

@@ -94,10 +94,14 @@ def solve_stages(
         tolerance: relative distance from the optimum at which searching on is not worth the time.
         sender_share: see there; below 1 the optimum is found up to `GRID` more.
     """
-    search = _Search(tables, num_devices, terms, in_flight, memory_limit, num_stages, steps, sender_share)
+    search = _Search(
+        tables, num_devices, terms, in_flight, memory_limit, num_stages, steps, sender_share
+    )
     best: StageChoice | None = None
     limit = known
-    intervals = [(0, len(search.levels) - 1, 0.0)]  # of levels of the bottleneck, and a bound of the first term there
+    intervals = [
+        (0, len(search.levels) - 1, 0.0)
+    ]  # of levels of the bottleneck, and a bound of the first term there
     while intervals:
         low, high, least = intervals.pop()
         if low > high or search.levels[low] + least >= limit * (1 - tolerance):
@@ -118,7 +122,9 @@ def solve_stages(
 class _Way:
     """Stages on one submesh that some next submeshes may follow, or none; candidates come first: [c, first, last]."""
 
-    column: np.ndarray  # [last] seconds of the messages to the next stage, both ways; 0 after the last stage
+    column: (
+        np.ndarray
+    )  # [last] seconds of the messages to the next stage, both ways; 0 after the last stage
     following: np.ndarray  # submeshes of the next stage
     left: np.ndarray  # [devices left] whether the next stage may start there
     first_term: np.ndarray  # of the objective, inf where there is no such stage
@@ -145,15 +151,22 @@ class _Search:
         allowed = range(1, most + 1) if self.num_stages is None else self.num_stages
         self.allowed = sorted({s for s in allowed if 1 <= s <= most})
         self.max_stages = max(self.allowed, default=0)
-        self._wires = [(table, tables.link_at == link) for link, table in enumerate(tables.boundary)]
+        self._wires = [
+            (table, tables.link_at == link) for link, table in enumerate(tables.boundary)
+        ]
         everywhere = np.ones(self.num_devices + 1, dtype=bool)
         self._fitting: dict[tuple[int, int], np.ndarray] = {}
-        self.last = [self._way(a, None, np.zeros(0, dtype=int), everywhere) for a in range(self.num_submeshes)]
+        self.last = [
+            self._way(a, None, np.zeros(0, dtype=int), everywhere)
+            for a in range(self.num_submeshes)
+        ]
         self.ways = [list(self._ways(a)) for a in range(self.num_submeshes)]
         every = [way for a, ways in enumerate(self.ways) for way in (self.last[a], *ways)]
         values = [way.second_term[np.isfinite(way.first_term)] for way in every]
         self.levels = np.unique(np.concatenate(values))
-        if self.sender_share < 1 and self.levels.size:  # a round trip may take any time between these, or longer
+        if (
+            self.sender_share < 1 and self.levels.size
+        ):  # a round trip may take any time between these, or longer
             low = max(float(self.levels[0]), 1e-9)
             high = float(self.levels[-1]) + terms.run * float(tables.boundary.max(initial=0.0))
             steps_up = np.arange(np.log(max(high / low, 1.0)) / np.log1p(GRID) + 2)
@@ -166,7 +179,9 @@ class _Search:
             for k in range(columns.shape[1]):
                 yield self._way(a, columns[:, k], np.flatnonzero(inverse.ravel() == k), left)
 
-    def _way(self, a: int, column: np.ndarray | None, following: np.ndarray, left: np.ndarray) -> _Way:
+    def _way(
+        self, a: int, column: np.ndarray | None, following: np.ndarray, left: np.ndarray
+    ) -> _Way:
         seconds = np.ascontiguousarray(self.tables.seconds[:, :, a].transpose(2, 0, 1))
         once = self.tables.once_seconds[:, :, a].transpose(2, 0, 1)
         finite = np.isfinite(seconds)
@@ -177,14 +192,22 @@ class _Search:
         busy = np.where(finite, np.maximum(seconds + self.sender_share * wire, wire / 2), 0.0)
         # One way to add it up: to the last bit, a stage is not above its own level.
         second = self.terms.run * busy + self.steps * np.where(finite, once, 0.0)
-        return _Way(wire, following, left, np.where(finite, self.terms.fill * (seconds + wire), np.inf), second)
+        return _Way(
+            wire,
+            following,
+            left,
+            np.where(finite, self.terms.fill * (seconds + wire), np.inf),
+            second,
+        )
 
     def _fits_memory(self, s: int, a: int) -> np.ndarray:
         """[c, first, last] on submesh `a`, `s` stages before the end."""
         alive = self.in_flight[s - 1]
         if (alive, a) not in self._fitting:
             need = self.tables.bytes_always[:, :, a] + alive * self.tables.bytes_in_flight[:, :, a]
-            self._fitting[alive, a] = np.ascontiguousarray((need <= self.memory_limit).transpose(2, 0, 1))
+            self._fitting[alive, a] = np.ascontiguousarray(
+                (need <= self.memory_limit).transpose(2, 0, 1)
+            )
         return self._fitting[alive, a]
 
     def solve(self, threshold: float) -> StageChoice | None:
@@ -199,7 +222,10 @@ class _Search:
         came: list[np.ndarray] = []  # per s: [k, d, a] -> l * m + next submesh
         best = (np.inf, 0, 0)  # (first term, stages, first submesh)
         # Per submesh and way, [c, first, last]: the first term of stages that stay below the threshold.
-        below = [[np.where(way.second_term <= threshold, way.first_term, np.inf) for way in ways] for ways in self.ways]
+        below = [
+            [np.where(way.second_term <= threshold, way.first_term, np.inf) for way in ways]
+            for ways in self.ways
+        ]
         for s in range(1, self.max_stages + 1):
             now = np.full((L + 1, D + 1, m), np.inf)  # F[s]
             origin = np.zeros((L, D + 1, m), dtype=np.int32)
@@ -209,33 +235,50 @@ class _Search:
                     continue
                 if s == 1:
                     if self.tables.fits[size, a]:
-                        now[:L, size, a] = self._cheapest(s, a, self.last[a], threshold)[:, :, L].min(axis=0)
+                        now[:L, size, a] = self._cheapest(s, a, self.last[a], threshold)[
+                            :, :, L
+                        ].min(axis=0)
                         now[:L, size, a][self.tables.misplaced((slice(L), L), size)] = np.inf
                     continue
-                starts = self.tables.fits[size:, a] & np.isfinite(after[:, : D + 1 - size]).any(axis=(0, 2))
+                starts = self.tables.fits[size:, a] & np.isfinite(after[:, : D + 1 - size]).any(
+                    axis=(0, 2)
+                )
                 for way, terms in zip(self.ways[a], below[a], strict=True):
                     left = np.flatnonzero(starts & way.left[: D + 1 - size])
                     rest = after[:L, left[:, None], way.following]  # [l, d left, next]
-                    live = np.flatnonzero(np.isfinite(rest).any(axis=(1, 2)))  # where the next stage may begin
+                    live = np.flatnonzero(
+                        np.isfinite(rest).any(axis=(1, 2))
+                    )  # where the next stage may begin
                     if not live.size:
                         continue
                     cost = np.where(self._fits_memory(s, a), terms, np.inf).min(axis=0)
-                    rows = np.flatnonzero(np.isfinite(cost[:, live]).any(axis=1))  # and this one, before it
+                    rows = np.flatnonzero(
+                        np.isfinite(cost[:, live]).any(axis=1)
+                    )  # and this one, before it
                     if not rows.size:
                         continue
                     which = rest.argmin(axis=2)  # [l, d left] the next stage's submesh
                     rest = np.take_along_axis(rest, which[..., None], axis=2)[..., 0]
                     joined = cost[np.ix_(rows, live)][:, :, None] + rest[live][None]  # [k, l, d]
-                    joined[self.tables.misplaced((rows[:, None, None], live[:, None]), left + size)] = np.inf
+                    joined[
+                        self.tables.misplaced((rows[:, None, None], live[:, None]), left + size)
+                    ] = np.inf
                     cut = joined.argmin(axis=1)
                     value = np.take_along_axis(joined, cut[:, None, :], axis=1)[:, 0]
                     target = np.ix_(rows, left + size)
                     better = value < now[..., a][target]
                     now[..., a][target] = np.where(better, value, now[..., a][target])
-                    code = live[cut] * m + way.following[which[live[cut], np.arange(len(left))[None, :]]]
+                    code = (
+                        live[cut] * m
+                        + way.following[which[live[cut], np.arange(len(left))[None, :]]]
+                    )
                     origin[..., a][target] = np.where(better, code, origin[..., a][target])
-            if self.sender_share < 1:  # the round trip of a micro-batch through all stages from here on
-                trips = np.where(np.isfinite(now), now, 0.0) / (self.terms.fill * self.in_flight[s - 1])
+            if (
+                self.sender_share < 1
+            ):  # the round trip of a micro-batch through all stages from here on
+                trips = np.where(np.isfinite(now), now, 0.0) / (
+                    self.terms.fill * self.in_flight[s - 1]
+                )
                 now[self.terms.run * trips > threshold] = np.inf
             came.append(origin)
             after = now
@@ -247,20 +290,30 @@ class _Search:
 
     def _cheapest(self, s: int, a: int, way: _Way, threshold: float) -> np.ndarray:
         """[c, first, last]: the first term of candidates on submesh `a` that fit and stay below the threshold."""
-        return np.where(self._fits_memory(s, a) & (way.second_term <= threshold), way.first_term, np.inf)
+        return np.where(
+            self._fits_memory(s, a) & (way.second_term <= threshold), way.first_term, np.inf
+        )
 
-    def _read(self, came: list[np.ndarray], count: int, submesh: int, threshold: float) -> StageChoice:
+    def _read(
+        self, came: list[np.ndarray], count: int, submesh: int, threshold: float
+    ) -> StageChoice:
         t, m = self.tables, self.num_submeshes
         first, devices = 0, self.num_devices
         stages: list[StageRange] = []
         bottleneck = 0.0
-        after: list[float] = []  # per stage, seconds of a micro-batch in it and on the way to the next
+        after: list[
+            float
+        ] = []  # per stage, seconds of a micro-batch in it and on the way to the next
         for s in range(count, 0, -1):
             way, last, following = self.last[submesh], self.num_layers, -1
             if s > 1:
                 last, following = divmod(int(came[s - 1][first, devices, submesh]), m)
                 left = devices - int(t.num_devices[submesh])
-                way = next(way for way in self.ways[submesh] if following in way.following and way.left[left])
+                way = next(
+                    way
+                    for way in self.ways[submesh]
+                    if following in way.following and way.left[left]
+                )
             candidate = int(self._cheapest(s, submesh, way, threshold)[:, first, last].argmin())
             after.append(float(t.seconds[first, last, submesh, candidate] + way.column[last]))
             bottleneck = max(bottleneck, float(way.second_term[candidate, first, last]))

@@ -46,7 +46,9 @@ class Parts:
     @cached_property
     def nonzero(self) -> frozenset[str]:
         """Names of the arrays that are not all zero."""
-        return frozenset(name for name, each in vars(self).items() if isinstance(each, np.ndarray) and each.any())
+        return frozenset(
+            name for name, each in vars(self).items() if isinstance(each, np.ndarray) and each.any()
+        )
 
 
 def no_parts(size: int) -> Parts:
@@ -119,7 +121,9 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
             own = intra.parameters[index]
             forward, backward = own.fetch_seconds, own.backward_seconds
             once = choice.cost - forward - backward
-            parts = replace(parts, forward=forward, backward=backward, once=once, always=choice.memory)
+            parts = replace(
+                parts, forward=forward, backward=backward, once=once, always=choice.memory
+            )
         elif span == PER_STEP:
             forward = intra.ops[index - num_parameters].forward_seconds
             always = choice.memory + _held_bytes(intra, index - num_parameters)
@@ -128,7 +132,12 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
             forward, memory = intra.ops[index - num_parameters].forward_seconds, choice.memory
             kept = spans.crossing_bytes(index) if len(starts) > 1 else parts.kept
             parts = replace(
-                parts, forward=forward, backward=choice.cost - forward, saved=memory, kept=kept, again=memory
+                parts,
+                forward=forward,
+                backward=choice.cost - forward,
+                saved=memory,
+                kept=kept,
+                again=memory,
             )
         elif index in received:  # until its gradient has gone back, recomputed or not
             parts = replace(parts, backward=choice.cost, saved=choice.memory, kept=choice.memory)
@@ -147,21 +156,38 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> Parts:
     transfer, layouts = intra.problem.transfers[index], intra.transfers[index]
     span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
     meta = intra.step.values[layouts.value]
-    forward, alone = reshard_table(layouts.sources, layouts.targets, meta.num_bytes, meta.requires_grad, intra.mesh)
+    forward, alone = reshard_table(
+        layouts.sources, layouts.targets, meta.num_bytes, meta.requires_grad, intra.mesh
+    )
     forward = forward - layouts.hidden
     zero, is_allowed = np.zeros_like(transfer.cost), np.isfinite(transfer.cost)
-    finite = np.where(np.isfinite(forward), forward, 0.0)  # [source, target]; inf - inf is no number
+    finite = np.where(
+        np.isfinite(forward), forward, 0.0
+    )  # [source, target]; inf - inf is no number
     with np.errstate(invalid="ignore"):
         backward = np.where(is_allowed, transfer.cost - forward, np.inf)
         if span == PER_STEP:  # without gathering again: what is gathered stays to the step's end
             penalty = transfer.cost - (intra.unrestricted or intra.problem).transfers[index].cost
             # Of a copy that ops read which run once per step, where their backward keeps it.
             is_kept = not intra.per_step.ops.isdisjoint(intra.savers(layouts.value))
-            copies = [is_kept * local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets]
+            copies = [
+                is_kept * local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets
+            ]
             kept = np.where(layouts.equal, 0.0, copies)
-            return Parts(zero, np.where(is_allowed, alone + penalty, np.inf), finite, kept, zero, zero, zero, span)
+            return Parts(
+                zero,
+                np.where(is_allowed, alone + penalty, np.inf),
+                finite,
+                kept,
+                zero,
+                zero,
+                zero,
+                span,
+            )
     memory = again = transfer.memory
-    if made_in == PER_STEP:  # there all the time; what is gathered of it is gathered again for the backward
+    if (
+        made_in == PER_STEP
+    ):  # there all the time; what is gathered of it is gathered again for the backward
         gathered = gathers(layouts.sources, layouts.targets)
         backward = np.where(gathered & (memory > 0), backward + finite, backward)
         memory = again = np.where(gathered | layouts.equal, 0.0, memory)
@@ -177,7 +203,9 @@ def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
     if is_view(step.ops[op].call):
         return total
     for position, value in enumerate(step.ops[op].results):
-        is_held = value in intra.per_step.values or not intra.per_step.ops.isdisjoint(intra.savers(value))
+        is_held = value in intra.per_step.values or not intra.per_step.ops.isdisjoint(
+            intra.savers(value)
+        )
         if is_held and not options.saved.results[position]:
             total += result_bytes(intra, op, position)
     return total
@@ -198,19 +226,29 @@ def weighted(
             largest: never more, and the same where only spans count that need as much as it. None: equal shares.
     """
     if (num_microbatches, in_flight, remat) == (1, 1, False) and not stage.intra.per_step.ops:
-        return replace(stage.intra.problem, memory_limit=memory_limit)  # the parts add up to what they were taken from
+        return replace(
+            stage.intra.problem, memory_limit=memory_limit
+        )  # the parts add up to what they were taken from
     shares = shares or [1 / stage.num_spans] * stage.num_spans
     share_of = {EVERY_SPAN: 1.0, PER_STEP: 0.0, **dict(enumerate(shares))} if remat else None
     problem = stage.intra.problem
     cost, memory = weigh(stage.choices, num_microbatches, in_flight, share_of)
-    choices = [replace(c, cost=s, memory=b) for c, s, b in zip(problem.choices, cost, memory, strict=True)]
+    choices = [
+        replace(c, cost=s, memory=b) for c, s, b in zip(problem.choices, cost, memory, strict=True)
+    ]
     cost, memory = weigh(stage.transfers, num_microbatches, in_flight, share_of)
-    transfers = [replace(t, cost=s, memory=b) for t, s, b in zip(problem.transfers, cost, memory, strict=True)]
+    transfers = [
+        replace(t, cost=s, memory=b)
+        for t, s, b in zip(problem.transfers, cost, memory, strict=True)
+    ]
     return Problem(tuple(choices), tuple(transfers), memory_limit)
 
 
 def weigh(
-    parts: Sequence[Parts], num_microbatches: float, in_flight: float, shares: Mapping[int, float] | None = None
+    parts: Sequence[Parts],
+    num_microbatches: float,
+    in_flight: float,
+    shares: Mapping[int, float] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """(seconds per step, bytes) of each. shares: where it recomputes, what counts of `Parts.again` of each span."""
     forwards = 1 if shares is None else 2
@@ -225,7 +263,10 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
 
     On a cluster with `overlap`, seconds are without what runs beside compute.
     """
-    total, again = np.zeros(6), np.zeros(stage.num_spans + 2)  # the last two: of PER_STEP and EVERY_SPAN
+    total, again = (
+        np.zeros(6),
+        np.zeros(stage.num_spans + 2),
+    )  # the last two: of PER_STEP and EVERY_SPAN
 
     def add(parts: Parts, at: int | tuple[int, int]) -> None:
         summed = parts.forward, parts.backward, parts.once, parts.always, parts.saved, parts.kept
@@ -243,7 +284,9 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
     own = stage.intra.parameters
     gradients = sum(float(each.gradient_bytes[k]) for each, k in zip(own, assignment, strict=False))
     update = gradients * stage.intra.tables.optimizer.scratch
-    cost = StageCost(forward, backward, once, always, saved, kept, tuple(map(float, of_spans)), working, update)
+    cost = StageCost(
+        forward, backward, once, always, saved, kept, tuple(map(float, of_spans)), working, update
+    )
     return beside_compute(stage.intra, assignment, cost) if stage.intra.mesh.overlap else cost
 
 
@@ -288,7 +331,11 @@ class RematSpans:
         if (span := self.of_choice(use.choice)) is not None:
             return span
         is_op = self.of_choice(transfer.producer) is not None
-        return self._place(transfer.producer - len(self.intra.parameters)) if is_op else len(self.starts) - 1
+        return (
+            self._place(transfer.producer - len(self.intra.parameters))
+            if is_op
+            else len(self.starts) - 1
+        )
 
     def split(self) -> IntraOp:
         """The problem with one transfer per value and span; the choices stay as they are."""
@@ -302,7 +349,11 @@ class RematSpans:
                 uses.setdefault(self.of_use(transfer, use), []).append(use)
             transfers += [replace(transfer, uses=tuple(own)) for _, own in sorted(uses.items())]
             layouts += [named] * len(uses)
-        return replace(intra, problem=replace(intra.problem, transfers=tuple(transfers)), transfers=tuple(layouts))
+        return replace(
+            intra,
+            problem=replace(intra.problem, transfers=tuple(transfers)),
+            transfers=tuple(layouts),
+        )
 
     def crossing_bytes(self, choice: int) -> np.ndarray:
         """[strategy] of an op: bytes of those of its results that later spans read."""
@@ -310,7 +361,10 @@ class RematSpans:
         index = choice - first_op
         total = np.zeros(len(intra.ops[index].outputs))
         for position, value in enumerate(intra.step.ops[index].results):
-            readers = (self.of_choice(first_op + reader) for reader, _ in intra.step.consumers.get(value, ()))
+            readers = (
+                self.of_choice(first_op + reader)
+                for reader, _ in intra.step.consumers.get(value, ())
+            )
             if any(span != own for span in readers):
                 total += result_bytes(intra, index, position)
         return total
@@ -319,8 +373,13 @@ class RematSpans:
 def balanced_groups(weights: Sequence[float], count: int) -> tuple[int, ...]:
     """Positions at which `count` (or fewer) runs of consecutive items begin, the heaviest run as light as possible."""
     up_to = np.cumsum([0.0, *weights])
-    limits = np.unique(np.maximum(up_to[None] - up_to[:, None], max(weights, default=0.0)))  # weights of runs
-    return _greedy(weights, limits[bisect_left(limits, True, key=lambda most: len(_greedy(weights, most)) <= count)])
+    limits = np.unique(
+        np.maximum(up_to[None] - up_to[:, None], max(weights, default=0.0))
+    )  # weights of runs
+    return _greedy(
+        weights,
+        limits[bisect_left(limits, True, key=lambda most: len(_greedy(weights, most)) <= count)],
+    )
 
 
 def _greedy(weights: Sequence[float], limit: float) -> tuple[int, ...]:

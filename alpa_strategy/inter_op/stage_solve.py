@@ -53,12 +53,17 @@ class StageWish:
     stages_per_mesh: int = 1  # that share the mesh
     # how parameters are stored that another stage on the mesh uses too
     pinned: Mapping[str, ParameterPlan] = field(default_factory=dict)
-    cuts: tuple[int, ...] = ()  # op positions inside the stage at which spans may begin that are recomputed one by one
+    cuts: tuple[
+        int, ...
+    ] = ()  # op positions inside the stage at which spans may begin that are recomputed one by one
 
     @property
     def starts(self) -> tuple[int, ...]:
         """Where spans may begin, counted from the stage's first op."""
-        return (0, *(cut - self.first for cut in self.cuts if self.remat and self.first < cut < self.last))
+        return (
+            0,
+            *(cut - self.first for cut in self.cuts if self.remat and self.first < cut < self.last),
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,10 @@ class PricedStage:
         """Cut into spans at `starts`, restricted as the user wants it."""
         if starts == self.wish.starts:
             return self.finest
-        intra, pins = RematSpans(self.whole, starts).split(), own_pins(self.job.options, self.whole.step)
+        intra, pins = (
+            RematSpans(self.whole, starts).split(),
+            own_pins(self.job.options, self.whole.step),
+        )
         return take_apart(restrict(intra, pins, self.job.optimizer, self.wish.pinned), starts)
 
     def changed(self, change: Callable[[IntraOp], IntraOp]) -> "PricedStage":
@@ -177,13 +185,31 @@ class StageSolver:
             intra = least_of_equals(intra)
         whole, intra = self._pinned(whole), self._pinned(intra)
         if job.is_whole_batch:  # most are not looked at again
-            return PricedStage(job, wish, whole, intra, self._free_layouts(intra.problem), derives_again)
+            return PricedStage(
+                job, wish, whole, intra, self._free_layouts(intra.problem), derives_again
+            )
         pins = (
-            *((p.name, wish.pinned[p.name].modes) for p in graph.parameters if p.name in wish.pinned),
+            *(
+                (p.name, wish.pinned[p.name].modes)
+                for p in graph.parameters
+                if p.name in wish.pinned
+            ),
             *intra.recomputes,
-            *(("host", i) for i, p in enumerate(graph.parameters) if p.name in (self._on_host or ())),
+            *(
+                ("host", i)
+                for i, p in enumerate(graph.parameters)
+                if p.name in (self._on_host or ())
+            ),
         )
-        key = (structure(graph, job.options), wish.submesh, wish.shape, wish.remat, wish.starts, pins, derives_again)
+        key = (
+            structure(graph, job.options),
+            wish.submesh,
+            wish.shape,
+            wish.remat,
+            wish.starts,
+            pins,
+            derives_again,
+        )
         finest = take_apart(intra, wish.starts)
         if key not in self._free:
             problem = weighted(finest, job.num_microbatches, 1, wish.remat)
@@ -213,9 +239,16 @@ class StageSolver:
         wish, stage = priced.wish, priced.finest
         propagates = self.job.options.solver == PROPAGATION
         if self.job.keeps_by_tensor and not propagates and not self._fits(stage, priced.free, wish):
-            priced = priced.changed(with_recompute)  # a choice for each activation: keep it, or make it again
+            priced = priced.changed(
+                with_recompute
+            )  # a choice for each activation: keep it, or make it again
         mesh, is_open = priced.intra.mesh, self._on_host is None and self.job.is_whole_batch
-        may_offload = is_open and not propagates and mesh.host is not None and mesh.num_devices <= OFFLOADING_SIZE
+        may_offload = (
+            is_open
+            and not propagates
+            and mesh.host is not None
+            and mesh.num_devices <= OFFLOADING_SIZE
+        )
         try:
             found = self._solve(priced, cutoff)
             if may_offload and found.solution is not priced.free:
@@ -237,10 +270,14 @@ class StageSolver:
     def _solved(self, priced: PricedStage, found: _Solved) -> SolvedStage:
         stage = priced.unrestricted(found.starts)
         cost = cost_of(stage, found.solution.assignment, found.working)
-        plan = replace(self._plan(stage.intra, found, cost, priced.wish), derives_again=priced.derives_again)
+        plan = replace(
+            self._plan(stage.intra, found, cost, priced.wish), derives_again=priced.derives_again
+        )
         solution, gap = found.solution, min(1.0, found.solution.gap)
         gap = gap if gap > PROVED else 0.0
-        return SolvedStage(plan, cost, gap, solution.seconds, solution.method, solution is priced.free)
+        return SolvedStage(
+            plan, cost, gap, solution.seconds, solution.method, solution is priced.free
+        )
 
     def _offloaded(self, priced: PricedStage, cutoff: float) -> tuple[_Solved, PricedStage]:
         """The cheapest layouts where parameters may lie in host memory, which gets a price where it is too small."""
@@ -249,22 +286,31 @@ class StageSolver:
         free = priced.changed(memory_choices.with_offload)
         if self.job.keeps_by_tensor:
             free = free.changed(partial(memory_choices.with_stored_results, host=host))
-        offloading = free = replace(free, free=solve(free.intra.problem, self.job.options.solver_seconds))
+        offloading = free = replace(
+            free, free=solve(free.intra.problem, self.job.options.solver_seconds)
+        )
         for attempt in range(HOST_PRICES):
             found = self._solve(offloading, cutoff)
             need = memory_choices.host_bytes(offloading.intra, found.solution.assignment)
             if need <= host.memory_bytes:
                 return found, offloading
-            offloading = replace(free, intra=with_host_price(free.intra, 2.0 ** (attempt - 4) / host.link_bandwidth))
+            offloading = replace(
+                free, intra=with_host_price(free.intra, 2.0 ** (attempt - 4) / host.link_bandwidth)
+            )
         needed, share = format_bytes(need), format_bytes(host.memory_bytes)
-        raise DoesNotFitError(f"what lies in host memory needs {needed} of a device's share, {share}")
+        raise DoesNotFitError(
+            f"what lies in host memory needs {needed} of a device's share, {share}"
+        )
 
     def _working(self, intra: IntraOp, solution: Solution) -> float:
         return working_bytes(intra, solution.assignment, self.job.gradients_begin)
 
     def _fits(self, stage: StageProblem, solution: Solution, wish: StageWish) -> bool:
         cost = cost_of(stage, solution.assignment, self._working(stage.intra, solution))
-        return cost.num_bytes(wish.alive / wish.stages_per_mesh) <= self.job.memory_limit / wish.stages_per_mesh
+        return (
+            cost.num_bytes(wish.alive / wish.stages_per_mesh)
+            <= self.job.memory_limit / wish.stages_per_mesh
+        )
 
     def _solve(self, priced: PricedStage, cutoff: float) -> _Solved:
         """The optimum without a memory limit where that fits, in the thriftiest spans; else the cheapest that fits."""
@@ -285,18 +331,24 @@ class StageSolver:
             )
         # The row of the ILP has a mean of those spans that were found to be the largest; what it leaves out of the
         # largest one's bytes, and what is short-lived, is reserved.
-        free = solution if job.is_whole_batch else None  # memory weighs there as in the problem that was priced
+        free = (
+            solution if job.is_whole_batch else None
+        )  # memory weighs there as in the problem that was priced
         reserve, least = 0.0, math.inf
         large: set[int] = set()
         for _ in range(4 + 2 * (stage.num_spans > 1)):
             most = max(cost.again)
             large |= {span for span, again in enumerate(cost.again) if again >= LARGE * most}
             shares = [(span in large) / len(large) for span in range(stage.num_spans)]
-            problem = weighted(stage, job.num_microbatches, alive, wish.remat, limit - reserve, shares)
+            problem = weighted(
+                stage, job.num_microbatches, alive, wish.remat, limit - reserve, shares
+            )
             problem = _without_the_largest(problem, stage.intra, limit)
             if free is not None and not math.isfinite(evaluate(problem, free.assignment)[0]):
                 free = None
-            free = free or solve(replace(problem, memory_limit=math.inf), job.options.solver_seconds)
+            free = free or solve(
+                replace(problem, memory_limit=math.inf), job.options.solver_seconds
+            )
             seconds, tolerance = job.options.solver_seconds, PROVED
             if stage.intra.recomputes or stage.intra.stores:
                 seconds, tolerance = min(seconds, BY_TENSOR_SECONDS), BY_TENSOR_GAP
@@ -311,7 +363,9 @@ class StageSolver:
             beyond = need - replace(cost, working=0.0, update=0.0).num_bytes(alive, wish.remat)
             reserve = max(reserve, beyond + (left_out if wish.remat else 0.0))
         needed = format_bytes(least)
-        raise DoesNotFitError(f"a stage on {math.prod(wish.submesh)} devices needs {needed} of {format_bytes(limit)}")
+        raise DoesNotFitError(
+            f"a stage on {math.prod(wish.submesh)} devices needs {needed} of {format_bytes(limit)}"
+        )
 
     def _plan(self, intra: IntraOp, found: _Solved, cost: StageCost, wish: StageWish) -> StagePlan:
         """Per-step totals of a stage: what is per micro-batch times their number."""
@@ -319,7 +373,8 @@ class StageSolver:
         each, optimizer = busy_seconds(intra, assignment)
         seconds = count * cost.seconds(wish.remat) + cost.once
         made_once = sum(
-            float(intra.ops[op].forward_seconds[assignment[len(intra.parameters) + op]]) for op in intra.per_step.ops
+            float(intra.ops[op].forward_seconds[assignment[len(intra.parameters) + op]])
+            for op in intra.per_step.ops
         )
         compute = count * each - (count - 1) * made_once
         if wish.remat:  # the forward's share of compute is that of all seconds
@@ -330,7 +385,12 @@ class StageSolver:
         ahead = bytes_ahead(intra, assignment, room / (2 * wish.stages_per_mesh))
         peak += 2 * ahead  # parameters and, in the backward, gradients
         communication = max(0.0, seconds - compute - optimizer)
-        plan = decode(intra, assignment, wish.submesh, Predicted(seconds, int(peak), compute, communication, optimizer))
+        plan = decode(
+            intra,
+            assignment,
+            wish.submesh,
+            Predicted(seconds, int(peak), compute, communication, optimizer),
+        )
         return replace(
             plan,
             ops=(wish.first, wish.last),
@@ -373,11 +433,15 @@ def _without_the_largest(problem: Problem, intra: IntraOp, limit: float) -> Prob
         cost = np.where(op.temporary_bytes > room, np.inf, choices[place].cost)
         if not np.isfinite(cost).any():
             most = format_bytes(limit - room + float(op.temporary_bytes.min()))
-            raise DoesNotFitError(f"{choices[place].name} needs {most} of {format_bytes(limit)} with all that is kept")
+            raise DoesNotFitError(
+                f"{choices[place].name} needs {most} of {format_bytes(limit)} with all that is kept"
+            )
         choices[place] = replace(choices[place], cost=cost)
     return replace(problem, choices=tuple(choices))
 
 
 def _per_step(c: Collective, count: int, remat: bool) -> Collective:
     times = 1 if c.phase == "step" else count * (2 if remat and c.phase == "forward" else 1)
-    return replace(c, count=c.count * times, num_bytes=c.num_bytes * times, seconds=c.seconds * times)
+    return replace(
+        c, count=c.count * times, num_bytes=c.num_bytes * times, seconds=c.seconds * times
+    )

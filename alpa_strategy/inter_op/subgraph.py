@@ -69,7 +69,9 @@ def stage_on(step: StepGraph, first: int, last: int, num_devices: int) -> StepGr
 
 def crossing_values(step: StepGraph, position: int) -> tuple[int, ...]:
     """Values made by ops before `position` that are read at or after it (the boundary there), ascending."""
-    return tuple(v for v, op in sorted(step.makers.items()) if op < position <= step.last_readers[v])
+    return tuple(
+        v for v, op in sorted(step.makers.items()) if op < position <= step.last_readers[v]
+    )
 
 
 def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:
@@ -79,7 +81,11 @@ def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:
     if isinstance(node, dict):
         return {key: _keep(value, wanted) for key, value in node.items()}
     if isinstance(node, list | tuple):
-        kept = [_keep(item, wanted) for item in node if not isinstance(item, ValueRef) or wanted(item.index)]
+        kept = [
+            _keep(item, wanted)
+            for item in node
+            if not isinstance(item, ValueRef) or wanted(item.index)
+        ]
         return tuple(kept) if isinstance(node, tuple) else kept
     return node
 
@@ -113,14 +119,17 @@ def cluster_layers(step: StepGraph, num_layers: int | None = None) -> tuple[int,
     num_layers = num_layers or usual
     if not 1 <= num_layers <= len(step.ops):
         raise PlanError(
-            f"the step has {len(step.ops)} ops, which cannot make {num_layers} layers", "ask for fewer stages"
+            f"the step has {len(step.ops)} ops, which cannot make {num_layers} layers",
+            "ask for fewer stages",
         )
     flops = np.array([op_flops(op.call) for op in step.ops], dtype=float)
     bytes_at = boundary_bytes(step)
     found = best_cuts(bytes_at, flops, num_layers, LEAST) or best_cuts(bytes_at, flops, num_layers)
     assert found is not None  # without a least size there is always a way
     blocks = _between_blocks(step, flops, num_layers) if num_layers == usual else None
-    if blocks is None or max(bytes_at[list(blocks[1:-1])]) > SAME_BYTES * max(bytes_at[list(found[1:-1])], default=0):
+    if blocks is None or max(bytes_at[list(blocks[1:-1])]) > SAME_BYTES * max(
+        bytes_at[list(found[1:-1])], default=0
+    ):
         return found
     return blocks
 
@@ -160,7 +169,9 @@ def boundary_bytes(step: StepGraph, with_gradients: bool = False) -> np.ndarray:
     return np.cumsum(change)[: len(step.ops) + 1]
 
 
-def best_cuts(bytes_at: np.ndarray, flops: np.ndarray, num_layers: int, least: float = 0.0) -> tuple[int, ...] | None:
+def best_cuts(
+    bytes_at: np.ndarray, flops: np.ndarray, num_layers: int, least: float = 0.0
+) -> tuple[int, ...] | None:
     """The optimal cuts by bytes per position [n + 1] and FLOPs per op [n]; None without layers >= `least` x mean.
 
     The smallest largest cut is found by bisection (a greedy walk, or the DP where there is a least size, tells whether
@@ -179,11 +190,16 @@ def best_cuts(bytes_at: np.ndarray, flops: np.ndarray, num_layers: int, least: f
 
     def tied(threshold: float) -> tuple[int, ...] | None:
         allowed = inner[bytes_at[inner] <= threshold]
-        return _tied_cuts(np.array([0, *allowed, n]), bytes_at, prefix, num_layers, (floor - slack, limit + slack))
+        return _tied_cuts(
+            np.array([0, *allowed, n]), bytes_at, prefix, num_layers, (floor - slack, limit + slack)
+        )
 
     def feasible(threshold: float) -> bool:
         allowed = inner[bytes_at[inner] <= threshold]
-        if len(allowed) < num_layers - 1 or _fewest_layers(prefix, allowed, limit + slack, n) > num_layers:
+        if (
+            len(allowed) < num_layers - 1
+            or _fewest_layers(prefix, allowed, limit + slack, n) > num_layers
+        ):
             return False
         return not floor or tied(threshold) is not None
 
@@ -219,7 +235,11 @@ def span_name(step: StepGraph, first: int, last: int) -> str:
             runs.append([name])
             owners.append(owner)
     if not runs:  # ops of the LightningModule itself
-        return step.ops[first].name if last == first + 1 else f"{step.ops[first].name} to {step.ops[last - 1].name}"
+        return (
+            step.ops[first].name
+            if last == first + 1
+            else f"{step.ops[first].name} to {step.ops[last - 1].name}"
+        )
     names = [run[0] if run[0] == run[-1] else f"{run[0]}-{run[-1]}" for run in runs]
     return ", ".join(names) if len(names) <= MAX_NAMES else f"{runs[0][0]} to {runs[-1][-1]}"
 
@@ -248,7 +268,11 @@ def _fewest_layers(prefix: np.ndarray, allowed: np.ndarray, limit: float, n: int
 
 
 def _tied_cuts(
-    points: np.ndarray, bytes_at: np.ndarray, prefix: np.ndarray, num_layers: int, sizes: tuple[float, float]
+    points: np.ndarray,
+    bytes_at: np.ndarray,
+    prefix: np.ndarray,
+    num_layers: int,
+    sizes: tuple[float, float],
 ) -> tuple[int, ...] | None:
     """Of all ways to take `num_layers` steps over `points`, each of so many FLOPs (least, most), the least sum of
     bytes, then of squared FLOPs; None: there is none."""
@@ -257,7 +281,9 @@ def _tied_cuts(
     weight[0] = 0.0
     start = np.searchsorted(work, work - sizes[1], side="left")
     width = int((np.arange(m) - start).max())
-    before = np.arange(m)[:, None] - np.arange(1, width + 1)[None, :]  # [end, candidates for the layer's start]
+    before = (
+        np.arange(m)[:, None] - np.arange(1, width + 1)[None, :]
+    )  # [end, candidates for the layer's start]
     valid = before >= start[:, None]
     before = np.maximum(before, 0)
     valid &= work[:, None] - work[before] >= sizes[0]

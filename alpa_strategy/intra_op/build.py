@@ -49,7 +49,9 @@ class TransferLayouts:
     def equal(self) -> np.ndarray:
         """[source, target] whether they are the same layout."""
         number = {layout: i for i, layout in enumerate(self.sources)}
-        return np.array([number[s] for s in self.sources])[:, None] == [number.get(t, -1) for t in self.targets]
+        return np.array([number[s] for s in self.sources])[:, None] == [
+            number.get(t, -1) for t in self.targets
+        ]
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,14 @@ class IntraOp:
     received: dict[int, BoundaryChoice] = field(default_factory=dict)
     sent: dict[int, BoundaryChoice] = field(default_factory=dict)
     unrestricted: Problem | None = None  # without pins and penalties, where `problem` has them
-    per_step: PerStep = field(default_factory=PerStep)  # what a stage does once for all of its micro-batches
+    per_step: PerStep = field(
+        default_factory=PerStep
+    )  # what a stage does once for all of its micro-batches
     # op -> the first of its strategies that run it again in the backward (`memory_choices.py`)
     recomputes: Mapping[int, int] = field(default_factory=dict)
-    stores: Mapping[int, int] = field(default_factory=dict)  # that keep its result in host memory, behind them
+    stores: Mapping[int, int] = field(
+        default_factory=dict
+    )  # that keep its result in host memory, behind them
 
     @property
     def mesh(self) -> LogicalMesh:
@@ -86,7 +92,11 @@ class IntraOp:
 
     def savers(self, value: int) -> list[int]:
         """Ops whose backward keeps what they read of a value."""
-        return [op for op, position in self.step.consumers.get(value, ()) if self.ops[op].saved.operands[position]]
+        return [
+            op
+            for op, position in self.step.consumers.get(value, ())
+            if self.ops[op].saved.operands[position]
+        ]
 
     def with_costs(self, more: Mapping[int, np.ndarray]) -> "IntraOp":
         """The same with so many seconds added to what is minimised: choice -> [strategy]."""
@@ -99,13 +109,17 @@ class IntraOp:
     @cached_property
     def gathered_again(self) -> frozenset[int]:
         """Values that are not kept where they are gathered for use: parameters, and what is made of them per step."""
-        return self.per_step.values.union((p.value for p in self.step.parameters), casts_of_parameters(self.step))
+        return self.per_step.values.union(
+            (p.value for p in self.step.parameters), casts_of_parameters(self.step)
+        )
 
 
 class OptionTables:
     """Options per op call and per parameter shape on one mesh, worked out once for all layers that share them."""
 
-    def __init__(self, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo, steps_per_update: int = 1) -> None:
+    def __init__(
+        self, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo, steps_per_update: int = 1
+    ) -> None:
         self.mesh, self.costs, self.optimizer = mesh, costs, optimizer
         self.steps_per_update = steps_per_update
         self._ops: dict[OpCall, OpOptions] = {}
@@ -117,7 +131,9 @@ class OptionTables:
             self._ops[call] = op_options(call, self.mesh, self.costs)
         return self._ops[call]
 
-    def parameter(self, given: ParameterInput, step: StepGraph, on_host: bool = False) -> ParameterOptions:
+    def parameter(
+        self, given: ParameterInput, step: StepGraph, on_host: bool = False
+    ) -> ParameterOptions:
         """The ways to store a parameter of the step, on the device or in host memory."""
         key = given.meta, given.num_segments, step.dtypes_read[given.name], on_host
         if key not in self._parameters:
@@ -136,7 +152,9 @@ def batch_layout(step: StepGraph, batch_dim: int | None, num_axes: int) -> DualL
 def boundary_layouts(meta: TensorMeta, mesh_shape: tuple[int, ...]) -> tuple[DualLayout, ...]:
     """How a value may pass from stage to stage: every combination of `R` and `S<d>` whose chunks are all equal."""
     found = []
-    for layout in product((INVARIANT, *(shard(d) for d in range(len(meta.shape)))), repeat=len(mesh_shape)):
+    for layout in product(
+        (INVARIANT, *(shard(d) for d in range(len(meta.shape)))), repeat=len(mesh_shape)
+    ):
         left = list(meta.shape)
         for size, placement in zip(mesh_shape, layout, strict=True):
             if placement.shard_dim is not None:
@@ -161,7 +179,10 @@ def build(step: StepGraph, tables: OptionTables) -> IntraOp:
         builder.producers[value] = boundary.choice, boundary.layouts
     sent = {value: builder.add_boundary("sent", value) for value in step.sent}
     builder.add_transfers(received, sent)
-    problem, layouts = Problem(tuple(builder.choices), tuple(builder.transfers)), tuple(builder.layouts)
+    problem, layouts = (
+        Problem(tuple(builder.choices), tuple(builder.transfers)),
+        tuple(builder.layouts),
+    )
     return IntraOp(step, tables, problem, builder.parameters, builder.ops, layouts, received, sent)
 
 
@@ -175,7 +196,9 @@ class _Builder:
         self.parameters = tuple(tables.parameter(p, step) for p in step.parameters)
         options = (
             # What all devices make whole has the first strategy alone, which repeats the op.
-            picked(tables.op(op.call), [0]) if self.constants.issuperset(op.results) else tables.op(op.call)
+            picked(tables.op(op.call), [0])
+            if self.constants.issuperset(op.results)
+            else tables.op(op.call)
             for op in step.ops
         )
         self.ops = tuple(_with_resident_parameters(step, tuple(options), tables.mesh))
@@ -185,7 +208,10 @@ class _Builder:
         self.transfers: list[Transfer] = []
         self.layouts: list[TransferLayouts] = []
         for given, stored in zip(step.parameters, self.parameters, strict=True):
-            self.producers[given.value] = self._add(given.name, stored.seconds, stored.num_bytes), stored.sources
+            self.producers[given.value] = (
+                self._add(given.name, stored.seconds, stored.num_bytes),
+                stored.sources,
+            )
         for op, run in zip(step.ops, self.ops, strict=True):
             choice = self._add(op.name, run.compute_seconds + run.comm_seconds, run.num_bytes)
             for position, value in enumerate(op.results):
@@ -203,7 +229,10 @@ class _Builder:
         for leaf in self._step.batch:
             layout = batch_layout(self._step, leaf.batch_dim, len(self._mesh.shape))
             num_bytes = local_bytes(leaf.meta, layout, self._mesh.shape)
-            self.producers[leaf.value] = self._add_fixed(f"batch[{leaf.leaf}]", num_bytes), (layout,)
+            self.producers[leaf.value] = (
+                self._add_fixed(f"batch[{leaf.leaf}]", num_bytes),
+                (layout,),
+            )
         for given in self._step.constant_inputs:
             choice = self._add_fixed(f"input{given.value}", given.meta.num_bytes)
             self.producers[given.value] = choice, (self._whole,)
@@ -211,10 +240,17 @@ class _Builder:
     def add_boundary(self, kind: str, value: int) -> BoundaryChoice:
         """A value that passes between stages, in each of its `boundary_layouts`."""
         layouts = boundary_layouts(self._step.values[value], self._mesh.shape)
-        kept = [local_bytes(self._step.values[value], layout, self._mesh.shape) for layout in layouts]
-        return BoundaryChoice(self._add(f"{kind}{value}", np.zeros(len(layouts)), np.array(kept, dtype=float)), layouts)
+        kept = [
+            local_bytes(self._step.values[value], layout, self._mesh.shape) for layout in layouts
+        ]
+        return BoundaryChoice(
+            self._add(f"{kind}{value}", np.zeros(len(layouts)), np.array(kept, dtype=float)),
+            layouts,
+        )
 
-    def add_transfers(self, received: Mapping[int, BoundaryChoice], sent: Mapping[int, BoundaryChoice]) -> None:
+    def add_transfers(
+        self, received: Mapping[int, BoundaryChoice], sent: Mapping[int, BoundaryChoice]
+    ) -> None:
         """Every value from where it is made to all that read it: ops, the next stages, the step's results."""
         sink = self._add_fixed("output")
         casts = casts_of_parameters(self._step)
@@ -222,19 +258,28 @@ class _Builder:
         kept_by_maker, held = set(received), set[int]()  # `held`: constants, as they are made
         for op, options in zip(self._step.ops, self.ops, strict=True):
             if not options.saved.fuses:
-                kept_by_maker.update(v for v, keep in zip(op.results, options.saved.results, strict=True) if keep)
+                kept_by_maker.update(
+                    v for v, keep in zip(op.results, options.saved.results, strict=True) if keep
+                )
         for value, (_, produced) in self.producers.items():
             consumers = self._step.consumers.get(value, ())
             asks = [
-                (len(self.parameters) + op, tuple(inputs[position] for inputs in self.ops[op].inputs))
+                (
+                    len(self.parameters) + op,
+                    tuple(inputs[position] for inputs in self.ops[op].inputs),
+                )
                 for op, position in consumers
             ]
             if value in escaping:
                 asks.append((sink, (self._whole,)))
             if value in sent:
                 asks.append((sent[value].choice, sent[value].layouts))
-            is_whole = value in self.constants and all(p == INVARIANT for layout in produced for p in layout)
-            saved = value in kept or any(self.ops[op].saved.operands[position] for op, position in consumers)
+            is_whole = value in self.constants and all(
+                p == INVARIANT for layout in produced for p in layout
+            )
+            saved = value in kept or any(
+                self.ops[op].saved.operands[position] for op, position in consumers
+            )
             if is_whole and saved:
                 held.add(self._memory_of(value))
             if not asks or is_whole:
@@ -245,19 +290,28 @@ class _Builder:
             transfer, layouts = self._transfer(value, asks, saved, is_there, value in casts)
             self.transfers.append(transfer)
             self.layouts.append(layouts)
-        for value in held & self._step.makers.keys():  # others are inputs, which are there in any case
+        for value in (
+            held & self._step.makers.keys()
+        ):  # others are inputs, which are there in any case
             choice = self.producers[value][0]
             memory = self.choices[choice].memory + self._step.values[value].num_bytes
             self.choices[choice] = replace(self.choices[choice], memory=memory)
 
     def _memory_of(self, value: int) -> int:
         """The value whose memory `value` is a view of."""
-        while value in self._step.makers and is_view((op := self._step.ops[self._step.makers[value]]).call):
+        while value in self._step.makers and is_view(
+            (op := self._step.ops[self._step.makers[value]]).call
+        ):
             value = op.operands[0]
         return value
 
     def _transfer(
-        self, value: int, asks: list[tuple[int, tuple[DualLayout, ...]]], saved: bool, is_there: bool, is_cast: bool
+        self,
+        value: int,
+        asks: list[tuple[int, tuple[DualLayout, ...]]],
+        saved: bool,
+        is_there: bool,
+        is_cast: bool,
     ) -> tuple[Transfer, TransferLayouts]:
         """One value's transfer. Bytes: the copy in the target layout, where a consumer's backward keeps it.
 
@@ -271,29 +325,51 @@ class _Builder:
         # Rows and columns of the table: every layout once, whatever number of strategies has it.
         sources = tuple(dict.fromkeys(produced))
         targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))
-        forward, backward = reshard_table(sources, targets, meta.num_bytes, meta.requires_grad, self._mesh)
+        forward, backward = reshard_table(
+            sources, targets, meta.num_bytes, meta.requires_grad, self._mesh
+        )
         in_forward = np.zeros_like(forward)
         if is_parameter:
             backward = backward * self._tables.optimizer.gradient_scale(meta.dtype.itemsize)
         else:
-            in_forward, in_backward = hidden(self._step, self.ops, value, (sources, targets), self._mesh)
+            in_forward, in_backward = hidden(
+                self._step, self.ops, value, (sources, targets), self._mesh
+            )
             forward, backward = forward - in_forward, backward - in_backward
         layouts = TransferLayouts(value, sources, targets, in_forward)
         cost = forward + backward  # [source, target]
-        memory, copies = np.zeros_like(cost), [local_bytes(meta, target, self._mesh.shape) for target in targets]
-        if saved and is_parameter:  # a gathered parameter is not kept but gathered once more in the backward (ZeRO-3)
+        memory, copies = (
+            np.zeros_like(cost),
+            [local_bytes(meta, target, self._mesh.shape) for target in targets],
+        )
+        if (
+            saved and is_parameter
+        ):  # a gathered parameter is not kept but gathered once more in the backward (ZeRO-3)
             cost = np.where(gathers(sources, targets), cost + forward, cost)
-            memory[:] = np.where(layouts.equal & is_cast, copies, 0)  # a cast that is not gathered is kept
+            memory[:] = np.where(
+                layouts.equal & is_cast, copies, 0
+            )  # a cast that is not gathered is kept
         elif saved:
             memory[:] = np.where(layouts.equal & is_there, 0, copies)
         row = {layout: i for i, layout in enumerate(sources)}
         column = {layout: i for i, layout in enumerate(targets)}
-        uses = tuple(Use(choice, np.array([column[layout] for layout in asked])) for choice, asked in asks)
-        transfer = Transfer(f"v{value}", producer, np.array([row[layout] for layout in produced]), uses, cost, memory)
+        uses = tuple(
+            Use(choice, np.array([column[layout] for layout in asked])) for choice, asked in asks
+        )
+        transfer = Transfer(
+            f"v{value}",
+            producer,
+            np.array([row[layout] for layout in produced]),
+            uses,
+            cost,
+            memory,
+        )
         return transfer, layouts
 
 
-def _with_resident_parameters(step: StepGraph, ops: Sequence[OpOptions], mesh: LogicalMesh) -> Iterator[OpOptions]:
+def _with_resident_parameters(
+    step: StepGraph, ops: Sequence[OpOptions], mesh: LogicalMesh
+) -> Iterator[OpOptions]:
     given = {p.value: p.meta for p in step.parameters}
     for op, options in zip(step.ops, ops, strict=True):
         metas = [given.get(value) for value in op.operands]
@@ -324,9 +400,13 @@ def kept_values(step: StepGraph, ops: Sequence[OpOptions], constants: frozenset[
     kept: set[int] = set()
     written: set[int] = set()  # for products
     for op, options in zip(step.ops, ops, strict=True):
-        read = [value for value, keep in zip(op.operands, options.saved.operands, strict=True) if keep]
+        read = [
+            value for value, keep in zip(op.operands, options.saved.operands, strict=True) if keep
+        ]
         if options.saved.fuses:
-            read += [value for value, keep in zip(op.results, options.saved.results, strict=True) if keep]
+            read += [
+                value for value, keep in zip(op.results, options.saved.results, strict=True) if keep
+            ]
         else:
             written.update(read)
         kept.update(read)

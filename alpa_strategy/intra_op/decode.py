@@ -9,7 +9,13 @@ import numpy as np
 
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.memory_choices import fetched_bytes, recomputed, stored
-from alpa_strategy.intra_op.options import REDUCTIONS, bucketed_seconds, is_gather, local_bytes, step_collectives_of
+from alpa_strategy.intra_op.options import (
+    REDUCTIONS,
+    bucketed_seconds,
+    is_gather,
+    local_bytes,
+    step_collectives_of,
+)
 from alpa_strategy.intra_op.overlap import best_parts, making_seconds
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
@@ -19,13 +25,18 @@ from alpa_strategy.sharding.redistribute import reshard_steps
 BLOCK_BYTES = 100 * 2**20  # of the parameters of a block, the usual unit of FSDP: 50 to 400 MB
 
 
-def decode(intra: IntraOp, assignment: Sequence[int], submesh: tuple[int, int], predicted: Predicted) -> StagePlan:
+def decode(
+    intra: IntraOp, assignment: Sequence[int], submesh: tuple[int, int], predicted: Predicted
+) -> StagePlan:
     """The stage that an assignment (strategy index per choice of `intra.problem`) stands for."""
     step, of_ops = intra.step, assignment[len(intra.parameters) :]
     plans = {
-        p.name: options.plans[k] for p, options, k in zip(step.parameters, intra.parameters, assignment, strict=False)
+        p.name: options.plans[k]
+        for p, options, k in zip(step.parameters, intra.parameters, assignment, strict=False)
     }
-    strategies = {op.name: o.strategies[k] for op, o, k in zip(step.ops, intra.ops, of_ops, strict=False)}
+    strategies = {
+        op.name: o.strategies[k] for op, o, k in zip(step.ops, intra.ops, of_ops, strict=False)
+    }
     return StagePlan(
         submesh=submesh,
         first_device=0,
@@ -36,8 +47,13 @@ def decode(intra: IntraOp, assignment: Sequence[int], submesh: tuple[int, int], 
         collectives=collectives(intra, assignment),
         shapes={p.name: tuple(p.module_shape or p.meta.shape) for p in step.parameters},
         predicted=predicted,
-        received={value: given.layouts[assignment[given.choice]] for value, given in intra.received.items()},
-        sent={value: given.layouts[assignment[given.choice]] for value, given in intra.sent.items()},
+        received={
+            value: given.layouts[assignment[given.choice]]
+            for value, given in intra.received.items()
+        },
+        sent={
+            value: given.layouts[assignment[given.choice]] for value, given in intra.sent.items()
+        },
         recomputed=recomputed(intra, assignment),
         stored=tuple(step.ops[i].name for i in stored(intra, assignment)),
         in_parts=_in_parts(intra, assignment),
@@ -47,7 +63,9 @@ def decode(intra: IntraOp, assignment: Sequence[int], submesh: tuple[int, int], 
 def _in_parts(intra: IntraOp, assignment: Sequence[int]) -> dict[str, int]:
     """`StagePlan.in_parts` of an assignment."""
     found: dict[str, int] = {}
-    for _, value, source, targets in used_transfers(intra, assignment) if intra.mesh.overlap else ():
+    for _, value, source, targets in (
+        used_transfers(intra, assignment) if intra.mesh.overlap else ()
+    ):
         making = float(making_seconds(intra.step, intra.ops, value, (source,))[0])
         parts = best_parts(making, intra.step.values[value], source, targets[0], intra.mesh)
         if parts > 1:
@@ -64,7 +82,9 @@ def used_transfers(
     """
     for transfer, layouts in zip(intra.problem.transfers, intra.transfers, strict=True):
         source = layouts.sources[transfer.source[assignment[transfer.producer]]]
-        targets = dict.fromkeys(layouts.targets[int(use.layout[assignment[use.choice]])] for use in transfer.uses)
+        targets = dict.fromkeys(
+            layouts.targets[int(use.layout[assignment[use.choice]])] for use in transfer.uses
+        )
         first = transfer.uses[0].choice - len(intra.parameters)  # uses are in the order of the ops
         yield first, layouts.value, source, tuple(targets)
 
@@ -112,31 +132,57 @@ def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
     runs_again = set(recomputed(intra, assignment))
     saved, again = set[int](), set[int]()
     for op, options in zip(step.ops, intra.ops, strict=True):
-        saved.update(value for value, keep in zip(op.operands, options.saved.operands, strict=True) if keep)
+        saved.update(
+            value for value, keep in zip(op.operands, options.saved.operands, strict=True) if keep
+        )
         again.update(op.operands if op.name in runs_again else ())
     for first, value, source, targets in used_transfers(intra, assignment):
-        meta, own, once = step.values[value], value in intra.gathered_again, first in intra.per_step.ops
+        meta, own, once = (
+            step.values[value],
+            value in intra.gathered_again,
+            first in intra.per_step.ops,
+        )
         for target in targets:
-            more = (value in saved) + (value in again) if own and not once and is_gather(source, target) else 0
+            more = (
+                (value in saved) + (value in again)
+                if own and not once and is_gather(source, target)
+                else 0
+            )
             for reshard in reshard_steps(source, target, mesh.shape):
                 for kind, phase in reshard.collectives(meta.requires_grad):
                     num_bytes = round(reshard.share * meta.num_bytes)
                     if own and phase == "backward":
                         num_bytes = _gradient_bytes(intra, kind, num_bytes, meta)
-                    yield Message(kind, reshard.axis, "step" if once and phase == "forward" else phase, num_bytes, own)
+                    yield Message(
+                        kind,
+                        reshard.axis,
+                        "step" if once and phase == "forward" else phase,
+                        num_bytes,
+                        own,
+                    )
                     if phase == "forward":
                         yield from [Message(kind, reshard.axis, "backward", num_bytes, own)] * more
     for i, options in enumerate(intra.ops):
         once = i in intra.per_step.ops
         for axis, strategy in enumerate(options.strategies[assignment[len(intra.parameters) + i]]):
             for c in strategy.collectives:
-                yield Message(c.kind, axis, "step" if once and c.phase == "forward" else c.phase, c.num_bytes)
+                yield Message(
+                    c.kind, axis, "step" if once and c.phase == "forward" else c.phase, c.num_bytes
+                )
     for i, parameter in enumerate(step.parameters):
         if parameter.meta.requires_grad:
             plan = intra.parameters[i].plans[assignment[i]]
             read = step.dtypes_read[parameter.name]
-            for kind, axis, num_bytes in step_collectives_of(plan, parameter.meta, read, mesh.shape):
-                yield Message(kind, axis, "step", _gradient_bytes(intra, kind, num_bytes, parameter.meta), True)
+            for kind, axis, num_bytes in step_collectives_of(
+                plan, parameter.meta, read, mesh.shape
+            ):
+                yield Message(
+                    kind,
+                    axis,
+                    "step",
+                    _gradient_bytes(intra, kind, num_bytes, parameter.meta),
+                    True,
+                )
 
 
 def _gradient_bytes(intra: IntraOp, kind: str, num_bytes: int, meta: TensorMeta) -> int:
@@ -151,7 +197,9 @@ def busy_seconds(intra: IntraOp, assignment: Sequence[int]) -> tuple[float, floa
     """(of the ops' compute, of the optimizer) of a step that runs each op once."""
     of_ops = assignment[len(intra.parameters) :]
     compute = sum(float(o.compute_seconds[k]) for o, k in zip(intra.ops, of_ops, strict=False))
-    return compute, sum(float(o.update_seconds[k]) for o, k in zip(intra.parameters, assignment, strict=False))
+    return compute, sum(
+        float(o.update_seconds[k]) for o, k in zip(intra.parameters, assignment, strict=False)
+    )
 
 
 def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = False) -> float:
@@ -162,11 +210,18 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = Fals
     of_ops = assignment[len(intra.parameters) :]
     of_op = np.array([float(o.temporary_bytes[k]) for o, k in zip(intra.ops, of_ops, strict=False)])
     if begins:
-        made = [[float(intra.parameters[p].gradient_bytes[assignment[p]]) for p in read] for read in read_last(intra)]
+        made = [
+            [float(intra.parameters[p].gradient_bytes[assignment[p]]) for p in read]
+            for read in read_last(intra)
+        ]
         of_op -= np.cumsum([sum(sizes) for sizes in made])  # its own are among its gradients
     largest_op = float(of_op.max(initial=0.0))
-    gathered = ((intra.step.values[value], target) for _, value, _, target in _gathered(intra, assignment))
-    largest_gather = max((local_bytes(meta, target, intra.mesh.shape) for meta, target in gathered), default=0)
+    gathered = (
+        (intra.step.values[value], target) for _, value, _, target in _gathered(intra, assignment)
+    )
+    largest_gather = max(
+        (local_bytes(meta, target, intra.mesh.shape) for meta, target in gathered), default=0
+    )
     return largest_op + 2 * largest_gather + fetched_bytes(intra, assignment)
 
 
@@ -179,11 +234,15 @@ def read_last(intra: IntraOp) -> list[list[int]]:
     return found
 
 
-def _gathered(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int, int, DualLayout, DualLayout]]:
+def _gathered(
+    intra: IntraOp, assignment: Sequence[int]
+) -> Iterator[tuple[int, int, DualLayout, DualLayout]]:
     """Of each parameter that is gathered for use: (first op that asks, value, source layout, target layout)."""
     for op, value, source, targets in used_transfers(intra, assignment):
         if value in intra.gathered_again:
-            yield from ((op, value, source, target) for target in targets if is_gather(source, target))
+            yield from (
+                (op, value, source, target) for target in targets if is_gather(source, target)
+            )
 
 
 # --- How far ahead of its use a parameter is gathered (ZeRO-3).
@@ -228,10 +287,14 @@ def bytes_ahead(intra: IntraOp, assignment: Sequence[int], room: float) -> int:
     tried = [0, *(size for size in doubled if size <= room)]
     seconds = [_forward_seconds(gatherings, before, each) for each in tried]
     # What gains less than 0.5 % is not worth twice the memory.
-    return next(each for each, taken in zip(tried, seconds, strict=True) if taken <= 1.005 * min(seconds))
+    return next(
+        each for each, taken in zip(tried, seconds, strict=True) if taken <= 1.005 * min(seconds)
+    )
 
 
-def _forward_seconds(gatherings: Sequence[_Gathering], before: np.ndarray, ahead_bytes: int) -> float:
+def _forward_seconds(
+    gatherings: Sequence[_Gathering], before: np.ndarray, ahead_bytes: int
+) -> float:
     """Of a forward whose links do one gathering after the other. before: [ops + 1] seconds of the ops up to each."""
     waited = link = 0.0
     ends: list[float] = []
@@ -249,6 +312,13 @@ def _gatherings(intra: IntraOp, assignment: Sequence[int]) -> Iterator[_Gatherin
     for op, value, source, target in _gathered(intra, assignment):
         if op not in intra.per_step.ops:
             meta, steps = intra.step.values[value], reshard_steps(source, target, mesh.shape)
-            moved = ((step, kind) for step in steps for kind, _ in step.collectives(differentiable=False))
-            seconds = sum(mesh.axes[step.axis].seconds(kind, step.share * meta.num_bytes) for step, kind in moved)
-            yield _Gathering(min(op, len(intra.ops)), local_bytes(meta, target, mesh.shape), seconds)
+            moved = (
+                (step, kind) for step in steps for kind, _ in step.collectives(differentiable=False)
+            )
+            seconds = sum(
+                mesh.axes[step.axis].seconds(kind, step.share * meta.num_bytes)
+                for step, kind in moved
+            )
+            yield _Gathering(
+                min(op, len(intra.ops)), local_bytes(meta, target, mesh.shape), seconds
+            )

@@ -20,7 +20,15 @@ from itertools import accumulate
 import numpy as np
 
 from alpa_strategy.cluster.spec import Host
-from alpa_strategy.cost.flops import MAY_COPY, PART_VIEWS, PLAIN_VIEWS, PRODUCTS, is_plain_view, is_view, op_base_name
+from alpa_strategy.cost.flops import (
+    MAY_COPY,
+    PART_VIEWS,
+    PLAIN_VIEWS,
+    PRODUCTS,
+    is_plain_view,
+    is_view,
+    op_base_name,
+)
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.options import gathers, joined, local_bytes, picked
@@ -57,9 +65,14 @@ def pinned_again(step: StepGraph, options: PlanOptions) -> frozenset[str] | None
         own = {op.name for op in able if _is_named(op, name)}
         if not own:
             has = any(_is_named(op, name) for op in step.ops)
-            what = "only views, random ops and ops of several results, which are kept" if has else "no op of the step"
+            what = (
+                "only views, random ops and ops of several results, which are kept"
+                if has
+                else "no op of the step"
+            )
             raise OptionError(
-                f"remat={name!r} names {what}", 'name ops or modules as `alpa plan` shows them, or write "selective"'
+                f"remat={name!r} names {what}",
+                'name ops or modules as `alpa plan` shows them, or write "selective"',
             )
         found |= own
     return frozenset(found)
@@ -83,7 +96,9 @@ def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> Int
     again = {i: which for i in wanted if len(which := _again(intra, i))}
     seconds = {i: intra.ops[i].forward_seconds[which] for i, which in again.items()}
     firsts = {i: len(intra.ops[i].strategies) for i in again}
-    return replace(_extended(intra, again, seconds, _gatherings(intra), pinned is not None), recomputes=firsts)
+    return replace(
+        _extended(intra, again, seconds, _gatherings(intra), pinned is not None), recomputes=firsts
+    )
 
 
 def _gatherings(intra: IntraOp) -> dict[int, np.ndarray]:
@@ -92,7 +107,9 @@ def _gatherings(intra: IntraOp) -> dict[int, np.ndarray]:
     for index, each in enumerate(intra.transfers):
         gathered, meta = gathers(each.sources, each.targets), intra.step.values[each.value]
         if each.value in intra.gathered_again and gathered.any():
-            forward, _ = reshard_table(each.sources, each.targets, meta.num_bytes, False, intra.mesh)
+            forward, _ = reshard_table(
+                each.sources, each.targets, meta.num_bytes, False, intra.mesh
+            )
             found[index] = np.where(gathered, forward, 0.0)
     return found
 
@@ -112,7 +129,9 @@ def _is_kept(intra: IntraOp, value: int) -> bool:
     """Whether some op's backward keeps a value, or a view of it."""
     readers = {op: intra.step.ops[op] for op, _ in intra.step.consumers.get(value, ())}
     views = (op.results for op in readers.values() if op_base_name(op.call) in VIEWS)
-    return bool(intra.savers(value)) or any(_is_kept(intra, view) for results in views for view in results)
+    return bool(intra.savers(value)) or any(
+        _is_kept(intra, view) for results in views for view in results
+    )
 
 
 def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
@@ -121,14 +140,24 @@ def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
     On its way there and back it costs its bytes / link_bandwidth; nothing of that is taken to be hidden.
     """
     stored = {i: which for i in range(len(intra.ops)) if len(which := _storable(intra, i))}
-    seconds = {i: 2 / host.link_bandwidth * result_bytes(intra, i)[which] for i, which in stored.items()}
-    return replace(_extended(intra, stored, seconds, {}), stores={i: len(intra.ops[i].strategies) for i in stored})
+    seconds = {
+        i: 2 / host.link_bandwidth * result_bytes(intra, i)[which] for i, which in stored.items()
+    }
+    return replace(
+        _extended(intra, stored, seconds, {}),
+        stores={i: len(intra.ops[i].strategies) for i in stored},
+    )
 
 
 def result_bytes(intra: IntraOp, index: int, position: int = 0) -> np.ndarray:
     """Bytes of one of an op's results on a device, by strategy."""
-    meta, outputs = intra.step.values[intra.step.ops[index].results[position]], intra.ops[index].outputs
-    return np.array([local_bytes(meta, made[position], intra.mesh.shape) for made in outputs], dtype=float)
+    meta, outputs = (
+        intra.step.values[intra.step.ops[index].results[position]],
+        intra.ops[index].outputs,
+    )
+    return np.array(
+        [local_bytes(meta, made[position], intra.mesh.shape) for made in outputs], dtype=float
+    )
 
 
 def _extended(
@@ -143,7 +172,10 @@ def _extended(
     gathered: transfer -> [source, target] seconds that its value costs them as well. only: instead of an op's others.
     """
     ops, offset, views = list(intra.ops), len(intra.parameters), _views(intra, more)
-    more, seconds = {**more, **views}, {**seconds, **{i: np.zeros(len(which)) for i, which in views.items()}}
+    more, seconds = (
+        {**more, **views},
+        {**seconds, **{i: np.zeros(len(which)) for i, which in views.items()}},
+    )
     for i, which in more.items():
         added = picked(ops[i], which)
         ops[i] = joined(ops[i], replace(added, compute_seconds=added.compute_seconds + seconds[i]))
@@ -151,7 +183,11 @@ def _extended(
     seen = {offset + i for i in views}
     # What they ask for in columns of their own -> what these cost more: a view of what is kept is none that is not.
     wide: dict[int, np.ndarray | float] = {**gathered}
-    uses = ((index, use) for index, transfer in enumerate(intra.problem.transfers) for use in transfer.uses)
+    uses = (
+        (index, use)
+        for index, transfer in enumerate(intra.problem.transfers)
+        for use in transfer.uses
+    )
     wide.update((index, np.inf) for index, use in uses if use.choice in seen)
 
     def longer(problem: Problem, only: bool) -> Problem:
@@ -163,12 +199,17 @@ def _extended(
         """
         found = repeated(problem, again, extra, only=only)
         transfers = list(found.transfers)
-        for index, (given, named) in enumerate(zip(problem.transfers, intra.transfers, strict=True)):
+        for index, (given, named) in enumerate(
+            zip(problem.transfers, intra.transfers, strict=True)
+        ):
             own, (rows, columns) = transfers[index], given.cost.shape
             cost, memory, equal = given.cost, given.memory, named.equal  # [source, target]
             source, uses = own.source, list(own.uses)
             if index in wide:
-                cost, memory, equal = np.hstack([cost, cost + wide[index]]), *np.tile([memory, equal], (1, 1, 2))
+                cost, memory, equal = (
+                    np.hstack([cost, cost + wide[index]]),
+                    *np.tile([memory, equal], (1, 1, 2)),
+                )
                 for place, use in enumerate(given.uses):
                     if index in gathered or use.choice in seen:
                         behind = np.arange(len(uses[place].layout)) >= len(use.layout)
@@ -178,23 +219,39 @@ def _extended(
                 made = cost.copy()
                 if index in wide and index not in gathered:
                     made[:, columns:] = np.where(named.equal, 0.0, np.inf)
-                cost, memory = np.vstack([cost, made]), np.vstack([memory, np.where(equal, 0.0, memory)])
-            transfers[index] = replace(own, source=source, uses=tuple(uses), cost=cost, memory=memory)
+                cost, memory = (
+                    np.vstack([cost, made]),
+                    np.vstack([memory, np.where(equal, 0.0, memory)]),
+                )
+            transfers[index] = replace(
+                own, source=source, uses=tuple(uses), cost=cost, memory=memory
+            )
         return replace(found, transfers=tuple(transfers))
 
     transfers = list(intra.transfers)
-    for index, (each, transfer) in enumerate(zip(intra.transfers, intra.problem.transfers, strict=True)):
+    for index, (each, transfer) in enumerate(
+        zip(intra.transfers, intra.problem.transfers, strict=True)
+    ):
         rows, columns = 1 + (transfer.producer in again), 1 + (index in wide)
         hidden = np.tile(each.hidden, (rows, columns))
-        transfers[index] = replace(each, sources=each.sources * rows, targets=each.targets * columns, hidden=hidden)
-    problem, free = longer(intra.problem, only), intra.unrestricted and longer(intra.unrestricted, False)
-    return replace(intra, ops=tuple(ops), transfers=tuple(transfers), problem=problem, unrestricted=free)
+        transfers[index] = replace(
+            each, sources=each.sources * rows, targets=each.targets * columns, hidden=hidden
+        )
+    problem, free = (
+        longer(intra.problem, only),
+        intra.unrestricted and longer(intra.unrestricted, False),
+    )
+    return replace(
+        intra, ops=tuple(ops), transfers=tuple(transfers), problem=problem, unrestricted=free
+    )
 
 
 def recomputed(intra: IntraOp, assignment: Sequence[int]) -> tuple[str, ...]:
     """Names of the ops whose strategy is one that recomputes."""
     sent = stored(intra, assignment)
-    return tuple(intra.step.ops[i].name for i in _taken(intra, intra.recomputes, assignment) if i not in sent)
+    return tuple(
+        intra.step.ops[i].name for i in _taken(intra, intra.recomputes, assignment) if i not in sent
+    )
 
 
 def stored(intra: IntraOp, assignment: Sequence[int]) -> tuple[int, ...]:
@@ -226,7 +283,10 @@ def _plain(intra: IntraOp, index: int) -> np.ndarray:
     is_able = can_run_again(op.call) and index not in intra.per_step.ops
     is_kept = is_able and not options.saved.results[0] and _is_kept(intra, op.results[0])
     strategies = options.strategies if is_kept else ()
-    return np.array([k for k, each in enumerate(strategies) if all(s.implementation is None for s in each)], dtype=int)
+    return np.array(
+        [k for k, each in enumerate(strategies) if all(s.implementation is None for s in each)],
+        dtype=int,
+    )
 
 
 # --- Parameters in host memory.
@@ -237,7 +297,9 @@ def can_be_offloaded(given: ParameterInput) -> bool:
     return given.meta.dtype.is_floating_point and given.meta.num_elements > 0
 
 
-def pinned_offload(step: StepGraph, options: PlanOptions, host: Host | None) -> frozenset[str] | None:
+def pinned_offload(
+    step: StepGraph, options: PlanOptions, host: Host | None
+) -> frozenset[str] | None:
     """Names of the parameters that `PlanOptions.offload` wants in host memory, None where that is solved.
 
     Raises:
@@ -253,7 +315,9 @@ def pinned_offload(step: StepGraph, options: PlanOptions, host: Host | None) -> 
     if isinstance(options.offload, bool):
         return frozenset(p.name for p in step.parameters if options.offload and can_be_offloaded(p))
     names = {alias: p.name for p in step.parameters for alias in p.names}
-    return frozenset(name for pattern in options.offload for name in matching(pattern, names, "offload"))
+    return frozenset(
+        name for pattern in options.offload for name in matching(pattern, names, "offload")
+    )
 
 
 def offload_of(plans: Mapping[str, ParameterPlan]) -> bool | tuple[str, ...]:
@@ -273,13 +337,25 @@ def with_offload(intra: IntraOp, pinned: Collection[str] | None = None) -> Intra
         if can_be_offloaded(given) and (pinned is None or given.name in pinned):
             host = intra.tables.parameter(given, intra.step, on_host=True)
             # Fetched once more where some op's backward needs it.
-            views = (is_plain_view(intra.step.ops[op].call) for op, _ in intra.step.consumers.get(given.value, ()))
+            views = (
+                is_plain_view(intra.step.ops[op].call)
+                for op, _ in intra.step.consumers.get(given.value, ())
+            )
             again = 1.0 if intra.savers(given.value) or any(views) else 0.0
             backward = again * host.fetch_seconds + host.return_seconds
-            host = replace(host, seconds=host.seconds + host.fetch_seconds + backward, backward_seconds=backward)
+            host = replace(
+                host,
+                seconds=host.seconds + host.fetch_seconds + backward,
+                backward_seconds=backward,
+            )
             parameters[index] = joined(own, host)
-            twins[index] = np.array([own.plans.index(replace(plan, on_host=False)) for plan in host.plans])
-            seconds[index], num_bytes[index] = host.seconds - own.seconds[twins[index]], host.num_bytes
+            twins[index] = np.array(
+                [own.plans.index(replace(plan, on_host=False)) for plan in host.plans]
+            )
+            seconds[index], num_bytes[index] = (
+                host.seconds - own.seconds[twins[index]],
+                host.num_bytes,
+            )
     return replace(
         intra,
         parameters=tuple(parameters),
@@ -300,13 +376,18 @@ def with_host_price(intra: IntraOp, price: float) -> IntraOp:
 
 def host_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
     """Bytes of host memory that a device's parameters and results take."""
-    parameters = sum(float(o.host_bytes[k]) for o, k in zip(intra.parameters, assignment, strict=False))
+    parameters = sum(
+        float(o.host_bytes[k]) for o, k in zip(intra.parameters, assignment, strict=False)
+    )
     return parameters + sum(_stored_bytes(intra, assignment))
 
 
 def _stored_bytes(intra: IntraOp, assignment: Sequence[int]) -> list[float]:
     """Of each result that waits in host memory."""
-    return [float(result_bytes(intra, i)[assignment[len(intra.parameters) + i]]) for i in stored(intra, assignment)]
+    return [
+        float(result_bytes(intra, i)[assignment[len(intra.parameters) + i]])
+        for i in stored(intra, assignment)
+    ]
 
 
 def fetched_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:

@@ -23,7 +23,9 @@ from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo
 from alpa_strategy.sharding.strategies import localize, op_strategies, priced_call, ring_bytes
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")  # collectives of gradients
-BESIDE_BACKWARD = 0.99  # of a message's own price: how much is hidden is not known, so this only decides ties
+BESIDE_BACKWARD = (
+    0.99  # of a message's own price: how much is hidden is not known, so this only decides ties
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class OpOptions:
     # short-lived memory: of the forward, operands and results that are not kept; of the backward, gradients of both
     forward_bytes: np.ndarray
     backward_bytes: np.ndarray
-    forward_seconds: np.ndarray  # the forward's part of compute and collectives (what recomputation repeats)
+    forward_seconds: (
+        np.ndarray
+    )  # the forward's part of compute and collectives (what recomputation repeats)
 
     @property
     def temporary_bytes(self) -> np.ndarray:
@@ -72,12 +76,18 @@ class OpOptions:
 def local_bytes(meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...]) -> int:
     """Bytes of the largest local piece of a value in `layout` (device 0 holds the largest chunk)."""
     origin = (0,) * len(mesh_shape)
-    return meta.with_shape(value_layout(layout).local_shape(meta.shape, mesh_shape, origin)).num_bytes
+    return meta.with_shape(
+        value_layout(layout).local_shape(meta.shape, mesh_shape, origin)
+    ).num_bytes
 
 
 def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int) -> list[ParameterMode]:
     """Modes of one parameter on one mesh axis. Dims shorter than the axis are not sharded, nor is the segments' dim."""
-    dims = [d for d, size in enumerate(meta.shape) if size >= axis_size and not (num_segments > 1 and d == 0)]
+    dims = [
+        d
+        for d, size in enumerate(meta.shape)
+        if size >= axis_size and not (num_segments > 1 and d == 0)
+    ]
     shards = [ParameterMode.parse(f"S{d}") for d in dims]
     invariant, replicate = map(ParameterMode.parse, ("R", "R*"))
     if not meta.requires_grad:
@@ -104,19 +114,30 @@ def step_collectives_of(
             found += [("all_gather", axis, gathered), ("reduce_scatter", axis, reduced)]
             gathered, reduced = (-(-each // mesh_shape[axis]) for each in (gathered, reduced))
     found += [
-        ("all_reduce", axis, reduced) for axis, mode in enumerate(plan.modes) if mode.storage is Storage.REPLICATE
+        ("all_reduce", axis, reduced)
+        for axis, mode in enumerate(plan.modes)
+        if mode.storage is Storage.REPLICATE
     ]
     return found
 
 
-def bucketed_seconds(axis: MeshAxis, kind: str, num_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> float:
+def bucketed_seconds(
+    axis: MeshAxis, kind: str, num_bytes: int, bucket_bytes: int = BUCKET_BYTES
+) -> float:
     """Seconds of a once-per-step collective: many parameters share a bucket, so each pays for its share of one.
 
     Its share of the bucket at which the axis moves bytes fastest (caches favour small ones), and a little less than a
     message of its own would cost: it runs beside the backward, for which a resharding in the backward makes all wait.
     """
-    sizes = {num_bytes, *(bucket_bytes >> shift for shift in range(6) if bucket_bytes >> shift > num_bytes)}
-    return BESIDE_BACKWARD * min(axis.seconds(kind, size) * num_bytes / size for size in sizes) if num_bytes else 0.0
+    sizes = {
+        num_bytes,
+        *(bucket_bytes >> shift for shift in range(6) if bucket_bytes >> shift > num_bytes),
+    }
+    return (
+        BESIDE_BACKWARD * min(axis.seconds(kind, size) * num_bytes / size for size in sizes)
+        if num_bytes
+        else 0.0
+    )
 
 
 def parameter_options(
@@ -138,10 +159,14 @@ def parameter_options(
     for modes in product(*(parameter_modes(meta, size, num_segments) for size in mesh.shape)):
         plan = ParameterPlan(modes, num_segments, on_host, optimizer.gradient_itemsize == 4)
         try:
-            stored = plan.layout.local_shape(meta.shape, mesh.shape, tuple(n - 1 for n in mesh.shape))
+            stored = plan.layout.local_shape(
+                meta.shape, mesh.shape, tuple(n - 1 for n in mesh.shape)
+            )
         except IndexError:
             continue
-        if meta.num_elements and 0 in stored:  # nested shards of a short dim would leave devices empty
+        if (
+            meta.num_elements and 0 in stored
+        ):  # nested shards of a short dim would leave devices empty
             continue
         origin = (0,) * len(mesh.shape)
         stored_meta = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
@@ -156,10 +181,14 @@ def parameter_options(
                 for kind, a, b in step_collectives_of(plan, meta, read, mesh.shape)
             )
             if on_host and mesh.host is not None:  # bound by a device's share of the host's memory
-                update_bytes = stored_meta.num_elements * optimizer.update_bytes(meta.dtype.itemsize)
+                update_bytes = stored_meta.num_elements * optimizer.update_bytes(
+                    meta.dtype.itemsize
+                )
                 update = update_bytes / mesh.host.memory_bandwidth
             else:
-                update = costs.optimizer_seconds(stored_meta.num_elements, meta.dtype.itemsize, optimizer)
+                update = costs.optimizer_seconds(
+                    stored_meta.num_elements, meta.dtype.itemsize, optimizer
+                )
             cost += update
             grad = int(scale * kept)
             kept += int(stored_meta.num_elements * optimizer.state_bytes) + grad
@@ -167,7 +196,9 @@ def parameter_options(
                 # The gathered copy, and its gradient before the scatter.
                 gathered = whole * read.itemsize // meta.dtype.itemsize + int(scale * whole)
         if on_host and mesh.host is not None:
-            fetch, back = (float(size) / mesh.host.link_bandwidth for size in (stored_meta.num_bytes, grad))
+            fetch, back = (
+                float(size) / mesh.host.link_bandwidth for size in (stored_meta.num_bytes, grad)
+            )
             if not plan.is_fetched:
                 cost, fetch, back = cost + fetch + back, 0.0, 0.0
         plans.append(plan)
@@ -175,7 +206,9 @@ def parameter_options(
         on_device = gathered if on_host else kept + gathered
         cost, update, grad = cost / num_steps, update / num_steps, 0 if on_host else grad
         rows.append((cost, on_device, grad, fetch, back, 0.0, kept if on_host else 0, update))
-    return ParameterOptions(tuple(plans), tuple(sources), *np.array(rows, dtype=float).reshape(-1, 8).T)
+    return ParameterOptions(
+        tuple(plans), tuple(sources), *np.array(rows, dtype=float).reshape(-1, 8).T
+    )
 
 
 def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
@@ -193,20 +226,36 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
             for c in s.collectives
         ]
         forward = seconds[0] + sum(each for phase, each in inner if phase == "forward")
-        share = local.results[0].num_elements / max(1, call.results[0].num_elements) if call.results else 1.0
+        share = (
+            local.results[0].num_elements / max(1, call.results[0].num_elements)
+            if call.results
+            else 1.0
+        )
         divided = _work_share(call, local, share)
         kept = saved.extra_bytes * divided
         if not saved.fuses:  # else they are values like others, see `build.kept_values`
-            kept += sum(meta.num_bytes for meta, keep in zip(local.results, saved.results, strict=True) if keep)
+            kept += sum(
+                meta.num_bytes
+                for meta, keep in zip(local.results, saved.results, strict=True)
+                if keep
+            )
         keeps = (*saved.operands, *saved.results)  # counted with what is kept for the backward
         tensors = (*local.operands, *local.results)
-        around = 0 if is_view(call) else sum(m.num_bytes for m, keep in zip(tensors, keeps, strict=True) if not keep)
+        around = (
+            0
+            if is_view(call)
+            else sum(m.num_bytes for m, keep in zip(tensors, keeps, strict=True) if not keep)
+        )
         grads = 0 if is_plain_view(call) else sum(m.num_bytes for m in tensors if m.requires_grad)
         ring, (first, then) = ring_bytes(call, strategy, local), saved.temporary_bytes
         short = around + ring + first * divided, max(0.0, grads + ring + then * divided)
         rows.append((sum(seconds), sum(each for _, each in inner), kept, *short, forward))
-    inputs = tuple(tuple(zip(*(s.inputs for s in strategy), strict=True)) for strategy in strategies)
-    outputs = tuple(tuple(zip(*(s.outputs for s in strategy), strict=True)) for strategy in strategies)
+    inputs = tuple(
+        tuple(zip(*(s.inputs for s in strategy), strict=True)) for strategy in strategies
+    )
+    outputs = tuple(
+        tuple(zip(*(s.outputs for s in strategy), strict=True)) for strategy in strategies
+    )
     return OpOptions(strategies, inputs, outputs, saved, *np.array(rows, dtype=float).T.copy())
 
 
@@ -217,21 +266,29 @@ def picked(options: Options, which: Sequence[int] | np.ndarray) -> Options:
     """Only these of the options."""
     every = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "saved"}
     own: dict[str, Any] = {
-        n: tuple(x[k] for k in which) if isinstance(x, tuple) else x[which] for n, x in every.items()
+        n: tuple(x[k] for k in which) if isinstance(x, tuple) else x[which]
+        for n, x in every.items()
     }
     return replace(options, **own)
 
 
 def joined(one: Options, other: Options) -> Options:
     """The options of both, of `one` first."""
-    pairs = {f.name: (getattr(one, f.name), getattr(other, f.name)) for f in fields(one) if f.name != "saved"}
+    pairs = {
+        f.name: (getattr(one, f.name), getattr(other, f.name))
+        for f in fields(one)
+        if f.name != "saved"
+    }
     both: dict[str, Any] = {
-        n: sum(pair, ()) if isinstance(pair[0], tuple) else np.concatenate(pair) for n, pair in pairs.items()
+        n: sum(pair, ()) if isinstance(pair[0], tuple) else np.concatenate(pair)
+        for n, pair in pairs.items()
     }
     return replace(one, **both)
 
 
-def without_parameters(options: OpOptions, metas: Sequence[TensorMeta | None], mesh: LogicalMesh) -> OpOptions:
+def without_parameters(
+    options: OpOptions, metas: Sequence[TensorMeta | None], mesh: LogicalMesh
+) -> OpOptions:
     """The op where some operands are parameters (their `metas`, None elsewhere): these are no short-lived memory.
 
     A stored parameter counts where it is stored, a gathered one with the largest gathered copy.
@@ -239,8 +296,14 @@ def without_parameters(options: OpOptions, metas: Sequence[TensorMeta | None], m
     resident = np.zeros(len(options.strategies))
     for position, (meta, keep) in enumerate(zip(metas, options.saved.operands, strict=True)):
         if meta is not None and not keep:
-            resident += [local_bytes(meta, inputs[position], mesh.shape) for inputs in options.inputs]
-    return replace(options, forward_bytes=options.forward_bytes - resident) if resident.any() else options
+            resident += [
+                local_bytes(meta, inputs[position], mesh.shape) for inputs in options.inputs
+            ]
+    return (
+        replace(options, forward_bytes=options.forward_bytes - resident)
+        if resident.any()
+        else options
+    )
 
 
 def _work_share(call: OpCall, local: OpCall, result_share: float) -> float:
@@ -254,10 +317,15 @@ def _work_share(call: OpCall, local: OpCall, result_share: float) -> float:
 
 def is_gather(source: DualLayout, target: DualLayout) -> bool:
     """True when some axis goes from a shard to the whole: the target is a copy that can be gathered again."""
-    return any(s.shard_dim is not None and t.shard_dim is None for s, t in zip(source, target, strict=True))
+    return any(
+        s.shard_dim is not None and t.shard_dim is None for s, t in zip(source, target, strict=True)
+    )
 
 
 def gathers(sources: Sequence[DualLayout], targets: Sequence[DualLayout]) -> np.ndarray:
     """[source, target] `is_gather`."""
-    cut, kept = (np.array([[p.shard_dim is not None for p in x] for x in layouts]) for layouts in (sources, targets))
+    cut, kept = (
+        np.array([[p.shard_dim is not None for p in x] for x in layouts])
+        for layouts in (sources, targets)
+    )
     return (cut[:, None] & ~kept[None]).any(axis=2)

@@ -29,7 +29,9 @@ from alpa_strategy.sharding.redistribute import reshard_steps, reshard_table
 
 aten = torch.ops.aten
 
-Ends = tuple[tuple[DualLayout, ...], tuple[DualLayout, ...]]  # sources and targets of a value's resharding
+Ends = tuple[
+    tuple[DualLayout, ...], tuple[DualLayout, ...]
+]  # sources and targets of a value's resharding
 PARTS = (2, 4)  # that a sum may be divided into: each part is a kernel and a message of its own
 
 # Names of the arguments input [*rows, k], weight and bias; whether the weight is [k, n], else [*segments, n, k].
@@ -65,19 +67,32 @@ def product_of(call: OpCall) -> Product | None:
     num_segments = 1 if call.target is segmented_linear else 0
     is_scaled = any(given.get(name, 1) != 1 for name in ("alpha", "beta"))
     is_other = num_dims[0] < 2 or num_dims[1] != 2 + num_segments or num_dims[2] > 1 + num_segments
-    return None if x is None or w is None or is_scaled or is_other else Product(x, w, b, is_transposed)
+    return (
+        None if x is None or w is None or is_scaled or is_other else Product(x, w, b, is_transposed)
+    )
 
 
-def making_seconds(step: StepGraph, ops: Sequence[OpOptions], value: int, sources: Sequence[DualLayout]) -> np.ndarray:
+def making_seconds(
+    step: StepGraph, ops: Sequence[OpOptions], value: int, sources: Sequence[DualLayout]
+) -> np.ndarray:
     """[source] seconds, at the least, of the product that makes a value for one reader alone; 0 where there is none."""
     maker = step.makers.get(value)
     leaves = value in step.escaping or value in step.sent
-    if maker is None or len(step.consumers.get(value, ())) != 1 or leaves or not _is_plain(step, maker):
+    if (
+        maker is None
+        or len(step.consumers.get(value, ())) != 1
+        or leaves
+        or not _is_plain(step, maker)
+    ):
         return np.zeros(len(sources))
-    return _least(sources, [outputs[0] for outputs in ops[maker].outputs], ops[maker].forward_seconds)
+    return _least(
+        sources, [outputs[0] for outputs in ops[maker].outputs], ops[maker].forward_seconds
+    )
 
 
-def weights_seconds(step: StepGraph, ops: Sequence[OpOptions], value: int, targets: Sequence[DualLayout]) -> np.ndarray:
+def weights_seconds(
+    step: StepGraph, ops: Sequence[OpOptions], value: int, targets: Sequence[DualLayout]
+) -> np.ndarray:
     """[target] least seconds of the gradients of all weights that a value is multiplied with; 0 if others read it."""
     total = np.zeros(len(targets))
     for reader, position in step.consumers.get(value, ()):
@@ -86,7 +101,9 @@ def weights_seconds(step: StepGraph, ops: Sequence[OpOptions], value: int, targe
             return np.zeros(len(targets))
         taken = [inputs[position] for inputs in ops[reader].inputs]
         # Half of a product's backward is the gradient of its weight.
-        total += _least(targets, taken, (ops[reader].compute_seconds - ops[reader].forward_seconds) / 2)
+        total += _least(
+            targets, taken, (ops[reader].compute_seconds - ops[reader].forward_seconds) / 2
+        )
     return total
 
 
@@ -95,7 +112,9 @@ def _is_plain(step: StepGraph, op: int) -> bool:
     return found is not None and len(step.ops[op].call.operands[found.weight].shape) == 2
 
 
-def _least(layouts: Sequence[DualLayout], of_strategies: Sequence[DualLayout], seconds: np.ndarray) -> np.ndarray:
+def _least(
+    layouts: Sequence[DualLayout], of_strategies: Sequence[DualLayout], seconds: np.ndarray
+) -> np.ndarray:
     """[layout] the least seconds of the strategies that have it, 0 where none has."""
     least: dict[DualLayout, float] = {}
     for layout, each in zip(of_strategies, seconds, strict=True):
@@ -122,7 +141,9 @@ def hidden(
     return mesh.overlap * np.where(sums_values, gained, 0.0), mesh.overlap * of_gradients
 
 
-def best_parts(making: float, meta: TensorMeta, source: DualLayout, target: DualLayout, mesh: LogicalMesh) -> int:
+def best_parts(
+    making: float, meta: TensorMeta, source: DualLayout, target: DualLayout, mesh: LogicalMesh
+) -> int:
     """In how many parts the result of a product that takes `making` seconds is best summed; 1: as a whole."""
     ends = (source,), (target,)
     if not _sums(ends, mesh.shape)[0].item() or not mesh.overlap:

@@ -56,20 +56,33 @@ def per_step(graph: StepGraph) -> PerStep:
     and buffers that no micro-batch updates. Parameters that are only viewed stay as they are.
     """
     parameters = {p.value for p in graph.parameters}
-    known = {*(c.value for c in graph.constants), *(b.value for b in graph.buffers if b.update is None)}
+    known = {
+        *(c.value for c in graph.constants),
+        *(b.value for b in graph.buffers if b.update is None),
+    }
     constant: set[int] = set()  # ops
-    groups: dict[int, frozenset[int]] = {}  # value -> the ops that it is made with, which share values
+    groups: dict[
+        int, frozenset[int]
+    ] = {}  # value -> the ops that it is made with, which share values
     for index, op in enumerate(graph.ops):
-        is_made_here = all(value in known or value in parameters or value in groups for value in op.operands)
+        is_made_here = all(
+            value in known or value in parameters or value in groups for value in op.operands
+        )
         if not is_made_here or is_random(op.call):
             continue
         if known.issuperset(op.operands):
             constant.add(index)
             known.update(op.results)
             continue
-        group = frozenset({index}).union(*(groups[value] for value in op.operands if value in groups))
+        group = frozenset({index}).union(
+            *(groups[value] for value in op.operands if value in groups)
+        )
         groups.update((value, group) for each in group for value in graph.ops[each].results)
-    found = [g for g in dict.fromkeys(groups.values()) if not all(is_view(graph.ops[index].call) for index in g)]
+    found = [
+        g
+        for g in dict.fromkeys(groups.values())
+        if not all(is_view(graph.ops[index].call) for index in g)
+    ]
     moved = _with_own_constants(graph, {index for group in found for index in group}, constant)
     return PerStep(tuple(_derivation(graph, group, moved) for group in found), frozenset(moved))
 
@@ -91,7 +104,8 @@ def _derivation(graph: StepGraph, group: frozenset[int], moved: set[int]) -> Der
     values = tuple(
         value
         for value in sorted(value for index in group for value in graph.ops[index].results)
-        if value in leaving or any(reader not in moved for reader, _ in graph.consumers.get(value, ()))
+        if value in leaving
+        or any(reader not in moved for reader, _ in graph.consumers.get(value, ()))
     )
     ops, stack = set(group), list(group)
     while stack:
@@ -99,4 +113,6 @@ def _derivation(graph: StepGraph, group: frozenset[int], moved: set[int]) -> Der
         ops |= needed
         stack += needed
     read = {value for index in ops for value in graph.ops[index].operands}
-    return Derivation(tuple(sorted(ops)), tuple(p.name for p in graph.parameters if p.value in read), values)
+    return Derivation(
+        tuple(sorted(ops)), tuple(p.name for p in graph.parameters if p.value in read), values
+    )

@@ -37,9 +37,13 @@ class Transfer:
 
     name: str
     producer: int  # index of the producing choice
-    source: np.ndarray  # `source[k]` is the source layout index that the producer's strategy k gives
+    source: (
+        np.ndarray
+    )  # `source[k]` is the source layout index that the producer's strategy k gives
     uses: tuple[Use, ...]
-    cost: np.ndarray  # seconds, [num_source_layouts, num_target_layouts]; `inf` where there is no way
+    cost: (
+        np.ndarray
+    )  # seconds, [num_source_layouts, num_target_layouts]; `inf` where there is no way
     memory: np.ndarray  # bytes kept because of the target copy, same shape
 
 
@@ -181,13 +185,19 @@ def with_only(problem: Problem, live: Sequence[np.ndarray]) -> Problem:
             columns[key] = np.asarray(x.cost, float)[k], np.asarray(x.memory, float)[k]
         choices.append(Choice(x.name, *columns[key]))
     for t in problem.transfers:
-        ends = (t.source, live[t.producer], *(array for use in t.uses for array in (use.layout, live[use.choice])))
+        ends = (
+            t.source,
+            live[t.producer],
+            *(array for use in t.uses for array in (use.layout, live[use.choice])),
+        )
         ids = id(t.cost), id(t.memory), *map(id, ends)
         if ids not in tables:
             tables[ids] = _restrict_transfer(t, live)
         if (table := tables[ids]) is not None:
             source, layouts, cost, memory = table
-            uses = tuple(Use(use.choice, layout) for use, layout in zip(t.uses, layouts, strict=True))
+            uses = tuple(
+                Use(use.choice, layout) for use, layout in zip(t.uses, layouts, strict=True)
+            )
             transfers.append(Transfer(t.name, t.producer, source, uses, cost, memory))
     return replace(problem, choices=tuple(choices), transfers=tuple(transfers))
 
@@ -197,7 +207,9 @@ _Restricted = tuple[np.ndarray, list[np.ndarray], np.ndarray, np.ndarray]
 
 def _restrict_transfer(transfer: Transfer, live: Sequence[np.ndarray]) -> _Restricted | None:
     """Its (source, layouts of the uses, cost, memory); None where nothing is paid any more."""
-    sources, source = np.unique(np.asarray(transfer.source)[live[transfer.producer]], return_inverse=True)
+    sources, source = np.unique(
+        np.asarray(transfer.source)[live[transfer.producer]], return_inverse=True
+    )
     asked = [np.asarray(use.layout)[live[use.choice]] for use in transfer.uses]
     targets = np.unique(np.concatenate(asked)) if asked else np.zeros(0, dtype=int)
     cost = np.asarray(transfer.cost, float)[np.ix_(sources, targets)]

@@ -25,7 +25,10 @@ TIE = 1e-15  # seconds a byte: decides between what costs the same
 
 
 def restrict(
-    intra: IntraOp, options: PlanOptions, optimizer: OptimizerInfo, pinned: Mapping[str, ParameterPlan] | None = None
+    intra: IntraOp,
+    options: PlanOptions,
+    optimizer: OptimizerInfo,
+    pinned: Mapping[str, ParameterPlan] | None = None,
 ) -> IntraOp:
     """The same problem with the user's restrictions in it.
 
@@ -36,26 +39,37 @@ def restrict(
         PlanError: a pin that no strategy of the parameter meets, with the modes that exist.
     """
     parallel = options.parallel
-    names = (parallel,) * len(intra.mesh.shape) if isinstance(parallel, str) else parallel  # of every mesh axis
+    names = (
+        (parallel,) * len(intra.mesh.shape) if isinstance(parallel, str) else parallel
+    )  # of every mesh axis
     modes = pinned_modes(intra, options, pinned or {})
-    if not (modes or options.completes or options.kept_whole) and set(names) == {"auto"} and optimizer.element_wise:
+    if (
+        not (modes or options.completes or options.kept_whole)
+        and set(names) == {"auto"}
+        and optimizer.element_wise
+    ):
         return intra
     # For each thing that a named plan does not want: several times a step in which every device does everything, so
     # that it is avoided where possible, and yet of the size of real costs, as solvers like it.
     penalty = 4.0 * evaluate(intra.problem, [0] * len(intra.problem.choices))[0]
     choices = list(intra.problem.choices)
-    for index, (parameter, own) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
+    for index, (parameter, own) in enumerate(
+        zip(intra.step.parameters, intra.parameters, strict=True)
+    ):
         cost = choices[index].cost.copy()
         if parameter.name in modes:
             wanted, origin = modes[parameter.name]
-            allowed = np.array([_meets(plan.modes, wanted, exactly=origin == RUNNING) for plan in own.plans])
+            allowed = np.array(
+                [_meets(plan.modes, wanted, exactly=origin == RUNNING) for plan in own.plans]
+            )
             if not allowed.any():
                 asked = ParameterPlan(wanted, parameter.num_segments).module_modes
                 shape = list(parameter.module_shape or parameter.meta.shape)
                 raise PlanError(
                     f"{origin} asks for modes '{modes_text(asked)}' of parameter {parameter.name!r} (shape {shape}), "
                     f"which it cannot have on a logical mesh of {intra.mesh.shape}",
-                    "use one of: " + ", ".join(f"'{modes_text(plan.module_modes)}'" for plan in own.plans),
+                    "use one of: "
+                    + ", ".join(f"'{modes_text(plan.module_modes)}'" for plan in own.plans),
                 )
         else:
             for axis, name in enumerate(names):
@@ -67,7 +81,9 @@ def restrict(
                 allowed &= np.array([plan.is_whole for plan in own.plans])
         if options.completes:
             once = Storage.REPLICATE, Storage.GATHER_ONCE  # their gradients are summed once a step
-            allowed &= np.array([not any(mode.storage in once for mode in plan.modes) for plan in own.plans])
+            allowed &= np.array(
+                [not any(mode.storage in once for mode in plan.modes) for plan in own.plans]
+            )
         if not allowed.any():
             raise _nothing_left(parameter.name, options, optimizer)
         cost[~allowed] = np.inf
@@ -79,7 +95,9 @@ def restrict(
         if read is None or read.name in modes:
             continue
         uses = intra.step.consumers.get(layouts.value, ())
-        passes_on = bool(uses) and all(read_as.keys() >= set(intra.step.ops[op].results) for op, _ in uses)
+        passes_on = bool(uses) and all(
+            read_as.keys() >= set(intra.step.ops[op].results) for op, _ in uses
+        )
         extra = np.zeros_like(transfers[index].cost)
         for axis, name in enumerate(names):
             # What only passes on to a cast is cast as it is stored, and what a named plan gathers is the cast.
@@ -93,7 +111,9 @@ def restrict(
 def least_of_equals(intra: IntraOp) -> IntraOp:
     """The same where, of layouts (parameters', what is handed on) that cost the same, those with less are better."""
     boundary = {given.choice for given in (*intra.received.values(), *intra.sent.values())}
-    given = {index: intra.problem.choices[index] for index in (*range(len(intra.parameters)), *boundary)}
+    given = {
+        index: intra.problem.choices[index] for index in (*range(len(intra.parameters)), *boundary)
+    }
     return intra.with_costs({index: TIE * choice.memory for index, choice in given.items()})
 
 
@@ -122,10 +142,14 @@ def _nothing_left(name: str, options: PlanOptions, optimizer: OptimizerInfo) -> 
     )
 
 
-def _meets(modes: tuple[ParameterMode, ...], wanted: tuple[ParameterMode, ...], exactly: bool) -> bool:
+def _meets(
+    modes: tuple[ParameterMode, ...], wanted: tuple[ParameterMode, ...], exactly: bool
+) -> bool:
     """Whether modes are what a pin wants; a user's `R` only says that the parameter is kept whole."""
     whole = () if exactly else (Storage.INVARIANT, Storage.REPLICATE)
-    return all(m is w or (w.storage, m.storage) == whole for m, w in zip(modes, wanted, strict=True))
+    return all(
+        m is w or (w.storage, m.storage) == whole for m, w in zip(modes, wanted, strict=True)
+    )
 
 
 def pinned_modes(
@@ -140,7 +164,9 @@ def pinned_modes(
         for name in matching(pattern, names):
             in_step = tuple(mode.shifted(1) for mode in wanted) if name in segmented else wanted
             found[name] = in_step, f"placements[{pattern!r}]"
-    found.update({names[alias]: (plan.modes, RUNNING) for alias, plan in pinned.items() if alias in names})
+    found.update(
+        {names[alias]: (plan.modes, RUNNING) for alias, plan in pinned.items() if alias in names}
+    )
     return found
 
 
@@ -159,7 +185,9 @@ def matching(pattern: str, names: Mapping[str, str], option: str = "placements")
     return matched
 
 
-def _mode_penalty(name: str, meta: TensorMeta, own: ParameterOptions, axis: int, penalty: float) -> np.ndarray:
+def _mode_penalty(
+    name: str, meta: TensorMeta, own: ParameterOptions, axis: int, penalty: float
+) -> np.ndarray:
     """Seconds added to each option of a parameter by the named plan of one axis; inf forbids."""
     letters = [plan.modes[axis].storage.value[0] for plan in own.plans]
     if name == "auto":
@@ -174,9 +202,13 @@ def _mode_penalty(name: str, meta: TensorMeta, own: ParameterOptions, axis: int,
     return np.array([0.0 if letter == wanted else np.inf for letter in letters])
 
 
-def _use_penalty(name: str, meta: TensorMeta, layouts: TransferLayouts, axis: int, penalty: float) -> np.ndarray:
+def _use_penalty(
+    name: str, meta: TensorMeta, layouts: TransferLayouts, axis: int, penalty: float
+) -> np.ndarray:
     """Seconds added to bringing a stored parameter to a use layout by the named plan of one axis."""
-    stored, used = ([layout[axis].shard_dim for layout in each] for each in (layouts.sources, layouts.targets))
+    stored, used = (
+        [layout[axis].shard_dim for layout in each] for each in (layouts.sources, layouts.targets)
+    )
     if name == "tensor":  # uses the shard as it is stored
         dear = [[b != a and (len(meta.shape) >= 2 or a is None) for b in used] for a in stored]
     else:  # data parallel and ZeRO use parameters whole

@@ -185,7 +185,9 @@ class Place:
         return self.name if self.key is None else self.key
 
     def __str__(self) -> str:
-        of_attribute = f"self.{self.attribute}" + (f"[{self.key!r}]" if self.key is not None else "")
+        of_attribute = f"self.{self.attribute}" + (
+            f"[{self.key!r}]" if self.key is not None else ""
+        )
         return self.name if self.leaf is not None else of_attribute
 
     def holder(self, module: nn.Module) -> dict[Any, Any]:
@@ -224,7 +226,9 @@ def values_of(node: Any) -> tuple[int, ...]:
 class StepGraph:
     """A captured step."""
 
-    values: tuple[TensorMeta, ...]  # metadata of every value; inputs first, then op results, in order of definition
+    values: tuple[
+        TensorMeta, ...
+    ]  # metadata of every value; inputs first, then op results, in order of definition
     # parameters, buffers, batch, constants: the inputs
     parameters: tuple[ParameterInput, ...]
     buffers: tuple[BufferInput, ...]
@@ -251,7 +255,9 @@ class StepGraph:
     # what changes from step to step, read where it is when one begins: counters by their labels
     numbers: tuple[Place, ...] = ()
     checks: tuple[Check, ...] = ()  # conditions that must hold whenever the step has run
-    stored: tuple[ValueGuard, ...] = ()  # attributes that the step sets, each time to the same value
+    stored: tuple[
+        ValueGuard, ...
+    ] = ()  # attributes that the step sets, each time to the same value
     appended: tuple[AppendRecord, ...] = ()  # what the step appended to lists of the module
 
     @property
@@ -294,9 +300,14 @@ class StepGraph:
         dtypes: dict[str, torch.dtype] = {}
         for given in self.parameters:
             uses = [self.ops[op].call for op, _ in self.consumers.get(given.value, ())]
-            cast = {call.results[0].dtype if call.target is torch.ops.aten.to.dtype else None for call in uses}
+            cast = {
+                call.results[0].dtype if call.target is torch.ops.aten.to.dtype else None
+                for call in uses
+            }
             (dtype,) = cast if len(cast) == 1 and given.value not in kept else (None,)
-            dtypes[given.name] = dtype if dtype in (torch.bfloat16, torch.float16) else given.meta.dtype
+            dtypes[given.name] = (
+                dtype if dtype in (torch.bfloat16, torch.float16) else given.meta.dtype
+            )
         return dtypes
 
     @cached_property
@@ -317,8 +328,15 @@ class StepGraph:
     def last_readers(self) -> dict[int, int]:
         """Op-made value -> index of the last op that reads it, or that a record with it has to wait for; -1: none."""
         maker = self.makers
-        last = {value: max((op for op, _ in self.consumers.get(value, ())), default=-1) for value in maker}
-        for record in (*self.logs, *self.metrics, *self.appended):  # read where the record's last value is made
+        last = {
+            value: max((op for op, _ in self.consumers.get(value, ())), default=-1)
+            for value in maker
+        }
+        for record in (
+            *self.logs,
+            *self.metrics,
+            *self.appended,
+        ):  # read where the record's last value is made
             made = [value for value in values_of(record) if value in maker]
             last |= {value: max(last[value], *(maker[v] for v in made)) for value in made}
         return last
@@ -326,7 +344,10 @@ class StepGraph:
     @cached_property
     def escaping(self) -> tuple[int, ...]:
         """Values that leave it (loss, output, appended, logs, metrics, checks, buffers), once each, ascending."""
-        found = {*([self.loss] if self.loss >= 0 else []), *(b.update for b in self.buffers if b.update is not None)}
+        found = {
+            *([self.loss] if self.loss >= 0 else []),
+            *(b.update for b in self.buffers if b.update is not None),
+        }
         found.update(values_of((self.output, self.appended, self.logs, self.metrics, self.checks)))
         return tuple(sorted(found))
 
@@ -348,9 +369,16 @@ class StepGraph:
     @cached_property
     def graph_digest(self) -> str:
         """Hash of the computation: ops, wiring, constants, outputs. Parameter and batch shapes are hashed apart."""
-        lines = [f"{op.call.target_name}{op.call.args}{op.call.kwargs}{op.operands}->{op.results}" for op in self.ops]
+        lines = [
+            f"{op.call.target_name}{op.call.args}{op.call.kwargs}{op.operands}->{op.results}"
+            for op in self.ops
+        ]
         # Functions among the logs' arguments (`reduce_fx`) count by their code: addresses differ between processes.
-        lines += [stable_text((self.loss, self.output, self.logs, self.metrics, self.checks, self.appended))]
+        lines += [
+            stable_text(
+                (self.loss, self.output, self.logs, self.metrics, self.checks, self.appended)
+            )
+        ]
         lines += [str([(b.value, b.name, b.update) for b in self.buffers])]
         lines += [str([(c.value, c.digest) for c in self.constants])]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -358,7 +386,12 @@ class StepGraph:
     @cached_property
     def parameter_digest(self) -> str:
         """Hash of parameter names, shapes, dtypes and trainability."""
-        return _digest([(p.names, p.meta.shape, str(p.meta.dtype), p.meta.requires_grad) for p in self.parameters])
+        return _digest(
+            [
+                (p.names, p.meta.shape, str(p.meta.dtype), p.meta.requires_grad)
+                for p in self.parameters
+            ]
+        )
 
     @cached_property
     def batch_digest(self) -> str:
@@ -401,7 +434,9 @@ def run_step(
     values: dict[int, Tensor] = {value: (received or {})[value] for value in step.received}
     for entry in step.parameters:
         given = next(parameters[name] for name in entry.names if name in parameters)
-        values[entry.value] = given.view(entry.meta.shape) if entry.module_shape is not None else given
+        values[entry.value] = (
+            given.view(entry.meta.shape) if entry.module_shape is not None else given
+        )
     for buffer in step.buffers:
         values[buffer.value] = buffers[buffer.name]
     for leaf, tensor in zip(step.batch, batch_leaves, strict=True):
@@ -414,6 +449,10 @@ def run_step(
         for op in step.ops:
             call = at_counters(op.call, buffers.get(COUNTERS, {})).on(device)
             out = call.call(*(values[i] for i in op.operands))
-            results = [t for t in out if isinstance(t, Tensor)] if isinstance(out, tuple | list) else [out]
+            results = (
+                [t for t in out if isinstance(t, Tensor)]
+                if isinstance(out, tuple | list)
+                else [out]
+            )
             values.update(zip(op.results, results, strict=True))
     return values

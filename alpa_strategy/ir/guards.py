@@ -39,20 +39,28 @@ class CounterRef:
         """The counters that it is made of."""
         if self.function is None:
             return frozenset({self.name})
-        return frozenset().union(*(arg.counters for arg in self.args if isinstance(arg, CounterRef)))
+        return frozenset().union(
+            *(arg.counters for arg in self.args if isinstance(arg, CounterRef))
+        )
 
     def value(self, counters: Mapping[str, Any]) -> Any:
         """The number for these values of the counters."""
         if self.function is None:
             return counters[self.name]
-        return calculate(self.function, *(a.value(counters) if isinstance(a, CounterRef) else a for a in self.args))
+        return calculate(
+            self.function,
+            *(a.value(counters) if isinstance(a, CounterRef) else a for a in self.args),
+        )
 
     def __str__(self) -> str:
         if self.function is None:
             return self.name
         if self.name in magic_methods and len(self.args) == 2:  # "{} + {}"
             inside = self.name in reflectable_magic_methods  # of arithmetic; comparisons bind less
-            parts = (f"({arg})" if inside and getattr(arg, "function", None) else arg for arg in self.args)
+            parts = (
+                f"({arg})" if inside and getattr(arg, "function", None) else arg
+                for arg in self.args
+            )
             return magic_methods[self.name].format(*parts)
         return f"{self.name}({', '.join(map(str, self.args))})"
 
@@ -62,7 +70,9 @@ class CounterRef:
 def calculate(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`; a number of NumPy's as one of Python's."""
     result = function(*args)
-    return result.item() if isinstance(result, np.generic) else result  # graphs and guards hold plain numbers
+    return (
+        result.item() if isinstance(result, np.generic) else result
+    )  # graphs and guards hold plain numbers
 
 
 class SymbolicScalar:
@@ -115,20 +125,34 @@ def symbolic(made: CounterRef, like: float) -> SymbolicInt | SymbolicFloat:
 
 
 def _made(function: Callable[..., Any], *args: Any) -> SymbolicInt | SymbolicFloat:
-    example = calculate(function, *(arg.example if isinstance(arg, SymbolicScalar) else arg for arg in args))
-    made = CounterRef.of(function, tuple(arg.made if isinstance(arg, SymbolicScalar) else arg for arg in args))
+    example = calculate(
+        function, *(arg.example if isinstance(arg, SymbolicScalar) else arg for arg in args)
+    )
+    made = CounterRef.of(
+        function, tuple(arg.made if isinstance(arg, SymbolicScalar) else arg for arg in args)
+    )
     return symbolic(made, example)
 
 
 for _name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"]:
     _function = getattr(operator, _name)
-    setattr(SymbolicScalar, f"__{_name}__", lambda self, other, function=_function: _made(function, self, other))
-    setattr(SymbolicScalar, f"__r{_name}__", lambda self, other, function=_function: _made(function, other, self))
+    setattr(
+        SymbolicScalar,
+        f"__{_name}__",
+        lambda self, other, function=_function: _made(function, self, other),
+    )
+    setattr(
+        SymbolicScalar,
+        f"__r{_name}__",
+        lambda self, other, function=_function: _made(function, other, self),
+    )
 
 
 def is_symbolic(call: OpCall) -> bool:
     """Whether an argument of the call is a SymbolicScalar."""
-    return any(isinstance(leaf, SymbolicScalar) for leaf in pytree.tree_leaves((call.args, call.kwargs)))
+    return any(
+        isinstance(leaf, SymbolicScalar) for leaf in pytree.tree_leaves((call.args, call.kwargs))
+    )
 
 
 def at_counters(call: OpCall, counters: Mapping[str, Any]) -> OpCall:
@@ -139,7 +163,9 @@ def at_counters(call: OpCall, counters: Mapping[str, Any]) -> OpCall:
     def value(arg: Any) -> Any:
         return arg.made.value(counters) if isinstance(arg, SymbolicScalar) else arg
 
-    return replace(call, args=pytree.tree_map(value, call.args), kwargs=pytree.tree_map(value, call.kwargs))
+    return replace(
+        call, args=pytree.tree_map(value, call.args), kwargs=pytree.tree_map(value, call.kwargs)
+    )
 
 
 @dataclass(frozen=True)
@@ -151,7 +177,10 @@ class Guard:
 
     def holds(self, **counters: Any) -> bool:
         """True when it comes out as it did at capture."""
-        return self.asked.value({"batch_idx": 0, "global_step": 0, "current_epoch": 0, **counters}) == self.outcome
+        return (
+            self.asked.value({"batch_idx": 0, "global_step": 0, "current_epoch": 0, **counters})
+            == self.outcome
+        )
 
     def __str__(self) -> str:
         return f"({self.asked}) is {self.outcome}"
@@ -177,6 +206,8 @@ def changed_value(guards: Iterable[ValueGuard]) -> str | None:
     for guard in guards:
         value, now = guard.value, guard.namespace.get(guard.name, MISSING)
         # `True == 1`: scalars must be of the same type too.
-        if now is not value and not (value == now and (type(value) is type(now) or type(value) not in _SCALARS)):
+        if now is not value and not (
+            value == now and (type(value) is type(now) or type(value) not in _SCALARS)
+        ):
             return guard.label
     return None

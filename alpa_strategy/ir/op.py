@@ -60,11 +60,15 @@ class OpCall:
     """One call of one op."""
 
     target: Any  # an ATen `OpOverload`, or a function of `alpa_strategy.capture.ops` that capture put in its place
-    args: tuple[Any, ...]  # positional; nested tuples whose leaves are `Slot`s and constants (lists became tuples)
+    args: tuple[
+        Any, ...
+    ]  # positional; nested tuples whose leaves are `Slot`s and constants (lists became tuples)
     kwargs: tuple[tuple[str, Any], ...]  # sorted (name, value) pairs, same leaves
     operands: tuple[TensorMeta, ...]  # of the tensor operands, `Slot(i)` refers to `operands[i]`
     results: tuple[TensorMeta, ...]  # of the tensor results
-    returns_tuple: bool = False  # True when the op returns a tuple or list of tensors rather than one tensor
+    returns_tuple: bool = (
+        False  # True when the op returns a tuple or list of tensors rather than one tensor
+    )
 
     @property
     def target_name(self) -> str:
@@ -85,15 +89,28 @@ class OpCall:
         """
         if device.type != "cpu":
             arguments = getattr(getattr(self.target, "_schema", None), "arguments", ())
-            takes_device = not self.operands and any(argument.name == "device" for argument in arguments)
-            return replace(self, kwargs=tuple(sorted((*self.kwargs, ("device", device))))) if takes_device else self
-        if aten_name(self.target) not in ("conv1d", "conv2d", "conv3d") or not torch.backends.mkldnn.is_available():
+            takes_device = not self.operands and any(
+                argument.name == "device" for argument in arguments
+            )
+            return (
+                replace(self, kwargs=tuple(sorted((*self.kwargs, ("device", device)))))
+                if takes_device
+                else self
+            )
+        if (
+            aten_name(self.target) not in ("conv1d", "conv2d", "conv3d")
+            or not torch.backends.mkldnn.is_available()
+        ):
             return self
         given = bind(self)
         weight = self.operands[given["weight"].index]
         if weight.dtype != torch.float32 or math.prod(weight.shape[2:]) > 1:
             return self
-        return replace(self, args=tuple({**given, "dilation": (2,) * len(weight.shape[2:])}.values()), kwargs=())
+        return replace(
+            self,
+            args=tuple({**given, "dilation": (2,) * len(weight.shape[2:])}.values()),
+            kwargs=(),
+        )
 
 
 @dataclass(frozen=True)
@@ -150,7 +167,9 @@ class AxisStrategy:
         """Read the text form (collectives are not part of it: they only matter to costs)."""
         text, _, implementation = text.partition("@")
         left, _, right = text.partition("->")
-        sides = [tuple(DualPlacement.parse(p) for p in side.split(",") if p) for side in (left, right)]
+        sides = [
+            tuple(DualPlacement.parse(p) for p in side.split(",") if p) for side in (left, right)
+        ]
         return cls(sides[0], sides[1], implementation or None)
 
 
@@ -159,7 +178,9 @@ class LocalCall:
     """An op as one device runs it."""
 
     call: OpCall  # the call with local operand and result shapes and local size arguments
-    implementation: str | None = None  # name in `alpa_strategy.lower.local_ops`, or None for the plain op
+    implementation: str | None = (
+        None  # name in `alpa_strategy.lower.local_ops`, or None for the plain op
+    )
     axes: tuple[int, ...] = ()  # the mesh axes over which `implementation` works
     # the mesh axes whose devices must draw different numbers (the others: the same); None for ops that draw none
     random_axes: tuple[int, ...] | None = None
@@ -171,11 +192,21 @@ def _parameters(target: Any) -> tuple[tuple[str, bool, Any, bool], ...]:
     if isinstance(target, torch._ops.OpOverload):
         return tuple(
             # `Tensor?` and `Tensor[]` as well.
-            (a.name, "Tensor" in str(a.type), a.default_value if a.has_default_value() else None, a.kwarg_only)
+            (
+                a.name,
+                "Tensor" in str(a.type),
+                a.default_value if a.has_default_value() else None,
+                a.kwarg_only,
+            )
             for a in target._schema.arguments
         )
     return tuple(
-        (p.name, "Tensor" in str(p.annotation), None if p.default is p.empty else p.default, p.kind is p.KEYWORD_ONLY)
+        (
+            p.name,
+            "Tensor" in str(p.annotation),
+            None if p.default is p.empty else p.default,
+            p.kind is p.KEYWORD_ONLY,
+        )
         for p in inspect.signature(target).parameters.values()
     )
 
@@ -190,7 +221,11 @@ def with_slots(value: Any, kind: type, operands: list[Any]) -> Any:
     if isinstance(value, kind):
         operands.append(value)
         return Slot(len(operands) - 1)
-    return tuple(with_slots(v, kind, operands) for v in value) if isinstance(value, list | tuple) else value
+    return (
+        tuple(with_slots(v, kind, operands) for v in value)
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 def bound_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,19 +244,32 @@ def bound_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 @lru_cache(maxsize=16384)
 def bind(call: OpCall) -> Mapping[str, Any]:
     """`bound_arguments` of a call: Slots, constants, tuples."""
-    return MappingProxyType(bound_arguments(call.target, call.args, dict(call.kwargs)))  # shared: read only
+    return MappingProxyType(
+        bound_arguments(call.target, call.args, dict(call.kwargs))
+    )  # shared: read only
 
 
-def call_on(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[OpCall, tuple[Tensor, ...]]:
+def call_on(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[OpCall, tuple[Tensor, ...]]:
     """The OpCall of `target(*args, **kwargs)`, which is run, and its tensor operands."""
     operands: list[Tensor] = []
     own_args = with_slots(tuple(args), Tensor, operands)
-    own_kwargs = tuple((name, with_slots(value, Tensor, operands)) for name, value in sorted(kwargs.items()))
+    own_kwargs = tuple(
+        (name, with_slots(value, Tensor, operands)) for name, value in sorted(kwargs.items())
+    )
     result = target(*args, **kwargs)
     results = (result,) if isinstance(result, Tensor) else tuple(result)
     metas = [TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in (*operands, *results)]
     n = len(operands)
-    call = OpCall(target, own_args, own_kwargs, tuple(metas[:n]), tuple(metas[n:]), not isinstance(result, Tensor))
+    call = OpCall(
+        target,
+        own_args,
+        own_kwargs,
+        tuple(metas[:n]),
+        tuple(metas[n:]),
+        not isinstance(result, Tensor),
+    )
     return call, tuple(operands)
 
 
@@ -245,11 +293,16 @@ def dims_of(value: Any, rank: int) -> tuple[int, ...]:
     if value is None or value == ():
         return tuple(range(rank))
     values = value if isinstance(value, tuple) else (value,)
-    return tuple(sorted(v % rank for v in values)) if rank else ()  # ATen takes dim 0 and -1 of a scalar
+    return (
+        tuple(sorted(v % rank for v in values)) if rank else ()
+    )  # ATen takes dim 0 and -1 of a scalar
 
 
 def rebuild(
-    call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...], changes: Mapping[str, Any]
+    call: OpCall,
+    operands: tuple[TensorMeta, ...],
+    results: tuple[TensorMeta, ...],
+    changes: Mapping[str, Any],
 ) -> OpCall:
     """The same call on other operands, with the arguments named in `changes` replaced where they were given."""
     args, kwargs = list(call.args), dict(call.kwargs)
@@ -260,4 +313,11 @@ def rebuild(
             args[position] = changes[name]
         else:
             kwargs[name] = changes[name]
-    return OpCall(call.target, tuple(args), tuple(sorted(kwargs.items())), operands, results, call.returns_tuple)
+    return OpCall(
+        call.target,
+        tuple(args),
+        tuple(sorted(kwargs.items())),
+        operands,
+        results,
+        call.returns_tuple,
+    )

@@ -23,7 +23,10 @@ def chunk_range(size: int, num_chunks: int, index: int) -> tuple[int, int]:
 
 def chunk_sizes(size: int, num_chunks: int) -> tuple[int, ...]:
     """Sizes of all chunks, in order; they sum to `size`."""
-    return tuple(stop - start for start, stop in (chunk_range(size, num_chunks, i) for i in range(num_chunks)))
+    return tuple(
+        stop - start
+        for start, stop in (chunk_range(size, num_chunks, i) for i in range(num_chunks))
+    )
 
 
 def placement_to_str(placement: Placement) -> str:
@@ -105,7 +108,9 @@ class DualPlacement:
             return named
         if text[:1] == "S" and text[1:].isdigit():
             return shard(int(text[1:]))
-        raise ShardingError(f"{text!r} is not a placement", "write R, R*, P or S<dim>, for example S0")
+        raise ShardingError(
+            f"{text!r} is not a placement", "write R, R*, P or S<dim>, for example S0"
+        )
 
 
 INVARIANT = DualPlacement(Replicate(), Replicate())

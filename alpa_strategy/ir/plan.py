@@ -43,7 +43,9 @@ class Storage(Enum):
     INVARIANT = "R"  # whole; every device makes the whole gradient
     REPLICATE = "R*"  # whole; gradient summed once per step (data parallel)
     SHARD = "S"  # in shards; used so (tensor parallel), or gathered at each use (ZeRO-3)
-    GATHER_ONCE = "G"  # in shards; gathered, and the gradient reduce-scattered, once per step (ZeRO-1/2)
+    GATHER_ONCE = (
+        "G"  # in shards; gathered, and the gradient reduce-scattered, once per step (ZeRO-1/2)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +104,11 @@ class ParameterMode:
 
     def shifted(self, by: int) -> "ParameterMode":
         """The mode for dims counted from another origin: `S1` shifted by -1 is `S0`; `R` and `R*` stay."""
-        return self if self.dim is None else ParameterMode.parse(f"{self.storage.value}{self.dim + by}")
+        return (
+            self
+            if self.dim is None
+            else ParameterMode.parse(f"{self.storage.value}{self.dim + by}")
+        )
 
 
 def parse_modes(text: str) -> tuple[ParameterMode, ...]:
@@ -126,7 +132,9 @@ class ParameterPlan:
     modes: tuple[ParameterMode, ...]
     num_segments: int = 1
     on_host: bool = False  # what a device stores of it, its gradient and the optimizer's state lie in host memory
-    sums_in_fp32: bool = False  # its gradient is summed over devices in fp32 at least, however it was computed
+    sums_in_fp32: bool = (
+        False  # its gradient is summed over devices in fp32 at least, however it was computed
+    )
 
     @classmethod
     def parse(cls, text: str, num_segments: int = 1) -> "ParameterPlan":
@@ -141,7 +149,9 @@ class ParameterPlan:
     @property
     def module_modes(self) -> tuple[ParameterMode, ...]:
         """Modes in the dims of the module's parameter: what users read and write."""
-        return self.modes if self.num_segments == 1 else tuple(mode.shifted(-1) for mode in self.modes)
+        return (
+            self.modes if self.num_segments == 1 else tuple(mode.shifted(-1) for mode in self.modes)
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -162,7 +172,9 @@ class ParameterPlan:
     def is_fetched(self) -> bool:
         """Whether it is copied from host memory for each use: its gradient is complete when autograd has made it. Else
         it comes once per step, as its gradient is reduced once per step."""
-        return self.on_host and all(mode.storage in (Storage.INVARIANT, Storage.SHARD) for mode in self.modes)
+        return self.on_host and all(
+            mode.storage in (Storage.INVARIANT, Storage.SHARD) for mode in self.modes
+        )
 
     def step_layout(self, requires_grad: bool = True) -> DualLayout:
         """The dual layout in which the stored parameter enters the step and leaves its gradient."""
@@ -185,7 +197,11 @@ class Fingerprint:
 
     def differences(self, other: "Fingerprint") -> list[str]:
         """Names of the parts that differ."""
-        return [part for part in self.__dataclass_fields__ if getattr(self, part) != getattr(other, part)]
+        return [
+            part
+            for part in self.__dataclass_fields__
+            if getattr(self, part) != getattr(other, part)
+        ]
 
     @property
     def digest(self) -> str:
@@ -224,7 +240,9 @@ class StagePlan:
     """One stage: a run of the graph's ops on a submesh."""
 
     submesh: tuple[int, int]  # (n_nodes, n_devices per node)
-    first_device: int  # place of the stage's first device in the job, whose meshes lie one after the other
+    first_device: (
+        int  # place of the stage's first device in the job, whose meshes lie one after the other
+    )
     logical_mesh: tuple[int, ...]  # shape of the grid
     ops: tuple[int, int]  # (first, last + 1) op indices of the stage
     parameter_plans: dict[str, ParameterPlan]  # parameter name -> ParameterPlan
@@ -232,7 +250,9 @@ class StagePlan:
     collectives: tuple[Collective, ...]  # what the stage communicates per step
     predicted: Predicted  # the stage's own prediction
     remat: bool = False  # whether activations are recomputed in the backward
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameter name -> shape in the module
+    shapes: dict[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # parameter name -> shape in the module
     # value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives: `R` or even `S<d>`
     received: dict[int, DualLayout] = field(default_factory=dict)
     # value that later stages need -> dual layout in which it is handed on
@@ -247,7 +267,9 @@ class StagePlan:
     remat_cuts: tuple[int, ...] = ()
     # names of ops of a stage that keeps its activations whose results are not kept but made again
     recomputed: tuple[str, ...] = ()
-    stored: tuple[str, ...] = ()  # names of such ops whose results wait in host memory for the backward
+    stored: tuple[
+        str, ...
+    ] = ()  # names of such ops whose results wait in host memory for the backward
     # whether what the stage makes of its parameters alone (casts to half precision) is made again for every micro-
     # batch, which takes less memory where activations are recomputed; else once per step
     derives_again: bool = False
@@ -278,12 +300,16 @@ class StagePlan:
 
 def stage_ranks(stage: StagePlan) -> tuple[int, ...]:
     """Global ranks of a stage's mesh, row-major."""
-    return stage.devices or tuple(range(stage.first_device, stage.first_device + stage.submesh[0] * stage.submesh[1]))
+    return stage.devices or tuple(
+        range(stage.first_device, stage.first_device + stage.submesh[0] * stage.submesh[1])
+    )
 
 
 def job_ranks(stages: Iterable[StagePlan]) -> tuple[int, ...]:
     """Global ranks of all meshes, one mesh after the other."""
-    meshes = dict.fromkeys(stage_ranks(stage) for stage in sorted(stages, key=lambda stage: stage.first_device))
+    meshes = dict.fromkeys(
+        stage_ranks(stage) for stage in sorted(stages, key=lambda stage: stage.first_device)
+    )
     return tuple(rank for ranks in meshes for rank in ranks)
 
 
@@ -296,8 +322,12 @@ class PhaseCost:
     layout: str  # its mesh, and how most of its parameters lie
     peak_bytes: int  # with all else that a device has
     seconds: float  # of each time
-    moved_seconds: float | None  # of bringing parameters into this layout, once an iteration; None: they lie so
-    staying_seconds: float | None  # of each time, with parameters as they lie without it; None: that does not fit
+    moved_seconds: (
+        float | None
+    )  # of bringing parameters into this layout, once an iteration; None: they lie so
+    staying_seconds: (
+        float | None
+    )  # of each time, with parameters as they lie without it; None: that does not fit
 
     @property
     def total_seconds(self) -> float:
@@ -322,15 +352,23 @@ class Plan:
     # how far `predicted.step_seconds` is from a lower bound, as a share of it; 0.0 when proved optimal. Of one stage,
     # of all plans of one stage; else of all stages, meshes and layouts with so many micro-batches.
     gap: float = 0.0
-    notes: tuple[str, ...] = ()  # things that a user should know (replicated ops, unproved optimality, ...)
-    solver_seconds: dict[str, float] = field(default_factory=dict)  # how long planning took, by phase
+    notes: tuple[
+        str, ...
+    ] = ()  # things that a user should know (replicated ops, unproved optimality, ...)
+    solver_seconds: dict[str, float] = field(
+        default_factory=dict
+    )  # how long planning took, by phase
     cluster_name: str = ""  # for display
     phases: tuple[PhaseCost, ...] = ()  # of an iteration of which the plan's own step is one
 
     @property
     def is_pipelined(self) -> bool:
         """Whether it is more than one stage that runs the whole batch at once."""
-        return len(self.stages) > 1 or self.num_microbatches > 1 or any(stage.remat for stage in self.stages)
+        return (
+            len(self.stages) > 1
+            or self.num_microbatches > 1
+            or any(stage.remat for stage in self.stages)
+        )
 
     @property
     def is_as_written(self) -> bool:
@@ -356,13 +394,19 @@ class Plan:
         try:
             data = read_json(path)
         except OSError as error:
-            raise PlanError(f"cannot read the plan file {path}: {error.strerror}", "check the path") from error
+            raise PlanError(
+                f"cannot read the plan file {path}: {error.strerror}", "check the path"
+            ) from error
         except BadFileError as error:
-            raise PlanError(f"the plan file {path} {error}", "give a plan file, as `alpa plan -o` writes it") from error
+            raise PlanError(
+                f"the plan file {path} {error}", "give a plan file, as `alpa plan -o` writes it"
+            ) from error
         try:
             return cls.from_dict(data)
         except PlanError as error:
-            raise PlanError(f"the plan file {path} cannot be used: {error.problem}", error.fix) from error
+            raise PlanError(
+                f"the plan file {path} cannot be used: {error.problem}", error.fix
+            ) from error
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -373,12 +417,18 @@ class Plan:
         """Inverse of `to_dict`; PlanError names the field that is missing or wrong."""
         version = _check(data, dict, "plan").get("format_version")
         if version != FORMAT_VERSION:
-            raise PlanError(f"the plan has format version {version}, this package reads version {FORMAT_VERSION}", _FIX)
+            raise PlanError(
+                f"the plan has format version {version}, this package reads version {FORMAT_VERSION}",
+                _FIX,
+            )
         plan = _read(Plan, data, "plan")
         if not plan.stages:
             raise PlanError("the plan has no stages", _FIX)
         if not 1 <= plan.num_microbatches <= MAX_MICROBATCHES:
-            raise PlanError(f"plan.num_microbatches is {plan.num_microbatches}", f"write 1 to {MAX_MICROBATCHES}")
+            raise PlanError(
+                f"plan.num_microbatches is {plan.num_microbatches}",
+                f"write 1 to {MAX_MICROBATCHES}",
+            )
         for number, stage in enumerate(plan.stages):
             _check_stage(stage, f"plan.stages[{number}]")
         return plan
@@ -406,15 +456,34 @@ _CLASSES = (Plan, PhaseCost, StagePlan, Fingerprint, Predicted, Collective)  # o
 _NAMES = {"parameter_plans": "parameters"}  # fields that the file calls otherwise
 # What older plans do not have.
 _LATER = {"devices", "remat_cuts", "recomputed", "stored", "received", "sent", "layers"}
-_LATER |= {"forward_seconds", "backward_seconds", "boundary_seconds", "ahead_bytes", "in_parts", "phases"}
-_LARGE = ("predicted", "parameter_plans", "shapes", "collectives", "strategies", "received", "sent", "stages")
+_LATER |= {
+    "forward_seconds",
+    "backward_seconds",
+    "boundary_seconds",
+    "ahead_bytes",
+    "in_parts",
+    "phases",
+}
+_LARGE = (
+    "predicted",
+    "parameter_plans",
+    "shapes",
+    "collectives",
+    "strategies",
+    "received",
+    "sent",
+    "stages",
+)
 
 
 @cache
 def _types(kind: Any) -> dict[str, Any]:
     """Field -> its type; the large ones come last in the file."""
     types = get_type_hints(kind)
-    return {name: types[name] for name in sorted(types, key=lambda n: _LARGE.index(n) if n in _LARGE else -1)}
+    return {
+        name: types[name]
+        for name in sorted(types, key=lambda n: _LARGE.index(n) if n in _LARGE else -1)
+    }
 
 
 def _written(kind: Any, value: Any) -> Any:
@@ -422,10 +491,15 @@ def _written(kind: Any, value: Any) -> Any:
     if kind in _TEXTS:
         return _TEXTS[kind][0](value)
     if kind in _CLASSES:
-        return {_NAMES.get(name, name): _written(of, getattr(value, name)) for name, of in _types(kind).items()}
+        return {
+            _NAMES.get(name, name): _written(of, getattr(value, name))
+            for name, of in _types(kind).items()
+        }
     if isinstance(value, dict):
         return {str(key): _written(get_args(kind)[1], each) for key, each in value.items()}
-    return [_written(get_args(kind)[0], each) for each in value] if isinstance(value, tuple) else value
+    return (
+        [_written(get_args(kind)[0], each) for each in value] if isinstance(value, tuple) else value
+    )
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
@@ -437,7 +511,10 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if origin is dict:
         items = _check(value, dict, where).items()
-        return {_key(args[0], key, where): _read(args[1], each, f"{where}[{key!r}]") for key, each in items}
+        return {
+            _key(args[0], key, where): _read(args[1], each, f"{where}[{key!r}]")
+            for key, each in items
+        }
     if origin is tuple:
         values = _check(value, list, where)
         if args[-1] is not Ellipsis and len(values) != len(args):
@@ -494,7 +571,10 @@ def _check_stage(stage: StagePlan, where: str) -> None:
     for name, entries in per_axis.items():
         for key, entry in entries.items():
             if len(entry) != num_axes:
-                raise PlanError(f"{where}.{name}[{key!r}] has {len(entry)} entries for {num_axes} mesh axes", _FIX)
+                raise PlanError(
+                    f"{where}.{name}[{key!r}] has {len(entry)} entries for {num_axes} mesh axes",
+                    _FIX,
+                )
     first, last = stage.ops
     if stage.remat_cuts and not all(a < b for a, b in pairwise((first, *stage.remat_cuts, last))):
         raise PlanError(f"{where}.remat_cuts must ascend between {first} and {last}", _FIX)
@@ -504,7 +584,12 @@ def _check_stage(stage: StagePlan, where: str) -> None:
 
 def _parameter_text(plan: ParameterPlan) -> str:
     segments = f"{_IN}{plan.num_segments} segments" * (plan.num_segments != 1)
-    return modes_text(plan.module_modes) + segments + _ON_HOST * plan.on_host + _IN_FP32 * plan.sums_in_fp32
+    return (
+        modes_text(plan.module_modes)
+        + segments
+        + _ON_HOST * plan.on_host
+        + _IN_FP32 * plan.sums_in_fp32
+    )
 
 
 def _read_parameter(text: str, where: str) -> ParameterPlan:
@@ -513,10 +598,15 @@ def _read_parameter(text: str, where: str) -> ParameterPlan:
     try:
         modes = parse_modes(shown)
     except ValueError as error:
-        raise PlanError(f"{where}: {error}", "write R, R*, S<dim> or G<dim>, one per mesh axis") from error
+        raise PlanError(
+            f"{where}: {error}", "write R, R*, S<dim> or G<dim>, one per mesh axis"
+        ) from error
     match = _SEGMENTS.fullmatch(segments_text)
     if segments_text and match is None:
-        raise PlanError(f"{where}: {text!r} is not a plan", "write the modes, then `in N segments` where there are")
+        raise PlanError(
+            f"{where}: {text!r} is not a plan",
+            "write the modes, then `in N segments` where there are",
+        )
     num_segments = int(match[1]) if match else 1
     # Files count the module's dims; the step sees segments as one more dim before them.
     modes = tuple(mode.shifted(int(num_segments > 1)) for mode in modes)
@@ -525,7 +615,10 @@ def _read_parameter(text: str, where: str) -> ParameterPlan:
 
 def _read_boundary(text: str, where: str) -> DualLayout:
     if not all(_PLACED.fullmatch(part) for part in text.split()):
-        raise PlanError(f"{where}: {text!r} is not a layout of a boundary", "write R or S<dim>, one per mesh axis")
+        raise PlanError(
+            f"{where}: {text!r} is not a layout of a boundary",
+            "write R or S<dim>, one per mesh axis",
+        )
     return dual_layout(text)
 
 
@@ -541,12 +634,17 @@ def _read_strategy(text: str, where: str) -> AxisStrategy:
             return strategy
     except (ShardingError, ValueError, AttributeError):
         pass  # said below
-    raise PlanError(f"{where}: {text!r} is not a strategy", "write it as in `S0,R*,R*->S0`, ` | ` between axes")
+    raise PlanError(
+        f"{where}: {text!r} is not a strategy", "write it as in `S0,R*,R*->S0`, ` | ` between axes"
+    )
 
 
 # What is a text in the file: how it is written, and how it is read.
 _TEXTS: dict[Any, tuple[Any, Any]] = {
     ParameterPlan: (_parameter_text, _read_parameter),
-    tuple[AxisStrategy, ...]: (lambda strategies: AXIS_SEPARATOR.join(map(str, strategies)), _read_strategies),
+    tuple[AxisStrategy, ...]: (
+        lambda strategies: AXIS_SEPARATOR.join(map(str, strategies)),
+        _read_strategies,
+    ),
     DualLayout: (dual_layout_to_str, _read_boundary),
 }

@@ -24,8 +24,13 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Found without importing them: this file is for readers that know neither.
 _SPECS = [spec for name in ("torch", "lightning") if (spec := find_spec(name)) is not None]
 _FRAMEWORKS = [folder for spec in _SPECS for folder in spec.submodule_search_locations or ()]
-_NOT_USER = ("<", *(os.path.join(os.path.abspath(folder), "") for folder in (*_FRAMEWORKS, _PACKAGE)))
-_NOT_USER_NAMES = tuple(f"{os.sep}{n}{os.sep}" for n in ("torchmetrics", "lightning_fabric", "pytorch_lightning"))
+_NOT_USER = (
+    "<",
+    *(os.path.join(os.path.abspath(folder), "") for folder in (*_FRAMEWORKS, _PACKAGE)),
+)
+_NOT_USER_NAMES = tuple(
+    f"{os.sep}{n}{os.sep}" for n in ("torchmetrics", "lightning_fabric", "pytorch_lightning")
+)
 _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 
 
@@ -71,10 +76,16 @@ def asked_by_user(frame: FrameType | None) -> bool:
 
     Not of `logging`'s, which asks for the time for itself, nor of an import, which asks once.
     """
-    while frame and ((path := frame.f_code.co_filename)[:1] == "<" or _is_pythons(path)) and "logging" not in path:
+    while (
+        frame
+        and ((path := frame.f_code.co_filename)[:1] == "<" or _is_pythons(path))
+        and "logging" not in path
+    ):
         frame = frame.f_back
     asking = frame
-    while frame is not None and frame.f_code.co_name != "dispatch_trace":  # where torch begins to trace
+    while (
+        frame is not None and frame.f_code.co_name != "dispatch_trace"
+    ):  # where torch begins to trace
         if frame.f_code.co_name == "_find_and_load":
             return False
         frame = frame.f_back
@@ -82,23 +93,39 @@ def asked_by_user(frame: FrameType | None) -> bool:
 
 
 def _is_pythons(path: str) -> bool:
-    return path.startswith(_STDLIB) and not is_installed(path)  # site-packages lies in the standard library's folder
+    return path.startswith(_STDLIB) and not is_installed(
+        path
+    )  # site-packages lies in the standard library's folder
 
 
 def user_line(traceback: TracebackType | None) -> str:
     """`file:line: code` of the innermost user frame of an exception's traceback."""
-    frames = [(f.f_code, line) for f, line in walk_tb(traceback) if is_user_file(f.f_code.co_filename)]
+    frames = [
+        (f.f_code, line) for f, line in walk_tb(traceback) if is_user_file(f.f_code.co_filename)
+    ]
     return _describe(*frames[-1]) if frames else "line unknown"
 
 
 MAX_DEPTH = 4  # of functions that call functions
-_SAYING = {"print", "write", "debug", "info", "warning", "warn", "rank_zero_info", "rank_zero_debug", "rank_zero_warn"}
+_SAYING = {
+    "print",
+    "write",
+    "debug",
+    "info",
+    "warning",
+    "warn",
+    "rank_zero_info",
+    "rank_zero_debug",
+    "rank_zero_warn",
+}
 _FILLING = {"add", "append", "extend", "insert", "setdefault", "update"}
 
 
 def mentioned_names(function: Callable[..., Any]) -> frozenset[str]:
     """Global names and attributes in the code of `function` and of the user's functions that it reaches by name."""
-    return frozenset(name for reached in reached_functions([function]) for name in code_names(reached.__code__))
+    return frozenset(
+        name for reached in reached_functions([function]) for name in code_names(reached.__code__)
+    )
 
 
 def stored_names(function: Callable[..., Any]) -> frozenset[str]:
@@ -111,14 +138,24 @@ def stored_names(function: Callable[..., Any]) -> frozenset[str]:
             is_method = each.opname == "LOAD_METHOD" or "NULL" in each.argrepr
             if each.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"):
                 found.add(each.argval)
-            elif each.opname == "STORE_SUBSCR" or (is_method and (each.argval in _FILLING or each.argval[-1:] == "_")):
-                at -= 2 if each.opname == "STORE_SUBSCR" else 1  # `self.count.fill_(n)`, `self.count["n"] = n`
+            elif each.opname == "STORE_SUBSCR" or (
+                is_method and (each.argval in _FILLING or each.argval[-1:] == "_")
+            ):
+                at -= (
+                    2 if each.opname == "STORE_SUBSCR" else 1
+                )  # `self.count.fill_(n)`, `self.count["n"] = n`
                 while done[at].opname == "BINARY_SUBSCR":
                     at -= 2
-                found |= {done[at].argval} if done[at].opname in ("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF") else set()
+                found |= (
+                    {done[at].argval}
+                    if done[at].opname in ("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF")
+                    else set()
+                )
         names = set(code_names(reached.__code__))
         if not names.isdisjoint(("setattr", "register_buffer")):
-            found |= {value for value in (*reached.__code__.co_consts, *names) if isinstance(value, str)}
+            found |= {
+                value for value in (*reached.__code__.co_consts, *names) if isinstance(value, str)
+            }
     return frozenset(found)
 
 
@@ -128,22 +165,40 @@ def reads_parameters(function: Callable[..., Any], first: int, end: int) -> bool
     given = set(code.co_varnames[: code.co_argcount][first:end])
     if code.co_flags & inspect.CO_VARARGS:
         given.add(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
-    read = (each.argval for each in dis.get_instructions(code) if "FAST" in each.opname or each.opname == "MAKE_CELL")
-    return any(not given.isdisjoint(names if isinstance(names, tuple) else (names,)) for names in read)
+    read = (
+        each.argval
+        for each in dis.get_instructions(code)
+        if "FAST" in each.opname or each.opname == "MAKE_CELL"
+    )
+    return any(
+        not given.isdisjoint(names if isinstance(names, tuple) else (names,)) for names in read
+    )
 
 
 def is_said(frame: FrameType) -> bool:
     """Whether what a frame makes is for a call that only says it, as a statement: `print(f"batch {batch_idx}")`."""
-    done = [each for each in dis.get_instructions(frame.f_code) if each.positions and each.positions.lineno]
+    done = [
+        each
+        for each in dis.get_instructions(frame.f_code)
+        if each.positions and each.positions.lineno
+    ]
 
     def holds(call: Any, inner: Any) -> bool:
         ends = (call.end_lineno, call.end_col_offset), (inner.end_lineno, inner.end_col_offset)
-        return (call.lineno, call.col_offset) <= (inner.lineno, inner.col_offset) and ends[1] <= ends[0]
+        return (call.lineno, call.col_offset) <= (inner.lineno, inner.col_offset) and ends[
+            1
+        ] <= ends[0]
 
     here = dis.Positions(*list(frame.f_code.co_positions())[frame.f_lasti // 2])
-    calls = [call for call, after in pairwise(done) if call.opname[:4] == "CALL" and after.opname == "POP_TOP"]
+    calls = [
+        call
+        for call, after in pairwise(done)
+        if call.opname[:4] == "CALL" and after.opname == "POP_TOP"
+    ]
     around = [call.positions for call in calls if holds(call.positions, here)]
-    return any(each.argval in _SAYING and holds(call, each.positions) for call in around for each in done)
+    return any(
+        each.argval in _SAYING and holds(call, each.positions) for call in around for each in done
+    )
 
 
 def names_set_from(function: types.FunctionType, source: re.Pattern[str]) -> set[str]:
@@ -177,7 +232,9 @@ def code_names(code: types.CodeType) -> Iterator[str]:
 def closure_values(function: types.FunctionType) -> dict[str, types.CellType]:
     """The variables of enclosing functions that have a value."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell for name, cell in cells if cell != types.CellType()}  # an empty cell: not assigned yet
+    return {
+        name: cell for name, cell in cells if cell != types.CellType()
+    }  # an empty cell: not assigned yet
 
 
 def is_user_code(function: Any) -> bool:
@@ -212,7 +269,9 @@ def _reach(function: Any, found: dict[types.FunctionType, None], depth: int) -> 
     for layer in layers if depth <= MAX_DEPTH else ():
         if not isinstance(layer, types.FunctionType) or layer in found:
             continue
-        if layer is not layers[-1] and not is_user_file(layer.__code__.co_filename):  # torch's decorators
+        if layer is not layers[-1] and not is_user_file(
+            layer.__code__.co_filename
+        ):  # torch's decorators
             continue
         found[layer] = None
         names = set(code_names(layer.__code__))
@@ -233,9 +292,13 @@ def functions_of(value: Any, names: set[str]) -> Iterator[Any]:
         if is_user_code(value):
             yield value
     elif isinstance(value, types.ModuleType | type):  # `losses.smooth(x)`, `Schedule.now()`
-        members = (vars(kind).get(name) for kind in getattr(value, "__mro__", (value,)) for name in names)
+        members = (
+            vars(kind).get(name) for kind in getattr(value, "__mro__", (value,)) for name in names
+        )
         yield from (unwrapped(member) for member in members if is_user_code(member))
     else:
         # Of all its classes: `super()` calls what another one has.
         members = (vars(kind).get(name) for kind in type(value).__mro__ for name in names)
-        yield from (types.MethodType(unwrapped(member), value) for member in members if is_user_code(member))
+        yield from (
+            types.MethodType(unwrapped(member), value) for member in members if is_user_code(member)
+        )

@@ -46,7 +46,11 @@ MAX_LEAVES = 4096
 _BATCH_SIZE = re.compile("batch(?!es)|^bsz?$", re.IGNORECASE)
 _NUMBER_OF_RANKS = {"world_size", "get_world_size"}
 _KINDS: tuple[Kind, ...] = ("rows", "same", "own")
-_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_TRANSFER_HOOKS = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 # Between a step and the update of its weights.
 UPDATE_HOOKS = ("on_before_backward", "backward", *AFTER_BACKWARD)
@@ -64,7 +68,9 @@ class WatchedCollate:
         self._found = torch.zeros(1 + MAX_LEAVES, dtype=torch.int16).share_memory_()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "collate":  # copying and unpickling ask before there is anything
+        if (
+            name.startswith("__") or name == "collate"
+        ):  # copying and unpickling ask before there is anything
             raise AttributeError(name)
         return getattr(self.collate, name)
 
@@ -73,7 +79,9 @@ class WatchedCollate:
             return self.collate(samples)
         count = len(samples)
         known = int(self._found[0]) - 1
-        probe = self._with_more(samples) if known < 0 else None  # first: a collate function may change its samples
+        probe = (
+            self._with_more(samples) if known < 0 else None
+        )  # first: a collate function may change its samples
         batch = self.collate(samples)
         tensors = list(_tensors_in(batch).values())
         if known == len(tensors):
@@ -90,7 +98,11 @@ class WatchedCollate:
     def kinds(self) -> tuple[Kind, ...] | None:
         """Of every leaf; None where that is not known."""
         count = int(self._found[0]) - 1
-        return None if count < 0 else tuple(_KINDS[kind] for kind in self._found[1 : 1 + count].tolist())
+        return (
+            None
+            if count < 0
+            else tuple(_KINDS[kind] for kind in self._found[1 : 1 + count].tolist())
+        )
 
     def _with_more(self, samples: list[Any]) -> tuple[Any, Any] | None:
         """Two batches of the same samples, more than once, which differ where random numbers are drawn."""
@@ -101,7 +113,9 @@ class WatchedCollate:
             with isolate_rng(include_cuda=False), fields_kept(owner, collate, collate.__call__):
                 first, second = ([copy.deepcopy(samples[i]) for i in order] for _ in range(2))
                 return self.collate(first), self.collate(second)
-        except Exception:  # what it says of its own samples is for the real call to raise; here nothing is known
+        except (
+            Exception
+        ):  # what it says of its own samples is for the real call to raise; here nothing is known
             return None
 
 
@@ -114,10 +128,17 @@ def _kinds_in(batch: Any, probe: Any, again: Any, count: int) -> list[Kind]:
     """Of every leaf of `batch`, made of `count` samples; probe, again: of `_more_rows` of them."""
     leaves, more, repeated = (_tensors_in(each) for each in (batch, probe, again))
     found: dict[Any, Kind] = {
-        path: _kind(leaf, more[path], count) if path in more else "own" for path, leaf in leaves.items()
+        path: _kind(leaf, more[path], count) if path in more else "own"
+        for path, leaf in leaves.items()
     }
-    rows = [path for path, kind in found.items() if kind == "rows" and leaves[path].layout is torch.strided]
-    rows = [path for path in rows if torch.equal(more[path], repeated[path])]  # others are drawn at random
+    rows = [
+        path
+        for path, kind in found.items()
+        if kind == "rows" and leaves[path].layout is torch.strided
+    ]
+    rows = [
+        path for path in rows if torch.equal(more[path], repeated[path])
+    ]  # others are drawn at random
     if not _joint_rows(leaves, rows) <= _joint_rows(more, rows):
         found |= {path: "own" for path in rows if _moved(leaves[path], more[path][1 : 1 + count])}
     return list(found.values())
@@ -137,7 +158,10 @@ def _tensors_in(batch: Any) -> dict[Any, Tensor]:
 def _joint_rows(leaves: Mapping[Any, Tensor], paths: list[Any]) -> Counter[bytes]:
     """What the leaves say of each sample, in any order."""
     samples = zip(*(leaves[path].detach().cpu() for path in paths), strict=True)
-    return Counter(b"".join(row.reshape(-1).view(torch.uint8).numpy().tobytes() for row in rows) for rows in samples)
+    return Counter(
+        b"".join(row.reshape(-1).view(torch.uint8).numpy().tobytes() for row in rows)
+        for rows in samples
+    )
 
 
 def _counts(leaf: Tensor) -> bool:
@@ -148,7 +172,11 @@ def _counts(leaf: Tensor) -> bool:
 def _kind(leaf: Tensor, more: Tensor, count: int) -> Kind:
     if leaf.shape[:1] == (count,) and more.shape == (len(_more_rows(count)), *leaf.shape[1:]):
         # As far as the number of rows, whatever that is: indices of rows, also at random.
-        reaches = _counts(leaf) and leaf.numel() > 0 and bool(leaf.max() < count <= more.max() < len(_more_rows(count)))
+        reaches = (
+            _counts(leaf)
+            and leaf.numel() > 0
+            and bool(leaf.max() < count <= more.max() < len(_more_rows(count)))
+        )
         return "own" if reaches or _shares(leaf, more) else "rows"
     return "same" if leaf.shape == more.shape and bool((leaf == more).all()) else "own"
 
@@ -157,18 +185,24 @@ def _moved(leaf: Tensor, now: Tensor) -> bool:
     """Whether the values are other ones; of floats not by a little: among more rows, sums are rounded otherwise."""
     if torch.equal(leaf, now) or _counts(leaf) or leaf.dtype == torch.bool:
         return not torch.equal(leaf, now)
-    return not torch.allclose(leaf, now, rtol=0.0, atol=1e-3 * float(leaf.abs().max()), equal_nan=True)
+    return not torch.allclose(
+        leaf, now, rtol=0.0, atol=1e-3 * float(leaf.abs().max()), equal_nan=True
+    )
 
 
 def _shares(leaf: Tensor, more: Tensor) -> bool:
     """Whether the values are shares of all rows, at random or not, with the same sum however many rows there are."""
-    total = leaf.double().sum() if leaf.is_floating_point() and leaf.layout is torch.strided else 0.0
+    total = (
+        leaf.double().sum() if leaf.is_floating_point() and leaf.layout is torch.strided else 0.0
+    )
     return bool(total) and bool(abs(more.double().sum() - total) < 1e-5 * leaf.double().abs().sum())
 
 
 def watch(loader: Any) -> Any:
     """`loader`, whose collate function will find out what is rows."""
-    if isinstance(loader, DataLoader) and loader.batch_sampler is not None:  # else it collates no samples
+    if (
+        isinstance(loader, DataLoader) and loader.batch_sampler is not None
+    ):  # else it collates no samples
         collate = loader.collate_fn
         if collate is not default_collate and not isinstance(collate, WatchedCollate):
             loader.collate_fn = WatchedCollate(collate)
@@ -181,10 +215,14 @@ class BatchHooks:
 
     def __init__(self) -> None:
         self._watching = ExitStack()
-        self.kinds: tuple[Kind, ...] | None = None  # of all leaves that transfer hooks give, () if unknown; None: none
+        self.kinds: tuple[Kind, ...] | None = (
+            None  # of all leaves that transfer hooks give, () if unknown; None: none
+        )
         # attributes and buffers, by the last part of their names, that a hook stores which reads the batch -> the hook
         self.stored: dict[str, str] = {}
-        self.are_tried = True  # transfer hooks, or there are none: what theirs set or fill could not be put back
+        self.are_tried = (
+            True  # transfer hooks, or there are none: what theirs set or fill could not be put back
+        )
 
     def watch(self, module: Any) -> None:
         """Look at hooks of the module and callbacks; try those of transfers when the next training batch comes."""
@@ -192,8 +230,17 @@ class BatchHooks:
         self.kinds, self.stored, self.are_tried = None, {}, True
         if world_size() == 1:
             return
-        owners = [each for each in (module, getattr(module.trainer, "datamodule", None)) if each is not None]
-        hooks = [(owner, n) for owner in owners for n in _TRANSFER_HOOKS if is_overridden(owner, n, DataHooks)]
+        owners = [
+            each
+            for each in (module, getattr(module.trainer, "datamodule", None))
+            if each is not None
+        ]
+        hooks = [
+            (owner, n)
+            for owner in owners
+            for n in _TRANSFER_HOOKS
+            if is_overridden(owner, n, DataHooks)
+        ]
         for owner, name in (*hooks, *own_hooks(module, _STEP_HOOKS)):
             hook, is_transfer = getattr(owner, name), name in _TRANSFER_HOOKS
             if not (is_transfer or is_user_code(hook)):
@@ -220,12 +267,18 @@ class BatchHooks:
         def first(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if waiting and module.trainer.training:
                 waiting.clear()
-                if module._on_before_batch_transfer is first:  # others may have put theirs around it since
+                if (
+                    module._on_before_batch_transfer is first
+                ):  # others may have put theirs around it since
                     self.close()
                 try:
                     self.kinds = _tried(module, owners, names, batch)
-                except Exception as error:  # what it says of the batch itself is for the real call to raise
-                    rank_zero_info(f"alpa: {names} cannot be tried on more rows: {type(error).__name__}: {error}")
+                except (
+                    Exception
+                ) as error:  # what it says of the batch itself is for the real call to raise
+                    rank_zero_info(
+                        f"alpa: {names} cannot be tried on more rows: {type(error).__name__}: {error}"
+                    )
             return method(batch, *args, **kwargs)
 
         self._watching.enter_context(patched([(module, "_on_before_batch_transfer", first)]))
@@ -250,7 +303,9 @@ def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[Kind
         """What the hooks give for these rows when they are called the first or second time."""
         with _state_kept(owners) as changed:
             for _ in range(times):
-                rows = type(module)._on_before_batch_transfer(module, _with_rows(batch, given, count, order))
+                rows = type(module)._on_before_batch_transfer(
+                    module, _with_rows(batch, given, count, order)
+                )
                 result = module.trainer.strategy.batch_to_device(rows)
         if changed:
             raise ValueError("they change a buffer")
@@ -261,8 +316,14 @@ def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[Kind
     if "own" in given:  # it was not there with more rows
         found = ["own" if kind == "same" else kind for kind in found]
     other = _tensors_in(made([count - 1] * half + [*range(half, count)]))
-    rows = [item for item, kind in zip(_tensors_in(base).items(), found, strict=True) if kind == "rows"]
-    mixed = [pytree.keystr(path) for path, leaf in rows if not torch.equal(leaf[half:], other[path][half:])]
+    rows = [
+        item for item, kind in zip(_tensors_in(base).items(), found, strict=True) if kind == "rows"
+    ]
+    mixed = [
+        pytree.keystr(path)
+        for path, leaf in rows
+        if not torch.equal(leaf[half:], other[path][half:])
+    ]
     if mixed:
         rank_zero_info(
             f"alpa: {names}: rows of the batch's leaf {', '.join(mixed)} are made of other rows too (mixup and the "
@@ -273,7 +334,9 @@ def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[Kind
 
 def _is_list(value: Any) -> bool:
     """Whether `value` may hold an item for each sample."""
-    return type(value) in (list, tuple) and all(isinstance(item, str | int | float) for item in value)
+    return type(value) in (list, tuple) and all(
+        isinstance(item, str | int | float) for item in value
+    )
 
 
 def _with_rows(batch: Any, kinds: tuple[Kind, ...], count: int, order: Sequence[int]) -> Any:
@@ -283,7 +346,9 @@ def _with_rows(batch: Any, kinds: tuple[Kind, ...], count: int, order: Sequence[
     def taken(leaf: Any) -> Any:
         if _is_list(leaf) and len(leaf) == count:
             return type(leaf)(leaf[i] for i in order)
-        return leaf[list(order)] if _has_kind(leaf) and next(kind) == "rows" else copy.deepcopy(leaf)
+        return (
+            leaf[list(order)] if _has_kind(leaf) and next(kind) == "rows" else copy.deepcopy(leaf)
+        )
 
     return pytree.tree_map(taken, batch, is_leaf=_is_list)
 
@@ -294,15 +359,28 @@ def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
 
     The list that it gives then holds weights and buffers that were changed.
     """
-    modules = [each for owner in owners for each in (owner.modules() if isinstance(owner, nn.Module) else [owner])]
-    kept = [t for owner in owners if isinstance(owner, nn.Module) for t in (*owner.parameters(), *owner.buffers())]
-    tensors = [(t, t.data, t.detach().clone()) for t in kept if t.layout is torch.strided and not t.is_meta]
+    modules = [
+        each
+        for owner in owners
+        for each in (owner.modules() if isinstance(owner, nn.Module) else [owner])
+    ]
+    kept = [
+        t
+        for owner in owners
+        if isinstance(owner, nn.Module)
+        for t in (*owner.parameters(), *owner.buffers())
+    ]
+    tensors = [
+        (t, t.data, t.detach().clone()) for t in kept if t.layout is torch.strided and not t.is_meta
+    ]
     changed: list[Tensor] = []
     try:
         with ExitStack() as stack:
             stack.enter_context(isolate_rng(include_cuda=owners[0].device.type == "cuda"))
             for each in modules:
-                stack.enter_context(fields_kept(each, *(getattr(each, name, None) for name in _TRANSFER_HOOKS)))
+                stack.enter_context(
+                    fields_kept(each, *(getattr(each, name, None) for name in _TRANSFER_HOOKS))
+                )
             yield changed
     finally:  # a hook that fails may have changed them as well
         for tensor, data, old in tensors:
@@ -364,7 +442,9 @@ def are_rows(kinds: Mapping[Any, Kind], batch: Any) -> tuple[bool, ...]:
 def own_leaves(kinds: Mapping[Any, Kind], batch: Any) -> dict[int, str]:
     """The leaves that are made of a rank's own samples: index in the batch -> name. NotRowsError where all are."""
     paths = [path for path, _ in pytree.tree_flatten_with_path(batch)[0]]
-    own = {index: pytree.keystr(path) for index, path in enumerate(paths) if kinds.get(path) == "own"}
+    own = {
+        index: pytree.keystr(path) for index, path in enumerate(paths) if kinds.get(path) == "own"
+    }
     if own and "rows" not in kinds.values():
         raise NotRowsError(_of(own.values()), REPLICA)
     return own
@@ -394,9 +474,13 @@ def of_replica(trainer: Any, batch: Any, hooks: BatchHooks, axis: AxisComm, join
     if kinds is not None and (own := own_leaves(kinds, batch)):
         raise NotRowsError(_of(own.values()), REPLICA)
     rows = likely_rows(tensors) if kinds is None else are_rows(kinds, batch)
-    count = next((len(leaf) for leaf, has_rows in zip(tensors, rows, strict=True) if has_rows), None)
+    count = next(
+        (len(leaf) for leaf, has_rows in zip(tensors, rows, strict=True) if has_rows), None
+    )
     given = iter(rows)
-    flags = [next(given) if isinstance(x, Tensor) else _is_list(x) and len(x) == count for x in leaves]
+    flags = [
+        next(given) if isinstance(x, Tensor) else _is_list(x) and len(x) == count for x in leaves
+    ]
     joined = [joins and flag for flag in flags]
     lists = [x if flag and _is_list(x) else () for x, flag in zip(leaves, joined, strict=True)]
 
@@ -406,9 +490,13 @@ def of_replica(trainer: Any, batch: Any, hooks: BatchHooks, axis: AxisComm, join
             return leaf.shape, leaf.dtype, is_joined or int(digest(leaf))
         return len(leaf) if is_joined else value_text(leaf)
 
-    everyone = of_all_ranks(([same(*each) for each in zip(leaves, joined, strict=True)], lists), axis.group)
+    everyone = of_all_ranks(
+        ([same(*each) for each in zip(leaves, joined, strict=True)], lists), axis.group
+    )
     if any(known != everyone[0][0] for known, _ in everyone):
-        raise UnlikeStepsError(f"batches differ between ranks: {[known for known, _ in everyone]}", SAME_SHAPES)
+        raise UnlikeStepsError(
+            f"batches differ between ranks: {[known for known, _ in everyone]}", SAME_SHAPES
+        )
     for index, leaf in enumerate(leaves):
         if lists[index]:
             leaves[index] = type(leaf)(item for _, others in everyone for item in others[index])
@@ -420,7 +508,9 @@ def of_replica(trainer: Any, batch: Any, hooks: BatchHooks, axis: AxisComm, join
 def check_own_leaves(own: Mapping[int, str], step: StepGraph) -> None:
     """NotRowsError where a step of all ranks' batches uses leaves that are made of one rank's samples."""
     used = set(step.consumers)
-    read = {leaf.leaf for leaf in step.batch if leaf.value in used} | {index for index, _ in step.leaves}
+    read = {leaf.leaf for leaf in step.batch if leaf.value in used} | {
+        index for index, _ in step.leaves
+    }
     if names := [name for index, name in own.items() if index in read]:
         raise NotRowsError(_of(names), REPLICA)
 
@@ -442,12 +532,22 @@ def check_own_numbers(
     """
     used, later = set(step.consumers), names_in(own_hooks(module, UPDATE_HOOKS))
     parts = dict(module.named_modules())  # these, methods and classes are no numbers of rows
-    owners = [(g, type(parts.get(g.label.rpartition(".")[0]))) for g in step.attributes if g.label not in parts]
-    read = [g.label for g, kind in owners if not callable(g.namespace.get(g.name, getattr(kind, g.name, None)))]
+    owners = [
+        (g, type(parts.get(g.label.rpartition(".")[0])))
+        for g in step.attributes
+        if g.label not in parts
+    ]
+    read = [
+        g.label
+        for g, kind in owners
+        if not callable(g.namespace.get(g.name, getattr(kind, g.name, None)))
+    ]
     read += [b.name for b in step.buffers if b.value in used]
     read += hooks.stored.keys() & later
     last = {name: name.rpartition(".")[2] for name in read}
-    shown = ", ".join(f"{name} ({hooks.stored[last[name]]})" for name in last if last[name] in hooks.stored)
+    shown = ", ".join(
+        f"{name} ({hooks.stored[last[name]]})" for name in last if last[name] in hooks.stored
+    )
     text = f"the step reads what a hook stores that reads this rank's rows: {shown}"
     text = text if shown else _computes_with(module, step, batch, again, later)
     by_place = not (is_guess and may_run_as_written)
@@ -462,19 +562,30 @@ def check_own_numbers(
         rank_zero_warn(f"alpa: {text}. A captured step computes on the rows of all ranks")
 
 
-def _computes_with(module: Any, step: StepGraph, batch: Any, again: Callable[[Any], StepGraph], later: Set[str]) -> str:
+def _computes_with(
+    module: Any, step: StepGraph, batch: Any, again: Callable[[Any], StepGraph], later: Set[str]
+) -> str:
     """Which of the rank's numbers and lists the step, or code with the names `later`, may compute with; empty: none."""
     rows = step.batch_size // world_size()
-    patches: list[tuple[Any, str, Any]] = [(*p, step.batch_size) for p in places_of(module, rows, _BATCH_SIZE)]
+    patches: list[tuple[Any, str, Any]] = [
+        (*p, step.batch_size) for p in places_of(module, rows, _BATCH_SIZE)
+    ]
     if _NUMBER_OF_RANKS & mentioned_names(module.training_step):
-        patches += [(type(module.trainer), "world_size", 1), (torch.distributed, "get_world_size", lambda *_, **__: 1)]
+        patches += [
+            (type(module.trainer), "world_size", 1),
+            (torch.distributed, "get_world_size", lambda *_, **__: 1),
+        ]
     is_read = any(text == value_text(rows) for _, text in step.leaves)
     names = {name for _, name, _ in patches}
     in_hooks = later & (names | _NUMBER_OF_RANKS)
 
     def is_list(part: Any) -> bool:
         held = pytree.tree_leaves(part)
-        return type(part) in (list, tuple) and len(part) == rows and not any(isinstance(leaf, Tensor) for leaf in held)
+        return (
+            type(part) in (list, tuple)
+            and len(part) == rows
+            and not any(isinstance(leaf, Tensor) for leaf in held)
+        )
 
     def of_all(path: Any, part: Any) -> Any:
         is_number = is_read and type(part) is int and part == rows
@@ -486,7 +597,10 @@ def _computes_with(module: Any, step: StepGraph, batch: Any, again: Callable[[An
     if not names | in_hooks:
         return ""
     if not in_hooks:
-        with patched(patches), suppress(Exception):  # of the user's code, that was not written for so many rows
+        with (
+            patched(patches),
+            suppress(Exception),
+        ):  # of the user's code, that was not written for so many rows
             if replace(again(others), logs=()).graph_digest == replace(step, logs=()).graph_digest:
                 return ""
     used = " or ".join(sorted(names | in_hooks))

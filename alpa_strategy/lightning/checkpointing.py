@@ -26,10 +26,24 @@ from alpa_strategy.checkpoint import sharded_state_dict
 from alpa_strategy.checkpoint.opening import checked, is_checkpoint, open_checkpoint, reading
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
-from alpa_strategy.comm.collectives import RankZero, cpu_group, of_all_ranks, on_all_ranks, rank_in, world_size
+from alpa_strategy.comm.collectives import (
+    RankZero,
+    cpu_group,
+    of_all_ranks,
+    on_all_ranks,
+    rank_in,
+    world_size,
+)
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.lightning.checks import names_in, own_hooks
-from alpa_strategy.lightning.dataloader_state import Pass, ResumableLoader, Resume, put_states, rank_state, take_up
+from alpa_strategy.lightning.dataloader_state import (
+    Pass,
+    ResumableLoader,
+    Resume,
+    put_states,
+    rank_state,
+    take_up,
+)
 from alpa_strategy.runtime.parameters import ParameterStore, all_whole
 
 FORMS = ("auto", "sharded", "single")
@@ -85,7 +99,9 @@ class Checkpoints:
 
     # Loading
 
-    def load(self, path: str | Path, weights_only: bool | None, checkpoint_io: Any) -> dict[str, Any]:
+    def load(
+        self, path: str | Path, weights_only: bool | None, checkpoint_io: Any
+    ) -> dict[str, Any]:
         """The Lightning checkpoint at `path`, with tensors that are read when they are used."""
         if is_checkpoint(path) or (_is_torchs(checkpoint_io) and "://" not in str(path)):
             checkpoint = open_checkpoint(path, weights_only)
@@ -102,11 +118,17 @@ class Checkpoints:
         store = self._store
         parameters = dict(module.named_parameters(remove_duplicate=False))
         held = {name for name, p in parameters.items() if p in store}
-        with warnings.catch_warnings():  # nothing is copied to the meta device: that is what comes later
-            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint")
+        with (
+            warnings.catch_warnings()
+        ):  # nothing is copied to the meta device: that is what comes later
+            warnings.filterwarnings(
+                "ignore", message=".*copying from a non-meta parameter in the checkpoint"
+            )
             sharded_state_dict.load_others(module, state_dict, store, strict)
         missing = {name for name, p in parameters.items() if p.is_meta}
-        self.parameters_to_load = {name: state_dict[name] for name in missing | held if name in state_dict}
+        self.parameters_to_load = {
+            name: state_dict[name] for name in missing | held if name in state_dict
+        }
         if held:
             self.restore_parameters(store)
 
@@ -122,12 +144,21 @@ class Checkpoints:
         for optimizer, own in zip(optimizers, stored, strict=True):
             parts = (own.get("state"), own.get("param_groups")) if isinstance(own, dict) else ()
             if not parts or not isinstance(parts[0], dict) or not isinstance(parts[1], list):
-                raise CheckpointError("the checkpoint's optimizer state is not that of a torch optimizer", "")
-            if any(isinstance(key, int) and not isinstance(value, dict) for key, value in parts[0].items()):
-                raise CheckpointError("the checkpoint's optimizer state of a parameter has no entries", "")
+                raise CheckpointError(
+                    "the checkpoint's optimizer state is not that of a torch optimizer", ""
+                )
+            if any(
+                isinstance(key, int) and not isinstance(value, dict)
+                for key, value in parts[0].items()
+            ):
+                raise CheckpointError(
+                    "the checkpoint's optimizer state of a parameter has no entries", ""
+                )
             optimizer.load_state_dict({**own, "state": {}})
             self._optimizer_states[id(optimizer)] = parts[0]
-            is_made = not any(p.is_meta for group in optimizer.param_groups for p in group["params"])
+            is_made = not any(
+                p.is_meta for group in optimizer.param_groups for p in group["params"]
+            )
             if self._run is None and is_made and is_edited_early:
                 self._restore_optimizer(optimizer)
 
@@ -147,7 +178,10 @@ class Checkpoints:
     def restore_parameters(self, store: ParameterStore) -> None:
         """Read this rank's parts of the parameters that wait for it. Collective."""
         if self.parameters_to_load:
-            on_all_ranks(lambda: sharded_state_dict.load_parameters(self.parameters_to_load, store), lambda _: None)
+            on_all_ranks(
+                lambda: sharded_state_dict.load_parameters(self.parameters_to_load, store),
+                lambda _: None,
+            )
             store.after_optimizer_step()  # copies that were gathered before hold other values
             self.parameters_to_load = {}
 
@@ -155,23 +189,36 @@ class Checkpoints:
         store = self._store
         stored = self._optimizer_states.pop(id(optimizer), None)
         if stored is not None:
-            on_all_ranks(lambda: sharded_state_dict.restore_state(optimizer, stored, store), lambda _: None)
+            on_all_ranks(
+                lambda: sharded_state_dict.restore_state(optimizer, stored, store), lambda _: None
+            )
             for parameter, state in optimizer.state.items():  # on the device, or in host memory
-                moved = {key: move_data_to_device(value, parameter.device) for key, value in state.items()}
+                moved = {
+                    key: move_data_to_device(value, parameter.device)
+                    for key, value in state.items()
+                }
                 state.update({key: value for key, value in moved.items() if key != "step"})
 
     def process_dataloader(self, loader: Any) -> Any:
         """A training dataloader that knows its position, and takes up that of the checkpoint."""
-        if self._trainer is None or not self._trainer.training:  # None: somebody asks for it before any fit
+        if (
+            self._trainer is None or not self._trainer.training
+        ):  # None: somebody asks for it before any fit
             return loader
         resume = self._resume
         index, self._num_loaders = self._num_loaders, self._num_loaders + 1
-        taken_up = resume.passes[index] if resume is not None and index < len(resume.passes) else None
+        taken_up = (
+            resume.passes[index] if resume is not None and index < len(resume.passes) else None
+        )
         if taken_up is not None and isinstance(loader, _Stateful):
-            taken_up = Pass(epoch=taken_up.epoch, now=taken_up.now)  # it finds its position by itself
+            taken_up = Pass(
+                epoch=taken_up.epoch, now=taken_up.now
+            )  # it finds its position by itself
         elif taken_up is not None:
             # Lightning warns that the loader cannot resume: it does.
-            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+            warnings.filterwarnings(
+                "ignore", message="You're resuming from a checkpoint that ended before the epoch"
+            )
         progress = self._trainer.fit_loop.epoch_progress
         return ResumableLoader(loader, lambda: progress.current.processed, taken_up)
 
@@ -183,7 +230,9 @@ class Checkpoints:
             return {}
         module = strategy.lightning_module
         if self._is_sharded(strategy.checkpoint_io):
-            return sharded_state_dict.module_state(module, all_whole() if strategy.is_whole else self._store)
+            return sharded_state_dict.module_state(
+                module, all_whole() if strategy.is_whole else self._store
+            )
         with strategy.whole_parameters():
             return module.state_dict()
 
@@ -202,7 +251,9 @@ class Checkpoints:
             return optimizer.state_dict()
         return sharded_state_dict.state_dict_with(optimizer, self._store, self._store.gather_like)
 
-    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any) -> bool:
+    def save(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any
+    ) -> bool:
         """Write a checkpoint that was made of the two above; False when only some ranks are here for it. Collective."""
         if self._left_alone:
             return False
@@ -214,7 +265,9 @@ class Checkpoints:
                 checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return True
         if storage_options is not None:
-            raise CheckpointError("storage_options mean nothing for sharded checkpoints", "leave them out")
+            raise CheckpointError(
+                "storage_options mean nothing for sharded checkpoints", "leave them out"
+            )
         in_background = self._in_background or isinstance(checkpoint_io, AsyncCheckpointIO)
         self._writer_now().save(checkpoint, path, in_background)
         return True
@@ -229,7 +282,9 @@ class Checkpoints:
     def _add_rank_states(self, checkpoint: dict[str, Any]) -> None:
         if self._trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
-        own = rank_state(self._trainer, self._run_state if self._run is None else self._run.state_dict())
+        own = rank_state(
+            self._trainer, self._run_state if self._run is None else self._run.state_dict()
+        )
         self._writer_now().wait()  # the group is its own while it writes
         put_states(checkpoint, of_all_ranks(own, self._group), self._num_shares)
 
@@ -247,10 +302,16 @@ class Checkpoints:
 
     def _is_left_alone(self) -> bool:
         """Whether an exception brought only some ranks here: waiting for the others would hang."""
-        if self._left_alone or self._trainer.state.status != TrainerStatus.INTERRUPTED or world_size() == 1:
+        if (
+            self._left_alone
+            or self._trainer.state.status != TrainerStatus.INTERRUPTED
+            or world_size() == 1
+        ):
             return self._left_alone
         self._num_meetings += 1
-        came = self._meeting.meet(f"exception{self._num_meetings}", str(self._trainer.global_step), MEET_SECONDS)
+        came = self._meeting.meet(
+            f"exception{self._num_meetings}", str(self._trainer.global_step), MEET_SECONDS
+        )
         self._left_alone = len(came) < world_size() or len(set(came.values())) > 1
         if self._left_alone:
             rank_zero_warn(
@@ -312,7 +373,14 @@ def _reader(own: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
                 return checked(own(path, map_location, weights_only), place)
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         checkpoint = open_checkpoint(path, weights_only)
-        kept = {key: value for key, value in checkpoint.items() if not for_module or key != "optimizer_states"}
-        return {**checkpoint, **map_tensors(kept, StoredTensor, lambda stored: stored.whole().to(device))}
+        kept = {
+            key: value
+            for key, value in checkpoint.items()
+            if not for_module or key != "optimizer_states"
+        }
+        return {
+            **checkpoint,
+            **map_tensors(kept, StoredTensor, lambda stored: stored.whole().to(device)),
+        }
 
     return load

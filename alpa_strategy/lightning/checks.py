@@ -18,7 +18,12 @@ _OTHER_PRECISIONS = (
     precision.TransformerEnginePrecision,
     precision.XLAPrecision,
 )
-AFTER_BACKWARD = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+AFTER_BACKWARD = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
 
 
 def check_module(module: Any) -> None:
@@ -84,8 +89,16 @@ def check_replicas(replicas: int | None, batch_scope: str, nodes: int, devices: 
 
 def own_hooks(module: Any, names: Iterable[str]) -> list[tuple[Any, str]]:
     """(owner, name) of those of the hooks `names` that the module and its Trainer's callbacks bring."""
-    owners = [(module, LightningModule), *((callback, Callback) for callback in module.trainer.callbacks)]
-    return [(owner, name) for owner, base in owners for name in names if is_overridden(owner, name, base)]
+    owners = [
+        (module, LightningModule),
+        *((callback, Callback) for callback in module.trainer.callbacks),
+    ]
+    return [
+        (owner, name)
+        for owner, base in owners
+        for name in names
+        if is_overridden(owner, name, base)
+    ]
 
 
 def names_in(hooks: Iterable[tuple[Any, str]]) -> frozenset[str]:

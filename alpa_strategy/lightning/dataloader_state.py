@@ -21,7 +21,9 @@ def random_state() -> dict[str, Any]:
     """States of Python's, NumPy's and PyTorch's default generators: tensors, numbers and strings only."""
     states = _collect_rng_states(include_cuda=False)
     # int64: what is sent to other ranks is pickled in a form that knows no unsigned numbers.
-    found = pytree.tree_map_only(numpy.ndarray, lambda keys: torch.from_numpy(keys.astype("int64")), states)
+    found = pytree.tree_map_only(
+        numpy.ndarray, lambda keys: torch.from_numpy(keys.astype("int64")), states
+    )
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()
     return found
@@ -29,7 +31,9 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Let all default generators go on from `state`."""
-    _set_rng_states({**state, "numpy": pytree.tree_map_only(torch.Tensor, torch.Tensor.numpy, state["numpy"])})
+    _set_rng_states(
+        {**state, "numpy": pytree.tree_map_only(torch.Tensor, torch.Tensor.numpy, state["numpy"])}
+    )
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
@@ -41,8 +45,12 @@ class Pass:
     start: dict[str, Any] | None = None  # random state before the iteration began; None: as it is
     num_drawn: int = 0  # batches that were taken from it
     num_ahead: int = 0  # of those, how many the Trainer has not used yet
-    before_last: dict[str, Any] | None = None  # random state before the last was taken, where that is known
-    epoch: int | None = None  # which one it is, counted from 0 (and its sampler's); None: what the Trainer says
+    before_last: dict[str, Any] | None = (
+        None  # random state before the last was taken, where that is known
+    )
+    epoch: int | None = (
+        None  # which one it is, counted from 0 (and its sampler's); None: what the Trainer says
+    )
     now: dict[str, Any] | None = None  # random state with which the training goes on
 
 
@@ -91,7 +99,9 @@ class ResumableLoader:
             set_random_state(state)
         self._at = Pass(random_state(), epoch=self._epoch() if again.epoch is None else again.epoch)
         batches = iter(self._loader)
-        if again.start is None and resume is not None:  # there is nothing to replay: the pass begins anew
+        if (
+            again.start is None and resume is not None
+        ):  # there is nothing to replay: the pass begins anew
             resume = Pass(now=random_state())
         for _ in range(again.num_drawn - again.num_ahead):
             next(batches, None)
@@ -134,13 +144,17 @@ class Resume:
     """What this rank takes up from a checkpoint."""
 
     passes: tuple[Pass, ...]  # per training dataloader
-    run: dict[str, Any] | None  # `Run.state_dict()`, None where the ranks are not those that wrote it
+    run: (
+        dict[str, Any] | None
+    )  # `Run.state_dict()`, None where the ranks are not those that wrote it
 
 
 def rank_state(trainer: Any, run: dict[str, Any] | None) -> dict[str, Any]:
     """This rank's part of the state."""
     loop = trainer.fit_loop
-    at = loop.epoch_loop.batch_progress.current  # an interrupted step's batch was drawn, and not trained on
+    at = (
+        loop.epoch_loop.batch_progress.current
+    )  # an interrupted step's batch was drawn, and not trained on
     ahead = len(getattr(loop._data_fetcher, "batches", ())) + at.ready - at.processed
     flattened = [] if loop._combined_loader is None else loop._combined_loader.flattened
     positions = [loader.position(ahead) for loader in flattened if type(loader) is ResumableLoader]
@@ -155,7 +169,9 @@ def put_states(checkpoint: dict[str, Any], states: list[dict[str, Any]], num_sha
     checkpoint["loops"]["fit_loop"]["state_dict"][KEY] = found
 
 
-def take_up(checkpoint: dict[str, Any], rank: int, world_size: int, num_shares: int) -> Resume | None:
+def take_up(
+    checkpoint: dict[str, Any], rank: int, world_size: int, num_shares: int
+) -> Resume | None:
     """What rank `rank` of `world_size` takes up, None when the checkpoint says nothing; corrects the loop's counters.
 
     On another number of ranks, or shares of rows, than the writing ones', as many samples are gone; random states anew.

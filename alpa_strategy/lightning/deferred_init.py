@@ -30,11 +30,15 @@ class DeferredInit:
     """What a strategy still has to make of a module that was built without memory; most modules need nothing."""
 
     def __init__(self) -> None:
-        self.was_needed = False  # whether the module of the running training was built without memory
+        self.was_needed = (
+            False  # whether the module of the running training was built without memory
+        )
         self._device = torch.device("cpu")  # this rank's
         self._recorder: Recorder | None = None  # as long as there is something to make
         self._loaded: dict[nn.Parameter, Tensor] = {}
-        self._waiting: dict[nn.Parameter, Tensor] = {}  # parameter with a placeholder -> its deferred tensor
+        self._waiting: dict[
+            nn.Parameter, Tensor
+        ] = {}  # parameter with a placeholder -> its deferred tensor
 
     @property
     def is_pending(self) -> bool:
@@ -58,11 +62,19 @@ class DeferredInit:
         self._make_others(module)
         for prefix, child in module.named_modules():
             for name, buffer in child._buffers.items():
-                if buffer is not None and buffer.is_meta and f"{prefix}.{name}".removeprefix(".") in state_dict:
+                if (
+                    buffer is not None
+                    and buffer.is_meta
+                    and f"{prefix}.{name}".removeprefix(".") in state_dict
+                ):
                     child._buffers[name] = torch.empty_like(buffer, device=self._device)
 
     def settle(
-        self, trainer: Any, module: nn.Module, loaded: Mapping[str, Tensor], fits: Callable[[nn.Module], bool]
+        self,
+        trainer: Any,
+        module: nn.Module,
+        loaded: Mapping[str, Tensor],
+        fits: Callable[[nn.Module], bool],
     ) -> None:
         """Before a run: values for everything on the meta device, the same on all ranks; buffers are made.
 
@@ -94,7 +106,10 @@ class DeferredInit:
 
     def whole_values(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state dict with its deferred tensors made."""
-        return {key: self._whole(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+        return {
+            key: self._whole(value) if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
 
     @contextmanager
     def sharding(self, module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -121,7 +136,9 @@ class DeferredInit:
                     f"{name} was changed in place after it had been built without memory: the change is lost",
                     "change parameters in configure_model (or within trainer.init_module())",
                 )
-            empty = torch.zeros((), dtype=parameter.dtype, device=self._device).expand(parameter.shape)
+            empty = torch.zeros((), dtype=parameter.dtype, device=self._device).expand(
+                parameter.shape
+            )
             other = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             # Optimizers, callbacks and tied modules hold this very object: only what it points to changes. `data = ...`
             # cannot leave the meta device, and `torch.utils.swap_tensors` refuses what has weak references (nn.LSTM).
@@ -157,10 +174,16 @@ class DeferredInit:
         """Let modules on the meta device that nobody recorded initialise themselves, in the tree's order."""
         missing = set(self._uninitialised(module))
         for prefix, child in module.named_modules():
-            own = *child.named_parameters(prefix, recurse=False), *child.named_buffers(prefix, recurse=False)
+            own = (
+                *child.named_parameters(prefix, recurse=False),
+                *child.named_buffers(prefix, recurse=False),
+            )
             if missing.isdisjoint(name for name, _ in own):
                 continue
-            reset = next((getattr(child, name) for name in RESETS if callable(getattr(child, name, None))), None)
+            reset = next(
+                (getattr(child, name) for name in RESETS if callable(getattr(child, name, None))),
+                None,
+            )
             if reset is not None:
                 with self.recording():
                     reset()
@@ -177,7 +200,10 @@ class DeferredInit:
     def _uninitialised(self, module: nn.Module) -> list[str]:
         """Names of parameters and buffers on the meta device whose values nothing says."""
         assert self._recorder is not None
-        said, tensors = self._recorder.is_deferred, (*module.named_parameters(), *module.named_buffers())
+        said, tensors = (
+            self._recorder.is_deferred,
+            (*module.named_parameters(), *module.named_buffers()),
+        )
         return [name for name, t in tensors if t.is_meta and t not in self._loaded and not said(t)]
 
     def _make_others(self, module: nn.Module) -> None:
@@ -195,7 +221,11 @@ class DeferredInit:
 
         for child in module.modules():
             for name, value in list(vars(child).items()):  # its dict of buffers is one of them
-                leaves = pytree.tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ()
+                leaves = (
+                    pytree.tree_leaves(value)
+                    if isinstance(value, Tensor | list | tuple | dict)
+                    else ()
+                )
                 if any(isinstance(leaf, Tensor) and real(leaf) is not leaf for leaf in leaves):
                     child.__dict__[name] = pytree.tree_map_only(Tensor, real, value)
 

@@ -25,7 +25,9 @@ REPLICA = (
     "each sample, and the same value of what belongs to no sample on every rank"
 )
 GRADIENT = "the gradient of "
-_WIDTH = 4096  # words of 8 bytes: bytes that change places within a row of so many change the digest
+_WIDTH = (
+    4096  # words of 8 bytes: bytes that change places within a row of so many change the digest
+)
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -79,7 +81,9 @@ class LeafAgreement:
         if self._under_way is None:
             return
         (found, work), self._under_way = self._under_way, None
-        with torch.cuda.stream(torch.cuda.Stream()) if found.is_cuda else nullcontext():  # not behind the forward
+        with (
+            torch.cuda.stream(torch.cuda.Stream()) if found.is_cuda else nullcontext()
+        ):  # not behind the forward
             work.wait()
             found = found.cpu()
         unequal = (found != found[0]).any(0)  # [leaves]
@@ -88,7 +92,10 @@ class LeafAgreement:
             values = found[:, first].tolist()
             most = max(values, key=values.count)
             ranks = [rank for rank, value in enumerate(values) if value != most]
-            leaf, how = f"the batch's leaf {self.names[first]}", f"(ranks {ranks} have another than most)"
+            leaf, how = (
+                f"the batch's leaf {self.names[first]}",
+                f"(ranks {ranks} have another than most)",
+            )
             if self._all:
                 raise RuntimeMismatchError(
                     f'{leaf} differs between the ranks of a replica, or of batch_scope="global" {how}, which are to '
@@ -113,29 +120,51 @@ class CopyCheck:
     """
 
     def __init__(
-        self, store: ParameterStore, module: Any, buffers: Sequence[BufferInput], every: int, device: Any, of: str = ""
+        self,
+        store: ParameterStore,
+        module: Any,
+        buffers: Sequence[BufferInput],
+        every: int,
+        device: Any,
+        of: str = "",
     ) -> None:
-        self._store, self._module, self._every, self._device, self._of = store, module, every, device, of
+        self._store, self._module, self._every, self._device, self._of = (
+            store,
+            module,
+            every,
+            device,
+            of,
+        )
         self._buffers = tuple(buffer.name for buffer in buffers)
         self._first = torch.empty(0)
         if every and world_size() > 1:
             self.names = (*(of + store.name_of(p) for p in store.parameters), *self._buffers)
-            places = of_all_ranks([*map(self._place, store.parameters), *("whole" for _ in buffers)])
-            first = [[column.index(text) for text in column] for column in zip(*places, strict=True)]
-            self._first = torch.tensor(first, device=device).T  # [ranks, names]: the first rank with the same part
+            places = of_all_ranks(
+                [*map(self._place, store.parameters), *("whole" for _ in buffers)]
+            )
+            first = [
+                [column.index(text) for text in column] for column in zip(*places, strict=True)
+            ]
+            self._first = torch.tensor(
+                first, device=device
+            ).T  # [ranks, names]: the first rank with the same part
 
     def due(self, step: int) -> bool:
         """Whether step number `step` (from 1) is checked."""
         if self._first.numel() == 0:
             return False
-        return step % self._every == 0 or (step < self._every and step & (step - 1) == 0)  # 1, 2, 4, 8, ...
+        return step % self._every == 0 or (
+            step < self._every and step & (step - 1) == 0
+        )  # 1, 2, 4, 8, ...
 
     def compare(self, when: str) -> None:
         """RuntimeMismatchError, on all ranks, that names what differs."""
         if self._first.numel() == 0:
             return
         nothing = torch.zeros((), dtype=torch.int64, device=self._device)
-        own = torch.stack([nothing if x is None else digest(x).to(self._device) for x in self._tensors()])
+        own = torch.stack(
+            [nothing if x is None else digest(x).to(self._device) for x in self._tensors()]
+        )
         found = own.new_empty(world_size(), len(own))
         dist.all_gather(list(found), own)
         unequal = found != found.gather(0, self._first)
@@ -143,7 +172,10 @@ class CopyCheck:
             return
         columns = unequal.any(0).nonzero().flatten().tolist()
         column, others = columns[0], ", ".join(self.names[index] for index in columns[1:10])
-        ranks, first = unequal[:, column].nonzero().flatten().tolist(), self._first[:, column].tolist()
+        ranks, first = (
+            unequal[:, column].nonzero().flatten().tolist(),
+            self._first[:, column].tolist(),
+        )
         raise RuntimeMismatchError(
             f"copies of {self.names[column]} differ {when}: on ranks {ranks} from those on ranks "
             f"{sorted({first[rank] for rank in ranks})}; {len(columns)} of {len(self.names)} that are compared do"
@@ -162,13 +194,19 @@ class CopyCheck:
     def _place(self, parameter: nn.Parameter) -> str:
         """Which part of it this rank holds; equal for copies."""
         chunks = self._store.chunks(parameter, parameter.detach())
-        return repr([(start, tuple(part.shape)) for start, part in chunks]) if chunks else f"none {dist.get_rank()}"
+        return (
+            repr([(start, tuple(part.shape)) for start, part in chunks])
+            if chunks
+            else f"none {dist.get_rank()}"
+        )
 
 
 # Gradients of a step: whether they are finite, and where not first
 
 
-Seen = tuple[bool, str | None, str | None, bool]  # loss is bad, first bad own gradient, first bad sum, batch is bad
+Seen = tuple[
+    bool, str | None, str | None, bool
+]  # loss is bad, first bad own gradient, first bad sum, batch is bad
 
 
 class GradientCheck:
@@ -198,9 +236,16 @@ class GradientCheck:
             RuntimeMismatchError: on all ranks: gradients of which they should hold copies differ.
         """
         summed = [(name, _is_bad(grad)) for name, grad in gradients.items() if grad is not None]
-        flags = [list(map(_is_bad, self.losses)), [flag for _, flag in self._own], [flag for _, flag in summed]]
+        flags = [
+            list(map(_is_bad, self.losses)),
+            [flag for _, flag in self._own],
+            [flag for _, flag in summed],
+        ]
         # Some gradients may lie in host memory.
-        bad = [bool(torch.stack([flag.to(each[0].device) for flag in each]).any()) if each else False for each in flags]
+        bad = [
+            bool(torch.stack([flag.to(each[0].device) for flag in each]).any()) if each else False
+            for each in flags
+        ]
         if any(any_rank(bad)):
             leaves = [x for x in pytree.tree_leaves(self.batch) if isinstance(x, Tensor)]
             bad_batch = any(bool(_is_bad(x)) for x in leaves)
@@ -229,7 +274,11 @@ def report(found: Sequence[Seen], divided: bool) -> str:
     rows = f" The batch of ranks {batches} holds values that are not finite." if batches else ""
     if len(own) == len(found):
         said = f"every rank's gradients are not finite ({where}): the training's own, as it would be on one device"
-        said += ', or came with a value that the plan has the ranks exchange (capture="never" tells)' if divided else ""
+        said += (
+            ', or came with a value that the plan has the ranks exchange (capture="never" tells)'
+            if divided
+            else ""
+        )
     elif own:
         said = (
             f"gradients of ranks {own} alone are not finite before they are summed ({where}): these ranks' rows, or a "

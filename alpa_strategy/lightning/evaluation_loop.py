@@ -17,11 +17,15 @@ def next_loader(trainer: Any, loader: int, batch_idx: int) -> int | None:
         return None
     if loop._combined_loader._mode != "sequential":
         return 0
-    if ahead := getattr(loop._data_fetcher, "batches", ()):  # (batch, batch_idx, dataloader_idx): without a length
+    if ahead := getattr(
+        loop._data_fetcher, "batches", ()
+    ):  # (batch, batch_idx, dataloader_idx): without a length
         return ahead[0][2]
     if loader >= 0 and batch_idx + 1 < loop.max_batches[loader]:
         return loader
-    return next(index for index, number in enumerate(loop.max_batches) if index > loader and number > 0)
+    return next(
+        index for index, number in enumerate(loop.max_batches) if index > loader and number > 0
+    )
 
 
 def is_last_of_loader(trainer: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> bool:
@@ -32,7 +36,11 @@ def is_last_of_loader(trainer: Any, batch_idx: int = 0, dataloader_idx: int | No
 
 def step_counters(trainer: Any, batch_idx: int) -> dict[str, int]:
     """What a step's guards and logs are asked about."""
-    return {"batch_idx": batch_idx, "global_step": trainer.global_step, "current_epoch": trainer.current_epoch}
+    return {
+        "batch_idx": batch_idx,
+        "global_step": trainer.global_step,
+        "current_epoch": trainer.current_epoch,
+    }
 
 
 class EvaluationLoop:
@@ -51,7 +59,9 @@ class EvaluationLoop:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._apart: str | None = None  # which ranks lack which loader; they are not asked any more
-        self._is_watching = hasattr(trainer._active_loop._data_fetcher, "batches")  # not where steps fetch themselves
+        self._is_watching = hasattr(
+            trainer._active_loop._data_fetcher, "batches"
+        )  # not where steps fetch themselves
         self._buffers = [(buffer, buffer._version) for buffer in trainer.lightning_module.buffers()]
         if self._is_watching:
             self._meet(next_loader(trainer, -1, 0))
@@ -59,7 +69,10 @@ class EvaluationLoop:
     def after_step(self, batch_idx: int = 0, dataloader_idx: int | None = None) -> None:
         """A step has run, on the batch of this number."""
         loader = dataloader_idx or 0
-        if self._is_watching and (following := next_loader(self._trainer, loader, batch_idx)) != loader:
+        if (
+            self._is_watching
+            and (following := next_loader(self._trainer, loader, batch_idx)) != loader
+        ):
             if self._apart is None:
                 _reduce_logs(self._trainer)
             self._meet(following)
@@ -71,8 +84,13 @@ class EvaluationLoop:
 
     def _meet(self, own: int | None) -> None:
         """This rank is done with a loader; its next one is `own`."""
-        logged = (self._trainer._results or {}).values()  # whether anything of it is reduced when a loader ends
-        needed = any(not x.is_tensor or (x.meta.sync.should and not x.meta.sync.rank_zero_only) for x in logged)
+        logged = (
+            self._trainer._results or {}
+        ).values()  # whether anything of it is reduced when a loader ends
+        needed = any(
+            not x.is_tensor or (x.meta.sync.should and not x.meta.sync.rank_zero_only)
+            for x in logged
+        )
         if self._apart is None:
             following, needs = zip(*of_all_ranks((own, needed)), strict=True)
             if len(set(following)) > 1:
@@ -100,9 +118,15 @@ def _reduce_logs(trainer: Any) -> None:
         how = "sum" if item.meta.is_mean_reduction else item.meta.reduce_fx.__name__
         item.value = trainer.strategy.reduce(item.value.clone(), reduce_op=how)
         if item.meta.is_mean_reduction:
-            item.cumulated_batch_size = trainer.strategy.reduce(item.cumulated_batch_size.clone(), reduce_op=how)
+            item.cumulated_batch_size = trainer.strategy.reduce(
+                item.cumulated_batch_size.clone(), reduce_op=how
+            )
 
 
 def _is_left_alone(item: Any) -> bool:
     """Whether a result is accumulated on this rank and would not be reduced over the ranks."""
-    return item.is_tensor and item.meta.on_epoch and not (item.meta.sync.should or item.meta.sync.rank_zero_only)
+    return (
+        item.is_tensor
+        and item.meta.on_epoch
+        and not (item.meta.sync.should or item.meta.sync.rank_zero_only)
+    )

@@ -35,11 +35,19 @@ class FullParameters:
 
     def __init__(self, store: ParameterStore) -> None:
         self.store = store
-        self._parts: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # parameter, its part, its gradient's part
-        self._gathered: dict[nn.Parameter, int] = {}  # where the data lies that a parameter was given
-        self._replaced: list[Callable[[], None]] = []  # what brings data into the parts, after the backward
+        self._parts: list[
+            tuple[nn.Parameter, Tensor, Tensor | None]
+        ] = []  # parameter, its part, its gradient's part
+        self._gathered: dict[
+            nn.Parameter, int
+        ] = {}  # where the data lies that a parameter was given
+        self._replaced: list[
+            Callable[[], None]
+        ] = []  # what brings data into the parts, after the backward
         self.is_entered = False
-        self.on_use: list[GatherOnUse] = []  # as long as one is active, parameters are as good as whole
+        self.on_use: list[
+            GatherOnUse
+        ] = []  # as long as one is active, parameters are as good as whole
 
     @property
     def is_active(self) -> bool:
@@ -47,7 +55,9 @@ class FullParameters:
         return self.is_entered or any(each.is_active for each in self.on_use)
 
     @contextmanager
-    def entered(self, with_gradients: bool = False, awaits_backward: bool = False) -> Iterator[None]:
+    def entered(
+        self, with_gradients: bool = False, awaits_backward: bool = False
+    ) -> Iterator[None]:
         """The context. Collective, unless the module is whole already.
 
         Args:
@@ -103,10 +113,15 @@ class FullParameters:
             for (parameter, part, grad), present in zip(parts, has_gradient, strict=True):
                 whole, whole_grad = store.gather_like(parameter, part), None
                 if present:
-                    whole_grad = store.gather_like(parameter, torch.zeros_like(part) if grad is None else grad)
+                    whole_grad = store.gather_like(
+                        parameter, torch.zeros_like(part) if grad is None else grad
+                    )
                 elif with_gradients and (copy := store.summed_later(parameter)) is not None:
                     whole_grad = None if copy.grad is None else copy.grad.view(whole.shape)
-                parameter.grad, parameter.data = None, whole  # a gradient must have its parameter's shape
+                parameter.grad, parameter.data = (
+                    None,
+                    whole,
+                )  # a gradient must have its parameter's shape
                 parameter.grad = whole_grad
         self._parts, self._gathered = parts, {p: p.data.data_ptr() for p, _, _ in parts}
 
@@ -124,7 +139,11 @@ class FullParameters:
                     whole = parameter.grad
                     if grad is None and (copy := store.summed_later(parameter)) is not None:
                         copy.grad, whole = None if whole is None else whole.view(copy.shape), None
-                    self._parts[i] = (parameter, part, None if whole is None else store.shard_like(parameter, whole))
+                    self._parts[i] = (
+                        parameter,
+                        part,
+                        None if whole is None else store.shard_like(parameter, whole),
+                    )
 
     def _take(self, parameter: nn.Parameter, whole: Tensor, part: Tensor) -> None:
         # Only what changed is written: a step between forward and backward must find its parameters untouched.
@@ -166,7 +185,12 @@ def _put(tensors: list[tuple[nn.Parameter, Tensor, Tensor | None]]) -> None:
 
 
 _GRADIENT_HOOKS = (*AFTER_BACKWARD, "on_before_zero_grad")
-_HOOKS_OF_STEPS = ("on_train_batch_start", "on_before_backward", *_GRADIENT_HOOKS, "on_train_batch_end")
+_HOOKS_OF_STEPS = (
+    "on_train_batch_start",
+    "on_before_backward",
+    *_GRADIENT_HOOKS,
+    "on_train_batch_end",
+)
 _HOOKS = (
     *_HOOKS_OF_STEPS,
     *(name for name in dir(Callback) if name.startswith(("on_train_epoch_", "on_validation_"))),
@@ -175,8 +199,15 @@ _HOOKS = (
     "on_train_end",
 )
 _LOOKING = (WeightAveraging, StochasticWeightAveraging)  # of Lightning's own callbacks
-_PARAMETER_WORDS = re.compile(r"(^|_)(param(eter)?s?|weights?|bias(es)?|grads?|gradients?|state_dict|deepcopy)(_|$)")
-_NOT_PARAMETERS = {"param_groups", "add_param_group", "gradient_clip_val", "gradient_clip_algorithm"}
+_PARAMETER_WORDS = re.compile(
+    r"(^|_)(param(eter)?s?|weights?|bias(es)?|grads?|gradients?|state_dict|deepcopy)(_|$)"
+)
+_NOT_PARAMETERS = {
+    "param_groups",
+    "add_param_group",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+}
 
 
 def unshard_for_hooks(
@@ -187,8 +218,14 @@ def unshard_for_hooks(
     Args:
         fits: None where whole parameters (True: and gradients) have room beside the training, else why not.
     """
-    seeing = [hook for hook in own_hooks(module, _HOOKS) if _looks(getattr(*hook), module) and _has_room(*hook, fits)]
-    if every_step := [f"{type(owner).__name__}.{name}" for owner, name in seeing if name in _HOOKS_OF_STEPS]:
+    seeing = [
+        hook
+        for hook in own_hooks(module, _HOOKS)
+        if _looks(getattr(*hook), module) and _has_room(*hook, fits)
+    ]
+    if every_step := [
+        f"{type(owner).__name__}.{name}" for owner, name in seeing if name in _HOOKS_OF_STEPS
+    ]:
         rank_zero_warn(
             f"alpa: {', '.join(every_step)} may look at parameters or gradients: they are gathered for it at every "
             "step, which costs time and memory. Hooks that need no whole parameters are quicker without naming any"
@@ -196,17 +233,24 @@ def unshard_for_hooks(
 
     def seen_whole(owner: Any, name: str) -> Callable[..., Any]:
         hook = getattr(owner, name)
-        if name == "optimizer_step":  # it may call its closure, the step and its backward, by itself
+        if (
+            name == "optimizer_step"
+        ):  # it may call its closure, the step and its backward, by itself
             hook = partial(_with_closure, hook, whole.suspended(is_stepping=True))
         sees_gradients = name in _GRADIENT_HOOKS or "grad" in names_in([(owner, name)])
-        return whole.entered(sees_gradients, name in ("on_before_backward", "on_before_zero_grad"))(hook)
+        return whole.entered(sees_gradients, name in ("on_before_backward", "on_before_zero_grad"))(
+            hook
+        )
 
     patches: list[Any] = [(owner, name, seen_whole(owner, name)) for owner, name in seeing]
     for optimizer in module.trainer.optimizers:
         for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
             looking = {number: hook for number, hook in hooks.items() if _looks(hook, module)}
             if looking and _has_room(optimizer, "optimizer_step", fits):
-                patches += [(hooks, n, whole.entered(with_gradients=True)(hook)) for n, hook in looking.items()]
+                patches += [
+                    (hooks, n, whole.entered(with_gradients=True)(hook))
+                    for n, hook in looking.items()
+                ]
     return patched(patches)
 
 
@@ -243,13 +287,24 @@ def check_backward(module: LightningModule) -> None:
 def _looks(hook: Callable[..., Any], module: nn.Module) -> bool:
     """Whether a hook, of the module or another's own, may look at parameters."""
     owner = getattr(hook, "__self__", None)
-    if isinstance(owner, (*_LOOKING, BaseFinetuning)):  # which compares values: parts of two parameters may be equal
+    if isinstance(
+        owner, (*_LOOKING, BaseFinetuning)
+    ):  # which compares values: parts of two parameters may be equal
         return True
     if not is_user_code(hook):  # most are Lightning's
         return False
-    names, held = mentioned_names(hook), {**getattr(owner, "__dict__", {}), **getattr(owner, "_modules", {})}
+    names, held = (
+        mentioned_names(hook),
+        {**getattr(owner, "__dict__", {}), **getattr(owner, "_modules", {})},
+    )
     called = {*names, "forward", "__call__"}  # `self.ema.update(self.net)`, `self.ema(self.net)`
-    names = names.union(*(mentioned_names(f) for name in names & held.keys() for f in functions_of(held[name], called)))
+    names = names.union(
+        *(
+            mentioned_names(f)
+            for name in names & held.keys()
+            for f in functions_of(held[name], called)
+        )
+    )
     own = {path.rpartition(".")[2] for path, _ in module.named_parameters()}  # `self.gamma`
     own |= {name for name, value in held.items() if isinstance(value, nn.Parameter)}
     return not own.isdisjoint(names) or any(map(_PARAMETER_WORDS.search, names - _NOT_PARAMETERS))
@@ -274,7 +329,9 @@ def use_whole_norms(plugin: Any, whole: FullParameters) -> AbstractContextManage
     patches: list[tuple[Any, str, Any]] = [(plugin, "clip_grad_by_norm", clip)]
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None:
-        patches.append((scaler, "_unscale_grads_", partial(_unscale_and_agree, scaler._unscale_grads_)))
+        patches.append(
+            (scaler, "_unscale_grads_", partial(_unscale_and_agree, scaler._unscale_grads_))
+        )
     return patched(patches)
 
 
@@ -300,7 +357,9 @@ def _unscale_and_agree(
     return {device: overflow}
 
 
-def clip_by_norm(store: ParameterStore, max_norm: float, parameters: Iterable[nn.Parameter]) -> Tensor:
+def clip_by_norm(
+    store: ParameterStore, max_norm: float, parameters: Iterable[nn.Parameter]
+) -> Tensor:
     """Scale gradients in place so that their norm, taken as one vector, is at most `max_norm` (as
     `torch.nn.utils.clip_grad_norm_`). Every element of the whole gradient is counted once, and the norm has the same
     bits on every device, so that all clip alike. Collective over the mesh.
@@ -316,13 +375,23 @@ def clip_by_norm(store: ParameterStore, max_norm: float, parameters: Iterable[nn
     return norm
 
 
-def gradient_norm(store: ParameterStore, parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+def gradient_norm(
+    store: ParameterStore, parameters: Iterable[nn.Parameter], norm_type: float = 2.0
+) -> Tensor:
     """Of the whole gradients as one vector (float64), with the same bits on every device. Collective over the mesh."""
-    counted = [p.grad.detach() for p in parameters if p.grad is not None and p.grad.numel() and store.counts_here(p)]
+    counted = [
+        p.grad.detach()
+        for p in parameters
+        if p.grad is not None and p.grad.numel() and store.counts_here(p)
+    ]
     precise = [(grad, torch.promote_types(grad.dtype, torch.float32)) for grad in counted]
-    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype).double() for grad, dtype in precise]
+    norms = [
+        torch.linalg.vector_norm(grad, norm_type, dtype=dtype).double() for grad, dtype in precise
+    ]
     device = store.device  # where collectives are; some gradients may lie in host memory
-    own = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *(norm.to(device) for norm in norms)])
+    own = torch.stack(
+        [torch.zeros((), dtype=torch.float64, device=device), *(norm.to(device) for norm in norms)]
+    )
     if math.isinf(norm_type):
         return store.mesh.whole.all_reduce(own.amax(), "max")
     return store.mesh.whole.all_reduce(own.pow(norm_type).sum()).pow(1 / norm_type)

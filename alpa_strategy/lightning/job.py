@@ -32,19 +32,27 @@ class Job:
 
     num_nodes: int
     devices_per_node: int
-    replica: Replica | None  # of this rank, where captured steps are run by replicas; None: by all ranks
+    replica: (
+        Replica | None
+    )  # of this rank, where captured steps are run by replicas; None: by all ranks
     submodules: tuple[int, PlanOptions] | None  # see `submodule_options`
     device: torch.device  # this rank's
     options: PlanOptions
-    compile: dict[str, Any] | None  # arguments of `torch.compile` for the stages' programs; None: they are not compiled
+    compile: (
+        dict[str, Any] | None
+    )  # arguments of `torch.compile` for the stages' programs; None: they are not compiled
     limits: Limits  # timeouts and sizes that no plan depends on
     backend: str  # library of the collectives: `auto`, `torch` or `deepspeed`
     folder: Path  # `.alpa`: measurements below `costs`
     plan_folder: Path  # the plan store
     plan_file: Path | None  # a plan to use instead
     cluster: ClusterSpec | None  # declared costs, or None to measure
-    context: Callable[[], AbstractContextManager[None]]  # around `training_step` (autocast of the precision plugin)
-    log_context: Callable[[], AbstractContextManager[None]]  # around logging instead, where a captured step ran
+    context: Callable[
+        [], AbstractContextManager[None]
+    ]  # around `training_step` (autocast of the precision plugin)
+    log_context: Callable[
+        [], AbstractContextManager[None]
+    ]  # around logging instead, where a captured step ran
     hooks: BatchHooks  # what they make of a loader's batch
     progress: Progress  # shows phases, lines and tables, where this rank shows anything
 
@@ -69,43 +77,67 @@ class Job:
 
 def most_accumulated(trainer: Any) -> int:
     """Training steps per optimizer step, the most that a scheduler of them will ask for: plans must hold it, too."""
-    schedulers = (each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler))
-    return max([trainer.accumulate_grad_batches, *(n for each in schedulers for n in each.scheduling.values())])
+    schedulers = (
+        each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)
+    )
+    return max(
+        [
+            trainer.accumulate_grad_batches,
+            *(n for each in schedulers for n in each.scheduling.values()),
+        ]
+    )
 
 
 def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] | None:
     """How the user wants the module compiled, as of `options.compile_options`: as the first part of it that was given
     to `torch.compile`, if any. `context`: what `torch.compile` made of the whole module runs in."""
     contexts = [m.dynamo_ctx for m in module.modules() if isinstance(m, OptimizedModule)]
-    calls = [vars(m)["_compiled_call_impl"] for m in module.modules() if m._compiled_call_impl is not None]
+    calls = [
+        vars(m)["_compiled_call_impl"]
+        for m in module.modules()
+        if m._compiled_call_impl is not None
+    ]
     cells = (cell.cell_contents for call in calls for cell in call.__closure__ or ())
-    if context is None and not (contexts := [*contexts, *(c for c in cells if isinstance(c, OptimizeContext))]):
+    if context is None and not (
+        contexts := [*contexts, *(c for c in cells if isinstance(c, OptimizeContext))]
+    ):
         return {} if calls else None
     backend = getattr(context or contexts[0], "callback", None)
-    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:  # Dynamo's own around it
+    while (
+        inner := getattr(backend, "_torchdynamo_orig_backend", None)
+    ) is not None:  # Dynamo's own around it
         backend = inner
     config = getattr(backend, "config", None)
     if isinstance(config, dict):  # Inductor's; see `options.compile_options`
         return {"options": {**config, "triton.cudagraphs": False}}
-    return {} if isinstance(backend, CatchErrorsWrapper) or backend is None else {"backend": backend}
+    return (
+        {} if isinstance(backend, CatchErrorsWrapper) or backend is None else {"backend": backend}
+    )
 
 
 @contextmanager
-def compiled_as_written(module: nn.Module, options: Mapping[str, Any], bucket_bytes: int) -> Iterator[None]:
+def compiled_as_written(
+    module: nn.Module, options: Mapping[str, Any], bucket_bytes: int
+) -> Iterator[None]:
     """Context in which the module, its children and items of its lists are compiled where they are called.
 
     What cannot be compiled runs as it is, with Dynamo's warning. A module of which the user has compiled parts stays as
     it is. Dynamo ends graphs where buckets end, as under DDP: a compiled backward gives its gradients all at its end.
     """
     modules = list(module.modules())
-    if any(each._compiled_call_impl is not None or isinstance(each, OptimizedModule) for each in modules):
+    if any(
+        each._compiled_call_impl is not None or isinstance(each, OptimizedModule)
+        for each in modules
+    ):
         yield
         return
     lists = (each for each in modules if isinstance(each, nn.ModuleList | nn.ModuleDict))
     parts = [module, *module.children(), *(item for each in lists for item in each.children())]
     ddp: Any = SimpleNamespace(bucket_bytes_cap=max(bucket_bytes, LEAST_BUCKET_BYTES))
     with torch._dynamo.config.patch(suppress_errors=True), DDP._inside_ddp_forward(ddp):
-        for part in parts:  # Dynamo passes over calls of torch.nn's own, but for those that it gets wrapped
+        for part in (
+            parts
+        ):  # Dynamo passes over calls of torch.nn's own, but for those that it gets wrapped
             call = partial(part._call_impl) if isinstance(part, nn.Sequential) else part._call_impl
             part._compiled_call_impl = torch.compile(call, **options)
         try:
@@ -118,5 +150,9 @@ def compiled_as_written(module: nn.Module, options: Mapping[str, Any], bucket_by
 def device_limit(job: Job) -> float:
     """Bytes of a device that may be used, the least of all ranks. Collective."""
     cluster = job.cluster
-    own = device_memory_bytes(job.device, job.devices_per_node) if cluster is None else cluster.device.memory_bytes
+    own = (
+        device_memory_bytes(job.device, job.devices_per_node)
+        if cluster is None
+        else cluster.device.memory_bytes
+    )
     return min(of_all_ranks(job.options.usable_bytes(own)))

@@ -29,7 +29,11 @@ class MasterWeights(HalfPrecision):
         self._module = module
         for owner in module.modules():
             for parameter in owner._parameters.values():
-                if parameter is not None and parameter.is_floating_point() and parameter.dtype.itemsize < 4:
+                if (
+                    parameter is not None
+                    and parameter.is_floating_point()
+                    and parameter.dtype.itemsize < 4
+                ):
                     parameter.data = parameter.data.float()
             for name, buffer in owner._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
@@ -48,7 +52,11 @@ class MasterWeights(HalfPrecision):
         Gradients of the copies arrive at the parameters. A tied parameter has one copy.
         """
         assert self._module is not None
-        copies = {master: master.bfloat16() for master in self._module.parameters() if master.is_floating_point()}
+        copies = {
+            master: master.bfloat16()
+            for master in self._module.parameters()
+            if master.is_floating_point()
+        }
         with standing_in(self._module, copies), super().forward_context():
             yield
 

@@ -57,15 +57,21 @@ class Launcher(_SubprocessScriptLauncher):
         return {**vars(self), "procs": [], "_ending": None}
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
         if not self.cluster_environment.creates_processes_externally:
             # Where rank 0 ends first, its store is gone: what C++ says of that, with its frames, is no news.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             self._call_children_scripts()
             first_rank = self.cluster_environment.node_rank() * self.num_processes + 1
             watched = self.procs, first_rank, self._ending
-            threading.Thread(target=watch_children, args=watched, daemon=True, name="alpa-child-watch").start()
+            threading.Thread(
+                target=watch_children, args=watched, daemon=True, name="alpa-child-watch"
+            ).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
@@ -80,7 +86,9 @@ class Launcher(_SubprocessScriptLauncher):
         return self.procs
 
 
-def watch_children(children: Sequence[subprocess.Popen], first_rank: int, ending: threading.Event) -> None:
+def watch_children(
+    children: Sequence[subprocess.Popen], first_rank: int, ending: threading.Event
+) -> None:
     """Until all have ended well, or one has not: name it, and after `REPORT_SECONDS` kill the rest and this process.
 
     Args:
@@ -94,8 +102,12 @@ def watch_children(children: Sequence[subprocess.Popen], first_rank: int, ending
         if code is not None and code != 0:
             how = f"ended with exit code {code}"
             if code < 0:  # some signals have no name
-                name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
-                how = f"was ended by {name}" + "; out of memory is a common reason" * (-code == signal.SIGKILL)
+                name = next(
+                    (each.name for each in signal.Signals if each == -code), f"signal {-code}"
+                )
+                how = f"was ended by {name}" + "; out of memory is a common reason" * (
+                    -code == signal.SIGKILL
+                )
             print(f"\nalpa: rank {rank} (process {child.pid}) {how}", file=sys.stderr, flush=True)
     if ending.wait(REPORT_SECONDS):
         return
@@ -106,7 +118,9 @@ def watch_children(children: Sequence[subprocess.Popen], first_rank: int, ending
             child.kill()
             child.wait()
     discard_unfinished()
-    os.kill(os.getpid(), signal.SIGKILL)  # the main thread may hang in a collective, where no exception reaches it
+    os.kill(
+        os.getpid(), signal.SIGKILL
+    )  # the main thread may hang in a collective, where no exception reaches it
 
 
 def _say_ended(rank: int) -> None:
@@ -120,7 +134,11 @@ def _say_once(error: AlpaError, rank: int) -> None:
     (ALPA_TRACEBACK=1 shows them): in full by rank 0, whose error is that of all ranks where they agreed on it."""
     before = sys.excepthook
     if rank > 0:  # now: rank 0 says all of it, last
-        print(f"rank {rank} ends: {type(error).__name__}: {error.problem.splitlines()[0]}", file=sys.stderr, flush=True)
+        print(
+            f"rank {rank} ends: {type(error).__name__}: {error.problem.splitlines()[0]}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def show(kind: type[BaseException], raised: BaseException, traceback: Any) -> None:
         if raised is not error or os.environ.get("ALPA_TRACEBACK"):
@@ -174,15 +192,21 @@ class ParallelJob(DDPStrategy):
         assert self.cluster_environment is not None
         assert self._timeout is not None
         store: dict[str, Any] = {}
-        is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the store of its agent
+        is_torchruns = (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        )  # the store of its agent
         if is_torchruns and not dist.is_initialized():
             place = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
             store = {"store": fresh_store(*place, self._timeout.total_seconds())}
         backend = self._get_process_group_backend()
         device = None if self.root_device.type == "cpu" else self.root_device
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device, **store)
+        _init_dist_connection(
+            self.cluster_environment, backend, timeout=self._timeout, device_id=device, **store
+        )
         children = self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple
-        self._watch = FailureWatch(job_store(), self.global_rank, self.world_size, children, last=discard_unfinished)
+        self._watch = FailureWatch(
+            job_store(), self.global_rank, self.world_size, children, last=discard_unfinished
+        )
         self._watch.start()
         check_groups()
         if self.root_device.type == "cpu":
@@ -261,19 +285,29 @@ class JobSignals:
             (self._connector, "_sigterm_notifier_fn", self._ask),
             (self._connector, "_slurm_sigusr_handler_fn", lambda *_: self._requeued.set()),
             (self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self.meet),
-            (self._trainer.fit_loop, "on_advance_end", partial(self._end_epoch, self._trainer.fit_loop.on_advance_end)),
+            (
+                self._trainer.fit_loop,
+                "on_advance_end",
+                partial(self._end_epoch, self._trainer.fit_loop.on_advance_end),
+            ),
         ]
         self._taken.enter_context(patched(taken))
-        self._watch.on_told = lambda word: self._begin_to_end(int(word), interrupts=True)  # as if Ctrl+C came here, too
+        self._watch.on_told = lambda word: self._begin_to_end(
+            int(word), interrupts=True
+        )  # as if Ctrl+C came here, too
         heard, rung = socket.socketpair()
         rung.setblocking(False)
-        listener = threading.Thread(target=self._listen, args=(heard,), daemon=True, name="alpa-signals")
+        listener = threading.Thread(
+            target=self._listen, args=(heard,), daemon=True, name="alpa-signals"
+        )
         listener.start()
         self._taken.callback(listener.join, 1.0)
         self._taken.callback(rung.close)  # ends the listener
         before = signal.set_wakeup_fd(rung.fileno(), warn_on_full_buffer=False)
         self._taken.callback(signal.set_wakeup_fd, before)
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the user's own, or ignored
+        if (
+            signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ):  # else the user's own, or ignored
             self._old_interrupt = signal.signal(signal.SIGINT, self._on_interrupt)
             self._taken.callback(self._give_interrupt_back)
 
@@ -284,7 +318,9 @@ class JobSignals:
         self._taken.close()
 
     def _give_interrupt_back(self) -> None:
-        self._connector._original_handlers[signal.SIGINT] = self._old_interrupt  # what its teardown restores
+        self._connector._original_handlers[signal.SIGINT] = (
+            self._old_interrupt
+        )  # what its teardown restores
         if signal.getsignal(signal.SIGINT) == self._on_interrupt:
             signal.signal(signal.SIGINT, self._old_interrupt)
 
@@ -304,12 +340,16 @@ class JobSignals:
         pauses = True
         while pauses:
             asked = [*(self._asked == number for number in ENDING), self._requeued.is_set()]
-            ends, interrupts, requeues, trains, pauses, over = any_rank([*asked, *(point == each for each in POINTS)])
+            ends, interrupts, requeues, trains, pauses, over = any_rank(
+                [*asked, *(point == each for each in POINTS)]
+            )
             self._is_alone = point == PAUSES and (trains or over)
             if point == PAUSES:
                 return
         if trains and over:
-            raise RuntimeMismatchError("some ranks have no more training batches, others have", EQUALLY_MANY)
+            raise RuntimeMismatchError(
+                "some ranks have no more training batches, others have", EQUALLY_MANY
+            )
         if requeues:
             self._requeued.clear()
             self._requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]  # the frame is not looked at

@@ -24,7 +24,11 @@ from alpa_strategy.lightning.batch_rows import UPDATE_HOOKS
 from alpa_strategy.lightning.checks import own_hooks
 from alpa_strategy.lightning.digests import GRADIENT, CopyCheck, GradientCheck
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
-from alpa_strategy.lightning.full_parameters import FullParameters, unshard_for_hooks, use_whole_norms
+from alpa_strategy.lightning.full_parameters import (
+    FullParameters,
+    unshard_for_hooks,
+    use_whole_norms,
+)
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, toggled
 from alpa_strategy.lightning.step_effects import MetricStates
@@ -73,7 +77,11 @@ class PlacedModule(ABC):
         module, optimizers, job = given.module, given.optimizers, given.job
         self.module, self.optimizers, self.plan, self.store = module, optimizers, plan, store
         self._job, self.say = job, job.progress.say
-        check = GradientCheck(divided=not plan.is_as_written) if job.limits.check_gradients and optimizers else None
+        check = (
+            GradientCheck(divided=not plan.is_as_written)
+            if job.limits.check_gradients and optimizers
+            else None
+        )
         self._gradient_check = check
         store.shard(values, job.limits.bucket_bytes, None if check is None else check.look)
         for optimizer in optimizers:
@@ -85,17 +93,23 @@ class PlacedModule(ABC):
         self._optimizer_info, self._limit = optimizer_info, limit
         self.syncs = True  # what `sync` was last given
         self.metrics = MetricStates(job.replica)
-        self._parameters = ParametersAsTheyWere(module, toggled(module, optimizers) if plan.is_as_written else ())
+        self._parameters = ParametersAsTheyWere(
+            module, toggled(module, optimizers) if plan.is_as_written else ()
+        )
         self.buffers_differ = plan.is_as_written  # perhaps
         self._num_updates = 0
         self.copies = CopyCheck(store, module, buffers, job.limits.check_replicas_every, job.device)
         if check is not None:
             check.copies = CopyCheck(store, module, (), 1, job.device, GRADIENT)
         self._adapted = ExitStack()  # see `adapt_trainer`
-        self._adapted.enter_context(store.listening(False))  # as DDP, to nothing outside of a step, as in an evaluation
+        self._adapted.enter_context(
+            store.listening(False)
+        )  # as DDP, to nothing outside of a step, as in an evaluation
         self._by_bucket = [StepByBucket(each) for each in optimizers]
         self.calls: Sequence[Call] | None = None  # of submodules, recorded for the run that follows
-        self.peers: Any = None  # values of the step under way are exchanged with theirs: a group for `reduce`
+        self.peers: Any = (
+            None  # values of the step under way are exchanged with theirs: a group for `reduce`
+        )
 
     @abstractmethod
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
@@ -126,9 +140,13 @@ class PlacedModule(ABC):
         is_one = self.module.automatic_optimization and len(self.optimizers) == 1 and self.syncs
         looks = self._gradient_check, trainer.gradient_clip_val, getattr(plugin, "scaler", None)
         is_known = type(plugin).__module__.startswith(("lightning.", "alpa_strategy."))
-        if not (is_one and is_known and self._optimizer_info.element_wise) or any(each is not None for each in looks):
+        if not (is_one and is_known and self._optimizer_info.element_wise) or any(
+            each is not None for each in looks
+        ):
             return None
-        is_unseen = can_step_in_parts(self.optimizers[0]) and not own_hooks(self.module, UPDATE_HOOKS)
+        is_unseen = can_step_in_parts(self.optimizers[0]) and not own_hooks(
+            self.module, UPDATE_HOOKS
+        )
         return self._by_bucket[0] if is_unseen else None
 
     def sync(self, enabled: bool) -> None:
@@ -137,7 +155,9 @@ class PlacedModule(ABC):
         # A pipeline reduces the gradients of each of its steps; what parameters in parts keep of one is its part.
         if not self.plan.is_pipelined and self.on_use is None:
             # One device's step: who looks after every batch (to clip, say) finds what it would there.
-            looks = not self.plan.is_as_written and bool(own_hooks(self.module, ("on_after_backward",)))
+            looks = not self.plan.is_as_written and bool(
+                own_hooks(self.module, ("on_after_backward",))
+            )
             self.store.sync(enabled or looks)
 
     def leave_steps(self) -> None:
@@ -151,7 +171,10 @@ class PlacedModule(ABC):
             self.store.finish_backward()
         parameters = list(self.module.parameters())
         there = any_rank([p.grad is not None for p in parameters])
-        grads = [(p, torch.zeros_like(p) if p.grad is None else p.grad) for p in compress(parameters, there)]
+        grads = [
+            (p, torch.zeros_like(p) if p.grad is None else p.grad)
+            for p in compress(parameters, there)
+        ]
         return [(p, self.store.gather_like(p, grad)) for p, grad in grads]
 
     @contextmanager
@@ -176,7 +199,9 @@ class PlacedModule(ABC):
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Around an optimizer's step; `stepped` follows within it."""
-        if self.store.awaits_finish:  # after `loss.backward()` in a step that runs its own backward passes
+        if (
+            self.store.awaits_finish
+        ):  # after `loss.backward()` in a step that runs its own backward passes
             self.end_of_backward()
             self.finish_backward()
             self.check_gradients()
@@ -199,7 +224,9 @@ class PlacedModule(ABC):
         if (check := self._gradient_check) is not None:
             check.batch = check.batch if batch is None else batch
             if loss is not None:
-                check.losses.append(loss.detach())  # looked at later: sums over devices may be under way
+                check.losses.append(
+                    loss.detach()
+                )  # looked at later: sums over devices may be under way
 
     def check_gradients(self) -> None:
         """Where that is asked for, and they are complete. Collective."""
@@ -207,7 +234,9 @@ class PlacedModule(ABC):
             return
         if self._job.replica is not None and not self.syncs:
             return
-        if getattr(self.module.trainer.precision_plugin, "scaler", None) is None:  # which looks for itself
+        if (
+            getattr(self.module.trainer.precision_plugin, "scaler", None) is None
+        ):  # which looks for itself
             gradients = {self.store.name_of(p): p.grad for p in self.store.parameters}
             self._gradient_check.finish(gradients, self._num_updates + 1)
 
@@ -222,7 +251,9 @@ class PlacedModule(ABC):
 
     def start_evaluation(self) -> None:
         """Begin a loop over evaluation batches. Collective."""
-        if self._job.options.batch_scope == "global" and self._job.replica is None:  # every rank brings all rows
+        if (
+            self._job.options.batch_scope == "global" and self._job.replica is None
+        ):  # every rank brings all rows
             for _, metric in outermost_metrics(self.module):
                 self.metrics.make_global(metric)
         else:
@@ -269,7 +300,9 @@ class PlacedModule(ABC):
         here = [p for p in self.store.parameters if not self.store.is_on_host(p)]
         parts = sum(p.nbytes for p in here)
         state = sum(p.numel() for p in here) * self._optimizer_info.state_bytes
-        return self._against("they and what training keeps", 2 * parts + state + whole * (2 if with_gradients else 1))
+        return self._against(
+            "they and what training keeps", 2 * parts + state + whole * (2 if with_gradients else 1)
+        )
 
     def no_room_for_evaluation(self) -> str | None:
         """Copies of all that lies in shards, for a while, beside the largest that a step needs."""
@@ -279,7 +312,9 @@ class PlacedModule(ABC):
     def no_room_for_release(self) -> str | None:
         """Whole parameters and optimizer state, for good."""
         whole = self.store.whole_bytes(self.store.parameters)
-        trained = sum(self.store.whole_shape(p).numel() for p in self.store.parameters if p.requires_grad)
+        trained = sum(
+            self.store.whole_shape(p).numel() for p in self.store.parameters if p.requires_grad
+        )
         state = trained * self._optimizer_info.state_bytes
         return self._against("whole parameters and optimizer state", whole + state)
 
@@ -295,7 +330,9 @@ class PlacedModule(ABC):
         if self.store.sharded_parameters or not self.plan.is_as_written:
             self._adapted.enter_context(use_whole_norms(trainer.precision_plugin, self.whole))
         if self.store.sharded_parameters:
-            self._adapted.enter_context(unshard_for_hooks(self.module, self.whole, self.no_room_for_whole))
+            self._adapted.enter_context(
+                unshard_for_hooks(self.module, self.whole, self.no_room_for_whole)
+            )
 
     def release(self) -> None:
         """Give the module and the optimizers their whole tensors back, for good. Collective."""

@@ -18,7 +18,13 @@ from alpa_strategy.comm.measure import measure_cluster
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.cost.measured import OpTable, measure_ops
 from alpa_strategy.cost.model import RooflineCosts
-from alpa_strategy.errors import AlpaError, CaptureError, PlanError, RuntimeMismatchError, UnlikeStepsError
+from alpa_strategy.errors import (
+    AlpaError,
+    CaptureError,
+    PlanError,
+    RuntimeMismatchError,
+    UnlikeStepsError,
+)
 from alpa_strategy.inter_op.pins import logical_shapes
 from alpa_strategy.ir.graph import Place, StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
@@ -41,12 +47,17 @@ from alpa_strategy.sharding.strategies import localize, op_strategies
 from alpa_strategy.units import format_bytes, format_seconds
 
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
-FIRST_BUDGET, LATER_BUDGET = 5.0, 1.0  # seconds for timing ops: of the training step, and of what is pinned to its plan
+FIRST_BUDGET, LATER_BUDGET = (
+    5.0,
+    1.0,
+)  # seconds for timing ops: of the training step, and of what is pinned to its plan
 
 LIKELY_PER_DEVICE, LIKELY_COUNTS = 4, 3  # numbers of micro-batches whose shapes are timed
 
 
-def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Place, ...] = ()) -> StepGraph:
+def capture(
+    module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Place, ...] = ()
+) -> StepGraph:
     """Capture the training step on every rank and make sure that all captured the same. Collective.
 
     Where the step can still run as it is written, any error is a CaptureError: the user's own comes again there.
@@ -57,7 +68,9 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
     Raises:
         UnlikeStepsError: the ranks' batches or steps differ.
     """
-    kinds = batch_rows.agreed_kinds(module.trainer, batch, job.hooks, job.may_run_as_written, job.group)
+    kinds = batch_rows.agreed_kinds(
+        module.trainer, batch, job.hooks, job.may_run_as_written, job.group
+    )
     is_joint = job.options.rows == "rank" and world_size() > 1
     own = batch_rows.own_leaves(kinds or {}, batch) if is_joint else {}
 
@@ -82,7 +95,9 @@ def capture(module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Pl
                 )
             if not numbers:
                 return step
-            return _with_numbers(step, module, batch, batch_idx, partial(captured, batch, numbers=numbers))
+            return _with_numbers(
+                step, module, batch, batch_idx, partial(captured, batch, numbers=numbers)
+            )
         except Exception as error:
             if isinstance(error, AlpaError) or not (job.may_run_as_written or job.submodules):
                 if is_joint and not isinstance(error, AlpaError):
@@ -114,7 +129,10 @@ def _with_numbers(
     """The step as `captured` with numbers that change, where this is what `step` has with the numbers as they are."""
     try:
         found = captured()
-        known = {**step_counters(module.trainer, batch_idx), **numbers_now(found.numbers, module, batch)}
+        known = {
+            **step_counters(module.trainer, batch_idx),
+            **numbers_now(found.numbers, module, batch),
+        }
         return found if is_same_step(step, found, known) else step
     except Exception:  # the user's code may be written for plain numbers only
         return step
@@ -122,15 +140,27 @@ def _with_numbers(
 
 def _first_that_differs(step: StepGraph, group: Any) -> list[str]:
     """Of every rank the first op, log or constant that others have not. Collective."""
-    own = [f"{op.call.target_name}{op.call.args} of {op.operands} ({op.source or op.module})" for op in step.ops]
+    own = [
+        f"{op.call.target_name}{op.call.args} of {op.operands} ({op.source or op.module})"
+        for op in step.ops
+    ]
     own += [f"self.log({log.name!r}): {stable_text(log)}" for log in step.logs]
     own += [f"a constant {list(c.meta.shape)} {c.digest[:8]}" for c in step.constants]
-    own += [f"what it reads of buffers, returns and checks: {stable_text((step.buffers, step.output, step.checks))}"]
+    own += [
+        f"what it reads of buffers, returns and checks: {stable_text((step.buffers, step.output, step.checks))}"
+    ]
     lines = zip_longest(*of_all_ranks(own, group), fillvalue="no more")
-    return list(next((each for each in lines if len(set(each)) > 1), ("the order of values",) * world_size(group)))
+    return list(
+        next(
+            (each for each in lines if len(set(each)) > 1),
+            ("the order of values",) * world_size(group),
+        )
+    )
 
 
-_JOINT_ROWS = "all ranks' rows are one batch here: take numbers of rows from its tensors (x.shape[0])"
+_JOINT_ROWS = (
+    "all ranks' rows are one batch here: take numbers of rows from its tensors (x.shape[0])"
+)
 _COMPUTES = "what training_step computes"
 _PARTS = (
     ("the shapes of their batches", SAME_SHAPES, UnlikeStepsError),
@@ -144,7 +174,9 @@ def job_cluster(job: Job) -> ClusterSpec:
     spec = job.cluster
     if spec is None:
         with job.progress("cluster"):
-            spec = measure_cluster(job.num_nodes, job.devices_per_node, build_mesh, job.folder / "costs", job.device)
+            spec = measure_cluster(
+                job.num_nodes, job.devices_per_node, build_mesh, job.folder / "costs", job.device
+            )
     nodes, devices = job.step_devices
     return replace(spec, num_nodes=nodes, devices_per_node=devices)
 
@@ -176,7 +208,9 @@ def find_or_make_plan(
     def follow(running: Plan) -> Plan:
         """See `replan`."""
         table = OpTable.load(job.folder / "costs" / "ops.json")  # as it is: nothing is timed
-        costs = RooflineCosts(cluster.device, table, job.options.compile) if cluster.measured else None
+        costs = (
+            RooflineCosts(cluster.device, table, job.options.compile) if cluster.measured else None
+        )
         return replan(replace(task, costs=costs), running)
 
     def work() -> Plan:
@@ -210,7 +244,10 @@ def _stored(wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], P
 
 
 def _plan_on_rank_zero(
-    task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None, resumed: Mapping[str, Any] | None
+    task: PlanTask,
+    job: Job,
+    pinned: Mapping[str, ParameterPlan] | None,
+    resumed: Mapping[str, Any] | None,
 ) -> Plan:
     wanted = task.fingerprint
     if resumed is not None and _differs_in_shape(resumed, wanted):
@@ -249,7 +286,9 @@ def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None
         return plan
     faults = PAGE_FAULTS * planned.step_seconds
     with suppress(PlanError):
-        other = choose_plan(replace(task, options=replace(task.options, memory_limit=roomy)), pinned)
+        other = choose_plan(
+            replace(task, options=replace(task.options, memory_limit=roomy)), pinned
+        )
         if other.predicted.step_seconds <= planned.step_seconds + faults:
             return replace(other, fingerprint=plan.fingerprint)
     note = (
@@ -300,7 +339,11 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
 def _measured_stage_costs(task: PlanTask, job: Job) -> RooflineCosts:
     """Costs with the shapes that micro-batches have in stages: on one device, or on the devices of a node."""
     step, cluster, options = task.step, task.cluster, task.options
-    likely = [n for n in microbatch_counts(step, cluster, options) if 1 < n <= LIKELY_PER_DEVICE * cluster.num_devices]
+    likely = [
+        n
+        for n in microbatch_counts(step, cluster, options)
+        if 1 < n <= LIKELY_PER_DEVICE * cluster.num_devices
+    ]
     calls: set[OpCall] = set()
     with job.progress("time ops of stages"):
         for count in likely[:LIKELY_COUNTS]:
@@ -311,7 +354,11 @@ def _measured_stage_costs(task: PlanTask, job: Job) -> RooflineCosts:
 
 
 def _timed(
-    calls: set[OpCall], cluster: ClusterSpec, job: Job, budget_seconds: float, later: Iterable[OpCall] = ()
+    calls: set[OpCall],
+    cluster: ClusterSpec,
+    job: Job,
+    budget_seconds: float,
+    later: Iterable[OpCall] = (),
 ) -> RooflineCosts:
     """Costs from the table in `job.folder`, after timing what it lacks on this rank's device, within the budget.
 

@@ -28,7 +28,12 @@ from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
 from alpa_strategy.lightning.placed_module import PlacedModule, Unplaced
-from alpa_strategy.lightning.planning import capture, check_optimizer, find_or_make_plan, job_cluster
+from alpa_strategy.lightning.planning import (
+    capture,
+    check_optimizer,
+    find_or_make_plan,
+    job_cluster,
+)
 from alpa_strategy.lightning.same_steps import MAX_SHAPES, SameSteps, shape_key
 from alpa_strategy.microbatch.rules import State
 from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
@@ -69,19 +74,28 @@ class Run(PlacedModule):
 
     _placed: PlacedPlan
 
-    def __init__(self, given: Unplaced, batch: Any, batch_idx: int, resumed: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, given: Unplaced, batch: Any, batch_idx: int, resumed: Mapping[str, Any] | None
+    ) -> None:
         module, job = given.module, given.job
-        seed, rank_zero = broadcast_object(torch.initial_seed()), RankZero(job.limits.plan_timeout_seconds)
+        seed, rank_zero = (
+            broadcast_object(torch.initial_seed()),
+            RankZero(job.limits.plan_timeout_seconds),
+        )
         self._rank_zero, replica = rank_zero, job.replica
         if replica is not None:  # others draw other numbers
-            seed, self._rank_zero = seed + replica.index, RankZero(job.limits.plan_timeout_seconds, replica.group)
+            seed, self._rank_zero = (
+                seed + replica.index,
+                RankZero(job.limits.plan_timeout_seconds, replica.group),
+            )
         self._to_fuse = given.optimizers if job.compile is not None else ()
         with fused(self._to_fuse):
             info = inspect_optimizer(given.optimizers)
         step = capture(module, batch, batch_idx, job)
         if replica is not None and len(set(of_all_ranks(step.parameter_digest))) > 1:
             raise RuntimeMismatchError(
-                "the replicas' first batches use other parameters of the module", "let their steps use the same ones"
+                "the replicas' first batches use other parameters of the module",
+                "let their steps use the same ones",
             )
         if job.options.rows == "rank" and world_size() > 1 and sums_over_rows(step, world_size()):
             rank_zero_info(
@@ -95,7 +109,15 @@ class Run(PlacedModule):
         limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
         buffers = step.buffers if replica is None else ()
         with tuned(job.device), given.sharding(module) as values, job.progress("lower"):
-            place = job.device, self._cluster, seed, self._loss_scale, job.backend, job.compile, replica
+            place = (
+                job.device,
+                self._cluster,
+                seed,
+                self._loss_scale,
+                job.backend,
+                job.compile,
+                replica,
+            )
             self._placed = PlacedPlan(module, step.parameters, plan, *place)
             super().__init__(given, info, plan, self._placed.store, limit, values, buffers)
             program = self._program(step)
@@ -129,8 +151,12 @@ class Run(PlacedModule):
         for each in step.stored:  # a validation may have set another (`self.phase = "train"`)
             each.namespace[each.name] = each.value
         leaves = pytree.tree_leaves(batch)
-        with self._job.log_context():  # the default dtype and autocast under which the user's step would have logged
-            step_effects.update_metrics_and_log(self.module, step, values, leaves, counters, self.metrics)
+        with (
+            self._job.log_context()
+        ):  # the default dtype and autocast under which the user's step would have logged
+            step_effects.update_metrics_and_log(
+                self.module, step, values, leaves, counters, self.metrics
+            )
         step_effects.append_to_lists(self.module, step, own, leaves, counters)
         self.buffers_differ = self._job.replica is not None and self.syncs  # as DDP has it
         return step_effects.fill(step.output, own, leaves, counters)
@@ -138,9 +164,16 @@ class Run(PlacedModule):
     @override
     def finish_backward(self) -> None:
         if not self.plan.is_pipelined:  # gradients of a pipeline were complete before it
-            self.store.finish_backward(None if self._job.replica is not None else self.steps_by_bucket())
+            self.store.finish_backward(
+                None if self._job.replica is not None else self.steps_by_bucket()
+            )
         if self._job.replica is not None and self.syncs:
-            average(self.store.parameters, self._job.replica.across, self.store.device, self._job.limits.bucket_bytes)
+            average(
+                self.store.parameters,
+                self._job.replica.across,
+                self.store.device,
+                self._job.limits.bucket_bytes,
+            )
 
     @contextmanager
     @override
@@ -153,7 +186,9 @@ class Run(PlacedModule):
         need no memory beside its activations, or its own gradients."""
         begins = batch_idx % self.module.trainer.accumulate_grad_batches == 0
         if begins and not own_hooks(self.module, _SEE_GRADIENTS):
-            for parameter in self.store.parameters:  # the module's own take half a millisecond to find
+            for (
+                parameter
+            ) in self.store.parameters:  # the module's own take half a millisecond to find
                 parameter.grad = None
 
     def _loss_scale(self) -> float:
@@ -165,7 +200,10 @@ class Run(PlacedModule):
 
     def _counters(self, step: StepGraph, batch: Any, batch_idx: int) -> dict[str, Any]:
         """The values of the counters and of the numbers that change."""
-        return {**step_counters(self.module.trainer, batch_idx), **numbers_now(step.numbers, self.module, batch)}
+        return {
+            **step_counters(self.module.trainer, batch_idx),
+            **numbers_now(step.numbers, self.module, batch),
+        }
 
     def _captured_step(self, batch: Any, batch_idx: int) -> tuple[CapturedStep, dict[str, Any]]:
         """What runs this batch, and its counters; captured, planned and lowered now where nothing fits. Collective.
@@ -176,7 +214,11 @@ class Run(PlacedModule):
         key, may_differ = shape_key(batch), self._job.may_run_as_written
         known = self._captured.get(key, [])
         index, counters, changed = self._fitting(known, batch, batch_idx)
-        numbers = {} if index is None else {str(place): counters[str(place)] for place in known[index].step.numbers}
+        numbers = (
+            {}
+            if index is None
+            else {str(place): counters[str(place)] for place in known[index].step.numbers}
+        )
         if self._same.all_have(key, index, batch, numbers):
             assert index is not None
             self._captured.move_to_end(key)
@@ -192,14 +234,21 @@ class Run(PlacedModule):
             self._same.say_shape(batch, shapes + 1)
         elif may_differ:
             self._num_changes += 1
-            if self._num_changes > CHANGES + steps // STEPS_PER_SHAPE and self.no_room_for_release() is None:
+            if (
+                self._num_changes > CHANGES + steps // STEPS_PER_SHAPE
+                and self.no_room_for_release() is None
+            ):
                 raise CaptureError(
                     f"{changed or 'what the step depends on'} has changed, {self._num_changes} times in {steps + 1} "
                     "steps, each another capture (a number that changes often is better a buffer, changed by `fill_`)"
                 )
         with shapes_only(self.store):
-            step = capture(self.module, batch, batch_idx, self._job, self._changing_numbers(known, batch))
-        program = next((each.program for each in known if each.step.graph_digest == step.graph_digest), None)
+            step = capture(
+                self.module, batch, batch_idx, self._job, self._changing_numbers(known, batch)
+            )
+        program = next(
+            (each.program for each in known if each.step.graph_digest == step.graph_digest), None
+        )
         if program is None:
             program = self._program(step)
         return self._keep(key, step, program, batch), self._counters(step, batch, batch_idx)
@@ -209,17 +258,23 @@ class Run(PlacedModule):
     ) -> tuple[int | None, dict[str, Any], str | None]:
         """The index of the step that serves the batch and its counters, or what has changed since one that would."""
         changed: str | None = None
-        for index, step in reversed([(index, captured.step) for index, captured in enumerate(steps)]):
+        for index, step in reversed(
+            [(index, captured.step) for index, captured in enumerate(steps)]
+        ):
             other = changed_value(step.attributes)
             if other is None and not leaves_hold(step.leaves, batch):
                 other = "a value in the batch that is no tensor"
             if other is None:
                 counters = self._counters(step, batch, batch_idx)
-                failed = [guard.asked.counters for guard in step.guards if not guard.holds(**counters)]
+                failed = [
+                    guard.asked.counters for guard in step.guards if not guard.holds(**counters)
+                ]
                 if not failed:
                     return index, counters, None
                 # Else the step's Python would take another path.
-                other = next((str(place) for place in step.numbers if str(place) in failed[0]), changed)
+                other = next(
+                    (str(place) for place in step.numbers if str(place) in failed[0]), changed
+                )
             changed = other
         return None, {}, changed
 
@@ -235,9 +290,14 @@ class Run(PlacedModule):
         self._numbers = [p for p in places if p in same and type(values[str(p)]) in (int, float)]
         return tuple(self._numbers)
 
-    def _keep(self, key: Hashable, step: StepGraph, program: StepProgram, batch: Any) -> CapturedStep:
+    def _keep(
+        self, key: Hashable, step: StepGraph, program: StepProgram, batch: Any
+    ) -> CapturedStep:
         """A new step, which is used now; the oldest go where there are too many."""
-        steps, leaves = self._captured.setdefault(key, []), LeafAgreement(step, batch, self._job.group)
+        steps, leaves = (
+            self._captured.setdefault(key, []),
+            LeafAgreement(step, batch, self._job.group),
+        )
         steps.append(CapturedStep(step, program, leaves, rows_of_ranks(step, world_size())))
         del steps[:-MAX_PROGRAMS]
         self._captured.move_to_end(key)
@@ -248,10 +308,15 @@ class Run(PlacedModule):
     def _program(self, step: StepGraph) -> StepProgram:
         """What runs a step as planned; one of another shape or content, under the running plan's parameters."""
         made_for = self.plan.fingerprint
-        if (made_for.graph, made_for.batch) == (step.graph_digest, step.batch_digest):  # else it means other ops
+        if (made_for.graph, made_for.batch) == (
+            step.graph_digest,
+            step.batch_digest,
+        ):  # else it means other ops
             return self._placed.training_program(step, self.plan)
         try:
-            plan = find_or_make_plan(step, self._job, self._cluster, self._optimizer_info, self._rank_zero, self.plan)
+            plan = find_or_make_plan(
+                step, self._job, self._cluster, self._optimizer_info, self._rank_zero, self.plan
+            )
         except PlanError as error:
             if not self.plan.is_pipelined:
                 raise
@@ -272,7 +337,9 @@ class Run(PlacedModule):
 
     @override
     def leave_steps(self) -> None:
-        step_effects.leave_logs(self.module.trainer, [each.step for steps in self._captured.values() for each in steps])
+        step_effects.leave_logs(
+            self.module.trainer, [each.step for steps in self._captured.values() for each in steps]
+        )
 
     def _measure(self) -> None:
         """Remember when steps begin; after some, say how long a step takes against the prediction."""
@@ -285,6 +352,8 @@ class Run(PlacedModule):
         if count == MEASURED_STEPS.stop:
             starts = self._step_starts[MEASURED_STEPS.start :]
             seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
-            if self._job.device.type == "cuda":  # single starts are the host's; both ends were waited for
+            if (
+                self._job.device.type == "cuda"
+            ):  # single starts are the host's; both ends were waited for
                 seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
             self._job.progress.say(measured_line(self.plan, seconds))

@@ -68,7 +68,9 @@ class SameSteps:
 
     def say_shape(self, batch: Any, number: int) -> None:
         """A line about the training's batch shape number so-and-so."""
-        many = f" (the last {MAX_SHAPES} are kept: pad batches to a few lengths, pad_to_multiple_of)"
+        many = (
+            f" (the last {MAX_SHAPES} are kept: pad batches to a few lengths, pad_to_multiple_of)"
+        )
         text = f"alpa: batch shape number {number}, captured and planned: {shapes_text(batch)}"
         rank_zero_info(text + many if number > MAX_SHAPES else text)
 
@@ -99,14 +101,25 @@ def _described(leaf: Any) -> Any:
 
 def shapes_text(batch: Any) -> str:
     """The shapes of the batch's tensors, for people."""
-    return ", ".join(str(list(leaf.shape)) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    return ", ".join(
+        str(list(leaf.shape)) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)
+    )
 
 
 def toggled(module: Any, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     """Parameters that a step as written may freeze and unfreeze on its way: the discriminator of a GAN."""
-    freezing = mentioned_names(module.training_step) & {"requires_grad", "requires_grad_", "freeze", "unfreeze"}
+    freezing = mentioned_names(module.training_step) & {
+        "requires_grad",
+        "requires_grad_",
+        "freeze",
+        "unfreeze",
+    }
     may_freeze = freezing or not module.automatic_optimization
-    return [p for each in optimizers for group in each.param_groups for p in group["params"]] if may_freeze else []
+    return (
+        [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        if may_freeze
+        else []
+    )
 
 
 class ParametersAsTheyWere:
@@ -114,9 +127,18 @@ class ParametersAsTheyWere:
 
     def __init__(self, module: nn.Module, toggled: Iterable[nn.Parameter] = ()) -> None:
         left_out, self._module = set(map(id, toggled)), module
-        self._flags = [(name, p, p.requires_grad) for name, p in module.named_parameters() if id(p) not in left_out]
-        self._owners = [(path, child, tuple(child._parameters.items())) for path, child in module.named_modules()]
-        self._members = [(child._modules, tuple(child._modules.values())) for child in module.modules()]
+        self._flags = [
+            (name, p, p.requires_grad)
+            for name, p in module.named_parameters()
+            if id(p) not in left_out
+        ]
+        self._owners = [
+            (path, child, tuple(child._parameters.items()))
+            for path, child in module.named_modules()
+        ]
+        self._members = [
+            (child._modules, tuple(child._modules.values())) for child in module.modules()
+        ]
         self._all = set(module.parameters())
 
     def leave_frozen(self) -> None:
@@ -130,7 +152,9 @@ class ParametersAsTheyWere:
                 return f"{name} was {'frozen' if trains else 'unfrozen'}"
         for path, child, before in self._owners:
             now = child._parameters
-            if len(now) != len(before) or any(name not in now or now[name] is not p for name, p in before):
+            if len(now) != len(before) or any(
+                name not in now or now[name] is not p for name, p in before
+            ):
                 return f"the parameters of {path or 'the module'} were replaced"
         is_same = all(tuple(now.values()) == before for now, before in self._members)
         is_same = is_same or set(self._module.parameters()) == self._all

@@ -47,9 +47,13 @@ class Session:
 
     def __init__(self, make_job: Callable[[], Job], checkpoints: Checkpoints) -> None:
         self._make_job, self._checkpoints = make_job, checkpoints
-        self.run: PlacedModule | None = None  # of a training or of an evaluation; None while the module is whole
+        self.run: PlacedModule | None = (
+            None  # of a training or of an evaluation; None while the module is whole
+        )
         self.plan: Plan | None = None  # that of the last run
-        self.process_bytes = 0  # of the host's memory, what this process took beside its tensors when that run began
+        self.process_bytes = (
+            0  # of the host's memory, what this process took beside its tensors when that run began
+        )
         self.deferred_init = DeferredInit()
         self._why_written: CaptureError | None = None
         self._told: CaptureError | None = None  # of these, what the user knows
@@ -60,7 +64,9 @@ class Session:
 
     # Training
 
-    def before_training_batch(self, module: Any, optimizers: list[Optimizer], batch: Any, batch_idx: int) -> None:
+    def before_training_batch(
+        self, module: Any, optimizers: list[Optimizer], batch: Any, batch_idx: int
+    ) -> None:
         """The module in shards, under a plan for its parameters as they are now."""
         if self.run is None:
             self._shard(module, optimizers, batch, batch_idx)
@@ -76,23 +82,40 @@ class Session:
             self._make_whole()
             self._shard(module, optimizers, batch, batch_idx).load_state_dict(random_streams)
 
-    def _shard(self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int) -> "PlacedModule":
+    def _shard(
+        self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int
+    ) -> "PlacedModule":
         # Planning and the runtime are loaded with the first batch, not with the import of the package.
         from alpa_strategy.lightning.placed_module import Unplaced
         from alpa_strategy.lightning.run import Run
         from alpa_strategy.lightning.same_steps import toggled
         from alpa_strategy.lightning.submodule_run import SubmoduleRun
-        from alpa_strategy.lightning.written_run import WrittenRun, check_may_run_as_written, why_written
+        from alpa_strategy.lightning.written_run import (
+            WrittenRun,
+            check_may_run_as_written,
+            why_written,
+        )
         from alpa_strategy.runtime.host_memory import process_bytes
         from alpa_strategy.runtime.sharded_parameter import are_held
 
-        job, resumed, named = self._make_job(), self._checkpoints.resumed, list(module.named_parameters())
+        job, resumed, named = (
+            self._make_job(),
+            self._checkpoints.resumed,
+            list(module.named_parameters()),
+        )
         held = dict(compress(named, any_rank(are_held([parameter for _, parameter in named]))))
-        submodules = job.submodules and (job.submodules[0], replace(job.submodules[1], kept_whole=tuple(held)))
-        job = replace(job, options=replace(job.options, kept_whole=tuple(held)), submodules=submodules)
+        submodules = job.submodules and (
+            job.submodules[0],
+            replace(job.submodules[1], kept_whole=tuple(held)),
+        )
+        job = replace(
+            job, options=replace(job.options, kept_whole=tuple(held)), submodules=submodules
+        )
         given = Unplaced(module, tuple(optimizers), job, self.deferred_init.sharding)
         resumes_written = any_rank([bool(resumed.get("as_written"))])[0]
-        self._why_written = self._why_written or why_written(module, optimizers, job, resumes_written)
+        self._why_written = self._why_written or why_written(
+            module, optimizers, job, resumes_written
+        )
         with isolate_rng(include_cuda=job.device.type == "cuda"):  # measuring draws
             run: PlacedModule | None = None
             if self._why_written is None:
@@ -110,7 +133,11 @@ class Session:
                         check_may_run_as_written(self._why_written, job)
                         run = WrittenRun(given, self._why_written, is_news)
         self.run, self.plan = run, run.plan
-        if left := [name for name, parameter in held.items() if parameter in set(run.store.sharded_parameters)]:
+        if left := [
+            name
+            for name, parameter in held.items()
+            if parameter in set(run.store.sharded_parameters)
+        ]:
             rank_zero_warn(
                 f"alpa: something else holds the memory of {', '.join(left)} as well (a view made before, a NumPy "
                 "array, a state dict): it does not follow the parameter, of which a rank has a part, or nothing"
@@ -133,7 +160,9 @@ class Session:
             if self.deferred_init.was_needed and stays_sharded(self.run):
                 raise
             self._why_written = error
-        return self._go_on_as_written(self.run, batch, batch_idx).training_step(batch, batch_idx, as_written)
+        return self._go_on_as_written(self.run, batch, batch_idx).training_step(
+            batch, batch_idx, as_written
+        )
 
     def _go_on_as_written(self, run: "PlacedModule", batch: Any, batch_idx: int) -> "PlacedModule":
         """What runs this step and all that follow after `run`, perhaps between batches of one optimizer step."""
@@ -218,7 +247,9 @@ class Session:
 
     def fits_one_device(self, module: Any) -> bool:
         """Whether the whole parameters fit into what a plan may use of a device."""
-        return sum(p.numel() * p.element_size() for p in module.parameters()) <= device_limit(self._make_job())
+        return sum(p.numel() * p.element_size() for p in module.parameters()) <= device_limit(
+            self._make_job()
+        )
 
     def evaluate(self, args: tuple[Any, ...], as_written: Callable[[], Any]) -> Any:
         """What `as_written`, an evaluation step, returns; see `PlacedModule.evaluation_step`."""
@@ -266,8 +297,15 @@ class Session:
 
     def explain(self, error: BaseException) -> None:
         """A note to an error about shapes, where parameters lie in parts."""
-        is_of_shapes = isinstance(error, RuntimeError | ValueError | IndexError) and _SHAPES.search(str(error))
-        if is_of_shapes and self.run is not None and not self.run.whole.is_active and self.run.store.sharded_parameters:
+        is_of_shapes = isinstance(error, RuntimeError | ValueError | IndexError) and _SHAPES.search(
+            str(error)
+        )
+        if (
+            is_of_shapes
+            and self.run is not None
+            and not self.run.whole.is_active
+            and self.run.store.sharded_parameters
+        ):
             error.add_note(
                 "alpa: parameters lie in parts on the ranks. Code that reads or changes them outside of the module's "
                 "steps and hooks (a loader that asks the model, an average of weights) wants `with "
@@ -287,8 +325,14 @@ class Session:
 def _show_plan(run: "PlacedModule", job: Job, process_bytes: int = 0) -> None:
     if job.progress.enabled:
         if (replica := job.replica) is not None:
-            job.progress.say(f"alpa: {replica.count} replicas, each with this plan for its own batches, as under DDP")
+            job.progress.say(
+                f"alpa: {replica.count} replicas, each with this plan for its own batches, as under DDP"
+            )
         elif world_size() > 1 and not run.plan.is_as_written:
-            job.progress.say("alpa: losses, gradients and logs of a step are one device's on the batches of all ranks")
-        if job.submodules is None or run.plan.stages[0].strategies:  # else it shows which can be planned
+            job.progress.say(
+                "alpa: losses, gradients and logs of a step are one device's on the batches of all ranks"
+            )
+        if (
+            job.submodules is None or run.plan.stages[0].strategies
+        ):  # else it shows which can be planned
             job.progress.say(plan_table(run.plan, process_bytes=process_bytes))

@@ -28,7 +28,10 @@ GLOBAL, REPLICAS = "global", "replicas"
 
 
 def fill(
-    structure: Any, values: Mapping[int, Tensor], leaves: Sequence[Any] = (), counters: Mapping[str, int] | None = None
+    structure: Any,
+    values: Mapping[int, Tensor],
+    leaves: Sequence[Any] = (),
+    counters: Mapping[str, int] | None = None,
 ) -> Any:
     """`structure` with a tensor for every ValueRef, a leaf of the batch for a LeafRef, a number for a CounterRef."""
 
@@ -45,11 +48,18 @@ def fill(
 def own_rows_of(values: Mapping[int, Tensor], own_rows: Mapping[int, State]) -> dict[int, Tensor]:
     """`values`, with this rank's rows where they have rows (`rows_of_ranks`): as the batch that hooks see."""
     rank, ranks = (dist.get_rank(), world_size()) if own_rows else (0, 1)
-    return {v: cut(x, own_rows[v], ranks, rank).clone() if v in own_rows else x for v, x in values.items()}
+    return {
+        v: cut(x, own_rows[v], ranks, rank).clone() if v in own_rows else x
+        for v, x in values.items()
+    }
 
 
 def append_to_lists(
-    module: nn.Module, step: StepGraph, values: Mapping[int, Tensor], leaves: Sequence[Any], counters: Mapping[str, int]
+    module: nn.Module,
+    step: StepGraph,
+    values: Mapping[int, Tensor],
+    leaves: Sequence[Any],
+    counters: Mapping[str, int],
 ) -> None:
     """Append to the module's lists what the step appended."""
     if not step.appended:
@@ -63,7 +73,9 @@ def verify(step: StepGraph, values: Mapping[int, Tensor]) -> None:
     """RuntimeMismatchError when a check of the step's (`assert`, `if ...: raise`) does not pass."""
     for check in step.checks:
         if bool(values[check.value.index]) != check.expected:
-            raise RuntimeMismatchError(f"a check in the step failed: {check.source}", "look at the data of this batch")
+            raise RuntimeMismatchError(
+                f"a check in the step failed: {check.source}", "look at the data of this batch"
+            )
 
 
 def write_buffers(module: nn.Module, step: StepGraph, values: Mapping[int, Tensor]) -> None:
@@ -79,9 +91,16 @@ def leave_logs(trainer: Any, steps: Sequence[StepGraph]) -> None:
     logged = {log.name: dict(log.kwargs) for step in steps for log in step.logs}
     results = trainer.fit_loop.epoch_loop._results
     for item in results.values():
-        if item.meta.fx == "training_step" and item.meta.sync.group == GLOBAL and item.meta.name in logged:
+        if (
+            item.meta.fx == "training_step"
+            and item.meta.sync.group == GLOBAL
+            and item.meta.name in logged
+        ):
             own = logged[item.meta.name]  # Lightning wants the same arguments as before
-            item.meta.sync.should, item.meta.sync.group = bool(own.get("sync_dist")), own.get("sync_dist_group")
+            item.meta.sync.should, item.meta.sync.group = (
+                bool(own.get("sync_dist")),
+                own.get("sync_dist_group"),
+            )
             if item.meta.sync.should and item.is_tensor and item.meta.is_sum_reduction:
                 item.value = item.value / world_size()
 
@@ -114,11 +133,16 @@ def update_metrics_and_log(
     for log in step.logs:
         value = log.value
         if isinstance(value, MetricRef):
-            value = _metric_value(module.get_submodule(value.metric), value, metric_values.get(value.metric))
+            value = _metric_value(
+                module.get_submodule(value.metric), value, metric_values.get(value.metric)
+            )
         kwargs = {key: fill(item, values, leaves, counters) for key, item in log.kwargs}
         value = fill(value, values, leaves, counters)
         if metrics.replica is None:
-            kwargs |= {"sync_dist": True, "sync_dist_group": GLOBAL}  # else Lightning asks the user for sync_dist=True
+            kwargs |= {
+                "sync_dist": True,
+                "sync_dist_group": GLOBAL,
+            }  # else Lightning asks the user for sync_dist=True
         elif kwargs.get("sync_dist"):
             kwargs |= {"sync_dist_group": REPLICAS}
         module.log(log.name, value, **kwargs)
@@ -152,7 +176,11 @@ class MetricStates:
 
     def make_global(self, metric: nn.Module) -> None:
         """Let the state stand for all ranks' rows, as a captured step updates it."""
-        changed = [each for each in metric.modules() if isinstance(each, Metric) and id(each) not in self._global]
+        changed = [
+            each
+            for each in metric.modules()
+            if isinstance(each, Metric) and id(each) not in self._global
+        ]
         if changed and isinstance(metric, MetricCollection):
             metric.values()  # metrics that share one state (compute groups) get one each
         for each in changed:
@@ -188,7 +216,10 @@ def _keep_synced(metric: Metric) -> None:
         state = getattr(metric, name)
         if isinstance(default, list) and not isinstance(state, list):
             setattr(metric, name, [state])
-    metric._is_synced, metric._cache = False, None  # else `update` refuses, and `compute` brings the old state back
+    metric._is_synced, metric._cache = (
+        False,
+        None,
+    )  # else `update` refuses, and `compute` brings the old state back
 
 
 def _keep_part(metric: Metric, num_ranks: int, rank: int) -> None:
@@ -202,7 +233,15 @@ def _keep_part(metric: Metric, num_ranks: int, rank: int) -> None:
             part = dim_zero_cat(state).tensor_split(num_ranks)[rank]
             setattr(metric, name, [part] if isinstance(default, list) else part)
         elif reduction is None and isinstance(state, list):
-            setattr(metric, name, state[len(state) * rank // num_ranks : len(state) * (rank + 1) // num_ranks])
+            setattr(
+                metric,
+                name,
+                state[len(state) * rank // num_ranks : len(state) * (rank + 1) // num_ranks],
+            )
         elif reduction is dim_zero_sum and rank > 0:
-            setattr(metric, name, [] if isinstance(default, list) else default.detach().clone().to(metric.device))
+            setattr(
+                metric,
+                name,
+                [] if isinstance(default, list) else default.detach().clone().to(metric.device),
+            )
     metric._computed = None

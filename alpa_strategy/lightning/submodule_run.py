@@ -63,7 +63,9 @@ class SubmoduleRun(PlacedModule):
         module, job = given.module, given.job
         assert job.submodules is not None
         count, options = job.submodules
-        self._joins = job.replica is None and job.options.batch_scope != "global"  # each rank loads rows of its own
+        self._joins = (
+            job.replica is None and job.options.batch_scope != "global"
+        )  # each rank loads rows of its own
         self._replica = replica = divide(count)
         limit, seed = device_limit(job), broadcast_object(torch.initial_seed()) + replica.index
         job = replace(job, replica=replica, options=replace(options, memory_limit=limit))
@@ -78,16 +80,32 @@ class SubmoduleRun(PlacedModule):
             cluster, whole, notes = job_cluster(job), plan.stages[0], plan.notes
             names = {name for each in graph.parameters for name in each.names}
             rest = [each for name, each in inputs.items() if name not in names]
-            taken = plan_as_written(rest, job.options, infos, job.step_devices, limit, why).predicted.peak_bytes
-            pins = tuple(pin for pin in options.placements if any(fnmatchcase(name, pin[0]) for name in names))
+            taken = plan_as_written(
+                rest, job.options, infos, job.step_devices, limit, why
+            ).predicted.peak_bytes
+            pins = tuple(
+                pin
+                for pin in options.placements
+                if any(fnmatchcase(name, pin[0]) for name in names)
+            )
             if unmet := [pattern for pattern, _ in {*options.placements} - {*pins}]:
-                rank_zero_info(f"alpa: placements of {', '.join(unmet)}: whole, as nothing is planned that uses them")
-            beside = replace(job, options=replace(options, memory_limit=max(limit - taken, 1.0), placements=pins))
-            found = find_or_make_plan(graph, beside, cluster, info, RankZero(job.limits.plan_timeout_seconds))
+                rank_zero_info(
+                    f"alpa: placements of {', '.join(unmet)}: whole, as nothing is planned that uses them"
+                )
+            beside = replace(
+                job, options=replace(options, memory_limit=max(limit - taken, 1.0), placements=pins)
+            )
+            found = find_or_make_plan(
+                graph, beside, cluster, info, RankZero(job.limits.plan_timeout_seconds)
+            )
             modes = whole.parameter_plans | found.stages[0].parameter_plans
             # Nothing is begun ahead: the user's code is in between.
-            stage = replace(found.stages[0], parameter_plans=modes, shapes=whole.shapes, ahead_bytes=0)
-            plan = replace(found, stages=(stage,), schedule=plan.schedule, notes=(*notes, *found.notes))
+            stage = replace(
+                found.stages[0], parameter_plans=modes, shapes=whole.shapes, ahead_bytes=0
+            )
+            plan = replace(
+                found, stages=(stage,), schedule=plan.schedule, notes=(*notes, *found.notes)
+            )
             inputs |= {each.name: each for each in graph.parameters}
         check_optimizer(info, plan.stages)
         place = job.device, cluster, seed, lambda: 1.0, job.backend, job.compile, replica
@@ -109,7 +127,9 @@ class SubmoduleRun(PlacedModule):
         self.take_buffers()
         for metric in self._metrics:
             self.metrics.make_global(metric)
-        step = partial(as_written.func, self._of_replica(batch), *as_written.args[1:], **as_written.keywords)
+        step = partial(
+            as_written.func, self._of_replica(batch), *as_written.args[1:], **as_written.keywords
+        )
         own = self.module.log
 
         def log(*args: Any, **kwargs: Any) -> None:
@@ -120,7 +140,11 @@ class SubmoduleRun(PlacedModule):
         changed = [(self.module, "log", log), (plugin, "clip_gradients", clip)]
         self.peers = REPLICAS
         try:
-            with self.in_step(), patched(changed), self._glue if self.store.sharded_parameters else nullcontext():
+            with (
+                self.in_step(),
+                patched(changed),
+                self._glue if self.store.sharded_parameters else nullcontext(),
+            ):
                 return step()
         finally:
             self.peers = None
@@ -141,14 +165,22 @@ class SubmoduleRun(PlacedModule):
     @override
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        with super().in_step(), patched([(self._forwards, "is_active", True), (self._glue, "sees", True)]):
+        with (
+            super().in_step(),
+            patched([(self._forwards, "is_active", True), (self._glue, "sees", True)]),
+        ):
             yield
 
     @override
     def finish_backward(self) -> None:
         if self.syncs:
             with self._in_parts():
-                average(self.store.parameters, self._replica.across, self.store.device, self._job.limits.bucket_bytes)
+                average(
+                    self.store.parameters,
+                    self._replica.across,
+                    self.store.device,
+                    self._job.limits.bucket_bytes,
+                )
 
     @override
     def check_gradients(self) -> None:
@@ -158,7 +190,9 @@ class SubmoduleRun(PlacedModule):
     @contextmanager
     @override
     def stepping(self) -> Iterator[None]:
-        if not self.module.automatic_optimization:  # perhaps after `loss.backward()`; a mean's mean is itself
+        if (
+            not self.module.automatic_optimization
+        ):  # perhaps after `loss.backward()`; a mean's mean is itself
             self.finish_backward()
         with self.whole.suspended(True), self._in_parts():
             yield
@@ -176,17 +210,25 @@ class SubmoduleRun(PlacedModule):
         return super().changed_parameters()
 
 
-def _captured(module: Any, recorded: Sequence[Call], job: Job, why: CaptureError) -> tuple[StepGraph, list[Call]]:
+def _captured(
+    module: Any, recorded: Sequence[Call], job: Job, why: CaptureError
+) -> tuple[StepGraph, list[Call]]:
     """What is planned, as rank 0 finds it out; the same on every rank. Collective."""
     with job.progress("capture"):
         rank_zero = RankZero(job.limits.plan_timeout_seconds)
-        calls, others = rank_zero.result_of(lambda: plannable(module, recorded, job.context), "capturing submodules")
+        calls, others = rank_zero.result_of(
+            lambda: plannable(module, recorded, job.context), "capturing submodules"
+        )
         text = "".join(f"; not {other}" for other in others)
         if not calls:
-            raise type(why)(f"{why.problem}; nor can the forward of a submodule be planned{text}", why.fix)
+            raise type(why)(
+                f"{why.problem}; nor can the forward of a submodule be planned{text}", why.fix
+            )
         graph, parts = capture_calls(module, calls, job.context)
     if len(set(of_all_ranks((graph.parameter_digest, graph.graph_digest)))) > 1:
-        raise RuntimeMismatchError("the ranks' submodules are not the same", "build the same module on every rank")
+        raise RuntimeMismatchError(
+            "the ranks' submodules are not the same", "build the same module on every rank"
+        )
     assert job.replica is not None
     rank_zero_info(
         f"alpa: the step runs as it is written in {job.replica.count} replicas ({' '.join(why.problem.split())}), as "
@@ -203,11 +245,18 @@ class Program:
         self.path, self._step, self._output, root = part.path, part.step, part.output, placed.module
         self._run, self._device = placed.training_program(part.step, plan), placed.store.device.type
         self._key, self._trained = shape_key(part.given), _trained(part.given)
-        self._hooks, self._before = hooks_in(root.get_submodule(part.path)), [None] * part.first  # leaves of others
+        self._hooks, self._before = (
+            hooks_in(root.get_submodule(part.path)),
+            [None] * part.first,
+        )  # leaves of others
 
     def serves(self, given: Any) -> bool:
         """Whether it is for inputs (args, kwargs) like these, and for the submodule as it is now."""
-        if shape_key(given) != self._key or not _trained(given) <= self._trained or any(self._hooks):
+        if (
+            shape_key(given) != self._key
+            or not _trained(given) <= self._trained
+            or any(self._hooks)
+        ):
             return False
         is_same = changed_value(self._step.attributes) is None
         return is_same and leaves_hold(self._step.leaves, [self._before, given])
@@ -220,13 +269,19 @@ class Program:
 
 def _trained(given: Any) -> set[int]:
     """The places of tensors that want gradients."""
-    return {i for i, x in enumerate(pytree.tree_leaves(given)) if isinstance(x, Tensor) and x.requires_grad}
+    return {
+        i
+        for i, x in enumerate(pytree.tree_leaves(given))
+        if isinstance(x, Tensor) and x.requires_grad
+    }
 
 
 class Forwards:
     """Forwards of submodules: as they are written, recorded or not, or as a program does them. Copies are inactive."""
 
-    def __init__(self, programs: Sequence[Program] = (), job: Job | None = None, records: bool = False) -> None:
+    def __init__(
+        self, programs: Sequence[Program] = (), job: Job | None = None, records: bool = False
+    ) -> None:
         self._programs = programs
         self.recorded = list[Call]() if records else None  # callers first
         self._places: dict[Any, int] = {}  # of recorded calls, by what they are
@@ -242,19 +297,39 @@ class Forwards:
     def installed(self, root: nn.Module) -> AbstractContextManager[None]:
         """Context in which the forwards of submodules are ours."""
         paths = {program.path for program in self._programs}
-        modules = {k: m for k, m in root.named_modules() if k and not isinstance(m, torch.jit.ScriptModule)}
-        own = {k: m for k, m in modules.items() if k in paths or (self.recorded is not None and [*m.parameters()])}
-        return patched((m, "forward", partial(self._forward, k, m, m.forward)) for k, m in own.items())
+        modules = {
+            k: m for k, m in root.named_modules() if k and not isinstance(m, torch.jit.ScriptModule)
+        }
+        own = {
+            k: m
+            for k, m in modules.items()
+            if k in paths or (self.recorded is not None and [*m.parameters()])
+        }
+        return patched(
+            (m, "forward", partial(self._forward, k, m, m.forward)) for k, m in own.items()
+        )
 
     @torch.compiler.disable
-    def _forward(self, path: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self,
+        path: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if (of_copy := forward_of_copy(module)) is not None:
             return of_copy(*args, **kwargs)
-        if not self.is_active or torch._C._functorch.peek_interpreter_stack() is not None:  # not tensors of a program
+        if (
+            not self.is_active or torch._C._functorch.peek_interpreter_stack() is not None
+        ):  # not tensors of a program
             return forward(*args, **kwargs)
         given = (args, kwargs) if _casts(self._device) == self._casts else None
         if self.recorded is None:
-            program = next((p for p in self._programs if given and p.path == path and p.serves(given)), None)
+            program = next(
+                (p for p in self._programs if given and p.path == path and p.serves(given)), None
+            )
             return forward(*args, **kwargs) if program is None else program(given)
         self._callers.append(self._record(self.recorded, path, given))
         try:
@@ -268,7 +343,9 @@ class Forwards:
         usable = None
         with suppress(Exception):  # of many kinds: what cannot be compared, or sent to other ranks
             to_meta = partial(torch.empty_like, device="meta")
-            found = pytree.tree_map_only(Tensor, lambda x: to_meta(x, requires_grad=x.requires_grad), given)
+            found = pytree.tree_map_only(
+                Tensor, lambda x: to_meta(x, requires_grad=x.requires_grad), given
+            )
             pickle.dumps(found)
             if hash(kind := shape_key(given)) and given:
                 key, usable = (path, kind), found
@@ -281,4 +358,8 @@ class Forwards:
 
 
 def _casts(device: str) -> tuple[bool, torch.dtype, torch.dtype]:
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
+    return (
+        torch.is_autocast_enabled(device),
+        torch.get_autocast_dtype(device),
+        torch.get_default_dtype(),
+    )

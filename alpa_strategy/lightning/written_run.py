@@ -43,7 +43,9 @@ from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.synced_norms import synced
 
 
-def why_written(module: Any, optimizers: Sequence[Optimizer], job: Job, resumes_written: bool) -> CaptureError | None:
+def why_written(
+    module: Any, optimizers: Sequence[Optimizer], job: Job, resumes_written: bool
+) -> CaptureError | None:
     """Why capture is not even tried, None where it is.
 
     Args:
@@ -54,34 +56,56 @@ def why_written(module: Any, optimizers: Sequence[Optimizer], job: Job, resumes_
     if job.limits.capture == "submodules":
         return CaptureError('capture="submodules"')
     if not module.automatic_optimization:
-        return CaptureError(f"{type(module).__name__} uses manual optimization (automatic_optimization = False)")
-    if hooked := [n for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]:
-        return CaptureError(f"{hooked[0]} has a hook (register_hook) for the gradient that a rank's own backward makes")
+        return CaptureError(
+            f"{type(module).__name__} uses manual optimization (automatic_optimization = False)"
+        )
+    if hooked := [
+        n
+        for n, p in module.named_parameters()
+        if p._backward_hooks or p._post_accumulate_grad_hooks
+    ]:
+        return CaptureError(
+            f"{hooked[0]} has a hook (register_hook) for the gradient that a rank's own backward makes"
+        )
     if _is_pruned(module):
         return CaptureError("ModelPruning puts masks into the module while it trains")
-    averages = any(isinstance(callback, StochasticWeightAveraging) for callback in module.trainer.callbacks)
+    averages = any(
+        isinstance(callback, StochasticWeightAveraging) for callback in module.trainer.callbacks
+    )
     has_norms = any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
     if not job.may_run_as_written and averages and has_norms:  # at its end: better to know it now
-        return CaptureError("StochasticWeightAveraging ends with an epoch for BatchNorm's statistics, not captured")
+        return CaptureError(
+            "StochasticWeightAveraging ends with an epoch for BatchNorm's statistics, not captured"
+        )
     if len(optimizers) != 1:
         return CaptureError(f"configure_optimizers gave {len(optimizers)} optimizers")
     if wants_sparse_gradients(optimizers[0]):
-        return CaptureError(f"{type(optimizers[0]).__name__} wants sparse gradients, captured steps make dense ones")
+        return CaptureError(
+            f"{type(optimizers[0]).__name__} wants sparse gradients, captured steps make dense ones"
+        )
     if resumes_written and job.may_run_as_written:
-        return CaptureError('the checkpoint is of such a training (capture="require" tries to capture once more)')
+        return CaptureError(
+            'the checkpoint is of such a training (capture="require" tries to capture once more)'
+        )
     return None
 
 
 def check_may_run_as_written(why: CaptureError, job: Job) -> None:
     """Raises `why` where a captured step is demanded, with what demands it."""
     asked = job.limits.capture == "never" or job.options.batch_scope == "replica"
-    against = against_written(job.options) or ("a plan file is given" if job.plan_file is not None else None)
+    against = against_written(job.options) or (
+        "a plan file is given" if job.plan_file is not None else None
+    )
     if job.replica is not None:
         against = f"replicas={job.replica.count}"
     if against is None and (asked or job.may_run_as_written):
         return
     if against is None:
-        against = 'capture="require"' if job.limits.capture == "require" else f"batch_scope={job.options.batch_scope!r}"
+        against = (
+            'capture="require"'
+            if job.limits.capture == "require"
+            else f"batch_scope={job.options.batch_scope!r}"
+        )
     way_out = (
         'to run the step as it is written instead (each rank on its own batch, as under DDP), use capture="auto" and '
         f"drop what only a captured step can meet: {against}"
@@ -102,11 +126,15 @@ def parameter_inputs(module: nn.Module, trains: bool) -> list[ParameterInput]:
     ]
 
 
-def _store(module: nn.Module, parameters: Sequence[ParameterInput], plan: Plan, job: Job) -> ParameterStore:
+def _store(
+    module: nn.Module, parameters: Sequence[ParameterInput], plan: Plan, job: Job
+) -> ParameterStore:
     group = cpu_group("agree")
     # Gradients are on their way while parameters are gathered, beside the step's collectives: in any order on a rank.
     uses = "parameters", "gradients"
-    mesh, of_gradients = (build_mesh((world_size(),), backend=job.backend, own_group=use) for use in uses)
+    mesh, of_gradients = (
+        build_mesh((world_size(),), backend=job.backend, own_group=use) for use in uses
+    )
     for each in (mesh, of_gradients):
         # NCCL may connect at the first call, and hold up the host: a rank in a round of gatherings would wait for it.
         each.whole.all_reduce(torch.zeros((), device=job.device))
@@ -129,7 +157,9 @@ class WrittenRun(PlacedModule):
         module, optimizers, job = given.module, given.optimizers, given.job
         infos = [inspect_optimizer([optimizer]) for optimizer in optimizers]
         parameters, limit = parameter_inputs(module, trains=bool(optimizers)), device_limit(job)
-        plan = plan_as_written(parameters, job.options, infos, (job.num_nodes, job.devices_per_node), limit, why)
+        plan = plan_as_written(
+            parameters, job.options, infos, (job.num_nodes, job.devices_per_node), limit, why
+        )
         for info in infos:
             check_optimizer(info, plan.stages)
         parameter_plans = plan.stages[0].parameter_plans.values()
@@ -145,7 +175,9 @@ class WrittenRun(PlacedModule):
                 f"{' '.join(why.problem.split())}. Captured, the step would be one device's on all ranks' rows, and "
                 "its ops could be divided (tensor, sequence and pipeline parallelism) and made again one by one"
             )
-        largest = max(infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0))
+        largest = max(
+            infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0)
+        )
         with tuned(job.device), given.sharding(module) as values:
             store = _store(module, parameters, plan, job)
             super().__init__(given, largest, plan, store, limit, values)
@@ -153,9 +185,15 @@ class WrittenRun(PlacedModule):
             self._adapted.callback(hold_to_plan(self, plan, limit, module, optimizers))
         if optimizers and world_size() > 1:
             every = module.trainer.strategy._layer_sync is not None  # Trainer(sync_batchnorm=True)
-            norms = synced(module, every, lambda: build_mesh((world_size(),), job.backend, own_group="norms").axes[0])
+            norms = synced(
+                module,
+                every,
+                lambda: build_mesh((world_size(),), job.backend, own_group="norms").axes[0],
+            )
             self._adapted.enter_context(patched(norms))
-        self._shares_buffers = next(module.buffers(), None) is not None  # as DDP: not where only a step makes some
+        self._shares_buffers = (
+            next(module.buffers(), None) is not None
+        )  # as DDP: not where only a step makes some
         self.buffers_differ = self._shares_buffers  # perhaps
         if store.sharded_parameters and optimizers:
             self._reads = _PartsAreRead(store)
@@ -164,10 +202,16 @@ class WrittenRun(PlacedModule):
             self.on_use = GatherOnUse(module, store, cpu_group("rounds"), keeps, has_room)
             self.whole.on_use.append(self.on_use)
             if job.compile is not None and say:
-                rank_zero_info("alpa: nothing is compiled: parameters in parts come and go while a module runs")
+                rank_zero_info(
+                    "alpa: nothing is compiled: parameters in parts come and go while a module runs"
+                )
         elif job.compile is not None:
-            self._adapted.enter_context(compiled_as_written(module, job.compile, job.limits.bucket_bytes))
-        remat = None if job.options.remat == (SELECTIVE,) else job.options.remat  # which is for captured steps
+            self._adapted.enter_context(
+                compiled_as_written(module, job.compile, job.limits.bucket_bytes)
+            )
+        remat = (
+            None if job.options.remat == (SELECTIVE,) else job.options.remat
+        )  # which is for captured steps
         chooses = remat is None and job.compile is None
         modules = modules_to_make_again(module, remat) if optimizers and (remat or chooses) else {}
         self._room = Room(module, modules, limit - plan.predicted.peak_bytes) if chooses else None
@@ -176,9 +220,18 @@ class WrittenRun(PlacedModule):
     @override
     def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
         super().begin_check(batch, loss)
-        if loss is not None and self._room is not None and (line := self._room.ends_in(loss)) is not None:
+        if (
+            loss is not None
+            and self._room is not None
+            and (line := self._room.ends_in(loss)) is not None
+        ):
             rank_zero_info(f"alpa: {line}")
-        if loss is not None and self.on_use is not None and self._num_updates == 0 and loss.isnan().any():
+        if (
+            loss is not None
+            and self.on_use is not None
+            and self._num_updates == 0
+            and loss.isnan().any()
+        ):
             rank_zero_warn(
                 "alpa: the first loss is nan. A parameter in shards has no values where code reaches it past the "
                 "module that owns it (through a list, say): if DDP's is a number, make it an attribute of the module "
@@ -198,7 +251,9 @@ class WrittenRun(PlacedModule):
                 self.on_use.rounds.finish()
         self._parameters.leave_frozen()
         # As DDP has it: not after a step whose gradients stay local, nor where the step runs its own backward passes.
-        self.buffers_differ = self._shares_buffers and self.syncs and self.module.automatic_optimization
+        self.buffers_differ = (
+            self._shares_buffers and self.syncs and self.module.automatic_optimization
+        )
         return output
 
     @contextmanager
@@ -243,7 +298,9 @@ class _PartsAreRead(TorchFunctionMode):
         self._store, self._has_said = store, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_news = func == _READS_GRAD and not self._has_said and args[0] in self._store.sharded_parameters
+        is_news = (
+            func == _READS_GRAD and not self._has_said and args[0] in self._store.sharded_parameters
+        )
         if is_news and _is_of_step(sys._getframe(1)):
             self._has_said = True
             rank_zero_warn(

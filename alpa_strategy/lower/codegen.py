@@ -27,7 +27,14 @@ from alpa_strategy.ir.guards import COUNTERS, SymbolicScalar, at_counters, is_sy
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots, with_slots
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.plan import StagePlan
-from alpa_strategy.lower.lines import Line, before_first_use, begun_ahead, drop_dead, function_of, unpacked
+from alpa_strategy.lower.lines import (
+    Line,
+    before_first_use,
+    begun_ahead,
+    drop_dead,
+    function_of,
+    unpacked,
+)
 from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
 from alpa_strategy.lower.products import Multiplied, Products
 from alpa_strategy.lower.segments import Compiler, is_compilable
@@ -66,7 +73,8 @@ class LoweredStep:
         layouts of `StagePlan.sent`; what later spans of the stage get, in the layouts in which it is made."""
         left = iter(self.function(parameters, buffers, batch, received, buffers.get(COUNTERS)))
         escaping, sent, made = (
-            {value: next(left) for value in values} for values in (self.escaping, self.sent, self.made)
+            {value: next(left) for value in values}
+            for values in (self.escaping, self.sent, self.made)
         )
         return escaping, sent, made
 
@@ -83,7 +91,9 @@ def lower(
     """Write the program of the device at `mesh.coordinate`, with a `compiler` in compiled segments. With `overlaps`
     products go on beside collectives (`lower/products.py`): not where a backward is divided in two, or differentiated.
     """
-    return _Writer(step, stage, mesh, device, random, {}, (), prefetchable(step), compiler, overlaps).program()
+    return _Writer(
+        step, stage, mesh, device, random, {}, (), prefetchable(step), compiler, overlaps
+    ).program()
 
 
 @dataclass(frozen=True)
@@ -119,12 +129,16 @@ def lower_stage(
     programs: list[LoweredStep] = []
     layouts: dict[int, DualLayout] = {}
     for derivation in once_per_step.derivations:
-        own_graph = whole.part([whole.ops[index] for index in derivation.ops])  # nothing leaves it but the values
+        own_graph = whole.part(
+            [whole.ops[index] for index in derivation.ops]
+        )  # nothing leaves it but the values
         writer = _Writer(own_graph, stage, mesh, device, random)
         programs.append(writer.program(derivation.values))
         layouts |= {value: writer.layouts[value] for value in derivation.values}
     left_out = {whole.ops[index].name for index in once_per_step.ops}
-    graphs = [_without(slice_stage(step, *span), left_out, once_per_step.values) for span in stage.spans]
+    graphs = [
+        _without(slice_stage(step, *span), left_out, once_per_step.values) for span in stage.spans
+    ]
     spans: list[tuple[StepGraph, LoweredStep]] = []
     for number, graph in enumerate(graphs):
         read_later = {value for later in graphs[number + 1 :] for value in later.received}
@@ -138,11 +152,17 @@ def lower_stage(
     return LoweredStage(once_per_step, tuple(programs), tuple(spans))
 
 
-def _without(graph: StepGraph, names: Collection[str], per_step_values: Collection[int]) -> StepGraph:
+def _without(
+    graph: StepGraph, names: Collection[str], per_step_values: Collection[int]
+) -> StepGraph:
     """A span without the ops that run once per step; `per_step_values` is what it takes of them."""
     ops = tuple(op for op in graph.ops if op.name not in names)
-    read = {value for op in ops for value in op.operands}.union(graph.escaping) - set(per_step_values)
-    return replace(graph, ops=ops, received=tuple(value for value in graph.received if value in read))
+    read = {value for op in ops for value in op.operands}.union(graph.escaping) - set(
+        per_step_values
+    )
+    return replace(
+        graph, ops=ops, received=tuple(value for value in graph.received if value in read)
+    )
 
 
 @dataclass
@@ -184,7 +204,9 @@ class _Writer:
         for given in step.constant_inputs:
             self.layouts[given.value] = (INVARIANT,) * num_axes
         self.layouts.update(self.made_before)
-        self.layouts |= {value: stage.received[value] for value in step.received if value in stage.received}
+        self.layouts |= {
+            value: stage.received[value] for value in step.received if value in stage.received
+        }
         for constant in step.constants:
             self.namespace[f"v{constant.value}"] = constant.tensor.to(self.device)
 
@@ -197,21 +219,39 @@ class _Writer:
         if self.overlaps and self.beside_sums(op):
             return
         self.done.add(op.name)
-        operands = [self.resharded(value, self.wanted(op, position)) for position, value in enumerate(op.operands)]
+        operands = [
+            self.resharded(value, self.wanted(op, position))
+            for position, value in enumerate(op.operands)
+        ]
         for position, value in enumerate(op.results):
             self.layouts[value] = tuple(s.outputs[position] for s in strategies)
         results = tuple(f"v{value}" for value in op.results)
         targets = ", ".join(results) + "," * (op.call.returns_tuple and len(results) == 1)
         local = localize(op.call, strategies, self.mesh.shape, self.mesh.coordinate)
-        if self.compiler is not None and product_kind(op.call) == "convolution" and len(op.call.operands[0].shape) == 4:
+        if (
+            self.compiler is not None
+            and product_kind(op.call) == "convolution"
+            and len(op.call.operands[0].shape) == 4
+        ):
             operands[0] = self.channels_last(op, local, operands[0])
         plain: OpCall | None
-        if local.implementation == "batch_norm_sync" and self.compiler is not None and not is_symbolic(op.call):
+        if (
+            local.implementation == "batch_norm_sync"
+            and self.compiler is not None
+            and not is_symbolic(op.call)
+        ):
             plain = self.exchanged(op, local, operands)
             code = self.written(f"f_{op.name}", plain.target, op, plain, operands)
         else:
             code, plain = self.call(op, local, strategies, operands)
-        line = Line(f"{targets} = {code}", results, tuple(operands), op.source or op.module, op.module, plain)
+        line = Line(
+            f"{targets} = {code}",
+            results,
+            tuple(operands),
+            op.source or op.module,
+            op.module,
+            plain,
+        )
         (self.plain_casts if self.casts.keys() & op.results else self.lines).append(line)
 
     def beside_sums(self, op: Op) -> bool:
@@ -223,7 +263,11 @@ class _Writer:
         into = Reshard(self.layouts[value], wanted, self.step.values[value].shape, self.mesh)
         reads = [(self.step.ops[index], position) for index, position in self.step.consumers[value]]
         # The sum is one for all that reads the input so.
-        ops = list(dict.fromkeys(reader for reader, position in reads if self.wanted(reader, position) == wanted))
+        ops = list(
+            dict.fromkeys(
+                reader for reader, position in reads if self.wanted(reader, position) == wanted
+            )
+        )
         is_summed = self.step.values[value].requires_grad and len(into.gradient_sums) == 1
         if is_summed and self.are_products_of(value, ops):
             self.products(ops, into)
@@ -235,9 +279,15 @@ class _Writer:
         """Whether `ops`, none of them written, are products of `value` with what is there or is made of parameters."""
         for op in ops:
             product = None if op.name in self.done else self.product(op)
-            if product is None or op.operands[product.rows] != value or op.operands.count(value) > 1:
+            if (
+                product is None
+                or op.operands[product.rows] != value
+                or op.operands.count(value) > 1
+            ):
                 return False
-            for other in (each for each in op.operands if each != value and each not in self.layouts):
+            for other in (
+                each for each in op.operands if each != value and each not in self.layouts
+            ):
                 if not self.parameters.issuperset(self.step.ops[self.step.makers[other]].operands):
                     return False
         return True
@@ -257,11 +307,18 @@ class _Writer:
                     self.op(self.step.ops[self.step.makers[value]])
                 operands.append(self.resharded(value, self.wanted(op, position)))
             (result,), value = op.results, op.operands[product.rows]
-            rows = f"v{value}" if into is not None else self.resharded(value, self.wanted(op, product.rows))
+            rows = (
+                f"v{value}"
+                if into is not None
+                else self.resharded(value, self.wanted(op, product.rows))
+            )
             self.done.add(op.name)
             self.layouts[result] = tuple(s.outputs[0] for s in self.stage.strategies[op.name])
             strategies = enumerate(self.stage.strategies[op.name])
-            adds_bias = all(s.implementation is None or self.mesh.coordinate[axis] == 0 for axis, s in strategies)
+            adds_bias = all(
+                s.implementation is None or self.mesh.coordinate[axis] == 0
+                for axis, s in strategies
+            )
             found.append(Multiplied(product, adds_bias, *(how or ())))
             results.append(f"v{result}" if how is None else f"v{result}_0")
             if how is not None:
@@ -269,30 +326,45 @@ class _Writer:
         name, self.module = f"products_{ops[0].name}", ops[0].module
         self.namespace[name] = functools.partial(Products.apply, into, found)
         code = f"{', '.join(results)}, = {name}({', '.join([rows, *operands])})"
-        reads, note = (rows, *(each for each in operands if each != "None")), ops[0].source or ops[0].module
+        reads, note = (
+            (rows, *(each for each in operands if each != "None")),
+            ops[0].source or ops[0].module,
+        )
         self.lines.append(Line(code, tuple(results), reads, note, ops[0].module))
 
     def product(self, op: Op) -> Product | None:
         """The product that the device has to compute for an op; None where it is something else."""
-        plain = {None, "bias_on_first"}.issuperset(s.implementation for s in self.stage.strategies[op.name])
+        plain = {None, "bias_on_first"}.issuperset(
+            s.implementation for s in self.stage.strategies[op.name]
+        )
         is_able = plain and not is_symbolic(op.call) and op.name not in self.stage.not_kept
         return product_of(op.call) if is_able else None
 
     def in_parts(self, op: Op) -> tuple[Reshard, int, int] | None:
         """(sum, dim, number of parts) of a product's result, where the plan says so and one layout of it is read."""
-        parts, (value, *_), meta = self.stage.in_parts.get(op.name, 1), op.results, op.call.results[0]
+        parts, (value, *_), meta = (
+            self.stage.in_parts.get(op.name, 1),
+            op.results,
+            op.call.results[0],
+        )
         reads = self.step.consumers.get(value, ())
         targets = {self.wanted(self.step.ops[index], position) for index, position in reads}
         leaves = value in {*self.step.escaping, *self.step.sent, *self.made}
         product = self.product(op) if parts > 1 and not leaves and len(targets) == 1 else None
-        if product is None or len(meta.shape) != len(op.call.operands[product.rows].shape):  # result in segments
+        if product is None or len(meta.shape) != len(
+            op.call.operands[product.rows].shape
+        ):  # result in segments
             return None
         source = tuple(s.outputs[0] for s in self.stage.strategies[op.name])
         reshard = Reshard(source, targets.pop(), meta.shape, self.mesh)
         sizes = value_layout(source).local_shape(meta.shape, self.mesh.shape, self.mesh.coordinate)
         if len(reshard.value_sums) != 1:
             return None
-        dims = [dim for dim in range(len(sizes) - 1) if dim != reshard.value_sums[0].dim and sizes[dim] > 1]
+        dims = [
+            dim
+            for dim in range(len(sizes) - 1)
+            if dim != reshard.value_sums[0].dim and sizes[dim] > 1
+        ]
         dim = max(dims, key=sizes.__getitem__, default=None)
         return None if dim is None else (reshard, dim, min(parts, sizes[dim]))
 
@@ -318,12 +390,18 @@ class _Writer:
         So that what is before the exchange and what is after it are compiled, with the ops around them.
         """
         before, exchange, after = batch_norm_in_parts(op.call, local, self.mesh)
-        x, part, carrier, shared = (f"{what}_{op.name}" for what in ("x", "part", "carrier", "shared"))
+        x, part, carrier, shared = (
+            f"{what}_{op.name}" for what in ("x", "part", "carrier", "shared")
+        )
         code = f"{x}, {part}, {carrier} = {self.written(f'before_{op.name}', before.target, op, before, operands)}"
         position, note = before.args[0].index, op.source or op.module
         self.namespace[f"exchange_{op.name}"] = exchange
-        self.lines.append(Line(code, (x, part, carrier), (operands[position],), note, op.module, before))
-        self.lines.append(Line(f"{shared} = exchange_{op.name}({part})", (shared,), (part,), note, op.module))
+        self.lines.append(
+            Line(code, (x, part, carrier), (operands[position],), note, op.module, before)
+        )
+        self.lines.append(
+            Line(f"{shared} = exchange_{op.name}({part})", (shared,), (part,), note, op.module)
+        )
         operands[position] = x
         operands += [shared, carrier]
         return after
@@ -336,9 +414,16 @@ class _Writer:
         if local.implementation is not None and is_symbolic(op.call):
             mesh = self.mesh
 
-            def run(counters: Mapping[str, int], *given: Tensor) -> Any:  # whose arguments are known now
-                at_call, at_local = at_counters(op.call, counters), at_counters(local.call, counters)
-                return build_local_op(at_call, strategies, replace(local, call=at_local), mesh)(*given)
+            def run(
+                counters: Mapping[str, int], *given: Tensor
+            ) -> Any:  # whose arguments are known now
+                at_call, at_local = (
+                    at_counters(op.call, counters),
+                    at_counters(local.call, counters),
+                )
+                return build_local_op(at_call, strategies, replace(local, call=at_local), mesh)(
+                    *given
+                )
 
             self.namespace[function] = run
             return f"{function}(counters, {', '.join(operands)})", None
@@ -353,9 +438,13 @@ class _Writer:
         if local.random_axes is not None:
             target = functools.partial(self.random.run, local.random_axes, target)
         is_plain = local.random_axes is None and not is_symbolic(op.call) and is_compilable(call)
-        return self.written(function, target, op, call, operands), call if is_plain and is_kept else None
+        return self.written(
+            function, target, op, call, operands
+        ), call if is_plain and is_kept else None
 
-    def written(self, function: str, target: Callable[..., Any], op: Op, call: OpCall, operands: list[str]) -> str:
+    def written(
+        self, function: str, target: Callable[..., Any], op: Op, call: OpCall, operands: list[str]
+    ) -> str:
         """A call of `target`, under the name `function`, with the call's arguments."""
         self.namespace[function] = target
         arguments = [self.argument(op, arg, operands) for arg in call.args]
@@ -369,7 +458,12 @@ class _Writer:
         if isinstance(arg, tuple):
             return f"[{', '.join(self.argument(op, a, operands) for a in arg)}]"
         is_made = isinstance(arg, SymbolicScalar)  # a number by its class, as an example
-        if not is_made and isinstance(arg, LITERALS) and arg not in (float("inf"), float("-inf")) and arg == arg:
+        if (
+            not is_made
+            and isinstance(arg, LITERALS)
+            and arg not in (float("inf"), float("-inf"))
+            and arg == arg
+        ):
             return repr(arg)
         name = f"c{len(self.namespace)}"
         self.namespace[name] = arg.made.value if is_made else arg
@@ -379,7 +473,9 @@ class _Writer:
         """The variable that holds `value` in `target`, resharded once for all consumers that ask for it."""
         source = self.layouts[value]
         meta = self.step.values[value]
-        if source == target or (not meta.requires_grad and value_layout(source) == value_layout(target)):
+        if source == target or (
+            not meta.requires_grad and value_layout(source) == value_layout(target)
+        ):
             return f"v{value}"
         key = (value, target)
         if key not in self.copies:
@@ -393,7 +489,9 @@ class _Writer:
             code, is_early = f"{name} = {function}({variable})", value in self.prefetched
             is_own = value in self.parameters and is_gather(source, target)
             gathers = local_bytes(meta, target, self.mesh.shape) if is_own else 0
-            self.lines.append(Line(code, (name,), (variable,), note, self.module, None, True, gathers, is_early))
+            self.lines.append(
+                Line(code, (name,), (variable,), note, self.module, None, True, gathers, is_early)
+            )
             self.copies[key] = name
         return self.copies[key]
 
@@ -407,7 +505,9 @@ class _Writer:
         results = [self.resharded(value, whole) for value in self.step.escaping]
         results += [self.resharded(value, self.stage.sent[value]) for value in self.step.sent]
         results += [f"v{value}" for value in made]
-        self.lines.append(Line(f"return ({''.join(f'{r}, ' for r in results)})", (), tuple(results)))
+        self.lines.append(
+            Line(f"return ({''.join(f'{r}, ' for r in results)})", (), tuple(results))
+        )
         given = {p.value: p.name for p in self.step.parameters}
         given |= {value: per_step_name(value) for value in sorted(self.per_step_values)}
         inputs = [
@@ -419,12 +519,16 @@ class _Writer:
         if self.compiler is not None:
             body = self.compiler.compiled(body, self.namespace, {f"v{value}" for value in given})
         # Parameters may yet be on their way: each is asked for where it is used first.
-        body = before_first_use(unpacked("parameters", given), begun_ahead(body, self.stage.ahead_bytes))
+        body = before_first_use(
+            unpacked("parameters", given), begun_ahead(body, self.stage.ahead_bytes)
+        )
         body = drop_dead(body)
         head = "def step(parameters, buffers, batch, received, counters):"
         source = "\n    ".join([head, *map(str, body)]) + "\n"
         function = function_of(source, "step", self.namespace)
-        return LoweredStep(source, function, tuple(given.values()), self.step.escaping, self.step.sent, made)
+        return LoweredStep(
+            source, function, tuple(given.values()), self.step.escaping, self.step.sent, made
+        )
 
 
 def _not_kept(target: Callable[..., Tensor], is_stored: bool) -> Callable[..., Tensor]:
@@ -439,7 +543,9 @@ def _not_kept(target: Callable[..., Tensor], is_stored: bool) -> Callable[..., T
             regather.note_stored(result)
         else:
             operands: list[Tensor] = []
-            given = with_slots((args, tuple(kwargs.items())), Tensor, operands)  # holds none of the operands
+            given = with_slots(
+                (args, tuple(kwargs.items())), Tensor, operands
+            )  # holds none of the operands
 
             def again(tensors: list[Tensor]) -> Tensor:
                 same_args, same_kwargs = map_slots(given, lambda slot: tensors[slot.index])
@@ -464,7 +570,9 @@ def prefetchable(step: StepGraph) -> frozenset[int]:
     for op in step.ops:
         metas = [step.values[value] for value in op.results]
         small = all(meta.num_bytes <= most and not meta.requires_grad for meta in metas)
-        of_batch = any(value in known for value in op.operands) and (known | given).issuperset(op.operands)
+        of_batch = any(value in known for value in op.operands) and (known | given).issuperset(
+            op.operands
+        )
         if small and of_batch and not is_random(op.call):
             known.update(op.results)
     return frozenset(known)

@@ -32,7 +32,9 @@ class Line:
         return f"{self.code}  # {self.note}" if self.note else self.code
 
 
-def function_of(source: str, what: str, namespace: dict[str, Any]) -> Callable[..., tuple[Tensor, ...]]:
+def function_of(
+    source: str, what: str, namespace: dict[str, Any]
+) -> Callable[..., tuple[Tensor, ...]]:
     """The function that `source` defines; tracebacks show its lines. It stands in `namespace`, which it refers to."""
     filename = f"<alpa {what} {id(namespace):x}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
@@ -62,7 +64,9 @@ def begun_ahead(lines: Sequence[Line], ahead_bytes: int = 0) -> list[Line]:
     gathers = [number for number, line in enumerate(lines) if line.gathers and ahead_bytes]
     early = [number for number, line in enumerate(lines) if line.is_early]
     makers = {name: number for number, line in enumerate(lines) for name in line.defines}
-    counts = dict(zip(gathers, begun([lines[number].gathers for number in gathers], ahead_bytes), strict=True))
+    counts = dict(
+        zip(gathers, begun([lines[number].gathers for number in gathers], ahead_bytes), strict=True)
+    )
     result: list[Line] = []
     started, done = set[int](), set[int]()
 
@@ -106,6 +110,8 @@ def drop_dead(lines: Sequence[Line]) -> list[Line]:
         dead.setdefault(last_use[name], []).append(name)
     dead.pop(len(lines) - 1, None)  # what is returned
     return [
-        replace(line, code=f"{line.code}; del {', '.join(dead[number])}") if number in dead else line
+        replace(line, code=f"{line.code}; del {', '.join(dead[number])}")
+        if number in dead
+        else line
         for number, line in enumerate(lines)
     ]

@@ -25,7 +25,9 @@ from alpa_strategy.sharding.rule_table import added_operand
 LocalOp = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
-def build_local_op(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+def build_local_op(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
+) -> LocalOp:
     """The callable that runs `local.implementation` on this device.
 
     Args:
@@ -47,11 +49,19 @@ def _slices(
     return layout.slices(call.operands[operand].shape, mesh.shape, mesh.coordinate)
 
 
-def _fraction(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+def _fraction(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
+) -> LocalOp:
     """A mean of a part counts for as much of the whole mean as the part has of its elements."""
-    shares: dict[tuple[int, int], float] = {}  # (operand, dim) that an axis cuts first -> our share of its length
+    shares: dict[
+        tuple[int, int], float
+    ] = {}  # (operand, dim) that an axis cuts first -> our share of its length
     for axis in local.axes:
-        dims = [(i, p.shard_dim) for i, p in enumerate(strategies[axis].inputs) if p.shard_dim is not None]
+        dims = [
+            (i, p.shard_dim)
+            for i, p in enumerate(strategies[axis].inputs)
+            if p.shard_dim is not None
+        ]
         i, dim = dims[0]  # all of them are one index of the op
         shares[i, dim] = local.call.operands[i].shape[dim] / call.operands[i].shape[dim]
     fraction = math.prod(shares.values())
@@ -65,7 +75,9 @@ def _fraction(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCa
     return run
 
 
-def _added_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+def _added_on_first(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
+) -> LocalOp:
     """Results that sum up, of which one operand must be part once: a row-parallel linear's bias, what addmm adds to."""
     added = added_operand(call)
     counts = all(mesh.coordinate[axis] == 0 for axis in local.axes)
@@ -80,11 +92,15 @@ def _added_on_first(call: OpCall, strategies: tuple[AxisStrategy, ...], local: L
     return run
 
 
-def _of_vocabulary(run: Callable[..., Tensor], communicates: bool = False) -> Callable[..., LocalOp]:
+def _of_vocabulary(
+    run: Callable[..., Tensor], communicates: bool = False
+) -> Callable[..., LocalOp]:
     """A builder for `run(first, number, *arguments of the op)`: where this device's part of the dim that is cut begins,
     and the dim's length. communicates: the axes that cut it come third."""
 
-    def build(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+    def build(
+        call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
+    ) -> LocalOp:
         operand = call.args[0].index
         dim = strategies[local.axes[0]].inputs[operand].shard_dim or 0
         place = _slices(call, strategies, operand, mesh)[dim][0], call.operands[operand].shape[dim]
@@ -94,7 +110,9 @@ def _of_vocabulary(run: Callable[..., Tensor], communicates: bool = False) -> Ca
     return build
 
 
-def _groups_of_rows(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+def _groups_of_rows(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
+) -> LocalOp:
     """Some of the rows and some of the groups (experts): the offsets, which are whole, are clamped to them."""
     (first_row, last_row), _ = _slices(call, strategies, 0, mesh)
     (first_group, last_group), *_ = _slices(call, strategies, 1, mesh)
@@ -107,16 +125,22 @@ def _groups_of_rows(call: OpCall, strategies: tuple[AxisStrategy, ...], local: L
     return replace(local.call, target=run).call
 
 
-def _ring_attention(call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm) -> LocalOp:
+def _ring_attention(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
+) -> LocalOp:
     """Queries, keys and values in chunks of the sequence; one axis only (see `op_strategies`)."""
     if len(local.axes) > 1:
-        raise ShardingError("keys and values can go around one mesh axis only", "cut the sequence along one of them")
+        raise ShardingError(
+            "keys and values can go around one mesh axis only", "cut the sequence along one of them"
+        )
     bound, comm = bind(call), mesh.axes[local.axes[0]]
     query, key, value = (bound[name].index for name in ("query", "key", "value"))
     scale = bound["scale"] or call.operands[query].shape[-1] ** -0.5
 
     def run(*operands: Tensor) -> Tensor:
-        return RingAttention.apply(comm, operands[query], operands[key], operands[value], bound["is_causal"], scale)
+        return RingAttention.apply(
+            comm, operands[query], operands[key], operands[value], bound["is_causal"], scale
+        )
 
     return run
 
@@ -131,15 +155,23 @@ def _over_all(tensor: Tensor, comms: Sequence[AxisComm], op: str = "sum") -> Ten
 # --- BatchNorm over the rows of all devices.
 
 
-def batch_norm_in_parts(call: OpCall, local: LocalCall, mesh: MeshComm) -> tuple[OpCall, LocalOp, OpCall]:
+def batch_norm_in_parts(
+    call: OpCall, local: LocalCall, mesh: MeshComm
+) -> tuple[OpCall, LocalOp, OpCall]:
     """`batch_norm_sync` for compilers: what comes before its exchange and after it are calls of torch's ops alone.
 
     Returns (operand x -> x, this device's statistics [2 C + 1] and `_Statistics`' carrier; statistics -> all devices';
     the operands with that x, all devices' statistics, the carrier -> results).
     """
-    x, comms, more = bind(call)["x"], tuple(mesh.axes[axis] for axis in local.axes), len(call.operands)
+    x, comms, more = (
+        bind(call)["x"],
+        tuple(mesh.axes[axis] for axis in local.axes),
+        len(call.operands),
+    )
     before = replace(local.call, target=_Statistics.apply, args=(x,), kwargs=())
-    after = replace(local.call, target=_normalised, args=(Slot(more), Slot(more + 1), *local.call.args))
+    after = replace(
+        local.call, target=_normalised, args=(Slot(more), Slot(more + 1), *local.call.args)
+    )
     return before, lambda part: _SharedStatistics.apply(part, comms), after
 
 
@@ -157,7 +189,11 @@ class _Statistics(torch.autograd.Function):
         else:
             variance, mean = torch.var_mean(wide, [0, *range(2, x.dim())], correction=0)
         ctx.save_for_backward(x, mean)
-        return x.view_as(x), torch.cat([mean, variance * count, mean.new_full((1,), count)]), torch.zeros_like(mean)
+        return (
+            x.view_as(x),
+            torch.cat([mean, variance * count, mean.new_full((1,), count)]),
+            torch.zeros_like(mean),
+        )
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, grad: Tensor, scale: Tensor) -> Tensor:
@@ -175,7 +211,9 @@ class _Affine(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, carrier: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, carrier: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, mean, scale)
         return _affine(x, mean, scale, shift).to(x.dtype)
 
@@ -185,17 +223,24 @@ class _Affine(torch.autograd.Function):
         wide, grad = x.to(mean.dtype), grad_y.to(mean.dtype)
         if _has_kernels(x):
             own = mean, torch.ones_like(mean), True, 0.0, [False, True, True]
-            _, grad_scale, grad_shift = torch.ops.aten.native_batch_norm_backward(grad, wide, None, None, None, *own)
+            _, grad_scale, grad_shift = torch.ops.aten.native_batch_norm_backward(
+                grad, wide, None, None, None, *own
+            )
         else:
             rows = [0, *range(2, x.dim())]
-            grad_scale, grad_shift = (grad * (wide - _in_channels(mean, x))).sum(rows), grad.sum(rows)
+            grad_scale, grad_shift = (
+                (grad * (wide - _in_channels(mean, x))).sum(rows),
+                grad.sum(rows),
+            )
         return grad_y, None, grad_scale, grad_shift, scale
 
 
 def _affine(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """(x - mean) scale + shift in one pass over x [n, C, ...]; the others are [C]."""
     if _has_kernels(x):
-        return torch.batch_norm(x, scale, shift, mean, torch.ones_like(mean), False, 0.0, 0.0, False)
+        return torch.batch_norm(
+            x, scale, shift, mean, torch.ones_like(mean), False, 0.0, 0.0, False
+        )
     return (x - _in_channels(mean, x)) * _in_channels(scale, x) + _in_channels(shift, x)
 
 
@@ -228,7 +273,9 @@ class _SharedStatistics(torch.autograd.Function):
         grad_mean, grad_square = _over_all(grad[: 2 * channels], ctx.comms).split(channels)
         # mean = sum(count_i mean_i) / total; square = sum(square_i + count_i (mean_i - mean)^2), i: the devices
         apart = 2 * (part[:channels] - shared[:channels]) * grad_square
-        return torch.cat([count * (grad_mean / total + apart), grad_square, grad[2 * channels :]]), None
+        return torch.cat(
+            [count * (grad_mean / total + apart), grad_square, grad[2 * channels :]]
+        ), None
 
 
 def _combined(part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
@@ -274,7 +321,9 @@ def _normalised(
     y = _Affine.apply(x, mean.detach(), scale, shift, carrier)
     if running_mean is None or running_var is None:
         return (y,)
-    unbiased = square.detach() / (total - 1.0)  # as torch: of the running variance, not of what normalises
+    unbiased = square.detach() / (
+        total - 1.0
+    )  # as torch: of the running variance, not of what normalises
     new_mean = torch.lerp(running_mean, mean.detach().to(running_mean.dtype), momentum)
     return y, new_mean, torch.lerp(running_var, unbiased.to(running_var.dtype), momentum)
 
@@ -301,7 +350,9 @@ def vocab_embedding(
     no rule cuts a table whose gradients are scaled by frequency. IndexError: an id is outside the whole vocabulary.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
-    rows = ids - first_id  # [...], of the local weight; outside it where another device holds the id
+    rows = (
+        ids - first_id
+    )  # [...], of the local weight; outside it where another device holds the id
     elsewhere = (rows < 0) | (rows >= weight.shape[0])
     padding_row = padding_idx - first_id if padding_idx >= 0 else -1
     # Ids of other devices read any row, not one for all: in the backward they would pile up there.
@@ -310,7 +361,13 @@ def vocab_embedding(
 
 
 def vocab_bags(
-    first_id: int, vocabulary: int, weight: Tensor, ids: Tensor, weights: Tensor | None, mode: int, padding_idx: int
+    first_id: int,
+    vocabulary: int,
+    weight: Tensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    mode: int,
+    padding_idx: int,
 ) -> Tensor:
     """weight [local rows, width] of ids from `first_id`; ids [n, k] -> this device's summand [n, width] of each bag.
 
@@ -325,7 +382,9 @@ def vocab_bags(
         share = share * weights
     if mode == 1:
         share = share / counted.sum(-1, keepdim=True).clamp(min=1)
-    return torch.nn.functional.embedding_bag(rows.masked_fill(~here, 0), weight, mode="sum", per_sample_weights=share)
+    return torch.nn.functional.embedding_bag(
+        rows.masked_fill(~here, 0), weight, mode="sum", per_sample_weights=share
+    )
 
 
 class VocabCrossEntropy(torch.autograd.Function):
@@ -361,7 +420,9 @@ class VocabCrossEntropy(torch.autograd.Function):
         weight = logits.new_ones(num_classes, dtype=dtype) if weight is None else weight.to(dtype)
         amount = (1.0 - smoothing) * weight[target] * kept
         total = (amount + smoothing * weight.mean()) * kept  # A
-        every = weight[first : first + here].view([-1 if d == dim else 1 for d in range(logits.dim())])
+        every = weight[first : first + here].view(
+            [-1 if d == dim else 1 for d in range(logits.dim())]
+        )
         every = every * (smoothing / num_classes)  # what smoothing gives each class here
         is_here = (target >= first) & (target < first + here)
         index, amount = torch.where(is_here, target - first, 0), amount * is_here
@@ -372,7 +433,9 @@ class VocabCrossEntropy(torch.autograd.Function):
         if smoothing > 0.0:
             weighted = weighted + (shifted * every).sum(dim, keepdim=True)
         exponentials = shifted.exp_()
-        denominator, weighted = _over_all(torch.stack([exponentials.sum(dim, keepdim=True), weighted]), comms)
+        denominator, weighted = _over_all(
+            torch.stack([exponentials.sum(dim, keepdim=True), weighted]), comms
+        )
         row_loss = (total * denominator.log() - weighted).masked_fill(~kept, 0.0)
 
         ctx.dtype = logits.dtype
@@ -382,7 +445,9 @@ class VocabCrossEntropy(torch.autograd.Function):
                 gradient.addcmul_(every, kept.to(dtype), value=-1)
             gradient.scatter_add_(dim, index, -amount)
             # fp16 would lose the small probabilities
-            ctx.save_for_backward(gradient.to(logits.dtype) if logits.dtype == torch.bfloat16 else gradient)
+            ctx.save_for_backward(
+                gradient.to(logits.dtype) if logits.dtype == torch.bfloat16 else gradient
+            )
         return row_loss.sum().to(summed_in or logits.dtype)
 
     @staticmethod
@@ -398,7 +463,9 @@ _BUILDERS: dict[str, Callable[[OpCall, tuple[AxisStrategy, ...], LocalCall, Mesh
     "vocab_bags": _of_vocabulary(vocab_bags),
     "vocab_cross_entropy": _of_vocabulary(VocabCrossEntropy.apply, communicates=True),
     "batch_norm_sync": lambda call, strategies, local, mesh: (
-        replace(local.call, target=partial(batch_norm_sync, [mesh.axes[axis] for axis in local.axes])).call
+        replace(
+            local.call, target=partial(batch_norm_sync, [mesh.axes[axis] for axis in local.axes])
+        ).call
     ),
     "ring_attention": _ring_attention,
     "groups_of_rows": _groups_of_rows,

@@ -23,13 +23,18 @@ class Multiplied:
 
     product: Product
     adds_bias: bool  # whether this device does, where there is one: of results that are summed, only the first
-    summed: Reshard | None = None  # sums the result, where that is done here: in `parts` chunks of `dim`
+    summed: Reshard | None = (
+        None  # sums the result, where that is done here: in `parts` chunks of `dim`
+    )
     dim: int = 0
     parts: int = 1
 
     def result(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[*rows, n], or [*rows, segments, n]"""
-        matrix, flat_bias = self._matrix(weight), bias.flatten() if bias is not None and self.adds_bias else None
+        matrix, flat_bias = (
+            self._matrix(weight),
+            bias.flatten() if bias is not None and self.adds_bias else None,
+        )
         if self.summed is None:
             result = F.linear(rows, matrix, flat_bias)
             return result.unflatten(-1, weight.shape[:2]) if weight.dim() > 2 else result
@@ -39,7 +44,9 @@ class Multiplied:
 
     def gradient_of_product(self, grad: Tensor, rows: Tensor) -> Tensor:
         """Of the result as it was before it was summed, [*rows, n]."""
-        return (grad if self.summed is None else self.summed.gradients(grad)).flatten(rows.dim() - 1)
+        return (grad if self.summed is None else self.summed.gradients(grad)).flatten(
+            rows.dim() - 1
+        )
 
     def gradient_of_rows(self, grad: Tensor, weight: Tensor) -> Tensor:
         """grad: of the product."""
@@ -52,7 +59,11 @@ class Multiplied:
 
     def gradient_of_bias(self, grad: Tensor, bias: Tensor) -> Tensor:
         """grad: of the product."""
-        return grad.flatten(0, -2).sum(0).view(bias.shape) if self.adds_bias else torch.zeros_like(bias)
+        return (
+            grad.flatten(0, -2).sum(0).view(bias.shape)
+            if self.adds_bias
+            else torch.zeros_like(bias)
+        )
 
     def _matrix(self, weight: Tensor) -> Tensor:
         return weight.t() if self.product.is_transposed else weight.flatten(0, -2)  # [n, k]
@@ -80,7 +91,9 @@ class Products(torch.autograd.Function):
         products: Sequence[Multiplied] = ctx.products
         rows, *operands = ctx.saved_tensors
         _, _, wants_rows, *wants = ctx.needs_input_grad
-        of_products = [each.gradient_of_product(grad, rows) for each, grad in zip(products, grads, strict=True)]
+        of_products = [
+            each.gradient_of_product(grad, rows) for each, grad in zip(products, grads, strict=True)
+        ]
         given = list(zip(products, of_products, operands[::2], operands[1::2], strict=True))
         of_rows = coming = None
         if wants_rows:
@@ -88,7 +101,9 @@ class Products(torch.autograd.Function):
             of_rows = sum(parts[1:], start=parts[0])
             coming = None if ctx.into is None else ctx.into.start_gradients(of_rows)
         made: list[Tensor | None] = []
-        for (product, grad, weight, bias), needs, needs_bias in zip(given, wants[::2], wants[1::2], strict=True):
+        for (product, grad, weight, bias), needs, needs_bias in zip(
+            given, wants[::2], wants[1::2], strict=True
+        ):
             made.append(product.gradient_of_weight(grad, rows, weight) if needs else None)
             made.append(product.gradient_of_bias(grad, bias) if needs_bias else None)
         return None, None, of_rows if coming is None else coming.wait(), *made

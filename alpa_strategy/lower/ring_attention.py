@@ -29,15 +29,28 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, comm: AxisComm, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+        ctx: Any,
+        comm: AxisComm,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        causal: bool,
+        scale: float,
     ) -> Tensor:
         if causal:
             query, key, value = _zigzag(comm, (query, key, value))
-        out, lse = torch.zeros_like(query, dtype=_wide(query)), query.new_full((), -torch.inf, dtype=_wide(query))
-        lse = lse.repeat(query.shape[:-1])  # [batch, heads, rows]; out is [batch, heads, rows, width]
+        out, lse = (
+            torch.zeros_like(query, dtype=_wide(query)),
+            query.new_full((), -torch.inf, dtype=_wide(query)),
+        )
+        lse = lse.repeat(
+            query.shape[:-1]
+        )  # [batch, heads, rows]; out is [batch, heads, rows, width]
         for source, pair in _around(comm, _flat((key, value))):
             rows, columns, diagonal = _visible(comm.index, source, causal, query, key)
-            part, part_lse = _attend(_cut(query, rows), _seen(pair, (key, value), columns), diagonal, scale)
+            part, part_lse = _attend(
+                _cut(query, rows), _seen(pair, (key, value), columns), diagonal, scale
+            )
             seen_out, seen_lse = _cut(out, rows), lse[..., rows]
             merged = torch.logaddexp(seen_lse, part_lse.to(lse.dtype))
             seen_out.mul_((seen_lse - merged).exp().unsqueeze(-1))
@@ -63,7 +76,9 @@ class RingAttention(torch.autograd.Function):
             rows, columns, diagonal = _visible(comm.index, source, ctx.causal, query, key)
             merged = _cut(out, rows), lse[..., rows].contiguous()  # kernels ask for it
             seen = _seen(pair, own, columns)
-            parts = _attend_backward(_cut(grad, rows), _cut(query, rows), seen, merged, diagonal, ctx.scale)
+            parts = _attend_backward(
+                _cut(grad, rows), _cut(query, rows), seen, merged, diagonal, ctx.scale
+            )
             _cut(grad_query, rows).add_(parts[0])
             due = due if coming_due is None else coming_due.wait()
             for total, part in zip(_seen(due, own, columns), parts[1:], strict=True):
@@ -91,12 +106,16 @@ def _cut(tensor: Tensor, rows: slice) -> Tensor:
 def _around(comm: AxisComm, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Whose keys and values are here, and they themselves, step by step; the next ones come in meanwhile."""
     for step in range(comm.size):
-        coming = _pass_on(comm, flat) if step < comm.size - 1 else None  # the last ones have been everywhere
+        coming = (
+            _pass_on(comm, flat) if step < comm.size - 1 else None
+        )  # the last ones have been everywhere
         yield (comm.index - step) % comm.size, flat
         flat = flat if coming is None else coming.wait()
 
 
-def _visible(own: int, source: int, causal: bool, query: Tensor, key: Tensor) -> tuple[slice, slice, bool]:
+def _visible(
+    own: int, source: int, causal: bool, query: Tensor, key: Tensor
+) -> tuple[slice, slice, bool]:
     """Rows of device `own` that see anything of `source`, the columns that they see, whether that is the diagonal.
 
     Of 2 n halves a device has the i-th and the i-th from the end: of an earlier device it sees the first half, with all
@@ -133,21 +152,31 @@ def _zigzag(comm: AxisComm, tensors: Tensors, back: bool = False) -> Tensors:
     in_order = [(2 * device, 2 * device + 1) for device in range(n)]
     folded = [(device, 2 * n - 1 - device) for device in range(n)]
     before, after = (folded, in_order) if back else (in_order, folded)
-    comes_from, goes_to = ({half: d for d, pair in enumerate(at) for half in pair} for at in (before, after))
+    comes_from, goes_to = (
+        {half: d for d, pair in enumerate(at) for half in pair} for at in (before, after)
+    )
     held, wanted = before[i], after[i]
     halves = [x.chunk(2, -2) for x in tensors]
     shapes = [pair[0].shape for pair in halves]
     size = sum(shape.numel() for shape in shapes)
-    flat = _flat([pair[p] for p in sorted((0, 1), key=lambda p: goes_to[held[p]]) for pair in halves])
+    flat = _flat(
+        [pair[p] for p in sorted((0, 1), key=lambda p: goes_to[held[p]]) for pair in halves]
+    )
     sent, received = [0] * n, [0] * n
     for mine, others in zip(held, wanted, strict=True):
         sent[goes_to[mine]] += size
         received[comes_from[others]] += size
     came = comm.start_exchange(flat, sent, received).wait().split(size)
-    places = sorted((0, 1), key=lambda p: comes_from[wanted[p]])  # halves that one device sends come in their order
-    ordered = [part.split([shape.numel() for shape in shapes]) for _, part in sorted(zip(places, came, strict=True))]
+    places = sorted(
+        (0, 1), key=lambda p: comes_from[wanted[p]]
+    )  # halves that one device sends come in their order
+    ordered = [
+        part.split([shape.numel() for shape in shapes])
+        for _, part in sorted(zip(places, came, strict=True))
+    ]
     return tuple(
-        torch.cat([ordered[0][k].view(shape), ordered[1][k].view(shape)], -2) for k, shape in enumerate(shapes)
+        torch.cat([ordered[0][k].view(shape), ordered[1][k].view(shape)], -2)
+        for k, shape in enumerate(shapes)
     )
 
 
@@ -158,9 +187,13 @@ def _zigzag(comm: AxisComm, tensors: Tensors, back: bool = False) -> Tensors:
 def _attend(query: Tensor, pair: Tensors, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     key, value = (_as_heads(x, query) for x in pair)
     if query.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, scale=scale
+        )
     if _has_flash(query):
-        return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
+        return aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, scale=scale
+        )[:2]
     scores = _scores(query, key, causal, scale)
     lse = scores.logsumexp(-1)
     return (scores - lse.unsqueeze(-1)).exp() @ value.to(scores.dtype), lse
@@ -179,12 +212,27 @@ def _attend_backward(
     elif _has_flash(query):
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of a dropout
         grads = aten._scaled_dot_product_flash_attention_backward(
-            *(grad, query, key, value, out, lse, None, None, query.shape[-2], key.shape[-2], 0.0, causal),
+            *(
+                grad,
+                query,
+                key,
+                value,
+                out,
+                lse,
+                None,
+                None,
+                query.shape[-2],
+                key.shape[-2],
+                0.0,
+                causal,
+            ),
             *(unused, unused),
             scale=scale,
         )
     else:
-        weights = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()  # [batch, heads, rows, columns]
+        weights = (
+            _scores(query, key, causal, scale) - lse.unsqueeze(-1)
+        ).exp()  # [batch, heads, rows, columns]
         query, key, value, out, grad = (x.to(weights.dtype) for x in (query, key, value, out, grad))
         grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
         grads = grad_scores @ key, grad_scores.mT @ query, weights.mT @ grad

@@ -9,7 +9,15 @@ blocks of a model, are one function and compiled once; Inductor's cache on disk 
 import ast
 import warnings
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -22,15 +30,21 @@ from alpa_strategy.lower.lines import Line, drop_dead, function_of
 from alpa_strategy.sharding.rule_table import library_rule
 
 LEAST_OPS = 6  # a layer of fewer is compiled together with its neighbours
-MOST_OPS = 64  # of one segment: one of a whole model would hold up its gradients, and compile for minutes
+MOST_OPS = (
+    64  # of one segment: one of a whole model would hold up its gradients, and compile for minutes
+)
 PLAIN_FUNCTIONS = "alpa_strategy.capture.ops"  # functions of torch ops alone, which Dynamo follows
 
 
 def is_compilable(call: OpCall) -> bool:
     """Whether a deterministic op may stand in a compiled segment: no user's code, nor RNNs, which it would unroll."""
     if isinstance(call.target, torch._ops.OpOverload):
-        unrolls = call.target_name.startswith(("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu."))
-        return not unrolls and (call.target.namespace in ("aten", "prims") or library_rule(call.target) is not None)
+        unrolls = call.target_name.startswith(
+            ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
+        )
+        return not unrolls and (
+            call.target.namespace in ("aten", "prims") or library_rule(call.target) is not None
+        )
     return getattr(call.target, "__module__", None) == PLAIN_FUNCTIONS
 
 
@@ -46,7 +60,10 @@ class Compiler:
         self.segments: dict[Hashable, Segment] = {}  # the distinct ones
 
     def compiled(
-        self, lines: Sequence[Line], namespace: MutableMapping[str, Any], parameters: Collection[str]
+        self,
+        lines: Sequence[Line],
+        namespace: MutableMapping[str, Any],
+        parameters: Collection[str],
     ) -> list[Line]:
         """`lines` with calls of segments in the place of runs of ops. The last line, the return, stays as it is.
 
@@ -56,7 +73,9 @@ class Compiler:
         """
         made_ahead = _made_ahead(lines, parameters)
         result: list[Line] = []
-        pieces = _joined(piece for layer in _layers(lines[:-1], made_ahead) for piece in _pieces(layer))
+        pieces = _joined(
+            piece for layer in _layers(lines[:-1], made_ahead) for piece in _pieces(layer)
+        )
         read_later: list[set[str]] = [set(lines[-1].reads)]
         for piece in reversed(pieces):
             read_later.append(read_later[-1].union(*(line.reads for line in piece)))
@@ -65,7 +84,12 @@ class Compiler:
             result += [self._call(piece, later, namespace)] if is_segment else piece
         return [*result, lines[-1]]
 
-    def _call(self, lines: Sequence[Line], read_later: Collection[str], namespace: MutableMapping[str, Any]) -> Line:
+    def _call(
+        self,
+        lines: Sequence[Line],
+        read_later: Collection[str],
+        namespace: MutableMapping[str, Any],
+    ) -> Line:
         """The line that calls the segment which stands for `lines`."""
         results = tuple(name for line in lines for name in line.defines if name in read_later)
         made = {name for line in lines for name in line.defines}
@@ -73,12 +97,16 @@ class Compiler:
         tree = ast.parse("\n".join(line.code for line in drop_dead([*lines, returned])))
         renamed = _Renamed(namespace, made)
         body = [ast.unparse(renamed.visit(statement)) for statement in tree.body]
-        source = "\n    ".join([f"def segment({', '.join(renamed.arguments.values())}):", *body]) + "\n"
+        source = (
+            "\n    ".join([f"def segment({', '.join(renamed.arguments.values())}):", *body]) + "\n"
+        )
         key = source, tuple(line.call for line in lines)
         if key not in self.segments:
             given = {short: namespace[name] for name, short in renamed.bound.items()}
             layers = dict.fromkeys(line.module for line in lines if line.module)
-            self.segments[key] = Segment(source, given, self._options, next(iter(layers), "the step"))
+            self.segments[key] = Segment(
+                source, given, self._options, next(iter(layers), "the step")
+            )
         name = f"segment_{len([known for known in namespace if known.startswith('segment_')])}"
         namespace[name] = self.segments[key]
         arguments = tuple(renamed.arguments)
@@ -106,7 +134,11 @@ def segment_options(options: Mapping[str, Any]) -> dict[str, Any]:
         def __call__(self, graph: torch.fx.Graph) -> None:
             for node in graph.nodes:
                 value = node.meta.get("val")
-                is_mask = isinstance(value, Tensor) and value.dtype == torch.bool and value.device.type == "cpu"
+                is_mask = (
+                    isinstance(value, Tensor)
+                    and value.dtype == torch.bool
+                    and value.device.type == "cpu"
+                )
                 if is_mask and node.meta.get("partitioner_tag") == "is_backward":
                     node.meta["partitioner_tag"] = "must_be_in_backward"
 
@@ -130,7 +162,9 @@ class Segment:
         place: whose ops these are, for messages.
     """
 
-    def __init__(self, source: str, namespace: dict[str, Any], options: Mapping[str, Any], place: str) -> None:
+    def __init__(
+        self, source: str, namespace: dict[str, Any], options: Mapping[str, Any], place: str
+    ) -> None:
         self.source, self._place = source, place
         self._eager = function_of(source, "segment", namespace)
         self._compiled = torch.compile(self._eager, fullgraph=True, dynamic=False, **options)
@@ -151,12 +185,16 @@ class Segment:
             self._has_compiled.add(torch.is_grad_enabled())
             return results
         except Exception as error:
-            from torch._dynamo.exc import TorchDynamoException  # loads Dynamo, which only those who compile need
+            from torch._dynamo.exc import (
+                TorchDynamoException,
+            )  # loads Dynamo, which only those who compile need
 
             if not isinstance(error, TorchDynamoException):
                 raise
             why = " ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
-            warnings.warn(f"alpa: compile: ops of {self._place} run uncompiled: {why}", stacklevel=2)
+            warnings.warn(
+                f"alpa: compile: ops of {self._place} run uncompiled: {why}", stacklevel=2
+            )
             self._compiled = self._eager
             return self._eager(*operands)
 
@@ -199,7 +237,11 @@ def _made_ahead(lines: Sequence[Line], parameters: Collection[str]) -> set[int]:
     needed: set[str] = set()
     found: set[int] = set()
     for number, line in reversed(list(enumerate(lines))):
-        if line.reads and of_parameters.issuperset(line.reads) and (line.is_resharding or needed & set(line.defines)):
+        if (
+            line.reads
+            and of_parameters.issuperset(line.reads)
+            and (line.is_resharding or needed & set(line.defines))
+        ):
             found.add(number)
             needed.update(line.reads)
     return found
@@ -207,8 +249,13 @@ def _made_ahead(lines: Sequence[Line], parameters: Collection[str]) -> set[int]:
 
 def _layers(lines: Sequence[Line], made_ahead: Collection[int]) -> Iterator[list[Line]]:
     """Runs of lines of one layer, each with what is made ahead first and never compiled."""
-    sizes = Counter(path for line in lines if line.call is not None for path in _numbered(line.module))
-    own = [next((path for path in _numbered(line.module) if sizes[path] >= LEAST_OPS), "") for line in lines]
+    sizes = Counter(
+        path for line in lines if line.call is not None for path in _numbered(line.module)
+    )
+    own = [
+        next((path for path in _numbered(line.module) if sizes[path] >= LEAST_OPS), "")
+        for line in lines
+    ]
     runs = [list(numbers) for _, numbers in groupby(range(len(lines)), key=own.__getitem__)]
     for layer in runs:
         ahead = [replace(lines[number], call=None) for number in layer if number in made_ahead]

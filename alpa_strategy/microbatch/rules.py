@@ -59,7 +59,9 @@ def rows(dim: int, segments: int = 1) -> State:
     return State("rows", dim, segments)
 
 
-def cut(tensor: Tensor, how: State, num_microbatches: int, index: int, num_ranks: int = 1) -> Tensor:
+def cut(
+    tensor: Tensor, how: State, num_microbatches: int, index: int, num_ranks: int = 1
+) -> Tensor:
     """What micro-batch `index` has of a whole tensor with rows: the `index`-th part of every rank's, in rank order.
 
     A rank that cuts what it holds itself has `num_ranks=1`.
@@ -84,39 +86,57 @@ class TimeStrategy:
     inputs: tuple[State, ...]
     outputs: tuple[State, ...]
     mean: bool = False  # the results are means over the micro-batch's part: they count for 1/M of the whole's
-    added: int | None = None  # the operand that is added to a sum over micro-batches, so that each adds 1/M of it
-    adds_number: bool = False  # the second argument is a number that is added to a sum over micro-batches: likewise
-    sequential: tuple[int, ...] = ()  # results that are running statistics, carried from one micro-batch to the next
+    added: int | None = (
+        None  # the operand that is added to a sum over micro-batches, so that each adds 1/M of it
+    )
+    adds_number: bool = (
+        False  # the second argument is a number that is added to a sum over micro-batches: likewise
+    )
+    sequential: tuple[
+        int, ...
+    ] = ()  # results that are running statistics, carried from one micro-batch to the next
 
 
 @depends_on_rules
 @lru_cache(maxsize=16384)
 def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
     """Every exact way to run `call` when rows are cut into `num_parts`, the repeated one (everything whole) first."""
-    if call.target is ops.batch_norm_train:  # the one op whose result depends on the cut, and it is said in a note
+    if (
+        call.target is ops.batch_norm_train
+    ):  # the one op whose result depends on the cut, and it is said in a note
         return tuple(_batch_norm(call))
     found = (*_from_rules(call, num_parts), *_time_only(call))
     return tuple(dict.fromkeys((*found, *_row_numbers(call, found))))
 
 
-def view_strategies(call: OpCall, states: tuple[State, ...], num_parts: int) -> tuple[TimeStrategy, ...]:
+def view_strategies(
+    call: OpCall, states: tuple[State, ...], num_parts: int
+) -> tuple[TimeStrategy, ...]:
     """Ways to run a view, `cat`, `split` or slice on operands in given states, which only such ops have."""
-    if any(state.kind == "sum" for state in states) or not any(state.kind == "rows" for state in states):
+    if any(state.kind == "sum" for state in states) or not any(
+        state.kind == "rows" for state in states
+    ):
         return ()
     found = _row_views(call, states, num_parts)
     return () if found is None else (TimeStrategy(states, found),)
 
 
-def specialised(call: OpCall, strategy: TimeStrategy, segments: int, num_parts: int) -> TimeStrategy | None:
+def specialised(
+    call: OpCall, strategy: TimeStrategy, segments: int, num_parts: int
+) -> TimeStrategy | None:
     """The strategy for rows in that many segments; None when a dim cannot be cut so."""
 
     def fix(state: State) -> State:
         return replace(state, segments=segments) if state.segments == ANY else state
 
-    fixed = replace(strategy, inputs=tuple(map(fix, strategy.inputs)), outputs=tuple(map(fix, strategy.outputs)))
+    fixed = replace(
+        strategy, inputs=tuple(map(fix, strategy.inputs)), outputs=tuple(map(fix, strategy.outputs))
+    )
     pairs = zip((*fixed.inputs, *fixed.outputs), (*call.operands, *call.results), strict=True)
     for state, meta in pairs:
-        if state.kind in ("rows", "numbers") and meta.shape[state.dim] % (state.segments * num_parts):
+        if state.kind in ("rows", "numbers") and meta.shape[state.dim] % (
+            state.segments * num_parts
+        ):
             return None
     return fixed
 
@@ -132,7 +152,11 @@ def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
 
     for strategy in axis_strategies(call, num_parts):
         # The others run collectives inside, and micro-batches have nobody to talk to.
-        if strategy.implementation not in (None, "fraction", "bias_on_first") or _needs_whole_gradient(call, strategy):
+        if strategy.implementation not in (
+            None,
+            "fraction",
+            "bias_on_first",
+        ) or _needs_whole_gradient(call, strategy):
             continue
         added = added_operand(call) if strategy.implementation == "bias_on_first" else None
         inputs, outputs = (tuple(map(state, side)) for side in (strategy.inputs, strategy.outputs))
@@ -146,7 +170,8 @@ def _needs_whole_gradient(call: OpCall, strategy: AxisStrategy) -> bool:
         for meta, dual in zip(call.operands, strategy.inputs, strict=True)
     )
     whole = any(
-        meta.requires_grad and dual == INVARIANT for meta, dual in zip(call.results, strategy.outputs, strict=True)
+        meta.requires_grad and dual == INVARIANT
+        for meta, dual in zip(call.results, strategy.outputs, strict=True)
     )
     return divided and whole
 
@@ -168,7 +193,9 @@ def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
     for position in _LINEAR_IN.get(call.target, ()):
         factor = call.args[position]
         if isinstance(factor, Slot):
-            yield TimeStrategy(tuple(SUM if i == factor.index else WHOLE for i in range(len(whole))), (SUM,))
+            yield TimeStrategy(
+                tuple(SUM if i == factor.index else WHOLE for i in range(len(whole))), (SUM,)
+            )
     adds_number = aten_name(call.target) in ("add", "sub", "rsub") and len(call.operands) == 1
     if adds_number and isinstance(call.args[0], Slot) and call.results[0].dtype.is_floating_point:
         yield TimeStrategy((SUM,), (SUM,), adds_number=True)
@@ -187,7 +214,11 @@ def _row_numbers(call: OpCall, found: tuple[TimeStrategy, ...]) -> Iterator[Time
     """`x[arange(B), i]`: every row of x is read by itself, so a micro-batch may count its rows from 0."""
     if call.target in _ARANGES:
         bound = bind(call)
-        if (bound.get("start", 0), bound.get("step", 1), bound["end"]) == (0, 1, call.results[0].shape[0]):
+        if (bound.get("start", 0), bound.get("step", 1), bound["end"]) == (
+            0,
+            1,
+            call.results[0].shape[0],
+        ):
             yield TimeStrategy((), (State("numbers", 0),))
     elif regroups_dims(call) or call.target in (*_CASTS, aten.expand.default):
         for strategy in found:
@@ -224,7 +255,8 @@ def _read_by_number(call: OpCall) -> Iterator[TimeStrategy]:
 def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> OpCall:
     """The call on one micro-batch: shapes divided, arguments that hold sizes rewritten."""
     placements = AxisStrategy(
-        tuple(state.placement for state in strategy.inputs), tuple(state.placement for state in strategy.outputs)
+        tuple(state.placement for state in strategy.inputs),
+        tuple(state.placement for state in strategy.outputs),
     )
     local = localize(call, (placements,), (num_microbatches,), (0,)).call
     if not strategy.adds_number:
@@ -281,7 +313,9 @@ def _start(call: OpCall) -> int | None:
     return min(max(start + size if start < 0 else start, 0), size)
 
 
-def _viewed(source: tuple[int, ...], target: tuple[int, ...], state: State, num_parts: int) -> tuple[State, ...] | None:
+def _viewed(
+    source: tuple[int, ...], target: tuple[int, ...], state: State, num_parts: int
+) -> tuple[State, ...] | None:
     """[before, n, after] in both shapes: n are the rows, `before` is what dims and segments in front of them hold."""
     before = math.prod(source[: state.dim]) * state.segments  # runs of rows, in order
     front = 1  # elements of the target's dims that were passed

@@ -60,7 +60,9 @@ def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> State
     Raises:
         PlanError: the loss (or what it depends on) cannot be computed micro-batch by micro-batch exactly.
     """
-    independent = {entry.value for group in (step.buffers, step.batch, step.constants) for entry in group}
+    independent = {
+        entry.value for group in (step.buffers, step.batch, step.constants) for entry in group
+    }
     for op in step.ops:
         if independent.issuperset(op.operands):
             independent.update(op.results)
@@ -87,9 +89,13 @@ class _Fit:
 class _Walk:
     """independent: values that a prologue may give, as they depend on no parameter."""
 
-    def __init__(self, step: StepGraph, num_microbatches: int, num_ranks: int, independent: set[int]) -> None:
+    def __init__(
+        self, step: StepGraph, num_microbatches: int, num_ranks: int, independent: set[int]
+    ) -> None:
         self.step, self.num_microbatches, self.independent = step, num_microbatches, independent
-        self.num_parts = num_microbatches * num_ranks  # every run of rows must fall into so many equal parts
+        self.num_parts = (
+            num_microbatches * num_ranks
+        )  # every run of rows must fall into so many equal parts
         self.strategies = [rules.time_strategies(op.call, self.num_parts) for op in step.ops]
         self.forced: dict[int, TimeStrategy] = {}  # op index -> what a later op needs it to be
 
@@ -110,8 +116,12 @@ class _Walk:
         self.chosen: dict[int, Chosen] = {}
         self.moved: set[int] = set()
         self.late: set[int] = set()
-        self.state = {given.value: WHOLE for given in (*self.step.parameters, *self.step.constant_inputs)}
-        self.state |= {leaf.value: rows(0) if leaf.batch_dim == 0 else WHOLE for leaf in self.step.batch}
+        self.state = {
+            given.value: WHOLE for given in (*self.step.parameters, *self.step.constant_inputs)
+        }
+        self.state |= {
+            leaf.value: rows(0) if leaf.batch_dim == 0 else WHOLE for leaf in self.step.batch
+        }
         for index in range(len(self.step.ops)):
             num_forced = len(self.forced)
             self._op(index)
@@ -129,7 +139,10 @@ class _Walk:
         if index in self.forced:
             strategies: tuple[TimeStrategy, ...] = (self.forced[index],)
         else:
-            strategies = (*self.strategies[index], *rules.view_strategies(op.call, states, self.num_parts))
+            strategies = (
+                *self.strategies[index],
+                *rules.view_strategies(op.call, states, self.num_parts),
+            )
         fits = [fit for s in strategies if (fit := self._fit(index, states, s)) is not None]
         # Of equals the first: the repeated strategy stands before those that divide.
         best = min(fits, key=lambda fit: fit.cost, default=None)
@@ -174,7 +187,9 @@ class _Walk:
             return None
         cost, uses, wants_whole = 0, [], False
         forced: dict[int, TimeStrategy] = {}
-        for position, (value, have, want) in enumerate(zip(op.operands, states, fixed.inputs, strict=True)):
+        for position, (value, have, want) in enumerate(
+            zip(op.operands, states, fixed.inputs, strict=True)
+        ):
             dtype = self.step.values[value].dtype
             divisible = have == WHOLE and (dtype.is_floating_point or dtype.is_complex)
             if position == fixed.added and divisible:
@@ -190,7 +205,13 @@ class _Walk:
                 cost += _REMAKE
             elif value in self.independent and self._can_be_given(value, want):
                 uses.append(Use(value, "given", want))
-                cost += _GIVE if have.kind == "sum" else _GIVE_ROWS if want.kind == "rows" else _GIVE_ALL_ROWS
+                cost += (
+                    _GIVE
+                    if have.kind == "sum"
+                    else _GIVE_ROWS
+                    if want.kind == "rows"
+                    else _GIVE_ALL_ROWS
+                )
                 wants_whole |= want == WHOLE
             else:
                 return None
@@ -204,7 +225,12 @@ class _Walk:
     def _remake(self, value: int, want: State) -> dict[int, TimeStrategy] | None:
         """Strategies of earlier ops under which a whole `value` is made in rows (`expand`, `zeros`); None: no way."""
         index = self.step.makers.get(value)
-        if want.kind not in ("rows", "numbers") or self.state[value] != WHOLE or index is None or index in self.forced:
+        if (
+            want.kind not in ("rows", "numbers")
+            or self.state[value] != WHOLE
+            or index is None
+            or index in self.forced
+        ):
             return None
         if want.kind == "numbers" and value in self.step.escaping:
             return None
@@ -231,7 +257,9 @@ class _Walk:
         if self.step.loss < 0:  # a part that does not make it
             return
         rows_read = {leaf.value for leaf in self.step.batch if leaf.batch_dim == 0}
-        reads_rows = any(not rows_read.isdisjoint(self.step.ops[i].operands) for i in self.leads_to_loss)
+        reads_rows = any(
+            not rows_read.isdisjoint(self.step.ops[i].operands) for i in self.leads_to_loss
+        )
         if self.state[self.step.loss] == WHOLE and reads_rows:
             raise PlanError(
                 f"the step cannot be cut into {self.num_microbatches} micro-batches: "
@@ -260,14 +288,25 @@ def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
         states = find_states(step, num_ranks, 1)
     except PlanError:  # rows meet one another
         return False
-    sums, scaled = set[int](), {value for index in states.moved for value in step.ops[index].results}
+    sums, scaled = (
+        set[int](),
+        {value for index in states.moved for value in step.ops[index].results},
+    )
     for index, chosen in sorted(states.chosen.items()):
         op, follows = step.ops[index], not scaled.isdisjoint(step.ops[index].operands)
         given = any(use.form == "given" and use.state == WHOLE for use in chosen.uses)
         numbers = [max(abs(x), 1 / abs(x)) for x in op.call.args if type(x) in (int, float) and x]
-        counts = any(round(n) % step.batch_size in (0, step.batch_size - 1) for n in numbers if 1 < n < math.inf)
-        scales = op.call.target_name in ("aten.mul.Tensor", "aten.div.Tensor") and (given or counts or follows)
-        adds_rows = chosen.strategy.outputs[0].kind == "sum" and not chosen.strategy.mean and not follows
+        counts = any(
+            round(n) % step.batch_size in (0, step.batch_size - 1)
+            for n in numbers
+            if 1 < n < math.inf
+        )
+        scales = op.call.target_name in ("aten.mul.Tensor", "aten.div.Tensor") and (
+            given or counts or follows
+        )
+        adds_rows = (
+            chosen.strategy.outputs[0].kind == "sum" and not chosen.strategy.mean and not follows
+        )
         adds_rows &= any(states.state[value].kind == "rows" for value in op.operands)
         if not scales and (adds_rows or not sums.isdisjoint(op.operands)):
             sums.update(op.results)
@@ -278,10 +317,16 @@ def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
 
 _BY_PLACE = {"select", "slice", "narrow", "unbind", "select_scatter", "slice_scatter", *SPLITS}
 _BY_PLACE |= {"tensor_split", "diff", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
-_BY_INDEX = ("index", "index_select", "gather")  # with numbers of no batch: `x[[0, 3]]`, `x[self.anchors]`
+_BY_INDEX = (
+    "index",
+    "index_select",
+    "gather",
+)  # with numbers of no batch: `x[[0, 3]]`, `x[self.anchors]`
 
 
-def where_rows_meet(step: StepGraph, num_ranks: int, by_place: bool, own_step: Callable[[], StepGraph]) -> str | None:
+def where_rows_meet(
+    step: StepGraph, num_ranks: int, by_place: bool, own_step: Callable[[], StepGraph]
+) -> str | None:
     """The user's line on which the loss depends on rows of several ranks' being one batch; None: there is none.
 
     by_place: only where rows are taken by their places (`x[0]`, `x[:5]`, `x.squeeze(0)` of a batch of one), as each
@@ -289,22 +334,35 @@ def where_rows_meet(step: StepGraph, num_ranks: int, by_place: bool, own_step: C
     own_step: of this rank's rows alone. Groups of rows that are others there are by place, too (`x.view(5, -1, n)`).
     """
     found = _WalkOfRanks(step.bare(()), num_ranks, 1, set()).states()
-    lines, given = [op.source or op.name for op in step.ops], {x.value for x in step.constant_inputs}
+    lines, given = (
+        [op.source or op.name for op in step.ops],
+        {x.value for x in step.constant_inputs},
+    )
     # (value, its rows' dim, a rank's rows) -> what takes some of them
     taken: dict[tuple[int, int, int], dict[OpCall, int]] = {}
-    alike: dict[int, tuple[int, ...]] = {}  # op -> the shape that its result has in the step of a rank
+    alike: dict[
+        int, tuple[int, ...]
+    ] = {}  # op -> the shape that its result has in the step of a rank
     for index in step.ancestors({step.loss}):
         op, name = step.ops[index], aten_name(step.ops[index].call.target)
         result, state = op.call.results[0].shape, found.state[op.results[0]]
         for value, meta in zip(op.operands, op.call.operands, strict=True):
             have = found.state[value]
-            of_rank = meta.shape[have.dim] // (have.segments * num_ranks) if have.kind == "rows" else 0
+            of_rank = (
+                meta.shape[have.dim] // (have.segments * num_ranks) if have.kind == "rows" else 0
+            )
             is_listed = name in _BY_INDEX and not given.isdisjoint(op.operands)
             if of_rank and index in found.moved and (is_listed or name in RESHAPES or not by_place):
                 return lines[index]
             is_reshaped = of_rank and name in RESHAPES and state.kind == "rows"
-            if is_reshaped and (result[state.dim] % step.batch_size or (of_rank == 1 and name == "squeeze")):
-                alike[index] = (*result[: state.dim], result[state.dim] // num_ranks, *result[state.dim + 1 :])
+            if is_reshaped and (
+                result[state.dim] % step.batch_size or (of_rank == 1 and name == "squeeze")
+            ):
+                alike[index] = (
+                    *result[: state.dim],
+                    result[state.dim] // num_ranks,
+                    *result[state.dim + 1 :],
+                )
             is_along = name in _BY_PLACE and value == op.operands[0]
             is_along = is_along and have.dim in dims_of(bind(op.call).get("dim"), len(meta.shape))
             if of_rank and is_along and index in found.moved:
@@ -338,7 +396,9 @@ def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, State]:
     if not shown or num_ranks == 1 or step.batch_scope == "global":
         return {}
     states = _WalkOfRanks(step.bare(()), num_ranks, 1, set()).states().state
-    return {value: state for value, state in states.items() if value in shown and state.kind == "rows"}
+    return {
+        value: state for value, state in states.items() if value in shown and state.kind == "rows"
+    }
 
 
 class _WalkOfRanks(_Walk):
@@ -349,4 +409,6 @@ class _WalkOfRanks(_Walk):
 
     def _op(self, index: int) -> None:
         super()._op(index)
-        self.state.update((v, WHOLE) for v in self.step.ops[index].results if self.state[v].kind == "sum")
+        self.state.update(
+            (v, WHOLE) for v in self.step.ops[index].results if self.state[v].kind == "sum"
+        )

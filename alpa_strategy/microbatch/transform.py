@@ -64,7 +64,9 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> Mi
         PlanError: the rows cannot be cut equally, or something that the loss depends on mixes rows of micro-batches.
     """
     if num_microbatches == 1:
-        return MicroStep(1, step.bare(step.escaping, step.loss), states=dict.fromkeys(step.escaping, WHOLE))
+        return MicroStep(
+            1, step.bare(step.escaping, step.loss), states=dict.fromkeys(step.escaping, WHOLE)
+        )
     num_ranks = num_ranks if step.batch_scope == "rank" else 1
     _check_rows(step, num_microbatches, num_ranks)
     return _Writer(step, num_microbatches, find_states(step, num_microbatches, num_ranks)).write()
@@ -72,10 +74,14 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> Mi
 
 def _check_rows(step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
     # Leaves may have multiples of the batch's rows: each must fall into equal parts.
-    rows = math.gcd(*(leaf.meta.shape[0] for leaf in step.batch if leaf.batch_dim == 0)) // num_ranks
+    rows = (
+        math.gcd(*(leaf.meta.shape[0] for leaf in step.batch if leaf.batch_dim == 0)) // num_ranks
+    )
     if num_microbatches < 1 or rows % num_microbatches or rows == 0:
         divisors = ", ".join(str(d) for d in range(1, rows + 1) if rows % d == 0) or "1"
-        whose = f"{rows} rows that each rank brings" if num_ranks > 1 else f"{rows} rows of the batch"
+        whose = (
+            f"{rows} rows that each rank brings" if num_ranks > 1 else f"{rows} rows of the batch"
+        )
         raise PlanError(
             f"num_microbatches={num_microbatches} does not divide the {whose}",
             f"use one of {divisors}, or change the batch size",
@@ -92,7 +98,11 @@ class _Writer:
             self.values[leaf.value] = self._local(leaf.value, states.state[leaf.value])
         self.ops: list[Op] = []
         self.number: dict[Use, int] = {}  # how a value is read -> its number in the micro graph
-        self.inputs = {e.value for group in (step.parameters, step.buffers, step.batch, step.constants) for e in group}
+        self.inputs = {
+            e.value
+            for group in (step.parameters, step.buffers, step.batch, step.constants)
+            for e in group
+        }
         # value that only the prologue makes -> the state in which the micro graph gets it
         self.from_prologue = {r: WHOLE for index in states.moved for r in step.ops[index].results}
 
@@ -100,9 +110,14 @@ class _Writer:
         step = self.step
         late_values = {r for index in self.states.late for r in step.ops[index].results}
         epilogue = self._epilogue(late_values)
-        wanted = {*step.escaping, *(epilogue.received if epilogue is not None else ())} - late_values
+        wanted = {
+            *step.escaping,
+            *(epilogue.received if epilogue is not None else ()),
+        } - late_values
         kept, uses = self._keep(wanted)
-        prologue_values = {use.value for use in uses if use.form == "given"} | (wanted & self.from_prologue.keys())
+        prologue_values = {use.value for use in uses if use.form == "given"} | (
+            wanted & self.from_prologue.keys()
+        )
         made = {result for index in kept for result in step.ops[index].results} | self.inputs
         received = self._number_given([use for use in uses if use.form == "given"], made)
         for index in kept:
@@ -110,9 +125,13 @@ class _Writer:
         loss = self._number(self._loss_use()) if step.loss >= 0 else -1
         leaving = sorted(wanted - self.from_prologue.keys() - {step.loss})
         leaving += [value for value in dict.fromkeys((loss, step.loss)) if value >= 0]
-        graph = self._micro_graph(received).bare([v for v in leaving if v not in self.from_prologue], loss)
+        graph = self._micro_graph(received).bare(
+            [v for v in leaving if v not in self.from_prologue], loss
+        )
         states = {number: use.state for use, number in received.items()}
-        states |= {value: SUM if value == loss else self.states.state[value] for value in graph.escaping}
+        states |= {
+            value: SUM if value == loss else self.states.state[value] for value in graph.escaping
+        }
         prologue_ops = tuple(step.ops[index] for index in step.ancestors(prologue_values))
         notes = step.notes
         norms = [index for index in kept if step.ops[index].call.target is batch_norm_train]
@@ -140,7 +159,9 @@ class _Writer:
         """
         while True:
             kept, uses = self._live(wanted)
-            given = {use.value for use in uses if use.form == "given"} | (set(wanted) & self.from_prologue.keys())
+            given = {use.value for use in uses if use.form == "given"} | (
+                set(wanted) & self.from_prologue.keys()
+            )
             drawn = [
                 result
                 for index in self.step.ancestors(given)
@@ -187,7 +208,9 @@ class _Writer:
 
     def _loss_use(self) -> Use:
         """The loss is a summand: one that is the same in every micro-batch counts for 1/M in each."""
-        return Use(self.step.loss, "own" if self.states.state[self.step.loss].kind == "sum" else "share")
+        return Use(
+            self.step.loss, "own" if self.states.state[self.step.loss].kind == "sum" else "share"
+        )
 
     # Numbers
 
@@ -275,7 +298,10 @@ class _Writer:
         numbers = {value for value, state in self.states.state.items() if state.kind == "numbers"}
         late = self.states.late.intersection(self.step.ancestors(wanted))
         read = {value for index in late for value in self.step.ops[index].operands}
-        ops = tuple(self.step.ops[index] for index in sorted(late.union(self.step.ancestors(read & numbers))))
+        ops = tuple(
+            self.step.ops[index]
+            for index in sorted(late.union(self.step.ancestors(read & numbers)))
+        )
         return self._part(ops, wanted, tuple(sorted(read - late_values - numbers - self.inputs)))
 
     def _part(self, ops: tuple[Op, ...], wanted: list[int], received: tuple[int, ...]) -> StepGraph:

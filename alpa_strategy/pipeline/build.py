@@ -70,7 +70,9 @@ def build_pipeline(
     graph = micro.graph
     graphs = [slice_stage(graph, *stage.ops) for stage in stages]
     specs = tuple(_stage_spec(micro, g, s) for g, s in zip(graphs, stages, strict=True))
-    shared = _shared(graphs, stages, [stage.parameter_plans for stage in stages] if held is None else held)
+    shared = _shared(
+        graphs, stages, [stage.parameter_plans for stage in stages] if held is None else held
+    )
     spec = PipelineSpec(micro, specs, schedule, shared, places.cluster)
     num_meshes = len({stage_ranks(stage) for stage in stages})
     orders = actions(schedule, num_meshes, micro.num_microbatches, len(stages) // num_meshes)
@@ -80,18 +82,25 @@ def build_pipeline(
             warnings.warn(f"alpa: compile: {reason}", stacklevel=2)
         places = replace(places, compiler=None, overlaps=False)
     own: dict[int, OwnStage] = {}
-    for index, (stage_graph, stage, mesh) in enumerate(zip(graphs, stages, places.meshes, strict=True)):
+    for index, (stage_graph, stage, mesh) in enumerate(
+        zip(graphs, stages, places.meshes, strict=True)
+    ):
         if mesh is None:
             continue
         program, per_step = _program(index, graph, stage, places, stores[index])
         # A stage hands over gradients of shared parameters that its own ops do not use here, too.
-        names = {p.name for p in stage_graph.parameters} | {use[1] for s in shared for use in s.uses if use[0] == index}
+        names = {p.name for p in stage_graph.parameters} | {
+            use[1] for s in shared for use in s.uses if use[0] == index
+        }
         own[index] = OwnStage(
             program=program,
             store=stores[index],
             mesh=mesh,
             parameters={name: module.get_parameter(name) for name in sorted(names)},
-            buffers={COUNTERS: {}, **{b.name: module.get_buffer(b.name) for b in stage_graph.buffers}},
+            buffers={
+                COUNTERS: {},
+                **{b.name: module.get_buffer(b.name) for b in stage_graph.buffers},
+            },
             per_step=per_step,
         )
     return Pipeline(spec, own, places.device, places.group)
@@ -103,7 +112,9 @@ def _program(
     """What runs stage `index` of `graph` for a micro-batch, and what it makes of the parameters once per step."""
     random, mesh = places.randoms[index], places.meshes[index]
     assert mesh is not None
-    lowered = lower_stage(graph, stage, mesh, places.device, random, places.compiler, places.overlaps)
+    lowered = lower_stage(
+        graph, stage, mesh, places.device, random, places.compiler, places.overlaps
+    )
     per_step = PerStepValues(lowered.per_step_programs)
     place = {leaf.value: i for i, leaf in enumerate(graph.batch)}
 
@@ -121,7 +132,9 @@ def _program(
     used: set[str] = set()
     for span, program in lowered.spans:
         plans = [stage.parameter_plans[p.name] for p in span.parameters]
-        regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(stage.not_kept)
+        regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(
+            stage.not_kept
+        )
         differentiable = tuple(value for value in program.made if graph.values[value].requires_grad)
         trained = lowered.per_step.parameters_of(span)
         of_span = partial(run, span, program, regathers)
@@ -149,19 +162,31 @@ def _stage_spec(micro: MicroStep, graph: StepGraph, stage: StagePlan) -> StageSp
         mesh_shape=stage.logical_mesh,
         received={v: value_layout(stage.received[v]) for v in graph.received},
         sent={v: value_layout(stage.sent[v]) for v in graph.sent},
-        batch={place[leaf.value]: value_layout(batch_layout(graph, leaf.batch_dim, num_axes)) for leaf in graph.batch},
+        batch={
+            place[leaf.value]: value_layout(batch_layout(graph, leaf.batch_dim, num_axes))
+            for leaf in graph.batch
+        },
         escaping=graph.escaping,
         buffer_updates={
-            b.name: b.update for b in graph.buffers if b.update is not None and b.name in micro.sequential_buffers
+            b.name: b.update
+            for b in graph.buffers
+            if b.update is not None and b.name in micro.sequential_buffers
         },
     )
 
 
 def _shared(
-    graphs: Sequence[StepGraph], stages: Sequence[StagePlan], held: Sequence[Mapping[str, ParameterPlan]]
+    graphs: Sequence[StepGraph],
+    stages: Sequence[StagePlan],
+    held: Sequence[Mapping[str, ParameterPlan]],
 ) -> tuple[SharedParameter, ...]:
     """Trainable parameters of the step that stages on different devices hold, whether all of them use it or not."""
-    trained = {given.name: given for graph in graphs for given in graph.parameters if given.meta.requires_grad}
+    trained = {
+        given.name: given
+        for graph in graphs
+        for given in graph.parameters
+        if given.meta.requires_grad
+    }
     shared: dict[tuple[tuple[int, str, Layout], ...], SharedParameter] = {}
     for given in trained.values():
         uses = tuple(

@@ -24,7 +24,13 @@ from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.stage_program import Values
 from alpa_strategy.pipeline.stage_worker import OwnStage, StageWorker, sends_of
 from alpa_strategy.schedules import actions
-from alpa_strategy.sharding.cross_mesh import MeshSide, StageSpec, TransferPlan, plan_channels, plan_transfer
+from alpa_strategy.sharding.cross_mesh import (
+    MeshSide,
+    StageSpec,
+    TransferPlan,
+    plan_channels,
+    plan_transfer,
+)
 
 LOOK_AHEAD = 2  # actions for which receives are posted before they are needed
 
@@ -40,14 +46,18 @@ class SharedParameter:
 
     shape: tuple[int, ...]  # of the whole parameter, in the dims of its storage layouts
     dtype: torch.dtype
-    uses: tuple[tuple[int, str, Layout], ...]  # (stage, name there, storage layout there); one per mesh is enough
+    uses: tuple[
+        tuple[int, str, Layout], ...
+    ]  # (stage, name there, storage layout there); one per mesh is enough
 
 
 @dataclass(frozen=True)
 class PipelineSpec:
     """What every rank knows of the pipeline."""
 
-    micro: MicroStep  # values at global shapes; every rank has those of `given` whole before the step
+    micro: (
+        MicroStep  # values at global shapes; every rank has those of `given` whole before the step
+    )
     stages: tuple[StageSpec, ...]  # in order
     schedule: str  # a name of `schedules.SCHEDULES`
     shared: tuple[SharedParameter, ...] = ()  # parameters used on several meshes
@@ -71,7 +81,11 @@ class Pipeline:
     """
 
     def __init__(
-        self, spec: PipelineSpec, own: Mapping[int, OwnStage], device: torch.device, group: Any = None
+        self,
+        spec: PipelineSpec,
+        own: Mapping[int, OwnStage],
+        device: torch.device,
+        group: Any = None,
     ) -> None:
         self.spec, self._own, self._device, self._group = spec, dict(own), device, group
         micro = spec.micro
@@ -82,18 +96,32 @@ class Pipeline:
         self._num_parts = 1 if micro.graph.batch_scope == "global" else self._world
         self.channels = plan_channels(spec.stages, micro.graph.values, micro.given, spec.cluster)
         self._outbox, self._abandoned = Outbox(), list[Outbox]()
-        self._workers = {index: StageWorker(index, spec.stages[index], own[index]) for index in sorted(own)}
+        self._workers = {
+            index: StageWorker(index, spec.stages[index], own[index]) for index in sorted(own)
+        }
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
         self._mesh = meshes.index(spec.stages[min(own)].ranks)  # of all of this rank's stages
-        orders = actions(spec.schedule, len(meshes), micro.num_microbatches, len(spec.stages) // len(meshes))
+        orders = actions(
+            spec.schedule, len(meshes), micro.num_microbatches, len(spec.stages) // len(meshes)
+        )
         self._actions, self._sends = orders[self._mesh], sends_of(orders)
-        last = {own[action.stage].store: place for place, action in enumerate(self._actions) if action.kind in "BW"}
-        self._last_backward = {place: store for store, place in last.items()}  # of the stages that share a store
+        last = {
+            own[action.stage].store: place
+            for place, action in enumerate(self._actions)
+            if action.kind in "BW"
+        }
+        self._last_backward = {
+            place: store for store, place in last.items()
+        }  # of the stages that share a store
         self._num_steps = 0
         self._connect()
         self._deliveries = [Delivery(spec, ranks, self._world, self._transfer) for ranks in meshes]
-        self._parameters = tuple({id(p): p for o in own.values() for p in o.parameters.values()}.values())
-        self._sums = [SharedSum(shared, spec, own, self._rank, self._transfer) for shared in spec.shared]
+        self._parameters = tuple(
+            {id(p): p for o in own.values() for p in o.parameters.values()}.values()
+        )
+        self._sums = [
+            SharedSum(shared, spec, own, self._rank, self._transfer) for shared in spec.shared
+        ]
 
     def _connect(self) -> None:
         ranks = [stage.ranks for stage in self.spec.stages]
@@ -107,7 +135,9 @@ class Pipeline:
             forward = self._transfer(channel.forward, mesh=meshes.get(channel.target), group=ahead)
             backward = self._transfer(channel.backward, mesh=meshes.get(channel.source), group=back)
             for index in ends:
-                self._workers[index].connect(channel, forward, backward, 2 * number * self.spec.micro.num_microbatches)
+                self._workers[index].connect(
+                    channel, forward, backward, 2 * number * self.spec.micro.num_microbatches
+                )
 
     def set_buffers(self, buffers: Mapping[str, Any]) -> None:
         """Values with which the next step starts; names that no own stage reads are passed over."""
@@ -157,7 +187,9 @@ class Pipeline:
         """Bring the batch's rows to the stages."""
         # Every step has tags of its own: messages of one that was broken off stay apart.
         num_tags = max(1, 2 * len(self.channels) * self.spec.micro.num_microbatches)
-        first_tag = FIRST_CHANNEL_TAG + self._num_steps * num_tags % (LAST_TAG - FIRST_CHANNEL_TAG - num_tags)
+        first_tag = FIRST_CHANNEL_TAG + self._num_steps * num_tags % (
+            LAST_TAG - FIRST_CHANNEL_TAG - num_tags
+        )
         self._num_steps += 1
         deliveries = exchange([(d.transfer, d.sources(batch)) for d in self._deliveries], tag=0)
         # Made where it is used: a copy would hold up the host at every micro-batch.
@@ -177,7 +209,9 @@ class Pipeline:
             for ahead in self._actions[first : place + LOOK_AHEAD + 1]:
                 self._workers[ahead.stage].post(ahead)
             store = self._last_backward.get(place)
-            if store is not None:  # its gradients are complete with this action: reduced while they are made
+            if (
+                store is not None
+            ):  # its gradients are complete with this action: reduced while they are made
                 store.reducer.enabled = True
             worker = self._workers[action.stage]
             match action.kind:
@@ -192,7 +226,11 @@ class Pipeline:
 
     def _sum_shared(self) -> None:
         """Complete the gradients of parameters used on several meshes, all in one exchange."""
-        wanted = [pair for shared in self._sums for pair in zip(shared.transfers, shared.own_gradients(), strict=True)]
+        wanted = [
+            pair
+            for shared in self._sums
+            for pair in zip(shared.transfers, shared.own_gradients(), strict=True)
+        ]
         arrived = iter(exchange(wanted, tag=FIRST_SHARED_TAG))
         for shared in self._sums:
             shared.add([next(arrived) for _ in shared.transfers])
@@ -208,7 +246,9 @@ class Pipeline:
                     continue
                 tensor, state = given[value], self.spec.micro.states[value]
                 if state.kind == "rows":
-                    tensor = cut(tensor, state, self.spec.micro.num_microbatches, m, self._num_parts)
+                    tensor = cut(
+                        tensor, state, self.spec.micro.num_microbatches, m, self._num_parts
+                    )
                 box = layout.slices(tensor.shape, stage.mesh_shape, coordinate)
                 found[value] = tensor[tuple(slice(*ends) for ends in box)]
             result.append(found)
@@ -219,7 +259,11 @@ class Pipeline:
         results: Values = {}
         for index, stage in enumerate(self.spec.stages):
             worker = self._workers.get(index)
-            own = {} if worker is None else {v: self._combined(v, worker.escaped) for v in stage.escaping}
+            own = (
+                {}
+                if worker is None
+                else {v: self._combined(v, worker.escaped) for v in stage.escaping}
+            )
             results.update(own if self._world == len(stage.ranks) else self._broadcast(stage, own))
         return results
 
@@ -236,14 +280,23 @@ class Pipeline:
 
     def _broadcast(self, stage: StageSpec, own: Values) -> Values:
         """All of a stage's values together."""
-        is_source = self._rank == stage.ranks[0]  # what escapes is whole on all of the stage's devices: one sends
+        is_source = (
+            self._rank == stage.ranks[0]
+        )  # what escapes is whole on all of the stage's devices: one sends
         results: Values = {}
         for value in stage.escaping:
-            meta, state = self.spec.micro.graph.values[value], self.spec.micro.states.get(value, WHOLE)
+            meta, state = (
+                self.spec.micro.graph.values[value],
+                self.spec.micro.states.get(value, WHOLE),
+            )
             shape = list(meta.shape)
             if state.kind == "rows":
                 shape[state.dim] *= self.spec.micro.num_microbatches
-            tensor = own[value] if is_source else torch.empty(shape, dtype=meta.dtype, device=self._device)
+            tensor = (
+                own[value]
+                if is_source
+                else torch.empty(shape, dtype=meta.dtype, device=self._device)
+            )
             results[value] = tensor.contiguous()
         try:
             broadcast_tensors(results.values(), stage.ranks[0], self._group)
@@ -263,14 +316,24 @@ class Delivery:
     """The way of the batch's rows to all stages on one mesh, all micro-batches in one message per pair of ranks."""
 
     def __init__(
-        self, spec: PipelineSpec, ranks: tuple[int, ...], world: int, transfer: Callable[..., Transfer]
+        self,
+        spec: PipelineSpec,
+        ranks: tuple[int, ...],
+        world: int,
+        transfer: Callable[..., Transfer],
     ) -> None:
         self._spec = spec
-        self._items: dict[tuple[int, tuple[int, ...], Layout], int] = {}  # (tensor, mesh, layout) -> first plan
+        self._items: dict[
+            tuple[int, tuple[int, ...], Layout], int
+        ] = {}  # (tensor, mesh, layout) -> first plan
         self._tensors: list[int] = []  # plan -> tensor of the batch
         plans: list[TransferPlan] = []
         graph, count = spec.micro.graph, spec.micro.num_microbatches
-        start = MeshSide((world,), tuple(range(world)), Layout.parse("R" if graph.batch_scope == "global" else "S0"))
+        start = MeshSide(
+            (world,),
+            tuple(range(world)),
+            Layout.parse("R" if graph.batch_scope == "global" else "S0"),
+        )
         for stage in spec.stages:
             if stage.ranks != ranks:
                 continue
@@ -280,7 +343,9 @@ class Delivery:
                 if tensor.batch_dim is None or key in self._items:
                     continue
                 self._items[key] = len(plans)
-                plan = plan_transfer(tensor.meta.shape, tensor.meta.dtype, start, stage.side(layout))
+                plan = plan_transfer(
+                    tensor.meta.shape, tensor.meta.dtype, start, stage.side(layout)
+                )
                 plans += [plan] * count
                 self._tensors += [position] * count
         self.transfer = transfer(plans)
@@ -288,9 +353,14 @@ class Delivery:
     def sources(self, batch: Sequence[Tensor]) -> list[Tensor]:
         """What this rank has of each transfer's tensor: a micro-batch's part of its own rows."""
         count = self._spec.micro.num_microbatches
-        return [cut(batch[position], rows(0), count, i % count) for i, position in enumerate(self._tensors)]
+        return [
+            cut(batch[position], rows(0), count, i % count)
+            for i, position in enumerate(self._tensors)
+        ]
 
-    def batches(self, index: int, tensors: list[Tensor], batch: Sequence[Tensor]) -> list[dict[int, Tensor]]:
+    def batches(
+        self, index: int, tensors: list[Tensor], batch: Sequence[Tensor]
+    ) -> list[dict[int, Tensor]]:
         """Micro-batch -> tensors of stage `index`; `batch` gives those that are the same everywhere."""
         stage = self._spec.stages[index]
         result: list[dict[int, Tensor]] = []
@@ -319,14 +389,19 @@ class SharedSum:
         # Few meshes share a parameter (two, where embeddings are tied): all to all is one message each way.
         self._order = list(permutations(range(len(uses)), 2))  # (use that sends, use that receives)
         self.transfers = [
-            transfer([plan_transfer(shared.shape, shared.dtype, sides[i], sides[j])]) for i, j in self._order
+            transfer([plan_transfer(shared.shape, shared.dtype, sides[i], sides[j])])
+            for i, j in self._order
         ]
         # This rank's use, its parameter, and the local shape in the dims of the storage layout.
         self._mine: tuple[int, nn.Parameter, tuple[int, ...]] | None = None
         for i, (stage, name, _) in enumerate(uses):
             if stage in own:
                 box = sides[i].boxes(shared.shape)[rank]
-                self._mine = (i, own[stage].parameters[name], tuple(stop - start for start, stop in box))
+                self._mine = (
+                    i,
+                    own[stage].parameters[name],
+                    tuple(stop - start for start, stop in box),
+                )
 
     def own_gradients(self) -> list[list[Tensor | None]]:
         """What this rank puts into each transfer."""
@@ -345,4 +420,6 @@ class SharedSum:
             if receiver == me:
                 parts[sender] = tensors[0]
         if parts:
-            parameter.grad = reduce(torch.add, [parts[use] for use in sorted(parts)]).reshape(parameter.shape)
+            parameter.grad = reduce(torch.add, [parts[use] for use in sorted(parts)]).reshape(
+                parameter.shape
+            )

@@ -25,14 +25,18 @@ class PerStepValues:
     """The derivations of a stage (`LoweredStage.per_step_programs`) on this device."""
 
     def __init__(self, programs: Sequence[LoweredStep]) -> None:
-        self._programs = {per_step_name(value): program for program in programs for value in program.made}
+        self._programs = {
+            per_step_name(value): program for program in programs for value in program.made
+        }
         self._made: dict[int, _Made] = {}
 
     def forget(self) -> None:
         """A step has ended: its values go."""
         self._made.clear()
 
-    def beside(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    def beside(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]
+    ) -> Mapping[str, Tensor]:
         """`parameters` and the derived values, each made when it is first asked for: for one run of a program."""
         if not self._programs:
             return parameters
@@ -49,19 +53,26 @@ class PerStepValues:
 
         return OnDemand(make)
 
-    def hand_out(self, name: str, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]) -> dict[str, Tensor]:
+    def hand_out(
+        self, name: str, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
         """All values of the derivation that makes `name`, as a graph sees them that starts at `parameters`."""
         program = self._programs[name]
         made = self._made.get(id(program))
         if made is None:
             given = {name: parameters[name] for name in program.parameter_names}
-            leaves = {name: each.detach().requires_grad_(each.requires_grad) for name, each in given.items()}
+            leaves = {
+                name: each.detach().requires_grad_(each.requires_grad)
+                for name, each in given.items()
+            }
             # What its backward needs is kept as it is, not gathered again for each micro-batch; a result that an op
             # saves without its graph, which would hold itself.
             as_it_is = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
             with torch.enable_grad(), as_it_is:
                 results = program(leaves, buffers, ())[2]
-            made = _Made(leaves, {per_step_name(value): tensor for value, tensor in results.items()})
+            made = _Made(
+                leaves, {per_step_name(value): tensor for value, tensor in results.items()}
+            )
             self._made[id(program)] = made
         trained = [parameters[name] for name, leaf in made.leaves.items() if leaf.requires_grad]
         if not trained or not torch.is_grad_enabled():
@@ -80,16 +91,24 @@ class _Derived(torch.autograd.Function):
         ctx.made, ctx.is_made_of_parameters = made, True
         ctx.set_materialize_grads(False)
         handed = tuple(value.detach() for value in made.results.values())
-        plain = [h for h, value in zip(handed, made.results.values(), strict=True) if not value.requires_grad]
+        plain = [
+            h
+            for h, value in zip(handed, made.results.values(), strict=True)
+            if not value.requires_grad
+        ]
         ctx.mark_non_differentiable(*plain)
         return handed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         results = ctx.made.results.values()
-        pairs = [(value, grad) for value, grad in zip(results, grads, strict=True) if grad is not None]
+        pairs = [
+            (value, grad) for value, grad in zip(results, grads, strict=True) if grad is not None
+        ]
         leaves = [leaf for leaf in ctx.made.leaves.values() if leaf.requires_grad]
         if not pairs:
             return (None,) * (1 + len(leaves))
         values, given = zip(*pairs, strict=True)
-        return None, *torch.autograd.grad(values, leaves, given, retain_graph=True, allow_unused=True)
+        return None, *torch.autograd.grad(
+            values, leaves, given, retain_graph=True, allow_unused=True
+        )

@@ -26,7 +26,9 @@ class SplitBackward:
     `run_inputs` returns the inputs' gradients; `run_weights` then accumulates into `.grad` of all other leaves.
     """
 
-    def __init__(self, roots: Sequence[GradientEdge], root_grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, roots: Sequence[GradientEdge], root_grads: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> None:
         self._roots, self._root_grads, self._inputs = list(roots), list(root_grads), list(inputs)
         self._groups: list[_Group] = []
         self._caught: dict[Node, _Grads] = {}
@@ -36,11 +38,21 @@ class SplitBackward:
         inputs = {get_gradient_edge(x).node for x in self._inputs}
         self._groups = _groups([root.node for root in self._roots], inputs)
         catch = self._caught.__setitem__
-        handles = [node.register_prehook(partial(catch, node)) for group in self._groups for node in group.starts]
+        handles = [
+            node.register_prehook(partial(catch, node))
+            for group in self._groups
+            for node in group.starts
+        ]
         try:
             # The graph stays: its other half is run by `run_weights`.
             return list(
-                torch.autograd.grad(self._roots, self._inputs, self._root_grads, retain_graph=True, allow_unused=True)
+                torch.autograd.grad(
+                    self._roots,
+                    self._inputs,
+                    self._root_grads,
+                    retain_graph=True,
+                    allow_unused=True,
+                )
             )
         finally:
             for handle in handles:
@@ -63,7 +75,9 @@ class SplitBackward:
             # A start below another start of its group would get its gradient twice: by its own edge and from above.
             starts = group.starts if len(group.starts) + len(group.roots) > 1 else ()
             below = [(node, self._caught[node]) for node in starts]
-            clamps = [node.register_prehook(lambda _, caught=caught: caught) for node, caught in below]
+            clamps = [
+                node.register_prehook(lambda _, caught=caught: caught) for node, caught in below
+            ]
             try:
                 torch.autograd.backward(edges, grads, inputs=group.leaves, retain_graph=True)
             finally:
@@ -94,11 +108,15 @@ def _groups(roots: list[Node], inputs: set[Node]) -> list[_Group]:
     group_of: dict[Node | int, _Group] = {}
     groups: list[_Group] = []
     for leaf in order:
-        if not hasattr(leaf, "variable") or leaf in inputs:  # only AccumulateGrad nodes have a variable
+        if (
+            not hasattr(leaf, "variable") or leaf in inputs
+        ):  # only AccumulateGrad nodes have a variable
             continue
         found = _reached([leaf], lambda node: [] if node in to_inputs else users[node])
         off_path = [i for i, root in enumerate(roots) if root in found and root not in to_inputs]
-        group = _Group({node: None for node in found if node in to_inputs}, off_path, [leaf.variable])
+        group = _Group(
+            {node: None for node in found if node in to_inputs}, off_path, [leaf.variable]
+        )
         groups.append(group)
         # Leaves below one start get their gradients in one backward: what lies between is run once.
         shared: list[Node | int] = [*group.starts, *group.roots]
@@ -121,7 +139,9 @@ def _below(node: Node) -> list[Node]:
 
 def _reached(nodes: Iterable[Node], following: Callable[[Node], list[Node]]) -> dict[Node, None]:
     """`nodes` and all that follow them. Of a list, in an order that depends on the graph alone."""
-    found: dict[Node, None] = {}  # a set that keeps its order: torch's own split iterates sets, by memory address
+    found: dict[
+        Node, None
+    ] = {}  # a set that keeps its order: torch's own split iterates sets, by memory address
     stack = list(nodes)[::-1]
     while stack:
         node = stack.pop()

@@ -28,7 +28,9 @@ class StageInputs:
     parameters: Mapping[str, Tensor]  # by name
     buffers: Mapping[str, Any]  # by name; the counters under `COUNTERS`
     batch: Mapping[int, Tensor]  # by place in the step's batch
-    received: Mapping[int, Tensor]  # what other stages made, and earlier spans of this one, by value
+    received: Mapping[
+        int, Tensor
+    ]  # what other stages made, and earlier spans of this one, by value
 
 
 # Gives (escaping values, whole on every device of the stage; values sent to other stages, in the stage's layouts; the
@@ -76,7 +78,10 @@ class StageRun:
 
     def __init__(self, stage: StageProgram, wanted: Collection[int]) -> None:
         self._stage, self._wanted = stage, wanted
-        self._differentiable = {*wanted, *(value for span in stage.spans for value in span.differentiable)}
+        self._differentiable = {
+            *wanted,
+            *(value for span in stage.spans for value in span.differentiable),
+        }
         self._graph: _Graph | None = None  # of the last span
         # What is kept to recompute: tensors as they were, what passes from span to span, each span's random numbers.
         self._inputs: StageInputs | None = None
@@ -91,7 +96,10 @@ class StageRun:
             escaping, sent, self._graph = self._run(span, inputs)
             return escaping, sent
         escaping, sent = {}, {}
-        self._inputs, self._values = replace(inputs, buffers=dict(inputs.buffers)), dict(inputs.received)
+        self._inputs, self._values = (
+            replace(inputs, buffers=dict(inputs.buffers)),
+            dict(inputs.received),
+        )
         with torch.no_grad():  # nothing is saved for a backward: the spans run again for it
             for span in self._stage.spans:
                 self._replays.append(self._stage.bookmark())
@@ -118,17 +126,23 @@ class StageRun:
             hold: told before every span whose parameters' gradients are not complete with it.
             in_halves: gradients of the weights are left to `weights`, where nothing is recomputed.
         """
-        in_halves = in_halves and self._stage.bookmark is None  # what is recomputed is not kept for a later half
+        in_halves = (
+            in_halves and self._stage.bookmark is None
+        )  # what is recomputed is not kept for a later half
         graph: _Graph | None = self._graph or self._again(len(self._stage.spans) - 1)
         self._graph, grads = None, receive()
-        inside = {v: grads[v] for v in self._wanted if v in grads}  # of received values, and between spans
+        inside = {
+            v: grads[v] for v in self._wanted if v in grads
+        }  # of received values, and between spans
         for number in reversed(range(len(self._stage.spans))):
             span = self._stage.spans[number]
             for value in span.differentiable:
                 self._values.pop(value, None)  # its readers are done
             graph = graph or self._again(number)
             hold(span.used_before)
-            for value, grad in self._differentiate(graph, inside, grads, loss_scale, in_halves).items():
+            for value, grad in self._differentiate(
+                graph, inside, grads, loss_scale, in_halves
+            ).items():
                 inside[value] = inside[value] + grad if value in inside else grad
             graph = None  # the span's activations, before the next is recomputed
         hold(())
@@ -138,12 +152,16 @@ class StageRun:
     def _again(self, number: int) -> _Graph:
         assert self._inputs is not None
         with self._replays[number]():
-            return self._run(self._stage.spans[number], replace(self._inputs, received=self._values))[2]
+            return self._run(
+                self._stage.spans[number], replace(self._inputs, received=self._values)
+            )[2]
 
     def _run(self, span: Span, inputs: StageInputs) -> tuple[Values, Values, _Graph]:
         """(escaping, sent, the graph) of a span."""
         handed = {value: inputs.received[value] for value in span.reads}
-        leaves = {v: t.detach().requires_grad_() for v, t in handed.items() if v in self._differentiable}
+        leaves = {
+            v: t.detach().requires_grad_() for v, t in handed.items() if v in self._differentiable
+        }
         with torch.enable_grad():
             escaping, sent, made = span.program(replace(inputs, received=handed | leaves))
         is_made_here = self._stage.loss not in span.reads  # a record may hold it once more
@@ -152,7 +170,9 @@ class StageRun:
             leaves,
             {v: get_gradient_edge(made[v]) for v in span.differentiable if made[v].requires_grad},
             {v: get_gradient_edge(t) for v, t in sent.items() if t.requires_grad},
-            None if loss is None or not loss.requires_grad else (get_gradient_edge(loss), loss.detach()),
+            None
+            if loss is None or not loss.requires_grad
+            else (get_gradient_edge(loss), loss.detach()),
         )
         return escaping, sent, graph
 
@@ -176,4 +196,6 @@ class StageRun:
             if roots:
                 torch.autograd.backward(roots, root_grads)
             found = [leaf.grad for leaf in graph.leaves.values()]
-        return {value: grad for value, grad in zip(graph.leaves, found, strict=True) if grad is not None}
+        return {
+            value: grad for value, grad in zip(graph.leaves, found, strict=True) if grad is not None
+        }

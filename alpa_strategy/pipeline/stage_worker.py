@@ -39,7 +39,9 @@ class OwnStage:
     program: StageProgram
     store: MeshParameters
     mesh: MeshComm
-    parameters: Mapping[str, nn.Parameter]  # by name; a step makes their `.grad`s (local storage shards)
+    parameters: Mapping[
+        str, nn.Parameter
+    ]  # by name; a step makes their `.grad`s (local storage shards)
     buffers: dict[str, Any]  # by name; entries are replaced when a micro-batch updates them
     per_step: PerStepValues  # what the program makes of the parameters once per step
 
@@ -52,20 +54,26 @@ class ChannelEnd:
         offset: of the channel's tags among those of the pipeline.
     """
 
-    def __init__(self, channel: Channel, is_source: bool, forward: Transfer, backward: Transfer, offset: int) -> None:
+    def __init__(
+        self, channel: Channel, is_source: bool, forward: Transfer, backward: Transfer, offset: int
+    ) -> None:
         self.values, self.differentiable = channel.values, channel.differentiable
         self.peer = channel.target if is_source else channel.source
         self._inbound, self._outbound = (backward, forward) if is_source else (forward, backward)
         self._is_source, self._offset = is_source, offset
         self._posted: dict[int, Receipt] = {}
-        self._abandoned: list[dict[int, Receipt]] = []  # of steps that were broken off: gloo may still write into them
+        self._abandoned: list[
+            dict[int, Receipt]
+        ] = []  # of steps that were broken off: gloo may still write into them
 
     def start_step(self, sent: Sequence[int], first_tag: int) -> None:
         """Forget the step before. sent: micro-batches in the order in which the other end sends them."""
         if self._posted:
             self._abandoned.append(self._posted)
         self._coming, self._posted = iter(sent), {}
-        tag = first_tag + self._offset  # micro-batch m: values at tag + 2 m, gradients at tag + 2 m + 1
+        tag = (
+            first_tag + self._offset
+        )  # micro-batch m: values at tag + 2 m, gradients at tag + 2 m + 1
         self._tag_in, self._tag_out = (tag + 1, tag) if self._is_source else (tag, tag + 1)
         self._inbound.forget()
         self._outbound.forget()
@@ -123,7 +131,12 @@ class StageWorker:
             sends: in which order the stages send.
             first_tag: of the step's messages.
         """
-        self._batches, self._given, self._loss_scale, self._outbox = batches, given, loss_scale, outbox
+        self._batches, self._given, self._loss_scale, self._outbox = (
+            batches,
+            given,
+            loss_scale,
+            outbox,
+        )
         for end in self._incoming:
             end.start_step(sends[end.peer, "F"], first_tag)
         for end in self._outgoing:
@@ -133,7 +146,9 @@ class StageWorker:
         """Let go of all tensors, of a step that was broken off too."""
         self._batches, self._given = [], []
         self.escaped: dict[int, Values] = {}  # by micro-batch, in the order of the forwards
-        self._in_flight: dict[int, StageRun] = {}  # micro-batches between their forward and their last backward
+        self._in_flight: dict[
+            int, StageRun
+        ] = {}  # micro-batches between their forward and their last backward
         self._own.per_step.forget()
 
     def post(self, action: Action) -> None:
@@ -147,8 +162,12 @@ class StageWorker:
         received = dict(self._given[microbatch])
         for end in self._incoming:
             received |= zip(end.values, end.take(microbatch), strict=True)
-        run = StageRun(self._own.program, {value for end in self._incoming for value in end.differentiable})
-        inputs = StageInputs(self._own.store.step_inputs(), self._own.buffers, self._batches[microbatch], received)
+        run = StageRun(
+            self._own.program, {value for end in self._incoming for value in end.differentiable}
+        )
+        inputs = StageInputs(
+            self._own.store.step_inputs(), self._own.buffers, self._batches[microbatch], received
+        )
         escaping, sent = run.forward(inputs)
         sent = received | sent  # some are only passed on
         for end in self._outgoing:

@@ -36,7 +36,9 @@ from alpa_strategy.pipeline.executor import Gradients, Pipeline
 from alpa_strategy.pipeline.stage_program import Values
 from alpa_strategy.runtime.parameters import ParameterStore
 
-ONE_STAGE_SCHEDULE = "1F1B"  # micro-batches without a pipeline: each one's backward follows its forward
+ONE_STAGE_SCHEDULE = (
+    "1F1B"  # micro-batches without a pipeline: each one's backward follows its forward
+)
 
 
 # What runs a captured step here: (this rank's batch, the counters' values) -> the step's escaping values by number,
@@ -73,10 +75,18 @@ class PlacedPlan:
         self.module, self._plan, self.loss_scale = module, plan, loss_scale
         self._seed, self.num_steps = seed, 0  # both go into checkpoints
         stages = plan.stages
-        meshes = build_stage_meshes([(s.logical_mesh, stage_ranks(s)) for s in stages], backend, group=group)
+        meshes = build_stage_meshes(
+            [(s.logical_mesh, stage_ranks(s)) for s in stages], backend, group=group
+        )
         compiler = None if compile is None else Compiler(compile)
-        self._places = StagePlaces(meshes, stage_randoms(stages, meshes, seed), device, cluster, compiler, group)
-        job_mesh = meshes[0] if len(stages) == 1 else build_mesh((world_size(group),), backend, group=group)
+        self._places = StagePlaces(
+            meshes, stage_randoms(stages, meshes, seed), device, cluster, compiler, group
+        )
+        job_mesh = (
+            meshes[0]
+            if len(stages) == 1
+            else build_mesh((world_size(group),), backend, group=group)
+        )
         assert job_mesh is not None
         if plan.is_pipelined:  # what only a prologue or epilogue reads lies whole on every rank
             held = {name for stage in stages for name in stage.parameter_plans}
@@ -91,10 +101,22 @@ class PlacedPlan:
             stage, mesh = plan.stages[0], places.meshes[0]
             assert mesh is not None
             of_stage[0].will_read(step.dtypes_read)
-            overlaps = not self._plan.is_as_written  # else the user's own code may differentiate twice
-            lowered = lower(step, stage, mesh, places.device, places.randoms[0], places.compiler, overlaps=overlaps)
+            overlaps = (
+                not self._plan.is_as_written
+            )  # else the user's own code may differentiate twice
+            lowered = lower(
+                step,
+                stage,
+                mesh,
+                places.device,
+                places.randoms[0],
+                places.compiler,
+                overlaps=overlaps,
+            )
             plans = stage.parameter_plans.values()
-            regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(stage.not_kept)
+            regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(
+                stage.not_kept
+            )
 
             def direct(batch: Any, counters: Mapping[str, int]) -> Values:
                 buffers = step_buffers(self.module, step, counters)
@@ -108,15 +130,24 @@ class PlacedPlan:
         for index, held in of_stage.items():
             held.will_read(slice_stage(micro.graph, *plan.stages[index].ops).dtypes_read)
         held_plans = [stage.parameter_plans for stage in self._plan.stages]
-        pipeline = build_pipeline(self.module, micro, plan.stages, schedule, places, of_stage, held_plans)
+        pipeline = build_pipeline(
+            self.module, micro, plan.stages, schedule, places, of_stage, held_plans
+        )
         return partial(self._pipelined, step, micro, pipeline)
 
     def _pipelined(
-        self, step: StepGraph, micro: MicroStep, pipeline: Pipeline, batch: Any, counters: Mapping[str, int]
+        self,
+        step: StepGraph,
+        micro: MicroStep,
+        pipeline: Pipeline,
+        batch: Any,
+        counters: Mapping[str, int],
     ) -> Values:
         buffers = step_buffers(self.module, step, counters)
         # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into the module's.
-        pipeline.set_buffers({name: b.clone() if isinstance(b, Tensor) else b for name, b in buffers.items()})
+        pipeline.set_buffers(
+            {name: b.clone() if isinstance(b, Tensor) else b for name, b in buffers.items()}
+        )
         values: Values = {}
         if micro.prologue is not None:
             values |= self._compute_whole(micro.prologue, buffers, batch, values)[0]
@@ -134,7 +165,9 @@ class PlacedPlan:
         values, leaves = self._compute_whole(step, buffers, batch, {}, trains=True)
         loss = values[step.loss]
         trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        grads = torch.autograd.grad(loss, list(trained.values()), torch.full_like(loss, scale), allow_unused=True)
+        grads = torch.autograd.grad(
+            loss, list(trained.values()), torch.full_like(loss, scale), allow_unused=True
+        )
         gradients = []
         for name, gradient in zip(trained, grads, strict=True):
             parameter = self.module.get_parameter(name)
@@ -144,7 +177,12 @@ class PlacedPlan:
         return values | {step.loss: hand_over(values[step.loss], tuple(gradients), scale)}
 
     def _compute_whole(
-        self, part: StepGraph, buffers: Mapping[str, Any], batch: Any, values: Values, trains: bool = False
+        self,
+        part: StepGraph,
+        buffers: Mapping[str, Any],
+        batch: Any,
+        values: Values,
+        trains: bool = False,
     ) -> tuple[Values, dict[str, Tensor]]:
         """What `part` makes of the global batch and of whole parameters, and these, to differentiate by. Collective.
 
@@ -159,14 +197,23 @@ class PlacedPlan:
         # By default fork_rng touches every GPU of the node, with a warning; the others belong to other ranks.
         here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=here), torch.set_grad_enabled(trains):
-            torch.manual_seed((self._seed * 1_000_003 + self.num_steps) % 2**63)  # a seed of its own may be large
+            torch.manual_seed(
+                (self._seed * 1_000_003 + self.num_steps) % 2**63
+            )  # a seed of its own may be large
             found = run_step(part, leaves, buffers, rows, values)
         return {value: found[value] for value in part.escaping}, leaves
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's random streams, for a checkpoint: plain data."""
-        randoms = {str(stage): random.state_dict() for stage, random in self._places.randoms.items()}
-        return {"devices": self._devices(), "seed": self._seed, "num_steps": self.num_steps, "randoms": randoms}
+        randoms = {
+            str(stage): random.state_dict() for stage, random in self._places.randoms.items()
+        }
+        return {
+            "devices": self._devices(),
+            "seed": self._seed,
+            "num_steps": self.num_steps,
+            "randoms": randoms,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken; nothing is done where that was on other meshes, or of another kind."""
@@ -178,20 +225,26 @@ class PlacedPlan:
 
     def _devices(self) -> list[list[int]]:
         """Where every stage runs: the streams of one place mean nothing in another."""
-        return [[s.first_device, *s.submesh, 0, *s.logical_mesh, *s.devices] for s in self._plan.stages]
+        return [
+            [s.first_device, *s.submesh, 0, *s.logical_mesh, *s.devices] for s in self._plan.stages
+        ]
 
 
 def hand_over(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:
     """The loss, with a backward that adds `gradients`, which are those of the loss times `scale`, to `.grad`s."""
     # An input that wants a gradient makes it differentiable on a rank without parameters too.
-    return _HandOver.apply(torch.zeros((), device=loss.device, requires_grad=True), loss, gradients, scale)
+    return _HandOver.apply(
+        torch.zeros((), device=loss.device, requires_grad=True), loss, gradients, scale
+    )
 
 
 class _HandOver(torch.autograd.Function):
     """Gradients pass by the parameters' own graph nodes, whose hooks would take them for parts yet to be reduced."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: Gradients, known_scale: float) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, loss: Tensor, gradients: Gradients, known_scale: float
+    ) -> Tensor:
         ctx.gradients, ctx.known_scale = gradients, known_scale
         return loss.clone()
 
@@ -240,4 +293,7 @@ def _global_rows(part: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
     if part.batch_scope == "global":
         return rows
     pairs = zip(part.batch, rows, strict=True)
-    return [own if leaf.batch_dim is None else axis.all_gather(own, 0, len(own) * axis.size) for leaf, own in pairs]
+    return [
+        own if leaf.batch_dim is None else axis.all_gather(own, 0, len(own) * axis.size)
+        for leaf, own in pairs
+    ]

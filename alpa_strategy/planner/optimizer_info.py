@@ -44,15 +44,21 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
         # Rates and decays do not say how it works; flags may (`use_muon`), and so may convolutions' dims.
         kinds: dict[tuple[str, int], dict[str, Any]] = {}
         for group in optimizer.param_groups:
-            flags = repr([v for key, v in group.items() if key not in _MEMBERS and not isinstance(v, float)])
+            flags = repr(
+                [v for key, v in group.items() if key not in _MEMBERS and not isinstance(v, float)]
+            )
             kinds.update({(flags, max(2, parameter.dim())): group for parameter in group["params"]})
-        found = [_works(partial(_rebuilt, optimizer, group), dims) for (_, dims), group in kinds.items()]
+        found = [
+            _works(partial(_rebuilt, optimizer, group), dims) for (_, dims), group in kinds.items()
+        ]
         # Hooks have a schedule-free one's change weights, by state that must be there.
         if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
             found.append((False, False))
         element_wise, parameter_wise = map(all, zip(*found, strict=True))
         state_bytes, moved, scratch = _per_element(optimizer)
-        return OptimizerInfo(state_bytes, element_wise, name, parameter_wise, moved_bytes=moved, scratch=scratch)
+        return OptimizerInfo(
+            state_bytes, element_wise, name, parameter_wise, moved_bytes=moved, scratch=scratch
+        )
     # Any class of any package is tried here, so any error may come: it means "cannot be known", never a crash.
     except Exception:
         return OptimizerInfo(state_bytes=8.0, element_wise=False, name=name, parameter_wise=False)
@@ -61,16 +67,24 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
 def _works(make: Make, dims: int) -> tuple[bool, bool]:
     """Whether an optimizer works element by element, and parameter by parameter."""
     generator = torch.Generator().manual_seed(0)
-    start, *grads = torch.randn(1 + _NUM_STEPS, *_SHAPE, *[1] * (dims - 2), generator=generator, dtype=torch.float64)
-    grads = [grad * 30.0**step for step, grad in enumerate(grads)]  # large ones too, which it may clip
+    start, *grads = torch.randn(
+        1 + _NUM_STEPS, *_SHAPE, *[1] * (dims - 2), generator=generator, dtype=torch.float64
+    )
+    grads = [
+        grad * 30.0**step for step, grad in enumerate(grads)
+    ]  # large ones too, which it may clip
     (whole,) = _trained(make, [start], [grads])
 
     def in_shards(dim: int, size: int) -> Tensor:
         shards = zip(start.split(size, dim), *(g.split(size, dim) for g in grads), strict=True)
-        return torch.cat([_trained(make, [part], [own_grads])[0] for part, *own_grads in shards], dim)
+        return torch.cat(
+            [_trained(make, [part], [own_grads])[0] for part, *own_grads in shards], dim
+        )
 
     cuts = ((0, 3), (0, 1), (1, 2), (1, 4))  # (dim, size of a shard)
-    element_wise = all(torch.allclose(in_shards(*cut), whole, rtol=1e-12, atol=1e-14) for cut in cuts)
+    element_wise = all(
+        torch.allclose(in_shards(*cut), whole, rtol=1e-12, atol=1e-14) for cut in cuts
+    )
     element_wise &= not torch.equal(whole, start)  # what moves nothing shows nothing
     others = [g * 3.0 for g in grads]
     both = _trained(make, [start, -start], [grads, others])
@@ -97,7 +111,9 @@ def _optimizers_in(configured: Any) -> list[Optimizer]:
         return [configured]
     if isinstance(configured, Mapping):
         return [configured["optimizer"]]
-    if len(configured) == 2 and isinstance(configured[0], list | tuple):  # ([optimizer, ...], [scheduler, ...])
+    if len(configured) == 2 and isinstance(
+        configured[0], list | tuple
+    ):  # ([optimizer, ...], [scheduler, ...])
         return list(configured[0])
     return [optimizer for each in configured for optimizer in _optimizers_in(each)]
 
@@ -126,7 +142,10 @@ def _per_element(optimizer: Optimizer) -> tuple[float, float, float]:
     elements = Counter[torch.dtype]()
     for parameter in parameters:
         elements[parameter.dtype] += parameter.numel()
-    found = [torch.tensor(_probe(optimizer, dtype), dtype=torch.float64) * n for dtype, n in elements.items()]
+    found = [
+        torch.tensor(_probe(optimizer, dtype), dtype=torch.float64) * n
+        for dtype, n in elements.items()
+    ]
     state_bytes, moved, scratch = (sum(found, torch.zeros(3)) / max(1, elements.total())).tolist()
     return state_bytes, moved, scratch
 
@@ -165,7 +184,9 @@ def _num_bytes(tree: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(tree) if tensor.dim() > 0)
 
 
-def _trained(make: Make, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _trained(
+    make: Make, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
     """Parameters of a fresh optimizer after one step per gradient; `grads` by parameter, then by step."""
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
     rebuilt = make(parameters)
@@ -176,13 +197,23 @@ def _trained(make: Make, starts: Sequence[Tensor], grads: Sequence[Sequence[Tens
     return [parameter.detach() for parameter in parameters]
 
 
-def _rebuilt(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[torch.nn.Parameter]) -> Optimizer:
+def _rebuilt(
+    optimizer: Optimizer, group: Mapping[str, Any], parameters: list[torch.nn.Parameter]
+) -> Optimizer:
     """A fresh optimizer of the same class with a group's settings, as schedulers left them, for other parameters."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    settings = {k: copy.copy(group.get(k, v)) for k, v in optimizer.defaults.items() if takes_any or k in accepted}
-    settings |= {"lr": max(settings["lr"], 1e-3)} if settings.get("lr") is not None else {}  # a warmup begins at none
+    settings = {
+        k: copy.copy(group.get(k, v))
+        for k, v in optimizer.defaults.items()
+        if takes_any or k in accepted
+    }
+    settings |= (
+        {"lr": max(settings["lr"], 1e-3)} if settings.get("lr") is not None else {}
+    )  # a warmup begins at none
     # Kernels for devices; what they compute is the same, and the probe runs on the CPU.
     settings |= {key: False for key in ("fused", "capturable") if settings.get(key)}
-    own = {k: copy.copy(v) for k, v in group.items() if k not in (*optimizer.defaults, *_MEMBERS)}  # GaLore's `rank`
+    own = {
+        k: copy.copy(v) for k, v in group.items() if k not in (*optimizer.defaults, *_MEMBERS)
+    }  # GaLore's `rank`
     return type(optimizer)([own | {"params": parameters}] if own else parameters, **settings)

@@ -47,25 +47,36 @@ def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[i
         for parameter in part.parameters:
             how = _check_parameter(stage, parameter, where)
             if stored.setdefault((stage_ranks(stage), parameter.name), how) != how:
-                raise PlanError(f"{where} stores {parameter.name!r} otherwise than a stage on the same devices", _FIX)
+                raise PlanError(
+                    f"{where} stores {parameter.name!r} otherwise than a stage on the same devices",
+                    _FIX,
+                )
         _check_boundary(stage.received, part.received, part, stage, f"{where}.received")
         _check_boundary(stage.sent, part.sent, part, stage, f"{where}.sent")
         if missing := [value for value in part.received if value not in made]:
-            raise PlanError(f"{where} receives value {missing[0]}, which no earlier stage makes", _FIX)
+            raise PlanError(
+                f"{where} receives value {missing[0]}, which no earlier stage makes", _FIX
+            )
         made.update(part.sent)
 
 
 def _check_ops(stages: Sequence[StagePlan], graph: StepGraph) -> None:
     """Stages cover the ops once and in order."""
     cuts = [0, *(stage.ops[1] for stage in stages)]
-    if [stage.ops[0] for stage in stages] != cuts[:-1] or cuts[-1] != len(graph.ops) or sorted(set(cuts)) != cuts:
+    if (
+        [stage.ops[0] for stage in stages] != cuts[:-1]
+        or cuts[-1] != len(graph.ops)
+        or sorted(set(cuts)) != cuts
+    ):
         shown = ", ".join(f"[{a}, {b})" for a, b in (stage.ops for stage in stages))
         raise PlanError(f"the stages hold ops {shown} of a step with {len(graph.ops)} ops", _FIX)
 
 
 def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
     """Every device is in one mesh; stages at the same place have the same devices in the same order."""
-    ranks: dict[tuple[int, int], tuple[int, ...]] = {}  # (first device, last + 1) -> those of the mesh there
+    ranks: dict[
+        tuple[int, int], tuple[int, ...]
+    ] = {}  # (first device, last + 1) -> those of the mesh there
     for index, stage in enumerate(stages):
         size = math.prod(stage.submesh)
         if min((*stage.submesh, *stage.logical_mesh)) < 1 or math.prod(stage.logical_mesh) != size:
@@ -75,24 +86,38 @@ def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
                 "the product of both must be the same",
             )
         place = stage.first_device, stage.first_device + size
-        if ranks.setdefault(place, stage_ranks(stage)) != stage_ranks(stage) or len(ranks[place]) != size:
-            raise PlanError(f"stages[{index}].devices are not {size}, or not those of other stages at its place", _FIX)
+        if (
+            ranks.setdefault(place, stage_ranks(stage)) != stage_ranks(stage)
+            or len(ranks[place]) != size
+        ):
+            raise PlanError(
+                f"stages[{index}].devices are not {size}, or not those of other stages at its place",
+                _FIX,
+            )
     ends = sorted(ranks)
-    if ends[0][0] != 0 or any(a[1] != b[0] for a, b in pairwise(ends)) or ends[-1][1] != num_devices:
+    if (
+        ends[0][0] != 0
+        or any(a[1] != b[0] for a, b in pairwise(ends))
+        or ends[-1][1] != num_devices
+    ):
         shown = ", ".join(f"{first}-{last - 1}" for first, last in ends)
         raise PlanError(
             f"the stages lie on devices {shown}, the job has {num_devices}",
             "start the job with as many devices, or leave the file out",
         )
     if sorted(rank for own in ranks.values() for rank in own) != list(range(num_devices)):
-        raise PlanError(f"the stages' devices are not the ranks 0 to {num_devices - 1}, each once", _FIX)
+        raise PlanError(
+            f"the stages' devices are not the ranks 0 to {num_devices - 1}, each once", _FIX
+        )
 
 
 def _check_schedule(plan: Plan) -> None:
     """A schedule that can run these stages and puts them where the plan has them."""
     if len(plan.stages) == 1:
         return
-    meshes = list(dict.fromkeys(stage_ranks(stage) for stage in plan.stages))  # numbered by their first stage
+    meshes = list(
+        dict.fromkeys(stage_ranks(stage) for stage in plan.stages)
+    )  # numbered by their first stage
     reason = why_not(plan.schedule, len(meshes), plan.num_microbatches)
     if reason is None:
         holders = [mesh_of(plan.schedule, len(meshes), index) for index in range(len(plan.stages))]
@@ -102,7 +127,9 @@ def _check_schedule(plan: Plan) -> None:
         elif per_mesh not in SCHEDULES[plan.schedule].stages_per_mesh:
             reason = f"the schedule {plan.schedule!r} does not run {per_mesh} stages on a mesh"
     if reason is not None:
-        raise PlanError(f"{len(plan.stages)} stages on {len(meshes)} meshes cannot run so: {reason}", _FIX)
+        raise PlanError(
+            f"{len(plan.stages)} stages on {len(meshes)} meshes cannot run so: {reason}", _FIX
+        )
 
 
 def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
@@ -120,7 +147,9 @@ def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
         for axis, strategy in enumerate(strategies):
             offered = axis_strategies(local, mesh[axis])
             if strategy not in offered:
-                shown = ", ".join(f"`{each}`" for each in offered[:_SHOWN]) + ", ..." * (len(offered) > _SHOWN)
+                shown = ", ".join(f"`{each}`" for each in offered[:_SHOWN]) + ", ..." * (
+                    len(offered) > _SHOWN
+                )
                 raise PlanError(
                     f"{where}.strategies[{op.name!r}]: `{strategy}` on mesh axis {axis} ({mesh[axis]} devices) is no "
                     f"way to compute {op.call.target_name} in parts",
@@ -135,16 +164,23 @@ def _check_recomputed(stage: StagePlan, part: StepGraph, where: str) -> None:
     known = {op.name: op for op in part.ops}
     for name in stage.not_kept:
         if name not in known or not can_run_again(known[name].call) or stage.remat:
-            raise PlanError(f"{where}.recomputed or .stored has {name!r}, which cannot be made again by itself", _FIX)
+            raise PlanError(
+                f"{where}.recomputed or .stored has {name!r}, which cannot be made again by itself",
+                _FIX,
+            )
     for name, parts in stage.in_parts.items():
         if name not in known or product_of(known[name].call) is None or parts < 2:
-            raise PlanError(f"{where}.in_parts has {name!r}: {parts}, expected a product and 2 or more", _FIX)
+            raise PlanError(
+                f"{where}.in_parts has {name!r}: {parts}, expected a product and 2 or more", _FIX
+            )
     if both := set(stage.recomputed).intersection(stage.stored):
         raise PlanError(f"{where}.recomputed and .stored both have {min(both)!r}", _FIX)
 
 
 def _check_parameter(stage: StagePlan, given: ParameterInput, where: str) -> ParameterPlan:
-    plan = next((stage.parameter_plans[name] for name in given.names if name in stage.parameter_plans), None)
+    plan = next(
+        (stage.parameter_plans[name] for name in given.names if name in stage.parameter_plans), None
+    )
     where = f"{where}.parameters[{given.name!r}]"
     if plan is None:
         raise PlanError(f"{where} is missing: the stage uses this parameter", _FIX)
@@ -153,7 +189,9 @@ def _check_parameter(stage: StagePlan, given: ParameterInput, where: str) -> Par
     return plan
 
 
-def _why_not_stored(plan: ParameterPlan, given: ParameterInput, mesh: tuple[int, ...]) -> str | None:
+def _why_not_stored(
+    plan: ParameterPlan, given: ParameterInput, mesh: tuple[int, ...]
+) -> str | None:
     """What stands against storing a parameter so, None where nothing does."""
     shape = given.meta.shape
     if plan.num_segments != given.num_segments:
@@ -167,12 +205,18 @@ def _why_not_stored(plan: ParameterPlan, given: ParameterInput, mesh: tuple[int,
         return "nothing of it can lie in host memory"
     last = tuple(size - 1 for size in mesh)  # the device with the least
     if given.meta.num_elements and 0 in plan.layout.local_shape(shape, mesh, last):
-        return f"shape {list(given.module_shape or shape)} cannot be cut so on a mesh of {list(mesh)}"
+        return (
+            f"shape {list(given.module_shape or shape)} cannot be cut so on a mesh of {list(mesh)}"
+        )
     return None
 
 
 def _check_boundary(
-    layouts: Mapping[int, DualLayout], wanted: Sequence[int], part: StepGraph, stage: StagePlan, where: str
+    layouts: Mapping[int, DualLayout],
+    wanted: Sequence[int],
+    part: StepGraph,
+    stage: StagePlan,
+    where: str,
 ) -> None:
     """Exactly what the graph hands over there, whole or in equal chunks."""
     if set(layouts) != set(wanted):

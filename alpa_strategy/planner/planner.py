@@ -25,11 +25,20 @@ from alpa_strategy.planner.optimizer_info import optimizer_info_of
 from alpa_strategy.planner.phases import capture_phases, plan_iteration
 from alpa_strategy.planner.plan_check import check_devices
 from alpa_strategy.planner.replan import pinned_task, replan
-from alpa_strategy.planner.search import hidden_seconds, microbatch_counts, plan_one_stage, plan_pipeline
+from alpa_strategy.planner.search import (
+    hidden_seconds,
+    microbatch_counts,
+    plan_one_stage,
+    plan_pipeline,
+)
 from alpa_strategy.planner.task import PlanTask, Progress
 
-MARGIN = 0.1  # a pipeline must be predicted faster by this share: its prediction is the less sure one
-SCREEN = 0.15  # pipelines are not looked at where one stage waits for less than this share of its step
+MARGIN = (
+    0.1  # a pipeline must be predicted faster by this share: its prediction is the less sure one
+)
+SCREEN = (
+    0.15  # pipelines are not looked at where one stage waits for less than this share of its step
+)
 LEAST_GAIN = 0.01  # of samples/s: what less than that is gained by is not worth a larger batch
 
 
@@ -68,7 +77,9 @@ def make_plan(
     with progress("capture"):
         scope: dict[str, Any] = {"world_size": cluster.num_devices, "batch_scope": options.rows}
         scope["context"] = context or nullcontext
-        phases = capture_phases(module, batch, **scope) if hasattr(module, "iteration_phases") else {}
+        phases = (
+            capture_phases(module, batch, **scope) if hasattr(module, "iteration_phases") else {}
+        )
         trained = next((step for phase, step in phases.values() if phase.trains), None)
         step = trained or capture_step(module, batch, **scope)
     capture_seconds = time.perf_counter() - started
@@ -95,7 +106,9 @@ def choose_plan(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = Non
     plans: list[Plan] = []
     failures: list[PlanError] = []
     given = task.cluster
-    if task.options.device_map and given.order == "searched":  # devices that a user names stay in their order
+    if (
+        task.options.device_map and given.order == "searched"
+    ):  # devices that a user names stay in their order
         given = replace(given, order="numbered")
     for cluster in given.orders():
         ordered = replace(task, cluster=cluster)
@@ -122,7 +135,9 @@ def plan_around(task: PlanTask, running: Plan) -> Plan:
         if (shape := shapes.get(given.name, wanted)) != wanted:
             problem = f"the plan is for {given.name} of shape {list(shape)}, the model's has {list(wanted)}"
             raise PlanError(problem, "give one that was made for this model")
-    return replan(task, running) if running.is_pipelined else choose_plan(*pinned_task(task, running))
+    return (
+        replan(task, running) if running.is_pipelined else choose_plan(*pinned_task(task, running))
+    )
 
 
 def _choose(task: PlanTask) -> Plan:
@@ -130,7 +145,9 @@ def _choose(task: PlanTask) -> Plan:
     asked = task.options
     is_placed = any(len(ranks) < task.cluster.num_devices for _, ranks in asked.device_map)
     if asked.asks_for_pipeline or is_placed or (asked.remat is True and _may_be_pipelined(task)):
-        if task.cluster.num_devices == 1 and ((asked.num_stages or 1) > 1 or asked.schedule is not None):
+        if task.cluster.num_devices == 1 and (
+            (asked.num_stages or 1) > 1 or asked.schedule is not None
+        ):
             raise PlanError(
                 "num_stages and schedule need at least 2 devices",
                 "leave them out; num_microbatches and remat are for one device, too",
@@ -151,13 +168,17 @@ def _choose(task: PlanTask) -> Plan:
     ideal = divided_seconds(task.step, task.cluster, task.op_costs)
     waiting = max(0.0, 1 - ideal / hidden_seconds(one, task.cluster.overlap))
     if waiting < SCREEN:
-        return _with_note(one, f"no pipeline: one stage loses only {waiting:.0%} of its step by not being ideal")
+        return _with_note(
+            one, f"no pipeline: one stage loses only {waiting:.0%} of its step by not being ideal"
+        )
     return _faster(one, task.for_stages())
 
 
 def _where_one_stage_fails(task: PlanTask, error: PlanError) -> Plan:
     """A pipeline, or one stage whose spans are made again, or either with all state on the host; else `error`."""
-    if shared_bytes(task.step, task.cluster, task.optimizer) <= task.memory_limit and _may_be_pipelined(task):
+    if shared_bytes(
+        task.step, task.cluster, task.optimizer
+    ) <= task.memory_limit and _may_be_pipelined(task):
         with suppress(PlanError):  # the first error speaks of the ordinary case
             return plan_pipeline(task.for_stages())
     if not isinstance(error, DoesNotFitError):
@@ -211,8 +232,13 @@ def _faster(one: Plan, task: PlanTask) -> Plan:
         one = replace(one, solver_seconds={**one.solver_seconds, **spent})
         return _with_note(one, f"no pipeline: none is faster by {MARGIN:.0%}")
     baselines = {"one stage": one.predicted.step_seconds, **one.baselines}
-    many = replace(many, baselines=baselines, solver_seconds={**one.solver_seconds, **many.solver_seconds})
-    return _with_note(many, f"a pipeline: one stage would take {seconds / many.predicted.step_seconds:.2f}x as long")
+    many = replace(
+        many, baselines=baselines, solver_seconds={**one.solver_seconds, **many.solver_seconds}
+    )
+    return _with_note(
+        many,
+        f"a pipeline: one stage would take {seconds / many.predicted.step_seconds:.2f}x as long",
+    )
 
 
 def shared_bytes(step: StepGraph, cluster: ClusterSpec, optimizer: OptimizerInfo) -> float:
@@ -286,5 +312,11 @@ def tune_batch(plan_at: Callable[[int], Plan], given: int) -> dict[int, Plan | P
 
 def best_batch(found: dict[int, Plan | PlanError]) -> int | None:
     """The batch size with the most samples a second, of equals within `LEAST_GAIN` the smallest; None: nothing fits."""
-    rates = {n: n / plan.iteration_seconds for n, plan in found.items() if not isinstance(plan, PlanError)}
-    return next((n for n, rate in rates.items() if rate * (1 + LEAST_GAIN) >= max(rates.values())), None)
+    rates = {
+        n: n / plan.iteration_seconds
+        for n, plan in found.items()
+        if not isinstance(plan, PlanError)
+    }
+    return next(
+        (n for n, rate in rates.items() if rate * (1 + LEAST_GAIN) >= max(rates.values())), None
+    )

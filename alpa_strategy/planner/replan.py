@@ -18,7 +18,15 @@ from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWi
 from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, stage_on
 from alpa_strategy.intra_op.memory_choices import offload_of
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan, job_ranks, modes_text, stage_ranks
+from alpa_strategy.ir.plan import (
+    Fingerprint,
+    ParameterPlan,
+    Plan,
+    StagePlan,
+    job_ranks,
+    modes_text,
+    stage_ranks,
+)
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.planner.search import plan_of
 from alpa_strategy.planner.task import PlanTask
@@ -28,7 +36,10 @@ from alpa_strategy.schedules import in_flight_by_stage, why_not
 def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
     """What `replan`'s result is stored under: the running plan takes the place of pins."""
     text = repr(
-        [(s.submesh, stage_ranks(s), s.logical_mesh, sorted(s.parameter_plans.items())) for s in running.stages]
+        [
+            (s.submesh, stage_ranks(s), s.logical_mesh, sorted(s.parameter_plans.items()))
+            for s in running.stages
+        ]
     )
     pins = (("running plan", hashlib.sha256(text.encode()).hexdigest()[:16]),)
     options = replace(task.options, placements=pins, parallel="auto", logical_mesh=None)
@@ -43,14 +54,25 @@ def pinned_task(task: PlanTask, running: Plan) -> tuple[PlanTask, dict[str, Para
     Raises:
         PlanError: there are none.
     """
-    stage, names = running.stages[0], {name for parameter in task.step.parameters for name in parameter.names}
+    stage, names = (
+        running.stages[0],
+        {name for parameter in task.step.parameters for name in parameter.names},
+    )
     held = {name: plan for name, plan in stage.parameter_plans.items() if name in names}
     if not held:
-        raise PlanError("the plan has none of the step's parameters", "give one that was made for this model")
-    placements = tuple((glob.escape(name), modes_text(plan.module_modes)) for name, plan in held.items())
-    options = replace(task.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=placements)
+        raise PlanError(
+            "the plan has none of the step's parameters", "give one that was made for this model"
+        )
+    placements = tuple(
+        (glob.escape(name), modes_text(plan.module_modes)) for name, plan in held.items()
+    )
+    options = replace(
+        task.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=placements
+    )
     options = replace(options, offload=offload_of(held), device_map=())
-    return replace(task, cluster=task.cluster.in_order(job_ranks(running.stages)), options=options), held
+    return replace(
+        task, cluster=task.cluster.in_order(job_ranks(running.stages)), options=options
+    ), held
 
 
 def replan(task: PlanTask, running: Plan) -> Plan:
@@ -70,22 +92,47 @@ def replan(task: PlanTask, running: Plan) -> Plan:
         )
     cuts = stage_cuts(graph, stages)
     # The running plan was made under the user's pins: its layouts are the pins now.
-    offload = offload_of({name: plan for stage in stages for name, plan in stage.parameter_plans.items()})
+    offload = offload_of(
+        {name: plan for stage in stages for name, plan in stage.parameter_plans.items()}
+    )
     free = replace(task.options, placements=(), parallel="auto", logical_mesh=None, offload=offload)
-    job = CostJob(graph, cuts, count, cluster, task.op_costs, free, task.optimizer, task.memory_limit, remat=False)
+    job = CostJob(
+        graph,
+        cuts,
+        count,
+        cluster,
+        task.op_costs,
+        free,
+        task.optimizer,
+        task.memory_limit,
+        remat=False,
+    )
     solver = StageSolver(job)
     firsts = [stage.first_device for stage in stages]
     shared = len(stages) // len(set(firsts))  # stages on a mesh
-    alive = in_flight_by_stage(running.schedule, len(set(firsts)), count, shared) if len(stages) > 1 else (1,)
+    alive = (
+        in_flight_by_stage(running.schedule, len(set(firsts)), count, shared)
+        if len(stages) > 1
+        else (1,)
+    )
     solved: list[SolvedStage] = []
     for stage, (first, last), pairs in zip(stages, pairwise(cuts), alive, strict=True):
         own = stage_on(graph, first, last, math.prod(stage.logical_mesh))
         layers = cluster_layers(own, min(len(stage.spans), len(own.ops))) if stage.remat else ()
         spans = tuple(first + cut for cut in layers[1:-1])
         shape, pinned = stage.logical_mesh, stage.parameter_plans
-        wish = StageWish(first, last, stage.submesh, shape, stage.remat, pairs, shared, pinned, spans)
+        wish = StageWish(
+            first, last, stage.submesh, shape, stage.remat, pairs, shared, pinned, spans
+        )
         solved.append(solver.solve(wish))
-    plan = plan_of(job, replan_fingerprint(task, running), solved, firsts, running.schedule, [0.0] * len(stages))
+    plan = plan_of(
+        job,
+        replan_fingerprint(task, running),
+        solved,
+        firsts,
+        running.schedule,
+        [0.0] * len(stages),
+    )
     return replace(plan, notes=graph.notes)
 
 
@@ -121,7 +168,9 @@ def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]
         found, origin = np.full(num_ops + 1, np.inf), np.zeros(num_ops + 1, dtype=int)
         for position in range(1, num_ops + 1):
             read = [names[v] for v in graph.ops[position - 1].operands if v in names]
-            if any(staged.intersection(n) and not stage.parameter_plans.keys() & set(n) for n in read):
+            if any(
+                staged.intersection(n) and not stage.parameter_plans.keys() & set(n) for n in read
+            ):
                 start = position
             if start < position:
                 k = start + int(np.argmin(best[start:position]))

@@ -29,7 +29,13 @@ from alpa_strategy.inter_op.candidates import (
     simulated_seconds,
     solve_schedules,
 )
-from alpa_strategy.inter_op.pins import check_pins, check_placements, layers_of, logical_shapes, submeshes
+from alpa_strategy.inter_op.pins import (
+    check_pins,
+    check_placements,
+    layers_of,
+    logical_shapes,
+    submeshes,
+)
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, out_of_memory, stage_costs
 from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import MAX_LAYERS, span_name
@@ -47,13 +53,17 @@ from alpa_strategy.units import format_bytes
 BASELINES = ("data", "zero2", "zero3", "tensor")
 BACKWARD_SHARE = 2 / 3  # of compute
 TOLD_APART = 1.1  # plans by times measured in a running job: noise is seldom more
-MOST_SOLVED = 6  # candidates that are solved exactly, in turn, until one is as good as others promise
+MOST_SOLVED = (
+    6  # candidates that are solved exactly, in turn, until one is as good as others promise
+)
 SLACK = 1.5  # plans up to so many times slower than what is known still show where better ones lie
 
 Failures = list[tuple[str, PlanError]]  # (what was tried, why it cannot be)
 
 
-def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None, by_tensor: bool = True) -> Plan:
+def plan_one_stage(
+    task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None, by_tensor: bool = True
+) -> Plan:
     """The best single stage over all devices: every logical mesh that the options allow is solved.
 
     Meshes are taken by their optimum if memory were free: one that is slower so than a plan on another is left alone.
@@ -95,7 +105,9 @@ def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = 
                 failures.append((f"logical mesh {label}", error))
     if best is None:
         raise _nothing_fits(
-            "no plan fits", failures, "use more devices, a smaller batch, or relax the options named above"
+            "no plan fits",
+            failures,
+            "use more devices, a smaller batch, or relax the options named above",
         )
     with task.progress("baselines"), _timed(spent, "baselines"):
         named = _baselines(task, solver) if pinned is None else {}
@@ -108,12 +120,17 @@ def plan_one_stage(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = 
         theirs, ours = (hidden_seconds(each, task.cluster.overlap) for each in (other, plan))
         if theirs != ours and theirs < (TOLD_APART if task.cluster.measured else 1.0) * ours:
             is_faster = "the reduction of gradients runs beside the backward"
-            is_noise = f"another plan is {theirs / ours - 1:.0%} faster as measured, which may be noise"
+            is_noise = (
+                f"another plan is {theirs / ours - 1:.0%} faster as measured, which may be noise"
+            )
             note = f"data parallel: {is_faster if theirs < ours else is_noise}"
             plan = replace(other, notes=(*other.notes, note))
     return replace(
         plan,
-        baselines={name: stage.plan.predicted.step_seconds if stage else None for name, stage in named.items()},
+        baselines={
+            name: stage.plan.predicted.step_seconds if stage else None
+            for name, stage in named.items()
+        },
         notes=(*notes, *plan.notes),
         solver_seconds=dict(spent),
     )
@@ -127,7 +144,9 @@ def _whole_batch(task: PlanTask) -> CostJob:
     )  # fmt: skip
 
 
-def _everything(task: PlanTask, shape: tuple[int, ...], pinned: Mapping[str, ParameterPlan]) -> StageWish:
+def _everything(
+    task: PlanTask, shape: tuple[int, ...], pinned: Mapping[str, ParameterPlan]
+) -> StageWish:
     devices = task.cluster.num_nodes, task.cluster.devices_per_node
     return StageWish(0, len(task.step.ops), devices, shape, remat=False, alive=1, pinned=pinned)
 
@@ -139,8 +158,12 @@ def hidden_seconds(one: Plan, overlap: float = 0.0) -> float:
     """
     if overlap:
         return one.predicted.step_seconds
-    reduction = sum(c.seconds for c in one.collectives() if c.phase == "step" and c.kind in REDUCTIONS)
-    return one.predicted.step_seconds - min(reduction, BACKWARD_SHARE * one.predicted.compute_seconds)
+    reduction = sum(
+        c.seconds for c in one.collectives() if c.phase == "step" and c.kind in REDUCTIONS
+    )
+    return one.predicted.step_seconds - min(
+        reduction, BACKWARD_SHARE * one.predicted.compute_seconds
+    )
 
 
 def _baselines(task: PlanTask, solver: StageSolver) -> dict[str, SolvedStage | None]:
@@ -183,9 +206,16 @@ def plan_pipeline(
 def _nothing_fits(what: str, failures: Failures, fix: str) -> PlanError:
     """One error of all reasons: of memory where one of them is."""
     fixes = {error.fix for _, error in failures if error.fix}
-    kind = DoesNotFitError if any(isinstance(error, DoesNotFitError) for _, error in failures) else PlanError
+    kind = (
+        DoesNotFitError
+        if any(isinstance(error, DoesNotFitError) for _, error in failures)
+        else PlanError
+    )
     first = {error.problem: label for label, error in reversed(failures)}  # each problem once
-    reasons = (f"\n    {label}{': ' if label else ''}{problem}" for problem, label in reversed(first.items()))
+    reasons = (
+        f"\n    {label}{': ' if label else ''}{problem}"
+        for problem, label in reversed(first.items())
+    )
     return kind(f"{what}:{''.join(reasons)}", fixes.pop() if len(fixes) == 1 else fix)
 
 
@@ -202,7 +232,9 @@ def _timed(spent: dict[str, float], phase: str) -> Iterator[None]:
 class _Search:
     """The numbers of micro-batches that are looked at (see `search_microbatches`), and the best candidates of them."""
 
-    def __init__(self, task: PlanTask, several: bool, solve: Callable[..., list[Candidate]]) -> None:
+    def __init__(
+        self, task: PlanTask, several: bool, solve: Callable[..., list[Candidate]]
+    ) -> None:
         self.task, self._solve = task, solve
         self.several = several
         self._runs: dict[Hashable, RunCosts] = {}
@@ -213,7 +245,9 @@ class _Search:
         self.spent: dict[str, float] = defaultdict(float)  # seconds by phase
         self._jobs: dict[int, CostJob | None] = {}
         self._bounds: dict[int, float] = {}  # by number of micro-batches
-        self._unlikely: frozenset[tuple[int, int]] = frozenset()  # submeshes of which a bound is enough
+        self._unlikely: frozenset[tuple[int, int]] = (
+            frozenset()
+        )  # submeshes of which a bound is enough
 
     def run(self, known: float) -> None:
         """Fill `best` with candidates that are predicted to take less than `known` seconds."""
@@ -233,7 +267,9 @@ class _Search:
             self._look_at_one_stage(counts, known)
         self.best = sorted((c for c in self.best if c.seconds < known), key=lambda c: c.seconds)
         if not self.best and not self.failures:
-            self.failures.append(("", PlanError(f"no number of micro-batches can take less than {known:.3g} s")))
+            self.failures.append(
+                ("", PlanError(f"no number of micro-batches can take less than {known:.3g} s"))
+            )
 
     def solve_best(self) -> Plan:
         """The best candidates solved by the ILP (see `best_solved`)."""
@@ -245,7 +281,10 @@ class _Search:
         plan, failures = best_solved(self.best, solve)
         self.failures += failures
         if plan is None:
-            if self.last_job is not None and (largest := out_of_memory(self.last_job, self.meshes)) is not None:
+            if (
+                self.last_job is not None
+                and (largest := out_of_memory(self.last_job, self.meshes)) is not None
+            ):
                 self.failures.append(("", DoesNotFitError(largest)))
             raise _nothing_fits(
                 "no pipeline fits",
@@ -257,12 +296,20 @@ class _Search:
         assert job is not None
         notes = [*job.graph.notes, *self.notes_on(plan)]
         notes += [*replicated_notes(self.task.step, self.task.op_costs), *plan.notes]
-        bound = self._bounds.get(plan.num_microbatches, 0.0)  # of all plans with so many micro-batches
-        return replace(plan, notes=tuple(notes), gap=max(0.0, 1 - bound / plan.predicted.step_seconds))
+        bound = self._bounds.get(
+            plan.num_microbatches, 0.0
+        )  # of all plans with so many micro-batches
+        return replace(
+            plan, notes=tuple(notes), gap=max(0.0, 1 - bound / plan.predicted.step_seconds)
+        )
 
     def notes_on(self, plan: Plan) -> tuple[str, ...]:
         """Why stages take turns, where they do and nobody asked for it."""
-        if len(plan.stages) == 1 or plan.num_microbatches > 1 or self.task.options.num_microbatches == 1:
+        if (
+            len(plan.stages) == 1
+            or plan.num_microbatches > 1
+            or self.task.options.num_microbatches == 1
+        ):
             return ()
         more = [count for count in self._jobs if count > 1]
         why = "more would take longer" if more else "no rows for more"
@@ -320,7 +367,9 @@ class _Search:
             allowed[0, job.num_layers] = not self.several
             space = StageSpace(job, meshes, runs, allowed)
             if used is None:  # layouts that are propagated are never called optimal
-                self._bounds[count] = 0.0 if job.options.solver == PROPAGATION else step_bound(space)
+                self._bounds[count] = (
+                    0.0 if job.options.solver == PROPAGATION else step_bound(space)
+                )
             with _timed(self.spent, "stage DP"):
                 found = self._solve(space, ceiling)
         if used is not None:
@@ -329,19 +378,27 @@ class _Search:
         if not found:
             problem = f"no stages fit into {format_bytes(job.memory_limit)} a device"
             slow = PlanError(f"{problem} in less than {ceiling:.3g} s")
-            self.failures.append((f"{count} micro-batches", slow if ceiling < math.inf else DoesNotFitError(problem)))
+            self.failures.append(
+                (f"{count} micro-batches", slow if ceiling < math.inf else DoesNotFitError(problem))
+            )
             self.last_job = job if ceiling == math.inf else None
             return Look()
-        if self.task.cluster.num_devices > EVERY_SIZE:  # prices of sizes far from those in use take minutes there
+        if (
+            self.task.cluster.num_devices > EVERY_SIZE
+        ):  # prices of sizes far from those in use take minutes there
             sizes = {math.prod(self.meshes[i]) for i in found[0].submesh_of}
             self._unlikely = frozenset(
-                mesh for mesh in self.meshes if not any(size <= 2 * math.prod(mesh) <= 4 * size for size in sizes)
+                mesh
+                for mesh in self.meshes
+                if not any(size <= 2 * math.prod(mesh) <= 4 * size for size in sizes)
             )
         return Look(found[0].seconds, frozenset(found[0].submesh_of))
 
     def _look_at_one_stage(self, counts: Sequence[int], known: float) -> None:
         """Pipelines want many micro-batches, one stage as few as fit: it is looked at from few to many, on its own."""
-        whole = next(mesh for mesh in self.meshes if math.prod(mesh) == self.task.cluster.num_devices)
+        whole = next(
+            mesh for mesh in self.meshes if math.prod(mesh) == self.task.cluster.num_devices
+        )
         self._unlikely = frozenset(self.meshes) - {whole}
         misses = 0
         for count in reversed(counts):
@@ -370,7 +427,9 @@ def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOption
     return counts or [1]
 
 
-def best_solved(candidates: Sequence[Candidate], solve: Callable[[Candidate], Plan]) -> tuple[Plan | None, Failures]:
+def best_solved(
+    candidates: Sequence[Candidate], solve: Callable[[Candidate], Plan]
+) -> tuple[Plan | None, Failures]:
     """The fastest plan of the candidates, which are solved in turn until it is as fast as the next one promises.
 
     Where one falls short of its promise, as stages do that do not fit as they were priced, those with the same schedule
@@ -395,7 +454,9 @@ def best_solved(candidates: Sequence[Candidate], solve: Callable[[Candidate], Pl
         try:
             plan = solve(candidate)
         except PlanError as error:
-            failures.append((f"{candidate.job.num_microbatches} micro-batches, {candidate.schedule}", error))
+            failures.append(
+                (f"{candidate.job.num_microbatches} micro-batches, {candidate.schedule}", error)
+            )
             continue
         short[kind(candidate)] = max(1.0, plan.predicted.step_seconds / candidate.seconds)
         if best is None or plan.predicted.step_seconds < best.predicted.step_seconds:
@@ -403,7 +464,9 @@ def best_solved(candidates: Sequence[Candidate], solve: Callable[[Candidate], Pl
     return best, failures
 
 
-def solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerprint: Fingerprint) -> Plan:
+def solved_plan(
+    candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerprint: Fingerprint
+) -> Plan:
     """The stages that the DP chose, each solved by the ILP."""
     job, solver = candidate.job, StageSolver(candidate.job)
     if candidate.solved:
@@ -411,7 +474,9 @@ def solved_plan(candidate: Candidate, meshes: Sequence[tuple[int, int]], fingerp
     solved: list[SolvedStage] = []
     first_devices: list[int] = []
     stored: dict[int, dict[str, ParameterPlan]] = defaultdict(dict)  # by a mesh's first device
-    seen_as: dict[int, tuple[int, ...]] = {}  # by the same: stages on one mesh see it as one grid, that of the first
+    seen_as: dict[
+        int, tuple[int, ...]
+    ] = {}  # by the same: stages on one mesh see it as one grid, that of the first
     offset = 0
     for i, stage in enumerate(candidate.stages):
         mesh = meshes[stage.submesh]
@@ -452,22 +517,33 @@ def plan_of(
     B = job.num_microbatches
     stages = []
     for s, first, wire in zip(solved, first_devices, wires, strict=True):
-        devices, layers = job.cluster.ranks_of(first, math.prod(s.plan.submesh)), span_name(job.graph, *s.plan.ops)
-        stages.append(replace(s.plan, first_device=first, devices=devices, layers=layers, boundary_seconds=wire))
+        devices, layers = (
+            job.cluster.ranks_of(first, math.prod(s.plan.submesh)),
+            span_name(job.graph, *s.plan.ops),
+        )
+        stages.append(
+            replace(
+                s.plan, first_device=first, devices=devices, layers=layers, boundary_seconds=wire
+            )
+        )
     peaks: dict[int, int] = defaultdict(int)
     for stage in stages:
         peaks[stage.first_device] += stage.predicted.peak_bytes
     if len(solved) > 1 and max(peaks.values()) > job.memory_limit:
         needed, limit = format_bytes(max(peaks.values())), format_bytes(job.memory_limit)
         raise DoesNotFitError(f"the stages of one mesh need {needed} of {limit}")
-    slowest = max(stages, key=lambda stage: stage.predicted.step_seconds)  # what its mesh does stands for the step
+    slowest = max(
+        stages, key=lambda stage: stage.predicted.step_seconds
+    )  # what its mesh does stands for the step
     worst = [stage.predicted for stage in stages if stage.first_device == slowest.first_device]
     seconds = worst[0].step_seconds
     if not job.is_whole_batch:
         # Stages are simulated, and a micro-batch takes time of the runtime's own.
         overhead = runtime_seconds(job.cluster.device)
         every = zip(stages, solved, wires, strict=True)
-        pipeline = [(s.forward_seconds, s.backward_seconds, own.cost.once, wire) for s, own, wire in every]
+        pipeline = [
+            (s.forward_seconds, s.backward_seconds, own.cost.once, wire) for s, own, wire in every
+        ]
         (seconds,) = simulated_seconds(schedule, len(peaks), B, [pipeline], overhead)
     order = list(job_ranks(stages))
     listed = ", ".join(map(str, order[:16])) + ", ..." * (len(order) > 16)
@@ -491,7 +567,11 @@ def plan_of(
         gap=gap,
         notes=(
             *((layouts,) if gap > 0 else ()),
-            *((f"devices in the order {listed}: their links differ",) if order != sorted(order) else ()),
+            *(
+                (f"devices in the order {listed}: their links differ",)
+                if order != sorted(order)
+                else ()
+            ),
         ),
         cluster_name=job.cluster.name,
     )

@@ -16,7 +16,9 @@ from alpa_strategy.ir.plan import FORMAT_VERSION, Fingerprint, Plan
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.sharding.register import registered_rules
 
-Progress = Callable[[str], AbstractContextManager[object]]  # around a phase of planning, which it is given by name
+Progress = Callable[
+    [str], AbstractContextManager[object]
+]  # around a phase of planning, which it is given by name
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,9 @@ class PlanTask:
     cluster: ClusterSpec
     options: PlanOptions
     optimizer: OptimizerInfo
-    costs: OpCosts | None = None  # op costs where the options name no model; None: the roofline of `cluster.device`
+    costs: OpCosts | None = (
+        None  # op costs where the options name no model; None: the roofline of `cluster.device`
+    )
     progress: Progress = nullcontext
     # makes those of pipelines, when they are looked at; None: the same
     stage_costs: Callable[[], OpCosts] | None = None
@@ -46,7 +50,11 @@ class PlanTask:
 
     def for_stages(self) -> "PlanTask":
         """The task with the costs of pipelines."""
-        return self if self.stage_costs is None else replace(self, costs=self.stage_costs(), stage_costs=None)
+        return (
+            self
+            if self.stage_costs is None
+            else replace(self, costs=self.stage_costs(), stage_costs=None)
+        )
 
     @property
     def memory_limit(self) -> float:
@@ -78,7 +86,9 @@ def check_fits(plan: Plan, wanted: Fingerprint, source: str) -> None:
     Cluster and options may differ: the user chose the plan, and whether its device count fits is checked where the
     mesh is built. Graph, parameters, batch and format must be the same, or its strategies mean other ops.
     """
-    differing = [part for part in plan.fingerprint.differences(wanted) if part not in ("cluster", "options")]
+    differing = [
+        part for part in plan.fingerprint.differences(wanted) if part not in ("cluster", "options")
+    ]
     if differing:
         raise PlanError(
             f"the plan {source} was made for something else: {', '.join(differing)} changed",

@@ -40,13 +40,23 @@ def _against_replicas(options: PlanOptions) -> str | None:
 def asks_for_written(options: PlanOptions, limits: Limits) -> str | None:
     """The option that has steps run as they are written, if any; OptionError where another cannot be met so."""
     is_replica = options.batch_scope == "replica" and limits.replicas is None
-    asks = 'capture="never"' if limits.capture == "never" else 'batch_scope="replica"' if is_replica else None
+    asks = (
+        'capture="never"'
+        if limits.capture == "never"
+        else 'batch_scope="replica"'
+        if is_replica
+        else None
+    )
     if asks and (against := against_written(options)):
-        raise OptionError(f"{asks} has steps run as they are written, but {against}", "leave one of them out")
+        raise OptionError(
+            f"{asks} has steps run as they are written, but {against}", "leave one of them out"
+        )
     return asks
 
 
-def submodule_options(options: PlanOptions, limits: Limits, num_devices: int) -> tuple[int, PlanOptions] | None:
+def submodule_options(
+    options: PlanOptions, limits: Limits, num_devices: int
+) -> tuple[int, PlanOptions] | None:
     """In how many replicas the submodules of a step are planned, and by which options in each; None: not at all.
 
     The first of two mesh axes is that of the replicas. OptionError where `capture="submodules"` cannot be met.
@@ -64,13 +74,20 @@ def submodule_options(options: PlanOptions, limits: Limits, num_devices: int) ->
     if not ({*names[:-1]} <= {"auto", "data"} and names[-1] in inner):
         against = f"parallel={options.parallel!r} is asked for"
     if (mesh and mesh not in ((size,), (count, size))) or count * size != num_devices:
-        against = f"logical_mesh={list(mesh)} does not divide {num_devices} devices into {count} replicas"
-    if any(len(m) != max(1, len(mesh)) or m[-1][0] == "G" or m[0] not in (m[-1], "R", "R*") for _, m in pins):
+        against = (
+            f"logical_mesh={list(mesh)} does not divide {num_devices} devices into {count} replicas"
+        )
+    if any(
+        len(m) != max(1, len(mesh)) or m[-1][0] == "G" or m[0] not in (m[-1], "R", "R*")
+        for _, m in pins
+    ):
         against = "placements have parameters in parts across replicas, or gathered once a step"
     if count > 1 and size > 1 and options.batch_scope != ("replica" if limits.replicas else "auto"):
         against = f"batch_scope={options.batch_scope!r} is asked for"
     if against is not None and asks:
-        raise OptionError(f'capture="submodules" has replicas work alike, but {against}', "leave one of them out")
+        raise OptionError(
+            f'capture="submodules" has replicas work alike, but {against}', "leave one of them out"
+        )
     inside = replace(
         options,
         parallel=names[-1] if size > 1 else "auto",
@@ -101,13 +118,23 @@ def plan_as_written(
     """
     num_devices = devices[0] * devices[1]
     state_bytes = max((info.state_bytes for info in optimizers), default=0.0)
-    ways = ("data", "zero2", "zero3") if all(info.element_wise for info in optimizers) else ("data",)
-    ways = ("data",) if options.completes else ways if options.parallel == "auto" else (str(options.parallel),)
+    ways = (
+        ("data", "zero2", "zero3") if all(info.element_wise for info in optimizers) else ("data",)
+    )
+    ways = (
+        ("data",)
+        if options.completes
+        else ways
+        if options.parallel == "auto"
+        else (str(options.parallel),)
+    )
     for way in ways:
         plans, peak, ahead = _stored(parameters, way, num_devices, state_bytes, options.kept_whole)
         if options.completes:
             plans = dict.fromkeys(plans, ParameterPlan.parse("R"))
-        plans = {name: replace(plan, sums_in_fp32=options.fp32_reduction) for name, plan in plans.items()}
+        plans = {
+            name: replace(plan, sums_in_fp32=options.fp32_reduction) for name, plan in plans.items()
+        }
         if peak <= limit:
             break
     # No times are known that would say how much gathering hides: twice as much ahead, where memory has room.
@@ -137,7 +164,11 @@ def plan_as_written(
 
 
 def _stored(
-    parameters: Sequence[ParameterInput], way: str, num_devices: int, state_bytes: float, kept_whole: tuple[str, ...]
+    parameters: Sequence[ParameterInput],
+    way: str,
+    num_devices: int,
+    state_bytes: float,
+    kept_whole: tuple[str, ...],
 ) -> tuple[dict[str, ParameterPlan], float, float]:
     """How each parameter lies, the peak's bytes of parameters, gradients and state, and those gathered ahead."""
     plans: dict[str, ParameterPlan] = {}
@@ -149,7 +180,11 @@ def _stored(
         sizes = enumerate(meta.shape) if is_cut else ()
         dim = next((dim for dim, size in sizes if size >= num_devices), None)
         letter = "S" if way == "zero3" else "G" if meta.requires_grad else None
-        mode = ("R*" if meta.requires_grad else "R") if dim is None or letter is None else f"{letter}{dim}"
+        mode = (
+            ("R*" if meta.requires_grad else "R")
+            if dim is None or letter is None
+            else f"{letter}{dim}"
+        )
         plans[given.name] = ParameterPlan.parse(mode)
         trained = meta.num_bytes * meta.requires_grad
         kept = meta.num_bytes + trained + meta.num_elements * state_bytes * meta.requires_grad

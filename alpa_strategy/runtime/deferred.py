@@ -17,7 +17,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from alpa_strategy.errors import CaptureError
 
@@ -26,7 +30,16 @@ COPIED_BYTES = 2**20  # given data up to this size is copied, so that it may cha
 # Ops that change their arguments 3 and 4 when argument 5 is true, which their schemas do not say.
 NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
 # In-place ops whose result does not depend on what was there.
-_DRAWN = ("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_")
+_DRAWN = (
+    "normal_",
+    "uniform_",
+    "random_",
+    "exponential_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+    "bernoulli_",
+)
 OVERWRITING = frozenset({*_DRAWN, "zero_", "fill_", "copy_"})
 
 
@@ -70,13 +83,19 @@ class RecordedOp:
     writes: dict[int, bool]  # storage -> whether all of it is overwritten (and nothing of it read)
     # the tensors that it makes, in order of the leaves that it returns; None for one in storage that was there before
     results: tuple[View | None, ...]
-    default_dtype: torch.dtype  # torch's when it ran: what a factory makes that is not told, and numbers become
+    default_dtype: (
+        torch.dtype
+    )  # torch's when it ran: what a factory makes that is not told, and numbers become
     random: Sequence[Tensor] = ()  # of an op that draws numbers, the states of `generators_of` it
 
     def text(self) -> str:
         """What is the same on all ranks: everything but numbers drawn and data given."""
-        plain = pytree.tree_map_only(Given, lambda g: (tuple(g.tensor.shape), g.tensor.dtype), (self.args, self.kwargs))
-        plain = pytree.tree_map_only(torch.device, lambda device: device.type, plain)  # not which GPU of its node
+        plain = pytree.tree_map_only(
+            Given, lambda g: (tuple(g.tensor.shape), g.tensor.dtype), (self.args, self.kwargs)
+        )
+        plain = pytree.tree_map_only(
+            torch.device, lambda device: device.type, plain
+        )  # not which GPU of its node
         plain = pytree.tree_map_only(torch.Generator, lambda _: "generator", plain)
         return f"{self.func}{plain}{self.results}{self.default_dtype}"
 
@@ -93,12 +112,18 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.device, self.min_bytes = device, min_bytes
         self.lines: list[RecordedOp] = []
-        self._writers: dict[int, list[int]] = defaultdict(list)  # storage -> the lines that write to it, ascending
+        self._writers: dict[int, list[int]] = defaultdict(
+            list
+        )  # storage -> the lines that write to it, ascending
         self._num_bytes: dict[int, int] = {}  # storage -> its size
         self._devices: dict[int, torch.device] = {}  # storage -> where it is really to lie
         self._numbers: dict[int, int] = {}  # storage's address -> its number
-        self._earlier_writes: dict[int, int] = {}  # storage -> writes to what a tensor in it had been in before
-        self._storages: list[torch.UntypedStorage] = []  # kept, so that no other storage gets the same key
+        self._earlier_writes: dict[
+            int, int
+        ] = {}  # storage -> writes to what a tensor in it had been in before
+        self._storages: list[
+            torch.UntypedStorage
+        ] = []  # kept, so that no other storage gets the same key
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -112,7 +137,9 @@ class Recorder(TorchDispatchMode):
     def is_deferred(self, tensor: Tensor) -> bool:
         """Whether this recorder can say what is in a meta tensor."""
         number = self._numbers.get(_key(tensor)) if tensor.is_meta else None
-        return number is not None and any(self.lines[i].writes[number] for i in self._writers[number])
+        return number is not None and any(
+            self.lines[i].writes[number] for i in self._writers[number]
+        )
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The real tensor that a deferred one stands for, made anew at every call; a real one as it is."""
@@ -124,7 +151,10 @@ class Recorder(TorchDispatchMode):
                 "build the module in configure_model, or give its modules a reset_parameters method",
             )
         view = self._describe(tensor)
-        with torch.no_grad(), _disable_current_modes():  # all memory but its own is freed on the way
+        with (
+            torch.no_grad(),
+            _disable_current_modes(),
+        ):  # all memory but its own is freed on the way
             return _view_of(self._contents({view.storage})[view.storage], view)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
@@ -151,7 +181,11 @@ class Recorder(TorchDispatchMode):
         if key not in self._numbers:
             self._adopt(tensor)
         return View(
-            self._numbers[key], tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
+            self._numbers[key],
+            tuple(tensor.size()),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.dtype,
         )
 
     def _adopt(self, tensor: Tensor, device: torch.device | None = None) -> None:
@@ -168,7 +202,9 @@ class Recorder(TorchDispatchMode):
         """Runs `func` for real, or records it and gives meta tensors."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            tensors = [
+                leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+            ]
             if not any(tensor.is_meta for tensor in tensors):
                 if not self._makes_big_tensor(func, args, kwargs, tensors):
                     return func(*args, **_on_real_device(kwargs, self.device))
@@ -181,12 +217,16 @@ class Recorder(TorchDispatchMode):
     ) -> bool:
         """Whether an op on real `tensors`, or on none, makes a tensor that is to be deferred."""
         if tensors:  # only what goes to the device of a deferred tensor
-            return _asks_for_meta(kwargs) and any(tensor.nbytes >= self.min_bytes for tensor in tensors)
+            return _asks_for_meta(kwargs) and any(
+                tensor.nbytes >= self.min_bytes for tensor in tensors
+            )
         if not any("Tensor" in str(result.type) for result in func._schema.returns):
             return False
         # On the meta device: how large the result would be, without making it.
         made = pytree.tree_leaves(func(*args, **_meta_kwargs(func, kwargs)))
-        return any(isinstance(t, Tensor) and t.untyped_storage().nbytes() >= self.min_bytes for t in made)
+        return any(
+            isinstance(t, Tensor) and t.untyped_storage().nbytes() >= self.min_bytes for t in made
+        )
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -199,7 +239,10 @@ class Recorder(TorchDispatchMode):
         line = self._line(func, args, kwargs, result, written)
         if torch.Tag.nondeterministic_seeded in func.tags:
             states = [generator.get_state() for generator in generators_of(kwargs, self.device)]
-            with torch.no_grad(), _disable_current_modes():  # as a single device would, into memory freed at once
+            with (
+                torch.no_grad(),
+                _disable_current_modes(),
+            ):  # as a single device would, into memory freed at once
                 self._execute(line, self._contents(set(line.reads)))
             line.random = states
         if line.writes:  # a view is found again by its storage
@@ -209,7 +252,12 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _line(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, written: list[tuple[Tensor, bool]]
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        written: list[tuple[Tensor, bool]],
     ) -> RecordedOp:
         given, named = pytree.tree_map(self._argument, (args, _on_real_device(kwargs, self.device)))
         views = [leaf for leaf in pytree.tree_leaves((given, named)) if isinstance(leaf, View)]
@@ -233,7 +281,9 @@ class Recorder(TorchDispatchMode):
                 results.append(view)
                 writes[view.storage] = True
         reads = tuple(dict.fromkeys(view.storage for view in views if view.storage not in unread))
-        return RecordedOp(func, given, named, reads, writes, tuple(results), torch.get_default_dtype())
+        return RecordedOp(
+            func, given, named, reads, writes, tuple(results), torch.get_default_dtype()
+        )
 
     def _argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -308,7 +358,11 @@ class Recorder(TorchDispatchMode):
             return leaf.value() if isinstance(leaf, Given) else leaf
 
         args, kwargs = pytree.tree_map(real, (line.args, line.kwargs))
-        made = [leaf for leaf in pytree.tree_leaves(self._call(line, args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [
+            leaf
+            for leaf in pytree.tree_leaves(self._call(line, args, kwargs))
+            if isinstance(leaf, Tensor)
+        ]
         for result, tensor in zip(line.results, made, strict=True):
             if result is None or result.storage in storages:
                 continue
@@ -322,7 +376,9 @@ class Recorder(TorchDispatchMode):
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(line.default_dtype)
             # No states yet: it draws for the first time, and moves the generators on.
-            for generator, state in zip(generators_of(kwargs, self.device), line.random, strict=False):
+            for generator, state in zip(
+                generators_of(kwargs, self.device), line.random, strict=False
+            ):
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
             return line.func(*args, **kwargs)
@@ -345,7 +401,11 @@ class Recorder(TorchDispatchMode):
         found: list[Tensor] = []
         for line in self.lines:
             found += line.random
-            given = [leaf for leaf in pytree.tree_leaves((line.args, line.kwargs)) if isinstance(leaf, Given)]
+            given = [
+                leaf
+                for leaf in pytree.tree_leaves((line.args, line.kwargs))
+                if isinstance(leaf, Given)
+            ]
             found += [each.value() for each in given if each.is_copy]
         return found
 
@@ -369,14 +429,18 @@ class _LooksReal(TorchFunctionMode):
             if target.is_meta == data.is_meta:
                 func(target, data)
             else:  # which `data = ...` refuses; the object stays the same
-                torch._C._swap_tensor_impl(target, data.detach().requires_grad_(target.requires_grad))
+                torch._C._swap_tensor_impl(
+                    target, data.detach().requires_grad_(target.requires_grad)
+                )
             self._recorder.new_data(target, before)
             return None
         return func(*args, **(kwargs or {}))
 
 
 def _key(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunction():  # a lazy module's parameters refuse to be asked before they have a shape
+    with (
+        torch._C.DisableTorchFunction()
+    ):  # a lazy module's parameters refuse to be asked before they have a shape
         return tensor.untyped_storage()._cdata
 
 

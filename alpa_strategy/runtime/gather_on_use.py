@@ -49,13 +49,18 @@ class Rounds:
     """
 
     def __init__(
-        self, start: Callable[[int], Wait], may_start: Callable[[int, list[int]], bool], group: dist.ProcessGroup | None
+        self,
+        start: Callable[[int], Wait],
+        may_start: Callable[[int, list[int]], bool],
+        group: dist.ProcessGroup | None,
     ) -> None:
         self._start, self._may_start, self._group = start, may_start, group
         self._order: list[int] = []  # what this rank has asked for in this step
         self._before: list[int] = []  # and in the one before
         self._follows = False  # so far the same
-        self._agreed: deque[int] = deque()  # what all ranks gather next, in this order, come what may
+        self._agreed: deque[int] = (
+            deque()
+        )  # what all ranks gather next, in this order, come what may
         self._under_way: deque[Wait] = deque()  # of the first of these
 
     def begin(self) -> None:
@@ -106,14 +111,21 @@ class Rounds:
 
     def _expected(self) -> list[int]:
         """What this rank will fetch until it meets the others, from the last fetch on, if the step is like the last."""
-        return list(takewhile(lambda what: what >= 0, self._before[len(self._order) - 1 :])) if self._follows else []
+        return (
+            list(takewhile(lambda what: what >= 0, self._before[len(self._order) - 1 :]))
+            if self._follows
+            else []
+        )
 
     def _fill(self) -> None:
         """Begin what is waited for next, and what may go on beside it."""
         while (count := len(self._under_way)) < len(self._agreed):
             unit = self._agreed[count]
             # What is waited for first may be changed before it is gathered again.
-            if count and (unit == self._agreed[0] or not self._may_start(unit, list(islice(self._agreed, 1, count)))):
+            if count and (
+                unit == self._agreed[0]
+                or not self._may_start(unit, list(islice(self._agreed, 1, count)))
+            ):
                 return
             self._under_way.append(self._start(unit))
 
@@ -162,8 +174,12 @@ class GatherOnUse:
         self._parts: dict[nn.Parameter, Tensor] = {}
         self._whole: dict[nn.Parameter, Tensor] = {}
         self._users: Counter[int] = Counter()  # modules that run, by unit
-        self._without_grad: Counter[int] = Counter()  # gatherings under no_grad since parts had new values, by unit
-        self._again: dict[nn.Parameter, Tensor] = {}  # of the unit that the backward has gathered last
+        self._without_grad: Counter[int] = (
+            Counter()
+        )  # gatherings under no_grad since parts had new values, by unit
+        self._again: dict[
+            nn.Parameter, Tensor
+        ] = {}  # of the unit that the backward has gathered last
         self._installed = ExitStack()
         self._regather: Regather | None = None
         self._depth = 0
@@ -215,7 +231,9 @@ class GatherOnUse:
         self._parts = {parameter: parameter.data for parameter in self._sharded}
         if self._keeps and not self._whole:  # all ranks are here together
             self._whole = {p: self._store.gather(p) for p in self._sharded}
-        set_data((p, self._whole[p] if p in self._whole else self._nothing(p)) for p in self._sharded)
+        set_data(
+            (p, self._whole[p] if p in self._whole else self._nothing(p)) for p in self._sharded
+        )
         if for_backward and not self._keeps:
             self._regather = Regather(())
             self._regather.__enter__()
@@ -304,10 +322,17 @@ class GatherOnUse:
 
     def _install(self) -> None:
         """Units are the parameters of a block, or of a module outside of blocks, up to a bucket's bytes."""
-        block_of, scripted = _blocks(self._module), dict[nn.Module, nn.Module]()  # TorchScript runs without Python
-        for outer in (each for each in self._module.modules() if isinstance(each, torch.jit.ScriptModule)):
+        block_of, scripted = (
+            _blocks(self._module),
+            dict[nn.Module, nn.Module](),
+        )  # TorchScript runs without Python
+        for outer in (
+            each for each in self._module.modules() if isinstance(each, torch.jit.ScriptModule)
+        ):
             scripted |= {inner: scripted.get(inner, outer) for inner in outer.modules()}
-        units_of: dict[nn.Module, dict[int, None]] = {}  # that a module needs: of its own, and of its block
+        units_of: dict[
+            nn.Module, dict[int, None]
+        ] = {}  # that a module needs: of its own, and of its block
         of_block: dict[tuple[nn.Module, torch.dtype], int] = {}  # the unit that is not full yet
         for owner in self._module.modules():
             own = [p for p in owner._parameters.values() if p in self._sharded]
@@ -339,7 +364,9 @@ class GatherOnUse:
         named = module.parameters() if is_scripted else dict.values(module._parameters)
         own = [p for p in named if p is not None and p in self._unit_of]
 
-        def running(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        def running(
+            module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+        ) -> Any:
             if (of_copy := forward_of_copy(module)) is not None:
                 return of_copy(*args, **kwargs)
             if self._depth and not self._keeps:
@@ -355,7 +382,9 @@ class GatherOnUse:
 
         # Not a hook: code may run a forward alone, once more for the backward (`runtime/made_again.py`). A partial, not
         # a decorated function: a copy of the module runs its own.
-        self._installed.enter_context(patched([(module, "forward", partial(running, module, module.forward))]))
+        self._installed.enter_context(
+            patched([(module, "forward", partial(running, module, module.forward))])
+        )
 
     def _is_for_generation(self, unit: int) -> bool:
         """Used again and again without a backward, as by a model that writes a token at a time: it stays whole then,
@@ -377,8 +406,13 @@ class GatherOnUse:
 
     def _may_start(self, unit: int, ahead: list[int]) -> bool:
         """Always the next, more where they fit. What is or will be whole may change until it is gathered again."""
-        has_room = not ahead or sum(self._unit_bytes[each] for each in (*ahead, unit)) <= self._store.ahead_bytes
-        return has_room and unit not in ahead and not any(p in self._whole for p in self._units[unit])
+        has_room = (
+            not ahead
+            or sum(self._unit_bytes[each] for each in (*ahead, unit)) <= self._store.ahead_bytes
+        )
+        return (
+            has_room and unit not in ahead and not any(p in self._whole for p in self._units[unit])
+        )
 
     def _take_changes(self, parameter: nn.Parameter) -> None:
         """Into the part, of this device's own; `data`: nobody's version of it counts this."""
@@ -404,7 +438,10 @@ def _blocks(root: nn.Module) -> dict[nn.Module, nn.Module]:
     """Module -> the outermost element of a list of modules that holds it, for those inside of one."""
     found: dict[nn.Module, nn.Module] = {}
     for container in root.modules():
-        if isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict) and container not in found:
+        if (
+            isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+            and container not in found
+        ):
             for block in container.children():
                 found.update((module, block) for module in block.modules() if module not in found)
     return found
@@ -430,7 +467,9 @@ class _NeedOnAccess(dict[str, Any]):
         return [self._needed(parameter) for parameter in super().values()]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self.items()),)  # a copy of the module is nobody's; within a step it has values
+        return dict, (
+            dict(self.items()),
+        )  # a copy of the module is nobody's; within a step it has values
 
     def _needed(self, parameter: Any) -> Any:
         if self._on_use.is_active and parameter is not None:
@@ -465,7 +504,9 @@ class WholeOnUse(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = [p for p in tree_leaves((args, kwargs)) if id(p) in self._parts] if self.sees else []
+        found = (
+            [p for p in tree_leaves((args, kwargs)) if id(p) in self._parts] if self.sees else []
+        )
         if func in _REFUSED and found and sys._getframe(1).f_code.co_name != "zero_grad":
             raise self._error(found[0])
         if func in _OF_PARTS or func in _REFUSED or not found:
@@ -489,6 +530,17 @@ class WholeOnUse(TorchFunctionMode):
 
 
 _TENSOR: Any = Tensor  # its attributes are descriptors
-_OF_PARTS = {_TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR.is_leaf.__get__, Tensor.__hash__}
+_OF_PARTS = {
+    _TENSOR.grad.__set__,
+    _TENSOR.grad.__delete__,
+    _TENSOR.is_leaf.__get__,
+    Tensor.__hash__,
+}
 _OF_PARTS |= {_TENSOR.requires_grad.__get__, _TENSOR.requires_grad.__set__, Tensor.requires_grad_}
-_REFUSED = {_TENSOR.grad.__get__, _TENSOR.data.__set__, Tensor.backward, torch.autograd.grad, torch.autograd.backward}
+_REFUSED = {
+    _TENSOR.grad.__get__,
+    _TENSOR.data.__set__,
+    Tensor.backward,
+    torch.autograd.grad,
+    torch.autograd.backward,
+}

@@ -22,7 +22,9 @@ from alpa_strategy.ir.placement import chunk_sizes
 from alpa_strategy.options import bucket_limit
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter
 
-Completed = Callable[[Sequence[nn.Parameter]], None]  # gradients of these are complete, others not yet
+Completed = Callable[
+    [Sequence[nn.Parameter]], None
+]  # gradients of these are complete, others not yet
 
 
 class GradientReducer:
@@ -34,14 +36,18 @@ class GradientReducer:
         bucket_bytes: a bucket is closed when it holds so many bytes, or an eighth of all.
     """
 
-    def __init__(self, mesh: MeshComm, parameters: Sequence[ShardedParameter], bucket_bytes: int) -> None:
+    def __init__(
+        self, mesh: MeshComm, parameters: Sequence[ShardedParameter], bucket_bytes: int
+    ) -> None:
         self._mesh, self._scale = mesh, 1.0
         self._parameters = tuple(parameters)
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] | None = None  # None until the devices have agreed
         self._rest: list[ShardedParameter] = []  # used, but not in a bucket
         self._unused: list[ShardedParameter] = []
-        self._only_somewhere: frozenset[str] = frozenset()  # gradients that some devices had and others not
+        self._only_somewhere: frozenset[str] = (
+            frozenset()
+        )  # gradients that some devices had and others not
         self.enabled = True  # the next backward ends with the reduction: not for a micro-batch before a step's last
         self.reset()
 
@@ -102,9 +108,13 @@ class GradientReducer:
         if not self._parameters:  # a stage of frozen layers
             return
         here = [int(each.has_gradient) for each in self._parameters]
-        table = torch.tensor([here, [1 - there for there in here]], device=self._parameters[0].device)
+        table = torch.tensor(
+            [here, [1 - there for there in here]], device=self._parameters[0].device
+        )
         used, missing = self._mesh.whole.all_reduce(table, "max").tolist()
-        found = {each.name: both for each, *both in zip(self._parameters, used, missing, strict=True)}
+        found = {
+            each.name: both for each, *both in zip(self._parameters, used, missing, strict=True)
+        }
         self._only_somewhere = frozenset(name for name, both in found.items() if all(both))
         in_order = self._in_order(self._parameters)
         self._unused = [each for each in in_order if not found[each.name][0]]
@@ -114,7 +124,10 @@ class GradientReducer:
         """As the first device's backward came to them; what it has not seen comes last. Collective."""
         seen = {name: i for i, name in enumerate(self._seen)}
         is_first = not any(self._mesh.coordinate)
-        order = [seen.get(each.name, len(seen) + i) if is_first else -1 for i, each in enumerate(parameters)]
+        order = [
+            seen.get(each.name, len(seen) + i) if is_first else -1
+            for i, each in enumerate(parameters)
+        ]
         table = torch.tensor(order, device=parameters[0].device)
         order = self._mesh.whole.all_reduce(table, "max").tolist()
         return [parameters[i] for i in sorted(range(len(order)), key=order.__getitem__)]
@@ -161,10 +174,15 @@ class ReplicaReducer(GradientReducer):
     several times in a backward (reentrant checkpoints), by several backwards of a step.
     """
 
-    def __init__(self, replicas: Replicas, parameters: Sequence[ShardedParameter], bucket_bytes: int) -> None:
+    def __init__(
+        self, replicas: Replicas, parameters: Sequence[ShardedParameter], bucket_bytes: int
+    ) -> None:
         super().__init__(replicas.mesh, parameters, bucket_bytes)
         self._scale, self._agree_on = 1.0 / math.prod(replicas.mesh.shape), replicas.agree
-        self._buckets, self._unused = [], list(self._parameters)  # a bucket is made when somebody has a gradient for it
+        self._buckets, self._unused = (
+            [],
+            list(self._parameters),
+        )  # a bucket is made when somebody has a gradient for it
 
     @property
     def has_begun(self) -> bool:
@@ -182,11 +200,18 @@ class ReplicaReducer(GradientReducer):
             return
         assert self._buckets is not None
         here = [each.is_taken or each.has_local_gradient for each in self._parameters]
-        late = [each.is_taken and each.has_local_gradient for each in self._parameters]  # made after its bucket left
+        late = [
+            each.is_taken and each.has_local_gradient for each in self._parameters
+        ]  # made after its bucket left
         # 0: no gradient, 1: a sparse one, 2: a dense one; the largest of all ranks is what their sum is.
-        kinds = [is_there * (1 if each.is_sparse else 2) for is_there, each in zip(here, self._parameters, strict=True)]
+        kinds = [
+            is_there * (1 if each.is_sparse else 2)
+            for is_there, each in zip(here, self._parameters, strict=True)
+        ]
         largest = self._agree_on([*kinds, *late])
-        agreed = list(zip(self._parameters, largest[: len(kinds)], largest[len(kinds) :], strict=True))
+        agreed = list(
+            zip(self._parameters, largest[: len(kinds)], largest[len(kinds) :], strict=True)
+        )
         needed = {each.name for each, kind, _ in agreed if kind}
         late_ones = [each for each, _, is_late in agreed if is_late]
         late_gradients = [each.take_gradient() for each in late_ones]
@@ -221,7 +246,11 @@ class ReplicaReducer(GradientReducer):
 
     def _start(self, buckets: "Sequence[_Bucket]", needed: Set[str]) -> "list[_Bucket]":
         """Those that hold what is needed, all of them started."""
-        running = [bucket for bucket in buckets if not needed.isdisjoint(each.name for each in bucket.parameters)]
+        running = [
+            bucket
+            for bucket in buckets
+            if not needed.isdisjoint(each.name for each in bucket.parameters)
+        ]
         for bucket in running:  # one that has left already has all that it needs
             if bucket.running is None:
                 bucket.needed = needed
@@ -229,7 +258,9 @@ class ReplicaReducer(GradientReducer):
         return running
 
 
-def average(parameters: Iterable[nn.Parameter], axis: AxisComm, device: torch.device, bucket_bytes: int) -> None:
+def average(
+    parameters: Iterable[nn.Parameter], axis: AxisComm, device: torch.device, bucket_bytes: int
+) -> None:
     """Let complete gradients become their mean over `axis`, whose devices hold the same parts. Collective over it.
 
     As DDP has it, one that some lack is zero there, and what none has a gradient for keeps none.
@@ -238,7 +269,11 @@ def average(parameters: Iterable[nn.Parameter], axis: AxisComm, device: torch.de
         device: of the collectives; some gradients may lie in host memory.
     """
     here = list(parameters)
-    there = all_largest([p.grad is not None for p in here], axis.group) if axis.size > 1 else [0] * len(here)
+    there = (
+        all_largest([p.grad is not None for p in here], axis.group)
+        if axis.size > 1
+        else [0] * len(here)
+    )
     buckets: dict[tuple[torch.dtype, int], list[nn.Parameter]] = {}
     total = 0
     for p in (p for p, is_there in zip(here, there, strict=True) if is_there and p.numel()):
@@ -246,9 +281,13 @@ def average(parameters: Iterable[nn.Parameter], axis: AxisComm, device: torch.de
         total += p.numel() * p.element_size()
     begun: list[tuple[list[nn.Parameter], tuple[int, ...], Pending]] = []
     for bucket in buckets.values():
-        flat = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in bucket], 1 / axis.size).to(device)
+        flat = _flat(
+            [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket], 1 / axis.size
+        ).to(device)
         sizes = chunk_sizes(flat.numel(), axis.size)
-        begun.append((bucket, sizes, axis.start_exchange(flat, sizes, [sizes[axis.index]] * axis.size)))
+        begun.append(
+            (bucket, sizes, axis.start_exchange(flat, sizes, [sizes[axis.index]] * axis.size))
+        )
         for p in bucket:  # it is in what is under way: not twice in memory
             p.grad = None
     gathered: list[tuple[list[nn.Parameter], Pending]] = []
@@ -269,7 +308,9 @@ def _run(buckets: "list[_Bucket]", completed: Completed | None = None) -> None:
         for bucket in buckets:
             if bucket.advance():
                 running.append(bucket)
-            elif completed is not None and (running or bucket is not buckets[-1]):  # others are under way
+            elif completed is not None and (
+                running or bucket is not buckets[-1]
+            ):  # others are under way
                 completed([each.parameter for each in bucket.parameters])
         buckets = running
 
@@ -280,10 +321,14 @@ class _Bucket:
     scale: what their sums are multiplied by.
     """
 
-    def __init__(self, parameters: list[ShardedParameter], needed: Collection[str], scale: float) -> None:
+    def __init__(
+        self, parameters: list[ShardedParameter], needed: Collection[str], scale: float
+    ) -> None:
         self.parameters, self.needed, self._scale = parameters, needed, scale
         # Per collective what each gradient wants of it: the same axis, dims of their own.
-        self._collectives = list(zip(*(each.to_use.gradient_sums for each in parameters), strict=True))
+        self._collectives = list(
+            zip(*(each.to_use.gradient_sums for each in parameters), strict=True)
+        )
         self.running: Iterator[None] | None = None
 
     def start(self) -> None:
@@ -316,7 +361,9 @@ class _Bucket:
             yield
             sizes = columns if dims else [shape.numel() for shape in shapes]
             parts = pending.wait().split(sizes)
-            grads = [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            grads = [
+                part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)
+            ]
         for (each, there), grad in zip(both, grads, strict=True):
             if there:
                 each.put_gradient(grad)
@@ -328,16 +375,23 @@ def _flat(grads: Sequence[Tensor], scale: float) -> Tensor:
         return torch.cat([grad.reshape(-1) for grad in grads])
     flat = grads[0].new_empty(sum(grad.numel() for grad in grads))
     for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        torch.mul(grad, scale, out=part.view(grad.shape))  # in the one pass that copies, as DDP does
+        torch.mul(
+            grad, scale, out=part.view(grad.shape)
+        )  # in the one pass that copies, as DDP does
     return flat
 
 
 def _rows(grads: Sequence[Tensor], dims: Sequence[int], count: int, scale: float) -> Tensor:
     """[count, elements]: one row per device, its chunks of all gradients * scale, each padded to the largest chunk."""
-    columns = [chunk_shape(grad.shape, dim, count, 0).numel() for grad, dim in zip(grads, dims, strict=True)]
+    columns = [
+        chunk_shape(grad.shape, dim, count, 0).numel()
+        for grad, dim in zip(grads, dims, strict=True)
+    ]
     rows = grads[0].new_zeros((count, sum(columns)))
     for grad, dim, column in zip(grads, dims, rows.split(columns, 1), strict=True):
-        for row, part in zip(column, grad.split(chunk_sizes(grad.shape[dim], count), dim), strict=True):
+        for row, part in zip(
+            column, grad.split(chunk_sizes(grad.shape[dim], count), dim), strict=True
+        ):
             torch.mul(part, scale, out=row[: part.numel()].view(part.shape))
     return rows
 

@@ -24,10 +24,14 @@ from torch.optim import Optimizer
 from alpa_strategy.ir.plan import Plan
 
 TIGHT = 0.5  # of the limit: kept blocks were seen to hold up to twice what is alive
-LEAST_BYTES = 50 * 10**6  # planned: what freed blocks add to less is little beside what Python itself holds
+LEAST_BYTES = (
+    50 * 10**6
+)  # planned: what freed blocks add to less is little beside what Python itself holds
 LARGE_BYTES = 250 * 10**6  # planned: what such a plan keeps in vain would be much
 KEPT_BLOCKS = 1.25  # bytes held for each that is planned: 1.1 to 1.2 were seen in most plans, up to 1.5 in some
-PAGE_FAULTS = 0.15  # of a step's seconds at least, where blocks are given back: up to 0.35 were seen
+PAGE_FAULTS = (
+    0.15  # of a step's seconds at least, where blocks are given back: up to 0.35 were seen
+)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 # Bytes from which blocks are given back (glibc allows no more than 32 MB), and that are kept at a heap's end.
 GIVEN_BACK, KEPT = (2**20, 2**25), (2**25, 2**30)
@@ -50,7 +54,11 @@ def tuned(device: torch.device) -> Iterator[None]:
 
 
 def hold_to_plan(
-    owner: object, plan: Plan, limit_bytes: float, module: nn.Module, optimizers: Sequence[Optimizer]
+    owner: object,
+    plan: Plan,
+    limit_bytes: float,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
 ) -> Callable[[], object]:
     """Until what is returned is called, or `owner` is gone, give free memory back where this process holds as much as
     it may besides itself: what is planned, or the limit where that is not far away.
@@ -67,7 +75,9 @@ def hold_to_plan(
         return ended.set
     itself = max(0, _held_bytes(psutil.Process()) - _tensor_bytes(module, optimizers))
     most = itself + int(limit_bytes if is_tight else HELD * peak) - slack
-    threading.Thread(target=_trim_beyond, args=(most, slack, ended), name=THREAD, daemon=True).start()
+    threading.Thread(
+        target=_trim_beyond, args=(most, slack, ended), name=THREAD, daemon=True
+    ).start()
     return weakref.finalize(owner, ended.set)
 
 

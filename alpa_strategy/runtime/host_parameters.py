@@ -50,11 +50,15 @@ class HostLink:
     def bring(self, tensor: Tensor) -> Pending:
         """Begin a copy of a host tensor, which must not change before `settle`."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        arrived: torch.cuda.Event | None = None  # whose `wait` holds back the stream that is the current one then
+        arrived: torch.cuda.Event | None = (
+            None  # whose `wait` holds back the stream that is the current one then
+        )
         if self._inward is None or self._outward is None:
             copy.copy_(tensor)
         else:
-            self._inward.wait_stream(torch.cuda.current_stream(self.device))  # whose memory it was until now
+            self._inward.wait_stream(
+                torch.cuda.current_stream(self.device)
+            )  # whose memory it was until now
             self._inward.wait_stream(self._outward)  # it may be on its way there yet
             with torch.cuda.stream(self._inward):
                 copy.copy_(tensor, non_blocking=True)
@@ -193,7 +197,9 @@ class _Fetched(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, bring: Callable[[], Tensor], take: Callable[[Tensor], None]) -> Tensor:
+    def forward(
+        ctx: Any, parameter: Tensor, bring: Callable[[], Tensor], take: Callable[[Tensor], None]
+    ) -> Tensor:
         ctx.take, ctx.is_made_of_parameters = take, True
         return bring()
 

@@ -20,12 +20,20 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from alpa_strategy.capture.python_state import KeptNames, framework_attributes, kept_in, patched, version_of
+from alpa_strategy.capture.python_state import (
+    KeptNames,
+    framework_attributes,
+    kept_in,
+    patched,
+    version_of,
+)
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
 from alpa_strategy.units import format_bytes
 
 
-def modules_to_make_again(root: nn.Module, remat: bool | tuple[str, ...] | None) -> dict[str, nn.Module]:
+def modules_to_make_again(
+    root: nn.Module, remat: bool | tuple[str, ...] | None
+) -> dict[str, nn.Module]:
     """By name, the outermost modules that `PlanOptions.remat` means in a step as it is written.
 
     `True` and None mean the items of lists of modules, those of inner lists instead of these.
@@ -37,11 +45,16 @@ def modules_to_make_again(root: nn.Module, remat: bool | tuple[str, ...] | None)
     called = {k: m for k, m in root.named_modules() if k and not isinstance(m, lists)}
     if isinstance(remat, tuple):
         matching = {name: [k for k in called if fnmatchcase(k, name)] for name in remat}
-        names, unmet = [k for own in matching.values() for k in own], [repr(n) for n in remat if not matching[n]]
+        names, unmet = (
+            [k for own in matching.values() for k in own],
+            [repr(n) for n in remat if not matching[n]],
+        )
     else:
         owners = (m for m in root.modules() if isinstance(m, (*lists, nn.Sequential)))
         # A layer without parts keeps no more than what it is given.
-        items = {m for owner in owners for m in owner.children() if next(m.children(), None) is not None}
+        items = {
+            m for owner in owners for m in owner.children() if next(m.children(), None) is not None
+        }
         names = [k for k, m in called.items() if m in items and items.isdisjoint(m.children())]
         unmet = ["True"] if remat and not names else []
     if unmet:
@@ -65,29 +78,51 @@ class MadeAgain:
 
     def installed(self, modules: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
         """Context in which the forwards of modules, by name, are ours."""
-        return patched((m, "forward", partial(self._forward, name, m, m.forward)) for name, m in modules.items())
+        return patched(
+            (m, "forward", partial(self._forward, name, m, m.forward))
+            for name, m in modules.items()
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a copy of the module is nobody's
 
     @torch.compiler.disable
-    def _forward(self, name: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if (of_copy := forward_of_copy(module)) is not None:
             return of_copy(*args, **kwargs)
-        is_function = torch._C._functorch.peek_interpreter_stack() is not None  # whose tensors are no one's to keep
-        if self._root is None or not self._root.training or not torch.is_grad_enabled() or is_function:
+        is_function = (
+            torch._C._functorch.peek_interpreter_stack() is not None
+        )  # whose tensors are no one's to keep
+        if (
+            self._root is None
+            or not self._root.training
+            or not torch.is_grad_enabled()
+            or is_function
+        ):
             return forward(*args, **kwargs)
         given = (*args, *kwargs.values())
         if self._room is not None and not self._room.is_short_for(name, given):
             return self._room.learn(name, forward(*args, **kwargs), given)
         start = _Start(name, module, given)
-        unique = list({id(value): value for value in given}.values())  # code asks whether `query is key`
+        unique = list(
+            {id(value): value for value in given}.values()
+        )  # code asks whether `query is key`
         places = [next(i for i, value in enumerate(unique) if value is each) for each in given]
 
         def run(*unique: Any) -> Any:
             again = [unique[place] for place in places]
             with start.entered():
-                return forward(*again[: len(args)], **dict(zip(kwargs, again[len(args) :], strict=True)))
+                return forward(
+                    *again[: len(args)], **dict(zip(kwargs, again[len(args) :], strict=True))
+                )
 
         return checkpoint(run, *unique, use_reentrant=False)
 
@@ -119,26 +154,45 @@ class Room:
         self._tensors = [*root.parameters(), *root.buffers()]
         self._shares: dict[Any, float] = {}  # by kind: bytes kept for each byte given
         self._given: dict[str, int] = {}  # bytes, at the last call
-        self._outside: tuple[float, int] | None = None  # bytes, and those that the modules were given then
+        self._outside: tuple[float, int] | None = (
+            None  # bytes, and those that the modules were given then
+        )
         self._begin()
 
     def _begin(self) -> None:
-        self._to_come, self._again = set(self._kinds), dict[str, float]()  # with the bytes that are made again
-        self._kept = self._inputs = 0.0  # bytes, of modules that do not run again, and of those that do
+        self._to_come, self._again = (
+            set(self._kinds),
+            dict[str, float](),
+        )  # with the bytes that are made again
+        self._kept = self._inputs = (
+            0.0  # bytes, of modules that do not run again, and of those that do
+        )
         self._before: list[tuple[Tensor, int]] = []  # what the module is given that runs now
 
     def is_short_for(self, name: str, given: Iterable[Any]) -> bool:
         """Whether a module is to run again: if not, those that are still to come could not all keep what they do."""
         leaves = tree_leaves(given)
-        if name not in self._to_come or not all(isinstance(each, Tensor | float | int | str | None) for each in leaves):
-            return name in self._again  # the first call decided; what else than tensors it is given, it may change
+        if name not in self._to_come or not all(
+            isinstance(each, Tensor | float | int | str | None) for each in leaves
+        ):
+            return (
+                name in self._again
+            )  # the first call decided; what else than tensors it is given, it may change
         self._to_come.remove(name)
         size = self._given[name] = sum(each.nbytes for each in leaves if isinstance(each, Tensor))
         if (share := self._shares.get(self._kinds[name])) is None:
             self._before = [(each, version_of(each)) for each in leaves if isinstance(each, Tensor)]
             return False
-        to_come = ((self._given.get(k, size), self._shares.get(self._kinds[k], share)) for k in self._to_come)
-        needed = self._kept + self._inputs + size * (1 + share) + sum(given * (1 + share) for given, share in to_come)
+        to_come = (
+            (self._given.get(k, size), self._shares.get(self._kinds[k], share))
+            for k in self._to_come
+        )
+        needed = (
+            self._kept
+            + self._inputs
+            + size * (1 + share)
+            + sum(given * (1 + share) for given, share in to_come)
+        )
         room = self._num_bytes / 2 if self._outside is None else self._num_bytes - self._outside[0]
         if is_short := needed > room:
             self._again[name], self._inputs = size * share, self._inputs + size
@@ -148,8 +202,15 @@ class Room:
 
     def learn(self, name: str, output: Any, given: Iterable[Any]) -> Any:
         """The output of a module that does not run again, looked at."""
-        kind, size, before, self._before = self._kinds[name], self._given.get(name, 0), self._before, []
-        keeps_them = all(version_of(each) == version for each, version in before)  # else it cannot run again
+        kind, size, before, self._before = (
+            self._kinds[name],
+            self._given.get(name, 0),
+            self._before,
+            [],
+        )
+        keeps_them = all(
+            version_of(each) == version for each, version in before
+        )  # else it cannot run again
         if kind not in self._shares and size and keeps_them:
             self._shares[kind] = kept_bytes(output, given, self._tensors) / size
             self._kept += size * (1 + self._shares[kind])
@@ -179,7 +240,9 @@ def kept_bytes(results: Any, until: Any, apart: Iterable[Tensor]) -> int:
     """
     ends = [each for each in tree_leaves(until) if isinstance(each, Tensor)]
     seen: set[Any] = {None, *(each.grad_fn for each in ends)}
-    waiting: set[Any] = {each.grad_fn for each in tree_leaves(results) if isinstance(each, Tensor)} - seen
+    waiting: set[Any] = {
+        each.grad_fn for each in tree_leaves(results) if isinstance(each, Tensor)
+    } - seen
     own, found = set(apart), dict[int, int]()
     while waiting:
         node = waiting.pop()
@@ -192,7 +255,9 @@ def kept_bytes(results: Any, until: Any, apart: Iterable[Tensor]) -> int:
                 # A parameter whose data was exchanged since then (ZeRO-2) is known by itself.
                 storages = [t.untyped_storage() for t in kept if own.isdisjoint((t, t._base))]
                 found |= {storage._cdata: storage.nbytes() for storage in storages}
-    known = {each.untyped_storage()._cdata for each in (*ends, *own) if each.layout is torch.strided}
+    known = {
+        each.untyped_storage()._cdata for each in (*ends, *own) if each.layout is torch.strided
+    }
     return sum(size for storage, size in found.items() if storage not in known)
 
 
@@ -203,9 +268,16 @@ def _spaces(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _as_it_is(module: nn.Module, arguments: Iterable[Any]) -> Callable[[], None]:
     """What lets all that a module's tree and other objects hold, and random numbers to come, be as now; no tensors."""
-    skipped, seen = framework_attributes(), set(map(id, module.modules()))  # whose own attributes are `_spaces`
-    attributes = (value for space in _spaces(module) for key, value in space.items() if key not in skipped)
-    values = [v for v in (*attributes, *arguments) if not isinstance(v, Tensor | int | float | str | None)]
+    skipped, seen = (
+        framework_attributes(),
+        set(map(id, module.modules())),
+    )  # whose own attributes are `_spaces`
+    attributes = (
+        value for space in _spaces(module) for key, value in space.items() if key not in skipped
+    )
+    values = [
+        v for v in (*attributes, *arguments) if not isinstance(v, Tensor | int | float | str | None)
+    ]
     values += [random.random.__self__, np.random.rand.__self__]  # type: ignore[attr-defined]
     kept: list[Any] = [KeptNames("", space, dict(space)) for space in _spaces(module)]
     kept += [each for value in values for each in kept_in(value, "", seen)]
@@ -251,7 +323,9 @@ class _Start:
         self._put_back()
         again = {id(t): self._values.get(t, t).clone() for t in self._own_tensors()}
         for space in _spaces(self._module):
-            space.update({key: again[id(value)] for key, value in space.items() if id(value) in again})
+            space.update(
+                {key: again[id(value)] for key, value in space.items() if id(value) in again}
+            )
         try:
             yield
         finally:
@@ -269,5 +343,9 @@ class _Start:
         for tensor in list(self._values):
             is_kept = tensor.ndim < 2 or version_of(tensor) != self._versions[tensor]
             del (self._versions if is_kept else self._values)[tensor]
-        for each in self._module.modules():  # not `parameters()`: these may have to be gathered for it
-            self._versions.update({p: p._version for p in dict.values(each._parameters) if p is not None})
+        for (
+            each
+        ) in self._module.modules():  # not `parameters()`: these may have to be gathered for it
+            self._versions.update(
+                {p: p._version for p in dict.values(each._parameters) if p is not None}
+            )

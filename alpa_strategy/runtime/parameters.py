@@ -33,12 +33,20 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
-from alpa_strategy.runtime.gradients import Completed, GradientReducer, ReplicaReducer, Replicas, chunk_shape
+from alpa_strategy.runtime.gradients import (
+    Completed,
+    GradientReducer,
+    ReplicaReducer,
+    Replicas,
+    chunk_shape,
+)
 from alpa_strategy.runtime.host_parameters import HostParameters, StoredTensors
 from alpa_strategy.runtime.sharded_parameter import Chunk, ShardedParameter, replace_data
 
 T = TypeVar("T")
-Look = Callable[[str, Tensor], None]  # is shown a parameter's name, and the tensor whose `.grad` the backward has made
+Look = Callable[
+    [str, Tensor], None
+]  # is shown a parameter's name, and the tensor whose `.grad` the backward has made
 
 
 class MeshParameters:
@@ -54,7 +62,9 @@ class MeshParameters:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.listens = True  # to gradients as the backward makes them
 
-    def add(self, given: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter) -> ShardedParameter:
+    def add(
+        self, given: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter
+    ) -> ShardedParameter:
         """A stage of this mesh has this parameter; stages on the same devices store it alike."""
         if (known := self._by_parameter.get(parameter)) is not None:
             return known
@@ -64,7 +74,9 @@ class MeshParameters:
         self._by_name.update(dict.fromkeys(given.names, sharded))
         return sharded
 
-    def shard(self, values: Callable[[nn.Parameter], Tensor], bucket_bytes: int, look: Look | None) -> None:
+    def shard(
+        self, values: Callable[[nn.Parameter], Tensor], bucket_bytes: int, look: Look | None
+    ) -> None:
         """See `ParameterStore.shard`."""
         self._look = look
         for sharded in self._by_parameter.values():
@@ -79,7 +91,9 @@ class MeshParameters:
                 parameter.grad = None
             elif values is not Tensor.detach:
                 parameter.data = values(parameter)
-        trained = [sharded for sharded in self._by_parameter.values() if sharded.parameter.requires_grad]
+        trained = [
+            sharded for sharded in self._by_parameter.values() if sharded.parameter.requires_grad
+        ]
         if self._replicas is not None:
             self.reducer: GradientReducer = ReplicaReducer(self._replicas, trained, bucket_bytes)
         else:
@@ -88,7 +102,11 @@ class MeshParameters:
             if sharded.to_use.backward_steps and not sharded.is_gathered_once:
                 self._watch(sharded)
             elif look is not None and not sharded.is_gathered_once and not sharded.plan.is_fetched:
-                self._hooks.append(sharded.parameter.register_post_accumulate_grad_hook(partial(look, sharded.name)))
+                self._hooks.append(
+                    sharded.parameter.register_post_accumulate_grad_hook(
+                        partial(look, sharded.name)
+                    )
+                )
 
     def unwatch(self) -> None:
         """Watch no backward any more: by what does, parameters hold this for ever. No communication."""
@@ -116,7 +134,9 @@ class MeshParameters:
         entered = {
             sharded.name: sharded.in_step(Entrance.apply(sharded.parameter, sums))
             for sharded in self._by_parameter.values()
-            if sharded.parameter.requires_grad and sharded.plan.uses_shards and not sharded.plan.is_fetched
+            if sharded.parameter.requires_grad
+            and sharded.plan.uses_shards
+            and not sharded.plan.is_fetched
             if sharded.is_used_in_place
         }
         return OnDemand(self.step_input, entered)
@@ -131,7 +151,11 @@ class MeshParameters:
             return sharded.in_step(sharded.parameter)
         if sharded.leaf is None:
             with torch.no_grad():
-                part = None if self._host is None or sharded.link is None else self._host.bring(sharded)
+                part = (
+                    None
+                    if self._host is None or sharded.link is None
+                    else self._host.bring(sharded)
+                )
                 leaf = sharded.begin_gathering(part).wait()
             sharded.gathering = None
             leaf = leaf.requires_grad_(sharded.parameter.requires_grad)
@@ -178,8 +202,14 @@ class MeshParameters:
         sharded.accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
         parameter.data = part
         aside = sharded.set_complete_aside
-        self._hooks.append(sharded.accumulator.register_prehook(lambda grads: aside(grads) if self.listens else None))
-        self._hooks.append(sharded.parameter.register_post_accumulate_grad_hook(partial(self._made, sharded.name)))
+        self._hooks.append(
+            sharded.accumulator.register_prehook(
+                lambda grads: aside(grads) if self.listens else None
+            )
+        )
+        self._hooks.append(
+            sharded.parameter.register_post_accumulate_grad_hook(partial(self._made, sharded.name))
+        )
 
     def _made(self, name: str, used: Tensor) -> None:
         """The backward has made the gradient of a parameter, or of its copy: of this rank, not reduced yet."""
@@ -193,7 +223,9 @@ class MeshParameters:
 class OnDemand(dict[str, Tensor]):
     """Tensors by name; what it does not hold is made whenever it is asked for."""
 
-    def __init__(self, make: Callable[[str], Tensor], held: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, make: Callable[[str], Tensor], held: Mapping[str, Tensor] | None = None
+    ) -> None:
         super().__init__(held or {})
         self._make = make
 
@@ -242,30 +274,44 @@ class ParameterStore:
         copies: tuple[int, int] = (0, 1),
     ) -> None:
         self.mesh, self.copies = mesh, copies
-        self.ahead_bytes = max((stage.ahead_bytes for stage in stages), default=0)  # gathered before they are used
+        self.ahead_bytes = max(
+            (stage.ahead_bytes for stage in stages), default=0
+        )  # gathered before they are used
         self.of_stage: dict[int, MeshParameters] = {}  # of stages; those on one mesh share them
         self._meshes: dict[int, MeshParameters] = {}  # by id of the mesh
         self._known: dict[nn.Parameter, _Known] = {}
-        self._is_split = len({stage_ranks(stage) for stage in stages}) > 1  # ranks lack parameters of other stages
+        self._is_split = (
+            len({stage_ranks(stage) for stage in stages}) > 1
+        )  # ranks lack parameters of other stages
         for index, (stage, own_mesh) in enumerate(zip(stages, meshes, strict=True)):
             if own_mesh is not None:
                 here = self._meshes.setdefault(id(own_mesh), MeshParameters(own_mesh, replicas))
                 self.of_stage[index] = here
             for given in inputs:
-                plans = [stage.parameter_plans[name] for name in given.names if name in stage.parameter_plans]
+                plans = [
+                    stage.parameter_plans[name]
+                    for name in given.names
+                    if name in stage.parameter_plans
+                ]
                 if not plans:
                     continue
                 parameter = module.get_parameter(given.name)
                 sharded = None if own_mesh is None else here.add(given, plans[0], parameter)
                 if parameter not in self._known:
                     source = stage_ranks(stage)[0]
-                    self._known[parameter] = _Known(given.name, parameter.shape, source, sharded, sharded)
+                    self._known[parameter] = _Known(
+                        given.name, parameter.shape, source, sharded, sharded
+                    )
                 elif self._known[parameter].held is None:
                     self._known[parameter].held = sharded
         for given in inputs:
             if module.get_parameter(given.name) not in self:
-                raise PlanError(f"the plan says nothing of parameter {given.name}", "plan again for this model")
-        whole = {p for p, known in self._known.items() if known.held is not None and known.held.is_whole}
+                raise PlanError(
+                    f"the plan says nothing of parameter {given.name}", "plan again for this model"
+                )
+        whole = {
+            p for p, known in self._known.items() if known.held is not None and known.held.is_whole
+        }
         # Not whole on every rank, in order; all where other ranks may lack what this one holds.
         self.sharded_parameters = {p: None for p in self._known if self._is_split or p not in whole}
 
@@ -406,7 +452,9 @@ class ParameterStore:
         """The whole parameter, on every rank. Collective."""
         return self.gather_like(parameter, parameter.detach())
 
-    def gather_like(self, parameter: nn.Parameter, tensor: Tensor, shape: torch.Size | None = None) -> Tensor:
+    def gather_like(
+        self, parameter: nn.Parameter, tensor: Tensor, shape: torch.Size | None = None
+    ) -> Tensor:
         """The whole of a tensor laid out as the parameter (its gradient), on every rank. Collective.
 
         Tensors of another shape than the owning stage's parts are taken as they are there.
@@ -437,7 +485,11 @@ class ParameterStore:
         """The whole copy of a parameter whose gradient, of this rank alone, more batches of one update add to."""
         known = self._known[parameter]
         copy = None if known.held is None else known.held.leaf
-        return copy if copy is not None and copy.grad is not None and copy.numel() == known.shape.numel() else None
+        return (
+            copy
+            if copy is not None and copy.grad is not None and copy.numel() == known.shape.numel()
+            else None
+        )
 
     def start_gather(self, parts: Mapping[nn.Parameter, Tensor]) -> Callable[[], list[Tensor]]:
         """The whole of parameters of one dtype, from their parts: begun now, in one collective where all are cut
@@ -447,23 +499,33 @@ class ParameterStore:
             (each.shape, placement.dim)
             for each in owned
             for placement in each.plan.layout
-            if isinstance(placement, Shard) and len(each.plan.layout) == 1 and each.shape == each.module_shape
+            if isinstance(placement, Shard)
+            and len(each.plan.layout) == 1
+            and each.shape == each.module_shape
         ]
         if self._is_split or len(cuts) < len(parts):
             values = [self.gather_like(parameter, part) for parameter, part in parts.items()]
             return lambda: values
         axis = owned[0].mesh.axes[0]
         columns = [chunk_shape(shape, dim, axis.size, 0).numel() for shape, dim in cuts]
-        own = torch.zeros(sum(columns), dtype=next(iter(parts.values())).dtype, device=owned[0].device)
+        own = torch.zeros(
+            sum(columns), dtype=next(iter(parts.values())).dtype, device=owned[0].device
+        )
         for column, part in zip(own.split(columns), parts.values(), strict=True):
             column[: part.numel()].view(part.shape).copy_(part)
         pending = axis.start_all_gather(own, 0, axis.size * len(own))
 
         def wait() -> list[Tensor]:
             found = []
-            for rows, (shape, dim) in zip(pending.wait().view(axis.size, -1).split(columns, 1), cuts, strict=True):
+            for rows, (shape, dim) in zip(
+                pending.wait().view(axis.size, -1).split(columns, 1), cuts, strict=True
+            ):
                 shapes = [chunk_shape(shape, dim, axis.size, i) for i in range(axis.size)]
-                found.append(torch.cat([row[: s.numel()].view(s) for row, s in zip(rows, shapes, strict=True)], dim))
+                found.append(
+                    torch.cat(
+                        [row[: s.numel()].view(s) for row, s in zip(rows, shapes, strict=True)], dim
+                    )
+                )
             return found
 
         return wait
@@ -479,7 +541,11 @@ class ParameterStore:
         known = self._known.items()
         here = {each.name: own[p] for p, each in known if each.owned is not None and p in own}
         everyone = of_all_ranks(here, self.mesh.whole.group)
-        said = {p: everyone[each.source][each.name] for p, each in known if each.name in everyone[each.source]}
+        said = {
+            p: everyone[each.source][each.name]
+            for p, each in known
+            if each.name in everyone[each.source]
+        }
         return {p: text for p, text in own.items() if p not in self} | said
 
     def shard_like(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:

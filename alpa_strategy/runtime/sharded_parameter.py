@@ -38,16 +38,24 @@ class ShardedParameter:
     # to_use, to_whole: from storage to where the step uses it, and to the whole on every device
     to_use: Reshard
     to_whole: Reshard
-    is_gathered_once: bool  # the step uses a copy on the device, `leaf`, which is made once per step
+    is_gathered_once: (
+        bool  # the step uses a copy on the device, `leaf`, which is made once per step
+    )
     link: HostLink | None = None  # of a parameter in host memory, once it is there
     # autograd's node that adds to `grad`; kept alive, as it carries our hook
     accumulator: torch.autograd.graph.Node | None = None
     gathering: Pending | None = None  # of the copy, begun with the step
-    leaf: Tensor | None = None  # the gathered copy, from the first use in a step to the optimizer's step
+    leaf: Tensor | None = (
+        None  # the gathered copy, from the first use in a step to the optimizer's step
+    )
     # dtypes that programs read it in; where they are one, the copy is gathered in it
     read_in: frozenset[torch.dtype] = frozenset()
-    partial: Tensor | None = None  # the gradient of a copy in another dtype, which this step has made before
-    complete: Tensor | None = None  # an earlier, already reduced gradient, set aside while a new one is made
+    partial: Tensor | None = (
+        None  # the gradient of a copy in another dtype, which this step has made before
+    )
+    complete: Tensor | None = (
+        None  # an earlier, already reduced gradient, set aside while a new one is made
+    )
     is_complete: bool = False  # whether `parameter.grad` was left by a reduction
     is_taken: bool = False  # whether this backward's gradient is on its way through a reduction
     # of a gradient that was sparse: which rows it has, bool [rows]. It is summed as a dense one.
@@ -69,14 +77,32 @@ class ShardedParameter:
         """
         shape = torch.Size(given.meta.shape)
         module_shape = torch.Size(given.module_shape or shape)
-        storage = tuple(shard(p.dim) if isinstance(p, Shard) else INVARIANT for p in plan.layout)  # gradients too
+        storage = tuple(
+            shard(p.dim) if isinstance(p, Shard) else INVARIANT for p in plan.layout
+        )  # gradients too
         used = plan.step_layout()
-        if replicas is not None:  # whole, its gradient a summand (of a parameter that does not train: nothing)
-            used = tuple(INVARIANT if mode.storage is Storage.INVARIANT else REPLICATE for mode in plan.modes)
+        if (
+            replicas is not None
+        ):  # whole, its gradient a summand (of a parameter that does not train: nothing)
+            used = tuple(
+                INVARIANT if mode.storage is Storage.INVARIANT else REPLICATE for mode in plan.modes
+            )
         to_use = Reshard(storage, used, shape, replicas or mesh)
         to_whole = Reshard(storage, (INVARIANT,) * len(mesh.shape), shape, mesh)
-        once = replicas is None and (plan.is_gathered_once or (plan.on_host and not plan.is_fetched))
-        return cls(given.name, plan, parameter, mesh, shape, module_shape, to_use, to_whole, is_gathered_once=once)
+        once = replicas is None and (
+            plan.is_gathered_once or (plan.on_host and not plan.is_fetched)
+        )
+        return cls(
+            given.name,
+            plan,
+            parameter,
+            mesh,
+            shape,
+            module_shape,
+            to_use,
+            to_whole,
+            is_gathered_once=once,
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -99,7 +125,9 @@ class ShardedParameter:
         local = self._local_step_shape
         if self.module_shape == self.shape:
             return local
-        return torch.Size((local[0] * local[1], *local[2:]))  # [segments, rows, ...] -> [segments * rows, ...]
+        return torch.Size(
+            (local[0] * local[1], *local[2:])
+        )  # [segments, rows, ...] -> [segments * rows, ...]
 
     @property
     def used_shape(self) -> tuple[int, ...]:
@@ -124,7 +152,11 @@ class ShardedParameter:
         if whole.shape != self.module_shape:
             return whole
         piece = self._piece(whole, self.plan.layout)
-        part = piece.clone(memory_format=torch.contiguous_format) if self.link is None else host_copy(piece)
+        part = (
+            piece.clone(memory_format=torch.contiguous_format)
+            if self.link is None
+            else host_copy(piece)
+        )
         return part.view(self.local_shape)
 
     def take_whole(self, whole: Tensor, part: Tensor) -> None:
@@ -246,7 +278,9 @@ class ShardedParameter:
         """The reduced gradient as the optimizer would have it without a reduction: with these `rows` alone."""
         if self.is_whole and self.parameter.grad is not None:
             grad, index = self.parameter.grad, rows.nonzero().T  # [1, rows]
-            self.parameter.grad = torch.sparse_coo_tensor(index, grad[index[0]], grad.shape, is_coalesced=True)
+            self.parameter.grad = torch.sparse_coo_tensor(
+                index, grad[index[0]], grad.shape, is_coalesced=True
+            )
 
     @property
     def has_local_gradient(self) -> bool:
@@ -296,7 +330,9 @@ class ShardedParameter:
     def replica(self) -> tuple[int, int]:
         """Of the devices that hold the same part: which one this is, and how many they are."""
         index, count = 0, 1
-        for placement, size, coordinate in zip(self.plan.layout, self.mesh.shape, self.mesh.coordinate, strict=True):
+        for placement, size, coordinate in zip(
+            self.plan.layout, self.mesh.shape, self.mesh.coordinate, strict=True
+        ):
             if not isinstance(placement, Shard):
                 index, count = index * size + coordinate, count * size
         return index, count
@@ -307,7 +343,9 @@ class ShardedParameter:
 
     @property
     def _local_step_shape(self) -> torch.Size:
-        return torch.Size(self.plan.layout.local_shape(self.shape, self.mesh.shape, self.mesh.coordinate))
+        return torch.Size(
+            self.plan.layout.local_shape(self.shape, self.mesh.shape, self.mesh.coordinate)
+        )
 
     def _piece(self, whole: Tensor, layout: Layout) -> Tensor:
         ranges = layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
@@ -318,10 +356,17 @@ def are_held(parameters: Sequence[nn.Parameter]) -> list[bool]:
     """Of each whether something else holds its memory too, and would not follow it into parts: a view
     (`self.view = layer.weight.data`), a NumPy array, a state dict that is kept, another parameter."""
     found = [(parameter.untyped_storage(), parameter.storage_offset()) for parameter in parameters]
-    sharing = Counter(storage._cdata for storage, _ in found)  # an RNN's weights are parts of one memory on GPUs
+    sharing = Counter(
+        storage._cdata for storage, _ in found
+    )  # an RNN's weights are parts of one memory on GPUs
     at = Counter((storage._cdata, offset) for storage, offset in found)
-    uses = [torch._C._storage_Use_Count(storage._cdata) - 1 for storage, _ in found]  # but for `found`
-    return [n > sharing[s._cdata] or at[s._cdata, offset] > 1 for n, (s, offset) in zip(uses, found, strict=True)]
+    uses = [
+        torch._C._storage_Use_Count(storage._cdata) - 1 for storage, _ in found
+    ]  # but for `found`
+    return [
+        n > sharing[s._cdata] or at[s._cdata, offset] > 1
+        for n, (s, offset) in zip(uses, found, strict=True)
+    ]
 
 
 def replace_data(parameter: nn.Parameter, data: Tensor) -> None:

@@ -24,10 +24,17 @@ class StepByBucket:
     def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
         """New values for `parameters` from their gradients, which the optimizer's own step does not see again."""
         wanted = set(parameters)
-        every = {p: p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None}
+        every = {
+            p: p.grad
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
         for p in every.keys() - wanted:
             p.grad = None
-        type(self._optimizer).step(self._optimizer)  # not the object's own: schedulers have wrapped that to count calls
+        type(self._optimizer).step(
+            self._optimizer
+        )  # not the object's own: schedulers have wrapped that to count calls
         for p, grad in every.items():
             p.grad = None if p in wanted else grad
         self._stepped += [(p, grad) for p, grad in every.items() if p in wanted]
@@ -43,7 +50,12 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
     """Whether steps of some parameters each are the same as one of all: state and counters of torch's own optimizers
     are each parameter's, and nobody listens to the step."""
     wrapped = vars(optimizer).get("step")
-    listens = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _global_pre or _global_post
+    listens = (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_pre
+        or _global_post
+    )
     is_own = type(optimizer).__module__.startswith("torch.optim.") and not listens
     return is_own and (wrapped is None or hasattr(wrapped, "_wrapped_by_lr_sched"))
 
@@ -52,12 +64,16 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
 def fused(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Context in which torch's optimizers make a step in one kernel, where their user left open how they make it."""
     known = [each for each in optimizers if type(each) in (Adam, AdamW, SGD)]
-    groups = [(each.state, group) for each in known for group in each.param_groups if _is_open(group)]
+    groups = [
+        (each.state, group) for each in known for group in each.param_groups if _is_open(group)
+    ]
     for states, group in groups:
         group["fused"] = True
         for parameter in group["params"]:
             state = states.get(parameter, {})
-            if isinstance(count := state.get("step"), Tensor):  # the kernel reads it where the parameter lies
+            if isinstance(
+                count := state.get("step"), Tensor
+            ):  # the kernel reads it where the parameter lies
                 state["step"] = count.to(parameter.device, torch.float32)
     try:
         yield

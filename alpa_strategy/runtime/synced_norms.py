@@ -19,12 +19,18 @@ def synced(
     Forwards are classes', and modules stay as they are: copies of them, stored or averaged, know nothing of ranks.
     """
     kind = _BatchNorm if every else nn.SyncBatchNorm
-    norms = {n for n in module.modules() if isinstance(n, kind) and getattr(n, "process_group", None) is None}
+    norms = {
+        n
+        for n in module.modules()
+        if isinstance(n, kind) and getattr(n, "process_group", None) is None
+    }
     comm = ranks() if norms else None
 
     def of(kind: type[_BatchNorm]) -> Callable[[Any, Tensor], Tensor]:
         own = kind.forward
-        return lambda norm, x: _forward(norm, x, comm) if comm and norm.training and norm in norms else own(norm, x)
+        return lambda norm, x: (
+            _forward(norm, x, comm) if comm and norm.training and norm in norms else own(norm, x)
+        )
 
     return [(kind, "forward", of(kind)) for kind in (_BatchNorm, nn.SyncBatchNorm) if norms]
 
@@ -36,8 +42,12 @@ def _forward(norm: Any, x: Tensor, ranks: AxisComm) -> Tensor:
     if norm.track_running_stats:
         norm.num_batches_tracked.add_(1)
         momentum = 1.0 / float(norm.num_batches_tracked) if momentum is None else momentum
-    kept: list[Any] = [norm.running_mean, norm.running_var] if norm.track_running_stats else [None, None]
-    y, *running = batch_norm_sync([ranks], x, norm.weight, norm.bias, kept[0], kept[1], momentum or 0.0, norm.eps)
+    kept: list[Any] = (
+        [norm.running_mean, norm.running_var] if norm.track_running_stats else [None, None]
+    )
+    y, *running = batch_norm_sync(
+        [ranks], x, norm.weight, norm.bias, kept[0], kept[1], momentum or 0.0, norm.eps
+    )
     with torch.no_grad():
         for old, new in zip(kept, running, strict=False):
             old.copy_(new)

@@ -34,7 +34,10 @@ class MeshSide:
 
     def boxes(self, tensor_shape: Sequence[int]) -> dict[int, Box]:
         """Rank -> the box of a tensor of `tensor_shape` that it holds."""
-        boxes = (self.layout.slices(tensor_shape, self.shape, at) for at in product(*map(range, self.shape)))
+        boxes = (
+            self.layout.slices(tensor_shape, self.shape, at)
+            for at in product(*map(range, self.shape))
+        )
         return dict(zip(self.ranks, boxes, strict=True))
 
 
@@ -74,7 +77,11 @@ class TransferPlan:
 
 
 def plan_transfer(
-    shape: Sequence[int], dtype: torch.dtype, source: MeshSide, target: MeshSide, local_gather: bool = False
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    source: MeshSide,
+    target: MeshSide,
+    local_gather: bool = False,
 ) -> TransferPlan:
     """Plan a transfer; deterministic, hence the same on all ranks.
 
@@ -89,7 +96,8 @@ def plan_transfer(
     for side in (source, target):
         if any(isinstance(placement, Partial) for placement in side.layout):
             raise PlanError(
-                f"a tensor in layout {side.layout} cannot cross between meshes", "reduce it before the boundary"
+                f"a tensor in layout {side.layout} cannot cross between meshes",
+                "reduce it before the boundary",
             )
     received = _shared_layout(shape, target) if local_gather else target.layout
     source_boxes = source.boxes(shape)
@@ -101,7 +109,9 @@ def plan_transfer(
     for box, ranks in holders.items():
         wanted: list[Piece] = []
         for rank, needed in received_boxes.items():
-            piece = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, needed, strict=True))
+            piece = tuple(
+                (max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, needed, strict=True)
+            )
             if any(start >= stop for start, stop in piece):  # nothing in common
                 continue
             if rank in ranks:
@@ -114,14 +124,22 @@ def plan_transfer(
 
 
 def best_transfer(
-    shape: Sequence[int], dtype: torch.dtype, source: MeshSide, target: MeshSide, cluster: ClusterSpec
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    source: MeshSide,
+    target: MeshSide,
+    cluster: ClusterSpec,
 ) -> TransferPlan:
     """The faster of the plans with and without local all-gather on `cluster`."""
     direct = plan_transfer(shape, dtype, source, target)
     gathered = plan_transfer(shape, dtype, source, target, local_gather=True)
     if not gathered.gathers:
         return direct
-    return gathered if transfer_seconds(gathered, cluster) < transfer_seconds(direct, cluster) else direct
+    return (
+        gathered
+        if transfer_seconds(gathered, cluster) < transfer_seconds(direct, cluster)
+        else direct
+    )
 
 
 def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
@@ -141,7 +159,10 @@ def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
         if not possible:
             continue
         # An even cut first, then the largest dim: chunks stay long runs of memory.
-        dim = min(possible, key=lambda d: (smallest[d] % size != 0, d if smallest[d] % size == 0 else -smallest[d]))
+        dim = min(
+            possible,
+            key=lambda d: (smallest[d] % size != 0, d if smallest[d] % size == 0 else -smallest[d]),
+        )
         placements[axis] = Shard(dim)
         smallest[dim] //= size
     return Layout(placements)
@@ -169,7 +190,9 @@ def transfer_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
             sizes[piece.source, piece.target] += piece.num_elements * plan.dtype.itemsize
     latency, seconds = cluster.topology.messages(sizes)
     # A device starts its messages one after the other.
-    started = max((n for ends in zip(*sizes, strict=True) for n in Counter(ends).values()), default=0)
+    started = max(
+        (n for ends in zip(*sizes, strict=True) for n in Counter(ends).values()), default=0
+    )
     return started * latency + seconds + _gather_seconds(plan, cluster)
 
 
@@ -185,14 +208,19 @@ def _gather_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
         placements[axis] = target.layout[axis]
         after = Layout(placements).local_shape(plan.shape, target.shape, (0,) * len(target.shape))
         size = target.shape[axis]
-        way = cluster.topology.way(list(map(tuple, np.moveaxis(ranks, axis, -1).reshape(-1, size).tolist())))
+        way = cluster.topology.way(
+            list(map(tuple, np.moveaxis(ranks, axis, -1).reshape(-1, size).tolist()))
+        )
         volume = (size - 1) / size * math.prod(after) * plan.dtype.itemsize
         seconds += way.latency + volume / way.bandwidth
     return seconds
 
 
 def boundary_link(
-    source_submesh: tuple[int, int], target_submesh: tuple[int, int], cluster: ClusterSpec, crosses_nodes: bool
+    source_submesh: tuple[int, int],
+    target_submesh: tuple[int, int],
+    cluster: ClusterSpec,
+    crosses_nodes: bool,
 ) -> Link:
     """What a boundary between two submeshes (n_nodes, n_devices) has where all links are alike; layouts unknown.
 
@@ -214,14 +242,20 @@ def boundary_link(
 class StageSpec:
     """What every rank knows of every stage."""
 
-    ranks: tuple[int, ...]  # global ranks, ascending; two stages have the same ranks or no rank in common
+    ranks: tuple[
+        int, ...
+    ]  # global ranks, ascending; two stages have the same ranks or no rank in common
     mesh_shape: tuple[int, ...]
     # value -> layout in which the stage wants it (`R`, `S<d>`), perhaps for a later one on its mesh
     received: Mapping[int, Layout] = field(default_factory=dict)
-    sent: Mapping[int, Layout] = field(default_factory=dict)  # value -> layout in which the stage makes it
+    sent: Mapping[int, Layout] = field(
+        default_factory=dict
+    )  # value -> layout in which the stage makes it
     # index of a batch tensor -> layout in which the stage wants a micro-batch of it
     batch: Mapping[int, Layout] = field(default_factory=dict)
-    escaping: tuple[int, ...] = ()  # values that leave the step from here, whole on every device of the stage
+    escaping: tuple[
+        int, ...
+    ] = ()  # values that leave the step from here, whole on every device of the stage
     # buffer name -> escaping value that replaces it after each micro-batch
     buffer_updates: Mapping[str, int] = field(default_factory=dict)
 
@@ -266,7 +300,10 @@ def plan_channels(
                 continue
             source = _source(value, stages, target)
             if source is None:
-                raise PlanError(f"stage {target} needs value {value}, which no earlier stage sends", "plan again")
+                raise PlanError(
+                    f"stage {target} needs value {value}, which no earlier stage sends",
+                    "plan again",
+                )
             needs.setdefault((source, target), []).append(value)
 
     def plan(value: int, start: MeshSide, end: MeshSide) -> TransferPlan:
@@ -292,5 +329,9 @@ def _source(value: int, stages: Sequence[StageSpec], target: int) -> int | None:
     if maker is None or stages[maker].ranks == stages[target].ranks:
         return maker
     between = range(maker + 1, target)
-    on_mesh = (s for s in between if stages[s].ranks == stages[target].ranks and value in stages[s].received)
+    on_mesh = (
+        s
+        for s in between
+        if stages[s].ranks == stages[target].ranks and value in stages[s].received
+    )
     return next(on_mesh, maker)

@@ -21,7 +21,15 @@ from alpa_strategy.sharding.notation import Found, Split
 aten = torch.ops.aten
 
 # Element by element though ATen's tags do not say so; and what changes nothing where the shape stays the same.
-_COPIES = (aten.detach, aten.clone, aten.alias, aten._to_copy, aten.copy_, aten.zeros_like, aten.ones_like)
+_COPIES = (
+    aten.detach,
+    aten.clone,
+    aten.alias,
+    aten._to_copy,
+    aten.copy_,
+    aten.zeros_like,
+    aten.ones_like,
+)
 _SAME_IF_SHAPE_IS = (aten.view, aten._unsafe_view, aten.expand)
 
 
@@ -37,10 +45,14 @@ def elementwise_dims(call: OpCall, axis_size: int) -> Found | None:
     for dim, size in enumerate(whole.shape):
         lengths = set(chunk_sizes(size, axis_size))
         parts = [_recorded(_cut(call, dim, length)) for length in lengths if 0 not in lengths]
-        if parts and all(part and part.shape is not None and part.steps == whole.steps for part in parts):
+        if parts and all(
+            part and part.shape is not None and part.steps == whole.steps for part in parts
+        ):
             dims = tuple(dim if meta.shape else None for meta in call.operands)
             splits.append(Split(dims, (dim,) * len(call.results)))
-    return Found(tuple(splits), origin="pointwise")  # no `carries`: a user's backward need not be linear
+    return Found(
+        tuple(splits), origin="pointwise"
+    )  # no `carries`: a user's backward need not be linear
 
 
 def may_draw(call: OpCall) -> bool:
@@ -51,9 +63,15 @@ def may_draw(call: OpCall) -> bool:
 
 def _cut(call: OpCall, dim: int, length: int) -> OpCall:
     def cut(meta: TensorMeta) -> TensorMeta:
-        return meta.with_shape((*meta.shape[:dim], length, *meta.shape[dim + 1 :])) if meta.shape else meta
+        return (
+            meta.with_shape((*meta.shape[:dim], length, *meta.shape[dim + 1 :]))
+            if meta.shape
+            else meta
+        )
 
-    return replace(call, operands=tuple(map(cut, call.operands)), results=tuple(map(cut, call.results)))
+    return replace(
+        call, operands=tuple(map(cut, call.operands)), results=tuple(map(cut, call.results))
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -63,7 +81,9 @@ def _recorded(call: OpCall) -> "_Recorder | None":
         with torch.device("meta"):
             operands = without_data(call)
         # All results and operands must have one shape but numbers (operands without dims).
-        shapes = {meta.shape for meta in call.operands if meta.shape} | {meta.shape for meta in call.results}
+        shapes = {meta.shape for meta in call.operands if meta.shape} | {
+            meta.shape for meta in call.results
+        }
         recorder = _Recorder(shapes.pop() if len(shapes) == 1 else None)
         try:
             with recorder:
@@ -96,7 +116,12 @@ class _Recorder(TorchDispatchMode):
             return results
         # A number (shape []) beside the tensors is an operand or a constant: no op that makes one passes.
         is_elementwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _COPIES
-        if not is_elementwise or self.shape not in shapes or {*shapes} - {self.shape, ()} or {*made} != {self.shape}:
+        if (
+            not is_elementwise
+            or self.shape not in shapes
+            or {*shapes} - {self.shape, ()}
+            or {*made} != {self.shape}
+        ):
             self.shape = None
         self.steps.append((func, str([x for x in given if not isinstance(x, Tensor)])))
         return results

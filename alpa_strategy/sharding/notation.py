@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 from alpa_strategy.errors import ShardingError
-from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot, TensorMeta, bind, flat_tensor_arguments
+from alpa_strategy.ir.op import (
+    AxisStrategy,
+    InnerCollective,
+    OpCall,
+    Slot,
+    TensorMeta,
+    bind,
+    flat_tensor_arguments,
+)
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement, shard
 
 Key = tuple[str, int]  # index name, position inside its group (0 for single indices)
@@ -60,13 +68,17 @@ def _parse_terms(text: str, rule: str) -> tuple[Term, ...]:
         match = _TERM.match(text, position)
         if match is None:
             raise ShardingError(
-                f"cannot read the sharding rule {rule!r} at {text[position:]!r}", "see sharding/notation.py"
+                f"cannot read the sharding rule {rule!r} at {text[position:]!r}",
+                "see sharding/notation.py",
             )
         indices = []
         for part in filter(None, (p.strip() for p in match[2].split(","))):
             index = _INDEX.fullmatch(part)
             if index is None:
-                raise ShardingError(f"{part!r} is no index in the sharding rule {rule!r}", "see sharding/notation.py")
+                raise ShardingError(
+                    f"{part!r} is no index in the sharding rule {rule!r}",
+                    "see sharding/notation.py",
+                )
             star, name, whole, even, implementation = index.groups()
             indices.append(Index(name, bool(star), bool(whole), bool(even), implementation))
         found.append(Term(tuple(indices), bool(match[3]), bool(match[1])))
@@ -79,14 +91,20 @@ def parse(rule: str) -> Signature:
     """Read a rule; ShardingError says where it cannot be read."""
     left, arrow, right = rule.partition("->")
     if not arrow:
-        raise ShardingError(f"the sharding rule {rule!r} has no '->'", "write '[operand], ... -> [result], ...'")
+        raise ShardingError(
+            f"the sharding rule {rule!r} has no '->'", "write '[operand], ... -> [result], ...'"
+        )
     return Signature(_parse_terms(left, rule), _parse_terms(right, rule))
 
 
 def line_of(operands: Iterable[Iterable[str]], result: Iterable[str], num_results: int = 1) -> str:
     """A rule from lists of indices; all results alike."""
     result_term = f"[{', '.join(result)}]"
-    return ", ".join(f"[{', '.join(term)}]" for term in operands) + " -> " + ", ".join([result_term] * num_results)
+    return (
+        ", ".join(f"[{', '.join(term)}]" for term in operands)
+        + " -> "
+        + ", ".join([result_term] * num_results)
+    )
 
 
 def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -140,8 +158,12 @@ def read(rule: str, call: OpCall) -> "tuple[Split, ...] | None":
         keys, shape = _keys(term, lengths), call.operands[operand].shape
         if len(shape) > len(keys):
             return None
-        keys = keys[len(keys) - len(shape) :]  # aligned to the right: a tensor may lack leading dims of a group
-        operand_dims.append((operand, term, {key: dim for dim, (key, _) in enumerate(keys) if shape[dim] != 1}))
+        keys = keys[
+            len(keys) - len(shape) :
+        ]  # aligned to the right: a tensor may lack leading dims of a group
+        operand_dims.append(
+            (operand, term, {key: dim for dim, (key, _) in enumerate(keys) if shape[dim] != 1})
+        )
         for key, index in keys:
             order.setdefault(key, []).append(index)
     result_dims: list[dict[Key, int]] = []
@@ -203,7 +225,9 @@ class Split:
 class Found:
     """What a rule says about one call."""
 
-    splits: Sequence[Split | None] = ()  # the ways to divide the work; None (see `split_from_dims`) is none
+    splits: Sequence[
+        Split | None
+    ] = ()  # the ways to divide the work; None (see `split_from_dims`) is none
     # sets of operands in which the op is jointly linear: all of a set may be `P`, the result is then `P`
     linear: tuple[frozenset[int], ...] = ()
     # offer `R*` on all operands -> `R*`: the work is repeated, the gradient stays partial. Right for every op (backward
@@ -211,11 +235,16 @@ class Found:
     # before they meet the data (casts, views, tables, statistics).
     carries: bool = False
     origin: str = "notation"  # `rule_origin`'s answer
-    extra: tuple[AxisStrategy, ...] = ()  # strategies that are no splits (of tensors made from nothing)
+    extra: tuple[
+        AxisStrategy, ...
+    ] = ()  # strategies that are no splits (of tensors made from nothing)
 
 
 def split_from_dims(
-    call: OpCall, dims: Iterable[tuple[int, int | None]], results: Sequence[int | str], **rest: object
+    call: OpCall,
+    dims: Iterable[tuple[int, int | None]],
+    results: Sequence[int | str],
+    **rest: object,
 ) -> Split | None:
     """A Split from (operand index, dim) pairs; None when an operand used twice would have to be cut in two ways."""
     chosen: dict[int, int | None] = {}
@@ -227,8 +256,12 @@ def split_from_dims(
 
 def _fits(call: OpCall, split: Split, axis_size: int) -> bool:
     """Every cut dim has an element for each device; uneven cuts only where all cut dims are equally long."""
-    sizes = [m.shape[d] for m, d in zip(call.operands, split.operands, strict=True) if d is not None]
-    sizes += [m.shape[d] for m, d in zip(call.results, split.results, strict=True) if isinstance(d, int)]
+    sizes = [
+        m.shape[d] for m, d in zip(call.operands, split.operands, strict=True) if d is not None
+    ]
+    sizes += [
+        m.shape[d] for m, d in zip(call.results, split.results, strict=True) if isinstance(d, int)
+    ]
     if split.even:
         return all(size % axis_size == 0 for size in sizes)
     return len(set(sizes)) == 1 and sizes[0] >= axis_size
@@ -238,7 +271,10 @@ def _keeps(sources: Iterable[TensorMeta], targets: Iterable[TensorMeta]) -> bool
     """False when summands would be rounded to a narrower type on the way, or cut to integers."""
     # Of a dtype, the distance of its numbers around 1; of whole numbers and booleans none.
     before, after = (
-        [torch.finfo(m.dtype).eps if m.dtype.is_floating_point or m.dtype.is_complex else None for m in metas]
+        [
+            torch.finfo(m.dtype).eps if m.dtype.is_floating_point or m.dtype.is_complex else None
+            for m in metas
+        ]
         for metas in (sources, targets)
     )
     return all(b is not None and b <= a for a in before if a is not None for b in after)
@@ -267,19 +303,31 @@ def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrat
         inputs = tuple(operand(i, d) for i, d in enumerate(split.operands))
         outputs = tuple(map(result, split.results))
         strategies.append(AxisStrategy(inputs, outputs, split.implementation, split.collectives))
-    with_grads = [[meta for meta in metas if meta.requires_grad] for metas in (call.results, call.operands)]
+    with_grads = [
+        [meta for meta in metas if meta.requires_grad] for metas in (call.results, call.operands)
+    ]
     if found.carries and any(operand_grads) and _keeps(*with_grads):  # partial gradients
-        inputs, outputs = (tuple(REPLICATE if g else INVARIANT for g in each) for each in (operand_grads, result_grads))
+        inputs, outputs = (
+            tuple(REPLICATE if g else INVARIANT for g in each)
+            for each in (operand_grads, result_grads)
+        )
         strategies.append(AxisStrategy(inputs, outputs))
     if found.linear and _keeps(call.operands, call.results):
         for chosen in found.linear:
             if any(call.operands[i].dtype == torch.bool for i in chosen):
                 continue  # booleans have no sum
-            inputs = tuple(PARTIAL if i in chosen else operand(i, None) for i in range(len(call.operands)))
+            inputs = tuple(
+                PARTIAL if i in chosen else operand(i, None) for i in range(len(call.operands))
+            )
             strategies.append(AxisStrategy(inputs, (PARTIAL,) * len(call.results)))
     for strategy in found.extra:  # every sharded dim has an element for each device
-        pairs = zip((*strategy.inputs, *strategy.outputs), (*call.operands, *call.results), strict=True)
-        if all(dual.shard_dim is None or meta.shape[dual.shard_dim] >= axis_size for dual, meta in pairs):
+        pairs = zip(
+            (*strategy.inputs, *strategy.outputs), (*call.operands, *call.results), strict=True
+        )
+        if all(
+            dual.shard_dim is None or meta.shape[dual.shard_dim] >= axis_size
+            for dual, meta in pairs
+        ):
             strategies.append(strategy)
     return tuple(dict.fromkeys(strategies))
 

@@ -32,7 +32,9 @@ def _in_front(names: str, inner: int) -> dict[str, Callable[[OpCall, int], str]]
         def term(name: str, shape: tuple[int, ...]) -> str:
             return f"[*b, {', '.join(f'{name}d{d}!' for d in range(len(shape) - num_front))}]"
 
-        operands = [term(f"x{i}", call.operands[slot.index].shape) for i, slot in enumerate(slots(call))]
+        operands = [
+            term(f"x{i}", call.operands[slot.index].shape) for i, slot in enumerate(slots(call))
+        ]
         return f"{', '.join(operands)} -> {', '.join(term(f'y{i}', m.shape) for i, m in enumerate(call.results))}"
 
     return _each(names, line)
@@ -96,10 +98,22 @@ _CELL_WEIGHTS = "[g!, i!], [g!, h!], [g!]?, [g!]?"
 
 BATCHED: dict[str, Lines] = {
     # Matrices.
-    **_in_front("linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_inv linalg_inv_ex matrix_exp", 2),
-    **_in_front("linalg_matrix_power linalg_det logdet linalg_slogdet linalg_cond linalg_svd svd linalg_qr qr", 2),
-    **_in_front("linalg_eigvals linalg_eigvalsh linalg_svdvals linalg_eig linalg_eigh linalg_lu lu_unpack", 2),
-    **_in_front("linalg_lu_factor linalg_ldl_factor geqrf linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info", 2),
+    **_in_front(
+        "linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_inv linalg_inv_ex matrix_exp",
+        2,
+    ),
+    **_in_front(
+        "linalg_matrix_power linalg_det logdet linalg_slogdet linalg_cond linalg_svd svd linalg_qr qr",
+        2,
+    ),
+    **_in_front(
+        "linalg_eigvals linalg_eigvalsh linalg_svdvals linalg_eig linalg_eigh linalg_lu lu_unpack",
+        2,
+    ),
+    **_in_front(
+        "linalg_lu_factor linalg_ldl_factor geqrf linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info",
+        2,
+    ),
     **_in_front("linalg_householder_product ormqr triangular_solve pinverse", 2),
     **_each("linalg_pinv", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> [*b, j!, i!]"),
     **_each("linalg_matrix_rank", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> {_NUMBER}"),
@@ -108,19 +122,26 @@ BATCHED: dict[str, Lines] = {
     **_each("linalg_ldl_solve", f"{_MATRIX}, [*b, r!], {_COLUMNS} -> {_COLUMNS}"),
     **_each("cdist", "[*b, p, m!], [*b, q, m!] -> [*b, p, q]"),
     **_each("bilinear", "[*b, i], [*b, j], [o, i, j], +[o]? -> [*b, o]"),
-    **dict.fromkeys(("aten.linalg_solve", "aten.linalg_solve_ex"), partial(_solve, or_vectors=True)),
+    **dict.fromkeys(
+        ("aten.linalg_solve", "aten.linalg_solve_ex"), partial(_solve, or_vectors=True)
+    ),
     "aten.linalg_solve_triangular": _solve,
     "aten.linalg_lu_solve": partial(_solve, made_of=f"{_MATRIX}, [*b, r!]"),
     # Images.
     **{name: line for n in (1, 2, 3) for name, line in _in_front(_POOLS.format(n=n), n).items()},
     **_in_front("upsample_linear1d", 1),
-    **_in_front("upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa col2im", 2),
+    **_in_front(
+        "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa col2im",
+        2,
+    ),
     **_in_front("upsample_trilinear3d im2col pixel_shuffle pixel_unshuffle channel_shuffle", 3),
     **{
         f"aten.fractional_max_pool{n}d": f"[n, c, *s!], [n, c, r!] -> [n, c, {places}], [n, c, {places}]"
         for n, places in ((2, "h!, w!"), (3, "d!, h!, w!"))
     },
-    **_each("grid_sampler grid_sampler_2d grid_sampler_3d", "[n, c, *s!], [n, *p, t!] -> [n, c, *p]"),
+    **_each(
+        "grid_sampler grid_sampler_2d grid_sampler_3d", "[n, c, *s!], [n, *p, t!] -> [n, c, *p]"
+    ),
     # Losses over rows, recurrent networks, and others.
     "aten.cosine_embedding_loss": _over_rows("[n, c!]", "[n, c!]", "[n]"),
     "aten.triplet_margin_loss": _over_rows("[n, c!]", "[n, c!]", "[n, c!]"),
@@ -128,10 +149,15 @@ BATCHED: dict[str, Lines] = {
     "aten.multilabel_margin_loss": _over_rows("[n, c!]", "[n, c!]"),
     **{f"aten.{name}.input": recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     # One step of them: samples are independent, if there are several.
-    **_each("gru_cell rnn_tanh_cell rnn_relu_cell", f"[*b, i!], [*b, h!], {_CELL_WEIGHTS} -> [*b, h!]"),
+    **_each(
+        "gru_cell rnn_tanh_cell rnn_relu_cell", f"[*b, i!], [*b, h!], {_CELL_WEIGHTS} -> [*b, h!]"
+    ),
     **_each("lstm_cell", f"[*b, i!], [*b, h!], [*b, c!], {_CELL_WEIGHTS} -> [*b, h!], [*b, c!]"),
     # Every value is looked up by itself: in one sorted sequence, or in that of its own row.
-    "aten.searchsorted.Tensor": ("[s!], [*b], [s!]? -> [*b]", "[*b, s!], [*b, v], [*b, s!]? -> [*b, v]"),
+    "aten.searchsorted.Tensor": (
+        "[s!], [*b], [s!]? -> [*b]",
+        "[*b, s!], [*b, v], [*b, s!]? -> [*b, v]",
+    ),
     "aten.embedding_bag": embedding_bag,
     "aten.isin.Tensor_Tensor": "[*b], [*s!] -> [*b]",
     "aten.take": "[*s!], [*i] -> [*i]",
@@ -148,7 +174,9 @@ class Notation:
     # sets of tensor argument positions in which the op is jointly linear (they may be `P`)
     linear: tuple[tuple[int, ...], ...] = ()
     carries: bool = False  # offer `R*` -> `R*` (see `Found`)
-    more: Callable[[OpCall, int], tuple[Split | None, ...]] | None = None  # splits that no line says
+    more: Callable[[OpCall, int], tuple[Split | None, ...]] | None = (
+        None  # splits that no line says
+    )
 
     def line_for(self, call: OpCall, axis_size: int) -> str:
         """The line for this call."""
@@ -170,21 +198,35 @@ def _einsum(call: OpCall, axis_size: int) -> str:
     left, arrow, right = equation.partition("->")
     if not arrow:
         letters = left.replace(",", "")
-        right = ("*" if "*" in left else "") + "".join(sorted(c for c in set(letters) - {"*"} if letters.count(c) == 1))
+        right = ("*" if "*" in left else "") + "".join(
+            sorted(c for c in set(letters) - {"*"} if letters.count(c) == 1)
+        )
 
     def term(text: str) -> str:
         repeated = {c for operand in left.split(",") for c in operand if operand.count(c) > 1}
-        return "[" + ", ".join("*dots" if c == "*" else f"i{c}" + ("!" if c in repeated else "") for c in text) + "]"
+        return (
+            "["
+            + ", ".join(
+                "*dots" if c == "*" else f"i{c}" + ("!" if c in repeated else "") for c in text
+            )
+            + "]"
+        )
 
     return ", ".join(term(t) for t in left.split(",")) + " -> " + term(right)
 
 
 def _attention(call: OpCall, axis_size: int) -> str:
     arguments = bind(call)
-    rows = "l!" if arguments["is_causal"] else "l"  # the mask of a shard of rows would start at its first row
-    heads = "h=, " if arguments["enable_gqa"] else ""  # query heads stay with the key head that they share
+    rows = (
+        "l!" if arguments["is_causal"] else "l"
+    )  # the mask of a shard of rows would start at its first row
+    heads = (
+        "h=, " if arguments["enable_gqa"] else ""
+    )  # query heads stay with the key head that they share
     query, key = f"[*b, {heads}{rows}, e!]", f"[*b, {heads}s!, e!]"
-    return f"{query}, {key}, [*b, {heads}s!, v!], [*b, {heads}{rows}, s!]? -> [*b, {heads}{rows}, v!]"
+    return (
+        f"{query}, {key}, [*b, {heads}s!, v!], [*b, {heads}{rows}, s!]? -> [*b, {heads}{rows}, v!]"
+    )
 
 
 def _ring(call: OpCall, axis_size: int) -> tuple[Split | None, ...]:
@@ -197,13 +239,27 @@ def _ring(call: OpCall, axis_size: int) -> tuple[Split | None, ...]:
     shapes = [call.operands[i].shape for i in (query, key, value)]
     (rows, width), (columns, _) = shapes[0][-2:], shapes[1][-2:]
     causal, heads = bound["is_causal"], 1 if bound["enable_gqa"] else 2
-    same = all(s[:heads] == shapes[0][:heads] and s[-1] == width and s[-2] == columns for s in shapes[1:])
-    if len(shapes[0]) != 4 or not same or shapes[1][1] != shapes[2][1] or bound["attn_mask"] is not None:
+    same = all(
+        s[:heads] == shapes[0][:heads] and s[-1] == width and s[-2] == columns for s in shapes[1:]
+    )
+    if (
+        len(shapes[0]) != 4
+        or not same
+        or shapes[1][1] != shapes[2][1]
+        or bound["attn_mask"] is not None
+    ):
         return ()
     if bound["dropout_p"] or (causal and (rows != columns or rows % (2 * axis_size))):
         return ()
-    q, pair = call.operands[query].num_bytes, call.operands[key].num_bytes + call.operands[value].num_bytes
-    folded = [(q + pair, "forward"), (q, "forward"), (q, "backward"), (q + pair, "backward")] if causal else []
+    q, pair = (
+        call.operands[query].num_bytes,
+        call.operands[key].num_bytes + call.operands[value].num_bytes,
+    )
+    folded = (
+        [(q + pair, "forward"), (q, "forward"), (q, "backward"), (q + pair, "backward")]
+        if causal
+        else []
+    )
     collectives = [InnerCollective("all_to_all", num_bytes, phase) for num_bytes, phase in folded]
     # A ring sends as much as an all-gather does; gradients of keys and values as much as their reduce-scatter.
     around = (("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward"))
@@ -241,7 +297,9 @@ def _channel_norm(call: OpCall, axis_size: int) -> str:
 
 
 def _embedding(call: OpCall, axis_size: int) -> str:
-    if bind(call)["scale_grad_by_freq"]:  # the gradient of a row depends on how often all ids name it
+    if bind(call)[
+        "scale_grad_by_freq"
+    ]:  # the gradient of a row depends on how often all ids name it
         return "[v!, d], [*i!] -> [*i!, d]"
     return "[v@vocab_embedding, d], [*i] -> [*i, d]"
 
@@ -307,7 +365,11 @@ def _quantile(call: OpCall, axis_size: int) -> str:
     rank = len(call.operands[bound["self"].index].shape)
     worked = dims_of(bound["dim"], rank)
     own = [f"x{d}!" if d in worked else f"x{d}" for d in range(rank)]
-    result = [f"k{d}!" if d in worked else f"x{d}" for d in range(rank) if d not in worked or bound["keepdim"]]
+    result = [
+        f"k{d}!" if d in worked else f"x{d}"
+        for d in range(rank)
+        if d not in worked or bound["keepdim"]
+    ]
     if not isinstance(bound["q"], Slot):
         return line_of([own], result)
     quantiles = ["q"] * len(call.operands[bound["q"].index].shape)
@@ -345,7 +407,14 @@ def _written_there(call: OpCall, axis_size: int, adds: bool = False) -> str:
     there = _at(own, bound["dim"], index)
     one_dim = slots(call).index(bound["index"]) if "scatter" not in call.target_name else -1
     into = _at(own, bound["dim"], "s!")
-    terms = [into, *([index] if i == one_dim else there[len(there) - len(s) :] for i, s in enumerate(shapes) if i)]
+    terms = [
+        into,
+        *(
+            [index] if i == one_dim else there[len(there) - len(s) :]
+            for i, s in enumerate(shapes)
+            if i
+        ),
+    ]
     return "+" * adds + line_of(terms, into)
 
 
@@ -363,9 +432,14 @@ def _indexed(call: OpCall, axis_size: int, index: str) -> str:
     places = [d for d, given in enumerate(bound["indices"]) if isinstance(given, Slot)]
     own, there = ["*s!"], ["*p!"]
     if places and all(call.operands[bound["indices"][d].index].dtype.itemsize > 1 for d in places):
-        own = [f"s{d}!" if d in places else f"x{d}" for d in range(len(call.operands[bound["self"].index].shape))]
+        own = [
+            f"s{d}!" if d in places else f"x{d}"
+            for d in range(len(call.operands[bound["self"].index].shape))
+        ]
         free = [name for d, name in enumerate(own) if d not in places]
-        start = places[0] if places[-1] - places[0] < len(places) else 0  # with a slice between them they go in front
+        start = (
+            places[0] if places[-1] - places[0] < len(places) else 0
+        )  # with a slice between them they go in front
         there = [*free[:start], index, *free[start:]]
     indices = f", [{index}]?" * len(bound["indices"])
     values, result = (f", [{', '.join(there)}]", own) if "values" in bound else ("", there)
@@ -376,11 +450,16 @@ def _sum_to_size(call: OpCall, axis_size: int) -> str:
     """The dims that stay are parallel, the others are contracted."""
     source, target = call.operands[0].shape, call.results[0].shape
     offset = len(source) - len(target)
-    result = [f"d{d + offset}" if source[d + offset] == size else f"one{d}!" for d, size in enumerate(target)]
+    result = [
+        f"d{d + offset}" if source[d + offset] == size else f"one{d}!"
+        for d, size in enumerate(target)
+    ]
     return line_of([[f"d{d}" for d in range(len(source))]], result)
 
 
-def _write_into(call: OpCall, axis_size: int, lacking: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> str:
+def _write_into(
+    call: OpCall, axis_size: int, lacking: tuple[str, ...] = (), whole: tuple[str, ...] = ()
+) -> str:
     """A tensor with a part of it replaced: the dims that the part has as well.
 
     lacking: arguments that name dims which the part lacks; whole: that name dims which must not be cut.
@@ -389,7 +468,9 @@ def _write_into(call: OpCall, axis_size: int, lacking: tuple[str, ...] = (), who
     gone, uncut = ({bound[name] % rank for name in names} for names in (lacking, whole))
     own = [f"x{d}!" if d in gone | uncut else f"x{d}" for d in range(rank)]
     part = [index for d, index in enumerate(own) if d not in gone]
-    lengths = ["m!"] * (len(call.operands[bound["src"].index].shape) - len(part))  # of a diagonal, the last
+    lengths = ["m!"] * (
+        len(call.operands[bound["src"].index].shape) - len(part)
+    )  # of a diagonal, the last
     return line_of([own, part + lengths], own)
 
 
@@ -421,22 +502,37 @@ NOTATION: dict[str, Notation] = {
         f"{_NORM}, [*normalized_shape!]? -> " + ", ".join(["[*b, *normalized_shape!]"] * 3)
     ),
     "aten.rms_norm": Notation(f"{_NORM} -> [*b, *normalized_shape!]"),
-    "aten._fused_rms_norm": Notation(f"{_NORM} -> [*b, *normalized_shape!], [*b, *normalized_shape!]"),
+    "aten._fused_rms_norm": Notation(
+        f"{_NORM} -> [*b, *normalized_shape!], [*b, *normalized_shape!]"
+    ),
     "aten.group_norm": Notation(_group_norm),
-    "aten.native_group_norm": Notation("[n, c!, *s!], [c!]?, [c!]? -> [n, c!, *s!], [n, g!], [n, g!]"),
+    "aten.native_group_norm": Notation(
+        "[n, c!, *s!], [c!]?, [c!]? -> [n, c!, *s!], [n, g!], [n, g!]"
+    ),
     **{f"aten.{kind}_norm": Notation(_channel_norm) for kind in ("batch", "instance")},
     "aten.scaled_dot_product_attention": Notation(_attention, more=_ring),
     **{f"aten.conv{n}d": Notation(partial(_convolution, transposed=False)) for n in (1, 2, 3)},
-    **{f"aten.conv_transpose{n}d": Notation(partial(_convolution, transposed=True)) for n in (1, 2, 3)},
+    **{
+        f"aten.conv_transpose{n}d": Notation(partial(_convolution, transposed=True))
+        for n in (1, 2, 3)
+    },
     "aten.convolution": Notation(_convolution),
     "aten.einsum": Notation(_einsum),
-    "aten.one_hot": Notation(lambda call, _: f"{'[*b]' if bind(call)['num_classes'] > 0 else '[*b!]'} -> [*b, c!]"),
-    **dict.fromkeys(("aten.tril", "aten.triu"), Notation(f"{_MATRIX} -> {_MATRIX}", linear=FIRST, carries=True)),
-    "aten.affine_grid_generator": Notation(("[n, i!, j!] -> [n, h!, w!, k!]", "[n, i!, j!] -> [n, d!, h!, w!, k!]")),
+    "aten.one_hot": Notation(
+        lambda call, _: f"{'[*b]' if bind(call)['num_classes'] > 0 else '[*b!]'} -> [*b, c!]"
+    ),
+    **dict.fromkeys(
+        ("aten.tril", "aten.triu"), Notation(f"{_MATRIX} -> {_MATRIX}", linear=FIRST, carries=True)
+    ),
+    "aten.affine_grid_generator": Notation(
+        ("[n, i!, j!] -> [n, h!, w!, k!]", "[n, i!, j!] -> [n, d!, h!, w!, k!]")
+    ),
     "aten.prelu": Notation("[n, c, *s], [c] -> [n, c, *s]"),
     **dict.fromkeys(
         ("aten.feature_dropout", "aten.feature_alpha_dropout"),
-        Notation(lambda call, _: "[n, c, *s!] -> [n, c, *s!]" if bind(call)["train"] else "[*b] -> [*b]"),
+        Notation(
+            lambda call, _: "[n, c, *s!] -> [n, c, *s!]" if bind(call)["train"] else "[*b] -> [*b]"
+        ),
     ),
     "aten.cross_entropy_loss": Notation(_row_loss),
     "aten.nll_loss_nd": Notation(_row_loss),
@@ -455,23 +551,40 @@ NOTATION: dict[str, Notation] = {
     "aten.linalg_vander": Notation("[*b] -> [*b, n!]"),
     "aten.meshgrid": Notation(_meshgrid, linear=((-1,),)),
     "aten.cartesian_prod": Notation(_cartesian_product, linear=((-1,),)),
-    "aten.pdist": Notation(lambda call, _: f"[n!, {'d' if bind(call)['p'] == 1 else 'd!'}] -> [k!]"),
-    "aten.histc": Notation(lambda call, _: f"{'[*b!]' if bind(call)['min'] == bind(call)['max'] else '[*b]'} -> [h!]"),
+    "aten.pdist": Notation(
+        lambda call, _: f"[n!, {'d' if bind(call)['p'] == 1 else 'd!'}] -> [k!]"
+    ),
+    "aten.histc": Notation(
+        lambda call, _: f"{'[*b!]' if bind(call)['min'] == bind(call)['max'] else '[*b]'} -> [h!]"
+    ),
     **{f"aten.{name}": Notation(_quantile) for name in ("quantile", "nanquantile")},
     "aten.index.Tensor": Notation(partial(_indexed, index="*i"), linear=FIRST, carries=True),
     "aten.index_put": Notation(partial(_indexed, index="*i!")),
     "aten.sum_to_size": Notation(_sum_to_size, linear=FIRST, carries=True),
-    "aten.select_scatter": Notation(partial(_write_into, lacking=("dim",)), linear=_TOGETHER, carries=True),
-    "aten.diagonal_scatter": Notation(partial(_write_into, lacking=("dim1", "dim2")), linear=_TOGETHER, carries=True),
-    "aten.slice_scatter": Notation(partial(_write_into, whole=("dim",)), linear=_TOGETHER, carries=True),
+    "aten.select_scatter": Notation(
+        partial(_write_into, lacking=("dim",)), linear=_TOGETHER, carries=True
+    ),
+    "aten.diagonal_scatter": Notation(
+        partial(_write_into, lacking=("dim1", "dim2")), linear=_TOGETHER, carries=True
+    ),
+    "aten.slice_scatter": Notation(
+        partial(_write_into, whole=("dim",)), linear=_TOGETHER, carries=True
+    ),
     "aten.index_select": Notation(_index_select, linear=FIRST, carries=True),
     **{f"aten.{name}": Notation(_gather, carries=True) for name in ("gather", "take_along_dim")},
     **_each("scatter scatter_reduce index_copy index_fill index_reduce", Notation(_written_there)),
-    **{f"aten.{name}": Notation(partial(_written_there, adds=True)) for name in ("scatter_add", "index_add")},
+    **{
+        f"aten.{name}": Notation(partial(_written_there, adds=True))
+        for name in ("scatter_add", "index_add")
+    },
     # Complex numbers, or real and imaginary parts.
-    "aten.stft": Notation(("[*b, t!], [w!]? -> [*b, f!, k!]", "[*b, t!], [w!]? -> [*b, f!, k!, c!]"), linear=EACH),
+    "aten.stft": Notation(
+        ("[*b, t!], [w!]? -> [*b, f!, k!]", "[*b, t!], [w!]? -> [*b, f!, k!, c!]"), linear=EACH
+    ),
     # Targets follow one another, or are padded to one length.
-    "alpa.ctc_rows": Notation(("[t!, b!, c!], [s!], [b!], [b!] -> [b!]", "[t!, b, c!], [b, s!], [b], [b] -> [b]")),
+    "alpa.ctc_rows": Notation(
+        ("[t!, b!, c!], [s!], [b!], [b!] -> [b!]", "[t!, b, c!], [b, s!], [b], [b] -> [b]")
+    ),
     "alpa.grouped_mm": Notation("[s@groups_of_rows, k], [e@groups_of_rows, k, n], [g!] -> [s, n]"),
     "ops.segmented_linear": Notation("[*b, k], [s!, n, k], +[s!, n]? -> [*b, s!, n]"),
     "ops.bag_lookup": Notation(_bag_lookup),

@@ -13,7 +13,12 @@ from alpa_strategy.sharding.strategies import localize
 
 Optionals = tuple[Tensor | None, ...]
 
-_TOLERANCES = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 2e-5, torch.complex64: 2e-5}
+_TOLERANCES = {
+    torch.float64: 1e-10,
+    torch.complex128: 1e-10,
+    torch.float32: 2e-5,
+    torch.complex64: 2e-5,
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,10 @@ class WholeRun:
         if any((with_summands or t.is_complex()) and bool(t.isinf().any()) for t in given):
             return True
         generator = torch.Generator().manual_seed(n)
-        parts = [_parts(t, dual, n, generator) for t, dual in zip(self.operands, strategy.inputs, strict=True)]
+        parts = [
+            _parts(t, dual, n, generator)
+            for t, dual in zip(self.operands, strategy.inputs, strict=True)
+        ]
         as_gradients = [_of_gradient(dual) for dual in strategy.outputs]
         cotangents = [
             [None] * n if grad is None else _parts(grad, dual, n, generator)
@@ -52,30 +60,46 @@ class WholeRun:
             try:
                 leaves, own = _forward(local, [part[device] for part in parts])
                 found = _backward(leaves, own, [each[device] for each in cotangents])
-            except Exception:  # of the op, of any type: it refuses a part, which the whole did not deserve
+            except (
+                Exception
+            ):  # of the op, of any type: it refuses a part, which the whole did not deserve
                 return False
             results.append(_detached(own))
             grads.append([None if i == added and device else g for i, g in enumerate(found)])
-        compared = list(zip(self.results, zip(*results, strict=True), strategy.outputs, strict=True))
+        compared = list(
+            zip(self.results, zip(*results, strict=True), strategy.outputs, strict=True)
+        )
         for i, (whole, dual) in enumerate(zip(self.operand_grads, strategy.inputs, strict=True)):
             of_devices = [each[i] for each in grads]
             if whole is None and all(grad is None for grad in of_devices):
                 continue
             # Autograd gives None for a gradient of zeros.
-            filled = tuple(torch.zeros_like(p) if g is None else g for g, p in zip(of_devices, parts[i], strict=True))
+            filled = tuple(
+                torch.zeros_like(p) if g is None else g
+                for g, p in zip(of_devices, parts[i], strict=True)
+            )
             expected = torch.zeros_like(self.operands[i]) if whole is None else whole
             compared.append((expected, filled, _of_gradient(dual)))
         tolerance = max(
-            (_TOLERANCES.get(t.dtype, 2e-2) for t in given if t.is_floating_point() or t.is_complex()), default=0.0
+            (
+                _TOLERANCES.get(t.dtype, 2e-2)
+                for t in given
+                if t.is_floating_point() or t.is_complex()
+            ),
+            default=0.0,
         )
         return all(_recombines(whole, found, dual, tolerance) for whole, found, dual in compared)
 
 
-def whole_run(call: OpCall, operands: Sequence[Tensor], generator: torch.Generator) -> WholeRun | None:
+def whole_run(
+    call: OpCall, operands: Sequence[Tensor], generator: torch.Generator
+) -> WholeRun | None:
     """The op run on this data; None when it refuses it."""
     try:
         leaves, results = _forward(call, operands)
-        result_grads = [_normal(generator, r.shape).to(r.dtype) if r.requires_grad else None for r in results]
+        result_grads = [
+            _normal(generator, r.shape).to(r.dtype) if r.requires_grad else None for r in results
+        ]
         grads = _backward(leaves, results, result_grads)
     except Exception:  # of the op, of any type
         return None
@@ -96,15 +120,22 @@ def _forward(call: OpCall, operands: Sequence[Tensor]) -> tuple[list[Tensor], tu
     """Leaves with the operands' data, and what `call` gives on them."""
     with torch.enable_grad():
         leaves = [
-            t.detach().clone().requires_grad_(m.requires_grad) for t, m in zip(operands, call.operands, strict=True)
+            t.detach().clone().requires_grad_(m.requires_grad)
+            for t, m in zip(operands, call.operands, strict=True)
         ]
         results = call.call(*leaves)
     return leaves, (results,) if isinstance(results, Tensor) else tuple(results)
 
 
-def _backward(leaves: list[Tensor], results: tuple[Tensor, ...], cotangents: Sequence[Tensor | None]) -> Optionals:
+def _backward(
+    leaves: list[Tensor], results: tuple[Tensor, ...], cotangents: Sequence[Tensor | None]
+) -> Optionals:
     """The leaves' gradients."""
-    pairs = [(r, g) for r, g in zip(results, cotangents, strict=True) if g is not None and r.requires_grad]
+    pairs = [
+        (r, g)
+        for r, g in zip(results, cotangents, strict=True)
+        if g is not None and r.requires_grad
+    ]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not pairs or not wanted:
         return (None,) * len(leaves)
@@ -132,13 +163,20 @@ def _parts(tensor: Tensor, dual: DualPlacement, n: int, generator: torch.Generat
     return [tensor] * n
 
 
-def _recombines(whole: Tensor, parts: Sequence[Tensor], dual: DualPlacement, tolerance: float) -> bool:
+def _recombines(
+    whole: Tensor, parts: Sequence[Tensor], dual: DualPlacement, tolerance: float
+) -> bool:
     """Whether the devices' parts, lying so, make up the whole."""
     if dual == PARTIAL:
         same_shape = all(part.shape == whole.shape for part in parts)
-        return same_shape and _close(sum(parts[1:], parts[0]), whole, tolerance, _scale([whole, *parts]))
+        return same_shape and _close(
+            sum(parts[1:], parts[0]), whole, tolerance, _scale([whole, *parts])
+        )
     expected = _parts(whole, dual, len(parts), torch.Generator())
-    return all(_close(a, b, tolerance, _scale([whole, *parts])) for a, b in zip(parts, expected, strict=True))
+    return all(
+        _close(a, b, tolerance, _scale([whole, *parts]))
+        for a, b in zip(parts, expected, strict=True)
+    )
 
 
 def _close(a: Tensor, b: Tensor, tolerance: float, scale: float) -> bool:
@@ -186,7 +224,10 @@ _KINDS: tuple[Callable[[Tensor, torch.Generator], Tensor], ...] = (
 
 
 def _data(
-    meta: TensorMeta, kind: Callable[[Tensor, torch.Generator], Tensor], number: int, generator: torch.Generator
+    meta: TensorMeta,
+    kind: Callable[[Tensor, torch.Generator], Tensor],
+    number: int,
+    generator: torch.Generator,
 ) -> Tensor:
     if meta.dtype == torch.bool:  # of every density
         return torch.rand(meta.shape, generator=generator) < (0.5, 0.1, 0.9, 1.0, 0.0)[number % 5]

@@ -60,12 +60,16 @@ def placement_collective(src: Placement, dst: Placement) -> str | None:
 
 
 @lru_cache(maxsize=1 << 16)
-def reshard_steps(src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]) -> tuple[AxisStep, ...]:
+def reshard_steps(
+    src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]
+) -> tuple[AxisStep, ...]:
     """The single-axis steps that bring a tensor from `src` to `dst` (and its gradient back).
 
     The cheapest valid sequence: Dijkstra over the few layouts in between.
     """
-    best: dict[DualLayout, float] = {src: 0.0}  # layout -> bytes moved on the cheapest way to it so far
+    best: dict[DualLayout, float] = {
+        src: 0.0
+    }  # layout -> bytes moved on the cheapest way to it so far
     order = itertools.count()  # ties go to the sequence found first: the same on every rank
     queue: list[tuple[float, int, DualLayout, tuple[AxisStep, ...]]] = [(0.0, next(order), src, ())]
     while queue:
@@ -75,7 +79,9 @@ def reshard_steps(src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...])
         if cost > best[layout]:
             continue  # a cheaper way was found after this one was queued
         for axis, old in enumerate(layout):
-            for new in dict.fromkeys((dst[axis], INVARIANT, REPLICATE)):  # on the way only whole values help
+            for new in dict.fromkeys(
+                (dst[axis], INVARIANT, REPLICATE)
+            ):  # on the way only whole values help
                 # No later axis may cut the chunks that are moved (values and gradients shard the same dims).
                 moved = {old.shard_dim, new.shard_dim} - {None}
                 if new == old or any(later.shard_dim in moved for later in layout[axis + 1 :]):
@@ -92,7 +98,9 @@ def reshard_steps(src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...])
 def _step_cost(step: AxisStep, mesh_shape: tuple[int, ...]) -> float:
     """Bytes moved by one step, in whole tensors, weighted; forward and backward count alike."""
     weight = _EARLIER_AXIS_WEIGHT ** (len(mesh_shape) - 1 - step.axis)
-    moved = (step.share * volume_factor(kind, mesh_shape[step.axis]) for kind, _ in step.collectives())
+    moved = (
+        step.share * volume_factor(kind, mesh_shape[step.axis]) for kind, _ in step.collectives()
+    )
     return sum((_CALL_WEIGHT + weight * volume for volume in moved), _LOCAL_WEIGHT)
 
 
@@ -110,7 +118,9 @@ def reshard_table(
     tensor only prices the few distinct (collective, axis, share of the tensor) terms.
     """
     terms, counts = _counted_table(sources, targets, mesh.shape)
-    seconds = np.array([mesh.axes[axis].seconds(kind, num_bytes * share) for kind, axis, share in terms])
+    seconds = np.array(
+        [mesh.axes[axis].seconds(kind, num_bytes * share) for kind, axis, share in terms]
+    )
     tables = counts @ seconds  # [forward or backward, sources, targets]
     if not differentiable:
         tables[1] = 0.0
@@ -140,8 +150,13 @@ def _collectives(
     src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]
 ) -> tuple[tuple[tuple[str, int, float], ...], tuple[tuple[str, int, float], ...]]:
     """(kind, axis, share of the whole tensor's bytes) of the forward and of the backward collectives."""
-    number: dict[int, int] = {}  # of dims as they first occur: which dims they are changes no collective
-    named = tuple(p if p.shard_dim is None else shard(number.setdefault(p.shard_dim, len(number))) for p in src + dst)
+    number: dict[
+        int, int
+    ] = {}  # of dims as they first occur: which dims they are changes no collective
+    named = tuple(
+        p if p.shard_dim is None else shard(number.setdefault(p.shard_dim, len(number)))
+        for p in src + dst
+    )
     if named != src + dst:
         return _collectives(named[: len(src)], named[len(src) :], mesh_shape)
     found: dict[str, list[tuple[str, int, float]]] = {"forward": [], "backward": []}

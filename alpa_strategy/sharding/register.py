@@ -12,7 +12,12 @@ from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import call_on, target_name
 from alpa_strategy.sharding.notation import Signature, parse
 from alpa_strategy.sharding.proof import runs_on_random_data, whole_run
-from alpa_strategy.sharding.rule_table import REGISTERED, RegisteredRule, forget_cached, registered_rule
+from alpa_strategy.sharding.rule_table import (
+    REGISTERED,
+    RegisteredRule,
+    forget_cached,
+    registered_rule,
+)
 from alpa_strategy.sharding.strategies import axis_strategies
 
 _NOTATION = "one [bracket] per tensor argument, then '->' and one per result: see alpa_strategy.register_sharding"
@@ -53,10 +58,14 @@ def register_sharding(op: str | type[torch.autograd.Function], *rules: str) -> N
         raise ShardingError(f"register_sharding({op!r}) without a rule", _NOTATION)
     overloads = _overloads(op) if isinstance(op, str) else []
     for rule in rules:
-        problems = [_misfit(parse(rule), overload) for overload in overloads] or [_bad_indices(parse(rule))]
+        problems = [_misfit(parse(rule), overload) for overload in overloads] or [
+            _bad_indices(parse(rule))
+        ]
         if all(problems):
             what = overloads[0]._schema if overloads else op
-            raise ShardingError(f"the sharding rule {rule!r} does not fit {what}: {problems[0]}", _NOTATION)
+            raise ShardingError(
+                f"the sharding rule {rule!r} does not fit {what}: {problems[0]}", _NOTATION
+            )
     key, name = (op.replace("::", "."), op) if isinstance(op, str) else (op, op.__qualname__)
     REGISTERED[key] = RegisteredRule(name, tuple(rules))
     forget_cached()
@@ -64,7 +73,11 @@ def register_sharding(op: str | type[torch.autograd.Function], *rules: str) -> N
 
 def registered_rules(targets: Iterable[Any]) -> str:
     """The registered rules of those ops that have one, as a text for fingerprints; empty where there are none."""
-    rules = {target_name(target): rule for target in set(targets) if (rule := registered_rule(target)) is not None}
+    rules = {
+        target_name(target): rule
+        for target in set(targets)
+        if (rule := registered_rule(target)) is not None
+    }
     return "\n".join(f"{name}: {'; '.join(rule.lines)}" for name, rule in sorted(rules.items()))
 
 
@@ -93,8 +106,13 @@ def prove_sharding(
     random_state = torch.get_rng_state()
     example = whole_run(call, operands, torch.Generator().manual_seed(0))
     if example is None:
-        raise ShardingError(f"{op} does not run on the example, forward and backward", "call it so to see the error")
-    if not torch.equal(torch.get_rng_state(), random_state) or torch.Tag.nondeterministic_seeded in call.target.tags:
+        raise ShardingError(
+            f"{op} does not run on the example, forward and backward", "call it so to see the error"
+        )
+    if (
+        not torch.equal(torch.get_rng_state(), random_state)
+        or torch.Tag.nondeterministic_seeded in call.target.tags
+    ):
         raise ShardingError(
             f"{op} draws random numbers, so its shards cannot be compared",
             "define it with tags=[torch.Tag.nondeterministic_seeded], and prove it without dropout",
@@ -121,7 +139,8 @@ def _overloads(op: str) -> list[torch._ops.OpOverload]:
     names = packet.overloads() if packet is not None else []
     if not names or (overload and overload not in names):
         raise ShardingError(
-            f"there is no op {op!r}", "define it first (torch.library.custom_op), and name it as in 'mylib::op'"
+            f"there is no op {op!r}",
+            "define it first (torch.library.custom_op), and name it as in 'mylib::op'",
         )
     return [getattr(packet, each) for each in ([overload] if overload else names)]
 
@@ -133,17 +152,23 @@ def _misfit(signature: Signature, target: torch._ops.OpOverload) -> str:
         return "it changes its arguments; only an op that returns new tensors can be divided"
     arguments = [a for a in schema.arguments if "Tensor" in str(a.type)]
     listed = any("List" in str(a.type) for a in arguments)  # any number of tensors
-    missing = [a.name for a in arguments[len(signature.operands) :] if "Optional" not in str(a.type)]
+    missing = [
+        a.name for a in arguments[len(signature.operands) :] if "Optional" not in str(a.type)
+    ]
     if not listed and (len(signature.operands) > len(arguments) or missing):
         return f"it takes {len(arguments)} tensors, the rule has {len(signature.operands)}"
-    if not any("List" in str(r.type) for r in schema.returns) and len(signature.results) != len(schema.returns):
+    if not any("List" in str(r.type) for r in schema.returns) and len(signature.results) != len(
+        schema.returns
+    ):
         return f"it returns {len(schema.returns)} tensors, the rule has {len(signature.results)}"
     return _bad_indices(signature)
 
 
 def _bad_indices(signature: Signature) -> str:
     known = {index.name for term in signature.operands for index in term.indices}
-    for term, index in ((each, i) for each in (*signature.operands, *signature.results) for i in each.indices):
+    for term, index in (
+        (each, i) for each in (*signature.operands, *signature.results) for i in each.indices
+    ):
         names = [each.name for each in term.indices]
         if index.implementation:
             return f"@{index.implementation}: local implementations are the package's own"

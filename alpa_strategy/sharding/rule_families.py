@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-from alpa_strategy.ir.op import AxisStrategy, InnerCollective, OpCall, Slot, bind, dims_of, flat_tensor_arguments, slots
+from alpa_strategy.ir.op import (
+    AxisStrategy,
+    InnerCollective,
+    OpCall,
+    Slot,
+    bind,
+    dims_of,
+    flat_tensor_arguments,
+    slots,
+)
 from alpa_strategy.ir.placement import INVARIANT, shard
 from alpa_strategy.sharding.notation import SUM, WHOLE, Found, Split, line_of, read, split_from_dims
 
@@ -31,7 +40,10 @@ def broadcast_dim(call: OpCall, operand: int, dim: int, rank: int) -> int | None
 
 
 def aligned(
-    call: OpCall, whole: tuple[int, ...] = (), linear: tuple[tuple[int, ...], ...] = (), carries: bool = True
+    call: OpCall,
+    whole: tuple[int, ...] = (),
+    linear: tuple[tuple[int, ...], ...] = (),
+    carries: bool = True,
 ) -> Found:
     """Results have the operands' broadcast shape, and only the dims in `whole` must not be cut."""
     operands = [s.index for s in slots(call)]
@@ -66,11 +78,16 @@ def along(call: OpCall, where: Any = "dim", linear: tuple[tuple[int, ...], ...] 
     where: the dim or dims (None: all), or the argument that names them.
     """
     value = bind(call)[where] if isinstance(where, str) else where
-    return aligned(call, whole=dims_of(value, len(call.results[0].shape)), linear=linear, carries=False)
+    return aligned(
+        call, whole=dims_of(value, len(call.results[0].shape)), linear=linear, carries=False
+    )
 
 
 def reduction(
-    call: OpCall, kind: str, where: str | int = "dim", linear: tuple[tuple[int, ...], ...] | None = None
+    call: OpCall,
+    kind: str,
+    where: str | int = "dim",
+    linear: tuple[tuple[int, ...], ...] | None = None,
 ) -> Found:
     """Reductions over the argument `dim` (None: all), also of what two operands make together (linalg_vecdot).
 
@@ -82,7 +99,11 @@ def reduction(
     keep = bool(bound.get("keepdim")) or len(call.results[0].shape) == rank
     mark = {"mean": "@fraction", "other": "!"}.get(kind, "")
     own = [f"k{d}{mark}" if d in reduced else f"x{d}" for d in range(rank)]
-    result = [f"one{d}!" if d in reduced else index for d, index in enumerate(own) if keep or d not in reduced]
+    result = [
+        f"one{d}!" if d in reduced else index
+        for d, index in enumerate(own)
+        if keep or d not in reduced
+    ]
     terms = [own[rank - len(call.operands[s.index].shape) :] for s in slots(call)]
     splits = read(line_of(terms, result, len(call.results)), call) or ()
     if linear is None:
@@ -111,8 +132,26 @@ DimGroup = tuple[tuple[int, ...], tuple[int, ...]]
 
 # Ops (without namespace and overload) that give a tensor another shape and nothing else.
 RESHAPES = (
-    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"),
-    *("view_copy", "squeeze_copy", "unsqueeze_copy", "ravel", "atleast_1d", "atleast_2d", "atleast_3d"),
+    *(
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "view_as",
+        "reshape_as",
+    ),
+    *(
+        "view_copy",
+        "squeeze_copy",
+        "unsqueeze_copy",
+        "ravel",
+        "atleast_1d",
+        "atleast_2d",
+        "atleast_3d",
+    ),
 )
 
 
@@ -130,7 +169,9 @@ def dim_groups(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[DimGro
     up_to_right = [math.prod(target[: d + 1]) for d in right]
     both = [count for count in up_to_left if count in up_to_right]
     ends = [(up_to_left.index(count) + 1, up_to_right.index(count) + 1) for count in both]
-    return tuple((tuple(left[i:k]), tuple(right[j:m])) for (i, j), (k, m) in pairwise([(0, 0), *ends]))
+    return tuple(
+        (tuple(left[i:k]), tuple(right[j:m])) for (i, j), (k, m) in pairwise([(0, 0), *ends])
+    )
 
 
 def _model(call: OpCall, dim: int) -> list[tuple[int, int | None]]:
@@ -146,8 +187,14 @@ def view(call: OpCall) -> Found:
         return Found(origin="view")  # no elements, no groups
     splits = []
     for left, right in dim_groups(source, target):
-        even = len(left) > 1 or len(right) > 1  # [heads * width] -> [heads, width]: whole heads only
-        splits.append(split_from_dims(call, [(operand, left[0]), *_model(call, right[0])], [right[0]], even=even))
+        even = (
+            len(left) > 1 or len(right) > 1
+        )  # [heads * width] -> [heads, width]: whole heads only
+        splits.append(
+            split_from_dims(
+                call, [(operand, left[0]), *_model(call, right[0])], [right[0]], even=even
+            )
+        )
     return Found(splits, (frozenset({operand}),), True, "view")
 
 
@@ -168,7 +215,9 @@ def _source(call: OpCall) -> tuple[int, ...]:
     return call.operands[slots(call)[0].index].shape
 
 
-def _moved(call: OpCall, pairs: Iterable[tuple[int, int]], even: Iterable[tuple[int, int]] = ()) -> Found:
+def _moved(
+    call: OpCall, pairs: Iterable[tuple[int, int]], even: Iterable[tuple[int, int]] = ()
+) -> Found:
     """The first operand's dims as dims of all results, `even` ones in equal chunks only; linear."""
     operand, results = slots(call)[0].index, len(call.results)
     splits = [split_from_dims(call, [(operand, i)], [j] * results) for i, j in pairs]
@@ -186,7 +235,9 @@ def expand(call: OpCall) -> Found:
         own = dim - offset
         kept = own >= 0 and source[own] == size
         if size > 1:
-            splits.append(split_from_dims(call, [(operand, own if kept else None), *_model(call, dim)], [dim]))
+            splits.append(
+                split_from_dims(call, [(operand, own if kept else None), *_model(call, dim)], [dim])
+            )
     return Found(splits, (frozenset({operand}),), True, "view")
 
 
@@ -205,7 +256,9 @@ def repeat_interleave(call: OpCall) -> Found:
         if rank != 1:
             return Found(origin="view")
         dim = 0
-    return _moved(call, [(d, d) for d in range(rank) if d != dim % rank], even=[(dim % rank, dim % rank)])
+    return _moved(
+        call, [(d, d) for d in range(rank) if d != dim % rank], even=[(dim % rank, dim % rank)]
+    )
 
 
 def keep_other_dims(call: OpCall, *where: str | int, removed: bool = False) -> Found:
@@ -215,7 +268,11 @@ def keep_other_dims(call: OpCall, *where: str | int, removed: bool = False) -> F
     removed: those dims are absent from the results, or come last.
     """
     rank, bound = len(_source(call)), bind(call)
-    worked = {d for w in where or ("dim",) for d in dims_of(bound[w] if isinstance(w, str) else min(w, rank - 1), rank)}
+    worked = {
+        d
+        for w in where or ("dim",)
+        for d in dims_of(bound[w] if isinstance(w, str) else min(w, rank - 1), rank)
+    }
     others = [d for d in range(rank) if d not in worked]
     return _moved(call, zip(others, range(rank) if removed else others, strict=False))
 
@@ -226,7 +283,11 @@ def slice_(call: OpCall, axis_size: int) -> Found:
     source, target, bound = _source(call), call.results[0].shape, bind(call)
     dim = bound["dim"] % len(source)
     found = _moved(call, [(d, d) for d in range(len(source)) if d != dim or source[d] == target[d]])
-    if bound["start"] in (None, 0) and target[dim] == source[dim] - 1 and source[dim] % axis_size == 0:
+    if (
+        bound["start"] in (None, 0)
+        and target[dim] == source[dim] - 1
+        and source[dim] % axis_size == 0
+    ):
         found = replace(found, extra=(AxisStrategy((shard(dim),), (shard(dim),)),))
     return found
 
@@ -257,7 +318,9 @@ def concatenate(call: OpCall, dim: int | None = None) -> Found:
     splits = []
     for d in range(rank):
         lacking = [rank - len(call.operands[i].shape) for i in operands]
-        own = [(i, d - max(0, lacks - (d < dim))) for i, lacks in zip(operands, lacking, strict=True)]
+        own = [
+            (i, d - max(0, lacks - (d < dim))) for i, lacks in zip(operands, lacking, strict=True)
+        ]
         if d != dim and all(0 <= o < len(call.operands[i].shape) for i, o in own):
             splits.append(split_from_dims(call, own, [d]))
     return Found(splits, (frozenset(operands),), True, "view")
@@ -274,7 +337,12 @@ def rot90(call: OpCall) -> Found:
     """rot90: dims that are not rotated; of the two that are, the one that is not reversed."""
     bound, rank = bind(call), len(call.results[0].shape)
     first, second = (d % rank for d in bound["dims"])
-    turned = {0: [(first, first), (second, second)], 1: [(first, second)], 2: [], 3: [(second, first)]}
+    turned = {
+        0: [(first, first), (second, second)],
+        1: [(first, second)],
+        2: [],
+        3: [(second, first)],
+    }
     pairs = [(d, d) for d in range(rank) if d not in (first, second)] + turned[bound["k"] % 4]
     return _moved(call, pairs)
 
@@ -299,7 +367,10 @@ def cross_entropy(call: OpCall) -> Found:
     probabilities = call.operands[target].dtype.is_floating_point
     splits: tuple[Split | None, ...] = ()
     if len(shape) > 1:
-        splits = read(f"[n, c!, *d], {'[n, c!, *d]' if probabilities else '[n, *d]'}, [c!]? -> []", call) or ()
+        splits = (
+            read(f"[n, c!, *d], {'[n, c!, *d]' if probabilities else '[n, *d]'}, [c!]? -> []", call)
+            or ()
+        )
     weight = bound["weight"]
     if not probabilities and not (weight is not None and call.operands[weight.index].requires_grad):
         class_dim = 0 if len(shape) == 1 else 1
@@ -318,7 +389,9 @@ def batch_norm_train(call: OpCall) -> Found:
         return Found()
     num_channels = call.operands[present["x"]].shape[1]
     statistics = [0] * (len(call.results) - 1)  # x [rows, channels, *s], statistics [channels]
-    channels = split_from_dims(call, [(i, 1 if name == "x" else 0) for name, i in present.items()], [1, *statistics])
+    channels = split_from_dims(
+        call, [(i, 1 if name == "x" else 0) for name, i in present.items()], [1, *statistics]
+    )
     collectives = (
         InnerCollective("all_reduce", 4 * (2 * num_channels + 1), "forward"),
         InnerCollective("all_reduce", 4 * 2 * num_channels, "backward"),
@@ -357,7 +430,9 @@ def histogram(call: OpCall) -> Found:
     values = bound["self"].index
     weight = [bound["weight"].index] if isinstance(bound["weight"], Slot) else []
     dims = range(0 if bound["density"] else len(call.operands[values].shape))
-    return Found([split_from_dims(call, [(i, d) for i in (values, *weight)], [SUM, WHOLE]) for d in dims])
+    return Found(
+        [split_from_dims(call, [(i, d) for i in (values, *weight)], [SUM, WHOLE]) for d in dims]
+    )
 
 
 def cross(call: OpCall) -> Found:

@@ -37,7 +37,10 @@ class RegisteredRule:
                 f"no sharding rule of {self.op} fits its call on {shapes}: {'; '.join(self.lines)}",
                 "register a line for these ranks as well",
             )
-        return Found(tuple(dict.fromkeys(split for splits in fitting for split in splits)), origin="registered")
+        return Found(
+            tuple(dict.fromkeys(split for splits in fitting for split in splits)),
+            origin="registered",
+        )
 
 
 # Rules from outside the package (register.py): under the same keys, or the autograd.Function.
@@ -59,14 +62,18 @@ def forget_cached() -> None:
 
 # autograd.Functions of libraries that need not be there. A scaled float8 product is one of parts that are scaled by
 # themselves: what cuts a tensor makes its scales finer, as under DDP and FSDP, so results differ by float8's rounding.
-LIBRARY_FUNCTIONS = {"torchao.float8.float8_linear.matmul_with_hp_or_float8_args": "[*b, k], [k, n] -> [*b, n]"}
+LIBRARY_FUNCTIONS = {
+    "torchao.float8.float8_linear.matmul_with_hp_or_float8_args": "[*b, k], [k, n] -> [*b, n]"
+}
 
 
 def _aten(names: str) -> list[str]:
     return [f"aten.{name}" for name in names.split()]
 
 
-def _of(names: str, family: Callable[..., Found], *where: object, **options: object) -> dict[str, Family]:
+def _of(
+    names: str, family: Callable[..., Found], *where: object, **options: object
+) -> dict[str, Family]:
     """ATen's `names` -> `family(call, *where, **options)`."""
     return dict.fromkeys(_aten(names), lambda call, axis_size: family(call, *where, **options))
 
@@ -75,7 +82,9 @@ def _of(names: str, family: Callable[..., Found], *where: object, **options: obj
 POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(("aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Tensor"), ((0, 1),)),
     "aten.mul.Tensor": EACH,
-    **dict.fromkeys(_aten("mul.Scalar div.Tensor div.Scalar neg positive resolve_conj clone contiguous"), FIRST),
+    **dict.fromkeys(
+        _aten("mul.Scalar div.Tensor div.Scalar neg positive resolve_conj clone contiguous"), FIRST
+    ),
     **dict.fromkeys(_aten("_to_copy to detach alias lift_fresh_copy conj_physical"), FIRST),
     "aten.where.self": ((1, 2),),
 }
@@ -83,26 +92,42 @@ POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 # Pointwise ops that ATen does not tag as such, or not in every PyTorch (leaky_relu: not in 2.11).
 UNTAGGED_POINTWISE = (
     *_aten("contiguous _to_copy to detach alias alias_copy lift lift_fresh lift_fresh_copy"),
-    *_aten("dropout native_dropout alpha_dropout bernoulli geometric exponential uniform cauchy log_normal"),
+    *_aten(
+        "dropout native_dropout alpha_dropout bernoulli geometric exponential uniform cauchy log_normal"
+    ),
     *_aten("normal_functional normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor"),
-    *_aten("zeros_like ones_like full_like empty_like rand_like randn_like randint_like fill masked_fill"),
-    *_aten("hardswish hardsigmoid leaky_relu log_sigmoid relu6 selu softshrink special_ndtr special_polygamma"),
+    *_aten(
+        "zeros_like ones_like full_like empty_like rand_like randn_like randint_like fill masked_fill"
+    ),
+    *_aten(
+        "hardswish hardsigmoid leaky_relu log_sigmoid relu6 selu softshrink special_ndtr special_polygamma"
+    ),
     *_aten("positive negative absolute fix lerp where isclose isreal nan_to_num floor_divide"),
-    *_aten("subtract multiply divide true_divide rsub __and__ __or__ __xor__ __lshift__ __rshift__"),
-    *_aten("conj resolve_conj real imag complex polar chalf arccos arccosh arcsin arcsinh arctan arctanh"),
+    *_aten(
+        "subtract multiply divide true_divide rsub __and__ __or__ __xor__ __lshift__ __rshift__"
+    ),
+    *_aten(
+        "conj resolve_conj real imag complex polar chalf arccos arccosh arcsin arcsinh arctan arctanh"
+    ),
 )
 
 
 FAMILIES: dict[str, Family] = {
     # Views and their copies.
     **_of(" ".join(families.RESHAPES), families.view),
-    **_of("transpose permute t movedim swapaxes swapdims numpy_T mT mH matrix_H adjoint", families.permutation),
+    **_of(
+        "transpose permute t movedim swapaxes swapdims numpy_T mT mH matrix_H adjoint",
+        families.permutation,
+    ),
     **_of("transpose_copy permute_copy t_copy", families.permutation),
     **_of("expand expand_copy broadcast_to expand_as", families.expand),
     **_of("repeat tile", families.repeat),
     **_of("repeat_interleave.self_int", families.repeat_interleave),
     **_of("repeat_interleave.self_Tensor", families.keep_other_dims),
-    **_of("split split_with_sizes split_with_sizes_copy chunk unsafe_split unsafe_chunk", families.keep_other_dims),
+    **_of(
+        "split split_with_sizes split_with_sizes_copy chunk unsafe_split unsafe_chunk",
+        families.keep_other_dims,
+    ),
     **_of("tensor_split.sections tensor_split.indices gradient", families.keep_other_dims),
     **_of("vsplit flipud", families.keep_other_dims, 0),
     **_of("hsplit fliplr", families.keep_other_dims, 1),
@@ -111,17 +136,27 @@ FAMILIES: dict[str, Family] = {
     **_of("fft_fftshift fft_ifftshift", families.keep_other_dims, "dim"),
     **_of("unfold unfold_copy", families.keep_other_dims, "dimension"),
     **_of("select.int unbind.int unbind_copy.int", families.keep_other_dims, removed=True),
-    **_of("diagonal diagonal_copy linalg_diagonal", families.keep_other_dims, "dim1", "dim2", removed=True),
+    **_of(
+        "diagonal diagonal_copy linalg_diagonal",
+        families.keep_other_dims,
+        "dim1",
+        "dim2",
+        removed=True,
+    ),
     **_of("diag_embed", families.diag_embed),
     **_of("rot90", families.rot90),
-    **dict.fromkeys(("aten.slice.Tensor", "aten.narrow.default", "aten.narrow_copy"), families.slice_),
+    **dict.fromkeys(
+        ("aten.slice.Tensor", "aten.narrow.default", "aten.narrow_copy"), families.slice_
+    ),
     **_of("pad constant_pad_nd", families.pad),
     **_of("cat concat diff stack", families.concatenate),
     **_of("hstack column_stack", families.concatenate, 1),
     **_of("vstack", families.concatenate, 0),
     **_of("dstack", families.concatenate, 2),
     # Where elements go depends on more than their dims: linear at least.
-    **_of("as_strided as_strided_copy as_strided_scatter block_diag _chunk_cat", families.linear_only),
+    **_of(
+        "as_strided as_strided_copy as_strided_scatter block_diag _chunk_cat", families.linear_only
+    ),
     **_of("diag diagflat trace", families.linear_only),
     **_of("atleast_1d.Sequence atleast_2d.Sequence atleast_3d.Sequence", families.linear_only),
     **_of("put masked_scatter", families.linear_only, (0, 2)),
@@ -131,18 +166,43 @@ FAMILIES: dict[str, Family] = {
     **_of("sum", families.reduction, kind="sum"),
     **_of("mean", families.reduction, kind="mean"),
     **_of("nansum", families.reduction, kind="nansum"),
-    **_of("amax amin max min argmax argmin var std var_mean std_mean prod mode", families.reduction, kind="other"),
-    **_of("any all _is_any_true _is_all_true hash_tensor nanmean aminmax kthvalue", families.reduction, kind="other"),
-    **_of("norm linalg_vector_norm linalg_norm linalg_matrix_norm count_nonzero", families.reduction, kind="other"),
-    **_of("median nanmedian logsumexp special_logsumexp cosine_similarity", families.reduction, kind="other"),
+    **_of(
+        "amax amin max min argmax argmin var std var_mean std_mean prod mode",
+        families.reduction,
+        kind="other",
+    ),
+    **_of(
+        "any all _is_any_true _is_all_true hash_tensor nanmean aminmax kthvalue",
+        families.reduction,
+        kind="other",
+    ),
+    **_of(
+        "norm linalg_vector_norm linalg_norm linalg_matrix_norm count_nonzero",
+        families.reduction,
+        kind="other",
+    ),
+    **_of(
+        "median nanmedian logsumexp special_logsumexp cosine_similarity",
+        families.reduction,
+        kind="other",
+    ),
     **_of("trapezoid trapz cumulative_trapezoid", families.trapezoid),
     **_of("pairwise_distance", families.reduction, kind="other", where=-1),
     **_of("linalg_vecdot", families.reduction, kind="sum", linear=EACH),
-    **_of("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div", families.elementwise_loss),
-    **_of("binary_cross_entropy_with_logits poisson_nll_loss soft_margin_loss", families.elementwise_loss),
+    **_of(
+        "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div",
+        families.elementwise_loss,
+    ),
+    **_of(
+        "binary_cross_entropy_with_logits poisson_nll_loss soft_margin_loss",
+        families.elementwise_loss,
+    ),
     **_of("margin_ranking_loss hinge_embedding_loss", families.elementwise_loss),
     # Along some dims.
-    **_of("softmax log_softmax _softmax _log_softmax _safe_softmax _softmax_backward_data glu", families.along),
+    **_of(
+        "softmax log_softmax _softmax _log_softmax _safe_softmax _softmax_backward_data glu",
+        families.along,
+    ),
     **_of("cumsum cumprod logcumsumexp cummax cummin topk sort argsort", families.along),
     **_of("msort", families.along, 0),
     **_of("linalg_cross", families.along, linear=EACH),
@@ -155,7 +215,8 @@ FAMILIES: dict[str, Family] = {
     **_of("histogram.bins_tensor", families.histogram),
     # Made whole on every device: a shard of it is a slice, which costs nothing.
     **_of(
-        "arange randint randperm eye linspace logspace scalar_tensor tril_indices triu_indices", lambda call: Found()
+        "arange randint randperm eye linspace logspace scalar_tensor tril_indices triu_indices",
+        lambda call: Found(),
     ),
     **_of("full zeros ones empty.memory_format rand randn normal.float_float", families.factory),
     **_of("new_zeros new_ones new_empty new_full", families.factory),
@@ -171,7 +232,9 @@ def _pointwise(call: OpCall, axis_size: int) -> Found:
         linear = ((0,),)
     found = families.aligned(call, linear=linear)
     if name in ("aten.mul.Tensor", "aten.div.Tensor"):
-        found = replace(found, linear=tuple(chosen for chosen in found.linear if _is_scaling(call, chosen)))
+        found = replace(
+            found, linear=tuple(chosen for chosen in found.linear if _is_scaling(call, chosen))
+        )
     return found
 
 

@@ -13,7 +13,17 @@ import torch
 
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.ir.graph import Op, StepGraph
-from alpa_strategy.ir.op import CUSTOM_OPS, AxisStrategy, LocalCall, OpCall, Slot, TensorMeta, aten_name, bind, rebuild
+from alpa_strategy.ir.op import (
+    CUSTOM_OPS,
+    AxisStrategy,
+    LocalCall,
+    OpCall,
+    Slot,
+    TensorMeta,
+    aten_name,
+    bind,
+    rebuild,
+)
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, value_layout
 from alpa_strategy.sharding.functions import elementwise_dims, may_draw
 from alpa_strategy.sharding.notation import Found, repeated, to_strategies
@@ -27,13 +37,27 @@ _DESCRIBED = ("aten", "prims", "alpa")  # namespaces whose ops carry the tags of
 RING = "ring_attention"  # the implementation that computes more than its local call says, see `priced_call`
 
 _SIZE_ARGUMENT = frozenset(
-    {"expand", "expand_copy", "broadcast_to", "sum_to_size", "full", "zeros", "ones", "empty", "rand", "randn"}
+    {
+        "expand",
+        "expand_copy",
+        "broadcast_to",
+        "sum_to_size",
+        "full",
+        "zeros",
+        "ones",
+        "empty",
+        "rand",
+        "randn",
+    }
     | {"normal", "randint", "new_zeros", "new_ones", "new_empty", "new_full"}
 )
 
 
 def _local_metas(
-    metas: Sequence[TensorMeta], by_axis: Sequence[DualLayout], mesh_shape: Sequence[int], coordinate: Sequence[int]
+    metas: Sequence[TensorMeta],
+    by_axis: Sequence[DualLayout],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
 ) -> tuple[TensorMeta, ...]:
     """`by_axis`: the placements of all tensors, one mesh axis after the other."""
     return tuple(
@@ -43,7 +67,10 @@ def _local_metas(
 
 
 def localize(
-    call: OpCall, strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+    call: OpCall,
+    strategies: tuple[AxisStrategy, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
 ) -> LocalCall:
     """The op that the device at `coordinate` runs when mesh axis i follows `strategies[i]`."""
     operands = _local_metas(call.operands, [s.inputs for s in strategies], mesh_shape, coordinate)
@@ -53,12 +80,17 @@ def localize(
     random_axes = None
     if is_random(call):
         # On axes that shard no result the devices repeat the draw, so they must draw the same.
-        random_axes = tuple(a for a, s in enumerate(strategies) if any(p.shard_dim is not None for p in s.outputs))
+        random_axes = tuple(
+            a for a, s in enumerate(strategies) if any(p.shard_dim is not None for p in s.outputs)
+        )
     return LocalCall(_local_call(call, operands, results), implementation, axes, random_axes)
 
 
 def priced_call(
-    call: OpCall, strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+    call: OpCall,
+    strategies: tuple[AxisStrategy, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
 ) -> OpCall:
     """What the device at `coordinate` has to compute: its local call; in a ring, with everybody's keys and values."""
     if any(s.implementation == RING for s in strategies):
@@ -79,7 +111,9 @@ def ring_bytes(call: OpCall, strategies: tuple[AxisStrategy, ...], local: OpCall
     """
     if all(s.implementation != RING for s in strategies):
         return 0
-    query, key, value = (local.operands[bind(call)[name].index].num_bytes for name in ("query", "key", "value"))
+    query, key, value = (
+        local.operands[bind(call)[name].index].num_bytes for name in ("query", "key", "value")
+    )
     return 3 * query + 5 * (key + value)
 
 
@@ -100,10 +134,14 @@ def is_random(call: OpCall) -> bool:
     arguments = bind(call)
     if arguments.get("train") is False or arguments.get("training") is False:
         return False
-    return not any(name in arguments and arguments[name] == 0 for name in ("p", "dropout_p", "dropout"))
+    return not any(
+        name in arguments and arguments[name] == 0 for name in ("p", "dropout_p", "dropout")
+    )
 
 
-def _local_call(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> OpCall:
+def _local_call(
+    call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
+) -> OpCall:
     if operands == call.operands and results == call.results:
         return call  # the very object: costs are remembered by call
     name = aten_name(call.target)
@@ -125,7 +163,9 @@ Changes = Callable[[OpCall, tuple[TensorMeta, ...], tuple[TensorMeta, ...]], dic
 def _groups(argument: str) -> Changes:
     """Groups are divided with the channels."""
 
-    def change(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+    def change(
+        call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
+    ) -> dict[str, Any]:
         groups = bind(call)[argument]
         whole, local = call.operands[0].shape, operands[0].shape
         if groups == 1:  # all channels, however many
@@ -139,30 +179,48 @@ def _groups(argument: str) -> Changes:
     return change
 
 
-def _slice(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+def _slice(
+    call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
+) -> dict[str, Any]:
     """slice and narrow along a dim that is cut: `[:-1]` of a chunk (of all but the last device's it leaves nothing
     out), or runs of rows, each of which is cut."""
     bound = bind(call)
-    size, local, whole = (metas[0].shape[bound["dim"]] for metas in (results, operands, call.operands))
+    size, local, whole = (
+        metas[0].shape[bound["dim"]] for metas in (results, operands, call.operands)
+    )
     if local == whole:
         return {}
     start = bound["start"] or 0
     start = max(start + whole if start < 0 else start, 0) * local // whole
-    return {"start": start, "end": start + size} if "end" in bound else {"start": start, "length": size}
+    return (
+        {"start": start, "end": start + size}
+        if "end" in bound
+        else {"start": start, "length": size}
+    )
 
 
-def _split(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+def _split(
+    call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
+) -> dict[str, Any]:
     """split and its like along a dim of runs of rows, each of which is cut."""
     bound = bind(call)
     local, whole = (metas[0].shape[bound["dim"]] for metas in (operands, call.operands))
-    sizes = {name: bound[name] for name in ("split_size", "split_sizes") if name in bound and local != whole}
+    sizes = {
+        name: bound[name]
+        for name in ("split_size", "split_sizes")
+        if name in bound and local != whole
+    }
     return {
-        name: tuple(n * local // whole for n in size) if isinstance(size, tuple) else size * local // whole
+        name: tuple(n * local // whole for n in size)
+        if isinstance(size, tuple)
+        else size * local // whole
         for name, size in sizes.items()
     }
 
 
-def _repeat(call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]) -> dict[str, Any]:
+def _repeat(
+    call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
+) -> dict[str, Any]:
     source, target = operands[0].shape, results[0].shape
     longer = (1,) * (len(target) - len(source)) + source
     return {"repeats": tuple(size // own for size, own in zip(target, longer, strict=True))}
@@ -173,7 +231,9 @@ _CHANGES: dict[str, Changes] = {
     "cross": lambda call, operands, results: (
         {"dim": call.results[0].shape.index(3)} if bind(call)["dim"] is None else {}
     ),
-    "linalg_vander": lambda call, operands, results: {"N": results[0].shape[-1]},  # if not said, as long as the whole
+    "linalg_vander": lambda call, operands, results: {
+        "N": results[0].shape[-1]
+    },  # if not said, as long as the whole
     "native_group_norm": lambda call, operands, results: {"N": operands[0].shape[0]},
     **{f"{kind}{n}d": _groups("groups") for kind in ("conv", "conv_transpose") for n in (1, 2, 3)},
     "convolution": _groups("groups"),
@@ -182,9 +242,13 @@ _CHANGES: dict[str, Changes] = {
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _split),
     "repeat": _repeat,
     "arange": lambda call, operands, results: {"end": results[0].shape[0]},
-    "affine_grid_generator": lambda call, operands, results: {"size": (results[0].shape[0], *bind(call)["size"][1:])},
+    "affine_grid_generator": lambda call, operands, results: {
+        "size": (results[0].shape[0], *bind(call)["size"][1:])
+    },
     "repeat_interleave": lambda call, operands, results: (
-        {"output_size": results[0].shape[bind(call)["dim"] or 0]} if "output_size" in dict(call.kwargs) else {}
+        {"output_size": results[0].shape[bind(call)["dim"] or 0]}
+        if "output_size" in dict(call.kwargs)
+        else {}
     ),
 }
 
@@ -211,7 +275,9 @@ def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
 
 @depends_on_rules
 @lru_cache(maxsize=65536)
-def op_strategies(call: OpCall, mesh_shape: tuple[int, ...]) -> tuple[tuple[AxisStrategy, ...], ...]:
+def op_strategies(
+    call: OpCall, mesh_shape: tuple[int, ...]
+) -> tuple[tuple[AxisStrategy, ...], ...]:
     """Every combination over the mesh axes. Later axes cut what earlier ones left, at the device with the least."""
     combinations: list[tuple[AxisStrategy, ...]] = [()]
     for axis, axis_size in enumerate(mesh_shape):
@@ -219,7 +285,9 @@ def op_strategies(call: OpCall, mesh_shape: tuple[int, ...]) -> tuple[tuple[Axis
         for chosen in combinations:
             local = call
             if chosen:
-                last = tuple(n - 1 for n in mesh_shape[:axis])  # uneven chunks: the last device has the fewest
+                last = tuple(
+                    n - 1 for n in mesh_shape[:axis]
+                )  # uneven chunks: the last device has the fewest
                 local = localize(call, chosen, mesh_shape[:axis], last).call
             has_ring = any(s.implementation == RING for s in chosen)
             found = axis_strategies(local, axis_size)
@@ -228,7 +296,9 @@ def op_strategies(call: OpCall, mesh_shape: tuple[int, ...]) -> tuple[tuple[Axis
     return tuple(_shrink_collectives(c, mesh_shape) for c in combinations)
 
 
-def _shrink_collectives(strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...]) -> tuple[AxisStrategy, ...]:
+def _shrink_collectives(
+    strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...]
+) -> tuple[AxisStrategy, ...]:
     """What an implementation communicates is divided by later axes that cut its first operand."""
     result = list(strategies)
     for i, strategy in enumerate(strategies):
@@ -239,7 +309,9 @@ def _shrink_collectives(strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[
             if later.implementation is None and later.inputs[0].shard_dim is not None:
                 share *= size
         if share > 1:
-            collectives = tuple(replace(c, num_bytes=-(-c.num_bytes // share)) for c in strategy.collectives)
+            collectives = tuple(
+                replace(c, num_bytes=-(-c.num_bytes // share)) for c in strategy.collectives
+            )
             result[i] = replace(strategy, collectives=collectives)
     return tuple(result)
 
@@ -276,5 +348,7 @@ def _note(name: str, ops: list[Op], costs: OpCosts) -> str:
 def _advice(target: Any) -> str:
     if not isinstance(target, torch._ops.OpOverload):
         return ""
-    name = CUSTOM_OPS[target].function.__name__ if target in CUSTOM_OPS else f'"{target._schema.name}"'
+    name = (
+        CUSTOM_OPS[target].function.__name__ if target in CUSTOM_OPS else f'"{target._schema.name}"'
+    )
     return f"; if its work can be divided, register_sharding({name}, ...) says how"

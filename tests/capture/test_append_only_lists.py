@@ -92,7 +92,15 @@ def puts_elsewhere(module: Keeps) -> float:
 
 
 @pytest.mark.parametrize(
-    "act", [looks_at_length, looks_at_items, empties, appends_inside, changes_a_nested_dict, puts_elsewhere]
+    "act",
+    [
+        looks_at_length,
+        looks_at_items,
+        empties,
+        appends_inside,
+        changes_a_nested_dict,
+        puts_elsewhere,
+    ],
 )
 def test_other_uses_are_refused(act: Any) -> None:
     class Looks(Keeps):

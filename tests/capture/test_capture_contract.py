@@ -35,7 +35,9 @@ class Step(LightningModule):
         return self.function(self, batch, batch_idx)
 
 
-def capture(function: Callable[..., Any], child: nn.Module | None = None, **options: Any) -> StepGraph:
+def capture(
+    function: Callable[..., Any], child: nn.Module | None = None, **options: Any
+) -> StepGraph:
     return capture_step(Step(function, child), torch.randn(6, 4), **options)
 
 
@@ -47,7 +49,9 @@ def test_log_arguments_as_given() -> None:
         return loss
 
     graph = capture(step)
-    assert graph.logs[0] == LogRecord("loss", ValueRef(graph.loss), (("on_epoch", True), ("prog_bar", True)))
+    assert graph.logs[0] == LogRecord(
+        "loss", ValueRef(graph.loss), (("on_epoch", True), ("prog_bar", True))
+    )
     assert graph.logs[1] == LogRecord("three", 3, (("reduce_fx", "max"), ("sync_dist", True)))
     assert graph.logs[2].name == "norm"
     assert isinstance(graph.logs[2].value, ValueRef)
@@ -70,7 +74,10 @@ def test_metrics_are_recorded_not_run() -> None:
         ("child", "forward", 2, []),
         ("child", "update", 1, ["target"]),
     ]
-    assert [r.value for r in graph.logs] == [MetricRef("child", "value"), MetricRef("child", "metric")]
+    assert [r.value for r in graph.logs] == [
+        MetricRef("child", "value"),
+        MetricRef("child", "metric"),
+    ]
 
 
 def test_returned_dict_is_kept() -> None:
@@ -105,19 +112,32 @@ def test_guards_follow_comparisons() -> None:
 
 def test_the_epoch_may_be_an_int() -> None:
     """The graph is then good for one epoch."""
-    graph = capture(lambda self, x, i: self.a(x).sum() * (1.0, 0.5)[self.current_epoch] * int(self.current_epoch + 1))
+    graph = capture(
+        lambda self, x, i: (
+            self.a(x).sum() * (1.0, 0.5)[self.current_epoch] * int(self.current_epoch + 1)
+        )
+    )
     assert [str(guard) for guard in graph.guards] == ["(current_epoch == 0) is True"]
 
 
 def test_world_size_scales_rows_only() -> None:
-    batch = {"x": torch.randn(6, 4), "mask": torch.ones(4), "scale": torch.tensor(2.0), "text": "kept"}
+    batch = {
+        "x": torch.randn(6, 4),
+        "mask": torch.ones(4),
+        "scale": torch.tensor(2.0),
+        "text": "kept",
+    }
 
     def step(self: Step, b: Any, i: int) -> Tensor:
         assert b["text"] == "kept"
         return (self.a(b["x"]) * b["mask"] * b["scale"]).mean()
 
     graph = capture_step(Step(step), batch, world_size=3)
-    assert [(b.meta.shape, b.batch_dim) for b in graph.batch] == [((18, 4), 0), ((4,), None), ((), None)]
+    assert [(b.meta.shape, b.batch_dim) for b in graph.batch] == [
+        ((18, 4), 0),
+        ((4,), None),
+        ((), None),
+    ]
     assert graph.batch_size == 18
     whole = capture_step(Step(step), batch, world_size=3, batch_scope="global")
     assert whole.batch[0].meta.shape == (6, 4)
@@ -130,7 +150,10 @@ def test_meta_parameters_and_fake_batch() -> None:
         model = GPT()
     with FakeTensorMode() as mode:
         fake_batch = tuple(mode.from_tensor(t) for t in batch)
-    for other in (capture_step(model, batch, world_size=2), capture_step(GPT(), fake_batch, world_size=2)):
+    for other in (
+        capture_step(model, batch, world_size=2),
+        capture_step(GPT(), fake_batch, world_size=2),
+    ):
         assert other == real
         assert other.graph_digest == real.graph_digest
 
@@ -196,15 +219,23 @@ def test_capture_leaves_the_module_alone(fails: bool) -> None:
     assert all(torch.equal(a, before[2][k]) for k, a in after[2].items())
     assert all(p.grad is None for p in module.parameters())
     assert "apply" in vars(torch.autograd.Function) or hasattr(torch.autograd.Function, "apply")
-    torch.nn.functional.linear(torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)).sum().backward()
+    torch.nn.functional.linear(
+        torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)
+    ).sum().backward()
 
 
 def test_within_a_trainer() -> None:
     seen: list[StepGraph] = []
 
     class Probe(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, module: LightningModule, batch: Any, i: int) -> None:
-            seen.append(capture_step(module, batch, batch_idx=i, context=trainer.precision_plugin.train_step_context))
+        def on_train_batch_start(
+            self, trainer: pl.Trainer, module: LightningModule, batch: Any, i: int
+        ) -> None:
+            seen.append(
+                capture_step(
+                    module, batch, batch_idx=i, context=trainer.precision_plugin.train_step_context
+                )
+            )
 
     class Model(MLP):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -234,9 +265,15 @@ def test_within_a_trainer() -> None:
     [
         (lambda m: m.logger.log_metrics({"a": 1.0}), "a logger is used directly"),
         (lambda m: m.trainer.logger.log_metrics({"a": 1.0}), "a logger is used directly"),
-        (lambda m: m.log("lr", m.trainer.optimizers[0].param_groups[0]["lr"]), "trainer.optimizers"),
+        (
+            lambda m: m.log("lr", m.trainer.optimizers[0].param_groups[0]["lr"]),
+            "trainer.optimizers",
+        ),
         (lambda m: m.log("lr", m.lr_schedulers().get_last_lr()[0]), "self.lr_schedulers"),
-        (lambda m: m.log("last", m.trainer.callback_metrics.get("a", 0.0)), "trainer.callback_metrics"),
+        (
+            lambda m: m.log("last", m.trainer.callback_metrics.get("a", 0.0)),
+            "trainer.callback_metrics",
+        ),
     ],
 )
 def test_what_changes_outside_of_the_step_is_refused(
@@ -248,7 +285,9 @@ def test_what_changes_outside_of_the_step_is_refused(
             return super().training_step(batch, batch_idx)
 
     model = Model()
-    trainer = pl.Trainer(accelerator="cpu", logger=CSVLogger(tmp_path), enable_checkpointing=False, max_epochs=1)
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=CSVLogger(tmp_path), enable_checkpointing=False, max_epochs=1
+    )
     model.trainer = trainer
     with pytest.raises(CaptureError, match=message) as caught:
         capture_step(model, model.example_batch(4))
@@ -274,8 +313,14 @@ def test_same_digest_in_another_process() -> None:
         "g = capture_step(Bert(), Bert().example_batch(4)); print(g.graph_digest, g.parameter_digest, g.batch_digest)"
     )
     graph = capture_step(Bert(), Bert().example_batch(4))
-    env_run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert env_run.stdout.split() == [graph.graph_digest, graph.parameter_digest, graph.batch_digest]
+    env_run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert env_run.stdout.split() == [
+        graph.graph_digest,
+        graph.parameter_digest,
+        graph.batch_digest,
+    ]
 
 
 def test_large_gpt_is_captured_quickly() -> None:

@@ -34,7 +34,9 @@ class Step(LightningModule):
         return self.function(self, *batch)
 
 
-def assert_same_step(module: LightningModule, batch: Any, atol: float = 0.0, context: Any = None) -> StepGraph:
+def assert_same_step(
+    module: LightningModule, batch: Any, atol: float = 0.0, context: Any = None
+) -> StepGraph:
     """Capture, run the graph, compare with the module's own step. Metadata of every value must hold too."""
     step = capture_step(module, batch, context=context)
     reference = copy.deepcopy(module)
@@ -43,16 +45,26 @@ def assert_same_step(module: LightningModule, batch: Any, atol: float = 0.0, con
     with context() if context is not None else nullcontext():
         output = reference.training_step(pytree.tree_map_only(Tensor, Tensor.clone, batch), 0)
     loss = output["loss"] if isinstance(output, dict) else output
-    expected = torch.autograd.grad(loss, [p for p in reference.parameters() if p.requires_grad], allow_unused=True)
+    expected = torch.autograd.grad(
+        loss, [p for p in reference.parameters() if p.requires_grad], allow_unused=True
+    )
 
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = {name: b.clone() for name, b in module.named_buffers()}
     torch.manual_seed(1)
-    values = run_step(step, parameters, buffers, [pytree.tree_leaves(batch)[b.leaf] for b in step.batch])
+    values = run_step(
+        step, parameters, buffers, [pytree.tree_leaves(batch)[b.leaf] for b in step.batch]
+    )
     for index, meta in enumerate(step.values):
         value = values[index]
-        assert (tuple(value.shape), value.dtype, value.requires_grad) == (meta.shape, meta.dtype, meta.requires_grad)
-    got = torch.autograd.grad(values[step.loss], [p for p in module.parameters() if p.requires_grad], allow_unused=True)
+        assert (tuple(value.shape), value.dtype, value.requires_grad) == (
+            meta.shape,
+            meta.dtype,
+            meta.requires_grad,
+        )
+    got = torch.autograd.grad(
+        values[step.loss], [p for p in module.parameters() if p.requires_grad], allow_unused=True
+    )
     assert values[step.loss].dtype == loss.dtype
     torch.testing.assert_close(values[step.loss], loss, rtol=0, atol=atol)
     for a, b in zip(got, expected, strict=True):
@@ -71,7 +83,9 @@ def example() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["mlp", "gpt", "llama", "bert", "convnet"])  # other files add to MODELS
+@pytest.mark.parametrize(
+    "name", ["mlp", "gpt", "llama", "bert", "convnet"]
+)  # other files add to MODELS
 def test_models(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]().to(dtype)
     assert_same_step(model, model.example_batch(4, torch.Generator().manual_seed(0)))
@@ -97,9 +111,15 @@ def test_sparse_tables_get_dense_gradients(kind: str) -> None:
         "table": lambda self, y: self.child(y),
         "bags": lambda self, y: self.child(y[:, None]),
         "bags of all lengths": lambda self, y: self.child(y, torch.arange(len(y))),
-        "gather": lambda self, y: torch.gather(self.child.weight, 0, y[:, None].expand(-1, 3), sparse_grad=True),
+        "gather": lambda self, y: torch.gather(
+            self.child.weight, 0, y[:, None].expand(-1, 3), sparse_grad=True
+        ),
     }[kind]
-    child = nn.EmbeddingBag(4, 3, mode="sum", sparse=True) if "bags" in kind else nn.Embedding(4, 3, sparse=True)
+    child = (
+        nn.EmbeddingBag(4, 3, mode="sum", sparse=True)
+        if "bags" in kind
+        else nn.Embedding(4, 3, sparse=True)
+    )
     module = Step(lambda self, x, y: looked_up(self, y).sum() + self.a(x).sum(), child)
     step, (x, y) = capture_step(module, example()), example()
     values = run_step(step, dict(module.named_parameters()), {"buffer": module.buffer}, [x, y])
@@ -110,7 +130,11 @@ def test_sparse_tables_get_dense_gradients(kind: str) -> None:
 def test_batch_norm_statistics_are_updates() -> None:
     step = capture_step(ConvNet(), ConvNet().example_batch(4))
     updated = {b.name for b in step.buffers if b.update is not None}
-    assert updated == {f"bn_{i}.{n}" for i in (1, 2) for n in ("running_mean", "running_var", "num_batches_tracked")}
+    assert updated == {
+        f"bn_{i}.{n}"
+        for i in (1, 2)
+        for n in ("running_mean", "running_var", "num_batches_tracked")
+    }
 
 
 def in_place(self: Step, x: Tensor, y: Tensor) -> Tensor:
@@ -144,7 +168,10 @@ def conjugates(self: Step, x: Tensor, y: Tensor) -> Tensor:
     """Which PyTorch writes down as a bit, and computes where the numbers are read."""
     z = torch.fft.rfft(self.a(x))
     gram = z.mH @ z.conj() + z.adjoint() @ (z * z.conj() * 1j)
-    turned = torch.view_as_real(z.conj()[:, 1:].resolve_conj()).pow(3).sum() + torch.vdot(z[0], z[1] * 1j).imag
+    turned = (
+        torch.view_as_real(z.conj()[:, 1:].resolve_conj()).pow(3).sum()
+        + torch.vdot(z[0], z[1] * 1j).imag
+    )
     return gram.imag.square().sum() + turned + (z.conj().imag * self.b.weight[0, :3]).sum()
 
 
@@ -176,8 +203,17 @@ def powers_in_place(self: Step, x: Tensor, y: Tensor) -> Tensor:
 
 
 def factories(self: Step, x: Tensor, y: Tensor) -> Tensor:
-    made = torch.arange(4, device=x.device) + torch.tensor([1.0, 2, 3, 4]) + torch.ones(4).to(x) + self.constant
-    return (self.a(x) + made + torch.zeros_like(x) + x.new_zeros(4)).sum() + torch.tensor(3.0) + torch.full((), 2.0)
+    made = (
+        torch.arange(4, device=x.device)
+        + torch.tensor([1.0, 2, 3, 4])
+        + torch.ones(4).to(x)
+        + self.constant
+    )
+    return (
+        (self.a(x) + made + torch.zeros_like(x) + x.new_zeros(4)).sum()
+        + torch.tensor(3.0)
+        + torch.full((), 2.0)
+    )
 
 
 def assigned_buffer(self: Step, x: Tensor, y: Tensor) -> Tensor:
@@ -254,13 +290,17 @@ def call_child(self: Step, x: Tensor, y: Tensor) -> Tensor:
     [
         nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
         nn.LSTM(4, 4, batch_first=True),
-        nn.Sequential(nn.GroupNorm(1, 1), nn.Conv1d(1, 2, 3), nn.InstanceNorm1d(2), nn.Hardtanh(inplace=True))[1:],
+        nn.Sequential(
+            nn.GroupNorm(1, 1), nn.Conv1d(1, 2, 3), nn.InstanceNorm1d(2), nn.Hardtanh(inplace=True)
+        )[1:],
     ],
     ids=["encoder", "lstm", "conv1d"],
 )
 def test_library_modules(child: nn.Module) -> None:
     if isinstance(child, nn.Sequential):
-        assert_same_step(Step(lambda self, x, y: self.child(self.a(x)[:, None]).pow(3).sum(), child), example())
+        assert_same_step(
+            Step(lambda self, x, y: self.child(self.a(x)[:, None]).pow(3).sum(), child), example()
+        )
     else:
         assert_same_step(Step(call_child, child), example())
 
@@ -282,7 +322,9 @@ def autocast_around(self: Step, x: Tensor, y: Tensor) -> Tensor:
     h = F.gelu(self.b(self.a(x)))
     k = h.softmax(-1) @ self.a.weight
     k = F.scaled_dot_product_attention(k[None, None], k[None, None], k[None, None])[0, 0]
-    k = k + F.scaled_dot_product_attention(k[None], x[None], x[None])[0]  # of three dims: adds up in fp32 by itself
+    k = (
+        k + F.scaled_dot_product_attention(k[None], x[None], x[None])[0]
+    )  # of three dims: adds up in fp32 by itself
     k = k + F.scaled_dot_product_attention(k[None], k[None], k[None])[0]
     return F.cross_entropy(torch.cat([h.float(), k], -1), y) + F.mse_loss(k, x) + self.a(x).sum()
 
@@ -295,12 +337,16 @@ _ops.impl("largest", lambda x: x.abs().amax(), "CompositeImplicitAutograd")
 
 
 def _without_autocast(run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+    with torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    ):
         return run()
 
 
 def _total(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _without_autocast(lambda: torch.ops.alpa_test_autocast.total(x, dtype=dtype or torch.float32))
+    return _without_autocast(
+        lambda: torch.ops.alpa_test_autocast.total(x, dtype=dtype or torch.float32)
+    )
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:
@@ -324,7 +370,9 @@ def test_autocast_may_set_a_dtype_and_cast_nothing() -> None:
     """As on GPUs, where sum and its like get `dtype=float32`. Ops that have no such argument get cast operands, and so
     do ops made of such ops (cross entropy of float16): they stay whole."""
     step = assert_same_step(Step(totals), example())
-    calls = [[op.call for op in step.ops if name in op.name] for name in ("total", "largest", "score")]
+    calls = [
+        [op.call for op in step.ops if name in op.name] for name in ("total", "largest", "score")
+    ]
     (total,), (largest,), (score,) = calls
     assert dict(total.kwargs) == {"dtype": torch.float32}
     assert total.operands[0].dtype == torch.bfloat16
@@ -333,7 +381,11 @@ def test_autocast_may_set_a_dtype_and_cast_nothing() -> None:
 
 
 _ops.define("mixed(Tensor x, Tensor weight) -> Tensor")
-_ops.impl("mixed", lambda x, weight: x.abs() * weight if x.dtype != weight.dtype else -x, "CompositeImplicitAutograd")
+_ops.impl(
+    "mixed",
+    lambda x, weight: x.abs() * weight if x.dtype != weight.dtype else -x,
+    "CompositeImplicitAutograd",
+)
 
 
 def test_a_composite_of_two_dtypes_may_want_them_as_they_are() -> None:
@@ -348,11 +400,17 @@ def test_a_composite_of_two_dtypes_may_want_them_as_they_are() -> None:
     assert [m.dtype for m in mixed.operands] == [torch.bfloat16, torch.float32]
 
 
-def test_cross_entropy_under_an_autocast_that_knows_its_parts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_entropy_under_an_autocast_that_knows_its_parts_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """GPUs' leaves log_softmax the dtype of the logits, and sums in float32. CPUs' casts the logits."""
     known = autocast.has_policy
     aten = torch.ops.aten
-    monkeypatch.setattr(autocast, "has_policy", lambda op, on: op != aten.cross_entropy_loss.default and known(op, on))
+    monkeypatch.setattr(
+        autocast,
+        "has_policy",
+        lambda op, on: op != aten.cross_entropy_loss.default and known(op, on),
+    )
 
     def losses(self: Step, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -366,7 +424,9 @@ def test_cross_entropy_under_an_autocast_that_knows_its_parts_only(monkeypatch: 
 
     step = assert_same_step(Step(losses), example(), atol=2e-2)
     summed = [op.call for op in step.ops if "cross_entropy_sum" in op.name]
-    assert [(c.operands[0].dtype, c.results[0].dtype) for c in summed] == [(torch.bfloat16, torch.float32)] * 2
+    assert [(c.operands[0].dtype, c.results[0].dtype) for c in summed] == [
+        (torch.bfloat16, torch.float32)
+    ] * 2
 
 
 def test_autocast_casts_are_ops() -> None:
@@ -379,17 +439,25 @@ def test_autocast_casts_are_ops() -> None:
     assert {m.dtype for m in linear.call.operands} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("child", [nn.LSTM(4, 4, batch_first=True), nn.GRU(4, 4), nn.GroupNorm(2, 6)], ids=repr)
+@pytest.mark.parametrize(
+    "child", [nn.LSTM(4, 4, batch_first=True), nn.GRU(4, 4), nn.GroupNorm(2, 6)], ids=repr
+)
 def test_composite_ops_stay_whole_under_autocast(child: nn.Module) -> None:
     """They would be ops of this number of rows otherwise, which neither split nor are cut into micro-batches."""
 
     def function(self: Step, x: Tensor, y: Tensor) -> Tensor:
-        out = self.child(self.a(x.expand(2, *x.shape).transpose(0, 1)) if isinstance(child, nn.RNNBase) else self.c(x))
+        out = self.child(
+            self.a(x.expand(2, *x.shape).transpose(0, 1))
+            if isinstance(child, nn.RNNBase)
+            else self.c(x)
+        )
         return F.cross_entropy((out[0] if isinstance(out, tuple) else out).flatten(1).float(), y)
 
     module = Step(function, child)
     module.c = nn.Linear(4, 6)
-    step = assert_same_step(module, example(), context=lambda: torch.autocast("cpu", torch.bfloat16))
+    step = assert_same_step(
+        module, example(), context=lambda: torch.autocast("cpu", torch.bfloat16)
+    )
     name = {nn.LSTM: "lstm", nn.GRU: "gru", nn.GroupNorm: "group_norm"}[type(child)]
     assert [op for op in step.ops if str(op.call.target).startswith(f"aten.{name}.")]
 

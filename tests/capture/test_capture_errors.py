@@ -197,7 +197,9 @@ def choice(self: Step, x: Tensor, i: int) -> Tensor:
 
 
 def loop(self: Step, x: Tensor, i: int) -> Tensor:
-    return while_loop(lambda n, h: n < 3, lambda n, h: (n + 1, h * 2), (torch.tensor(0), self.a(x)))[1].sum()
+    return while_loop(
+        lambda n, h: n < 3, lambda n, h: (n + 1, h * 2), (torch.tensor(0), self.a(x))
+    )[1].sum()
 
 
 def running_sum(self: Step, x: Tensor, i: int) -> Tensor:
@@ -227,7 +229,8 @@ def test_names_the_line_and_a_way_out(function: Callable[..., Any]) -> None:
     first = function.__code__.co_firstlineno
     last = max(line for *_, line in function.__code__.co_lines() if line is not None)
     lines = [
-        int(part.split(":")[0].split(")")[0]) for part in caught.value.problem.split("test_capture_errors.py:")[1:]
+        int(part.split(":")[0].split(")")[0])
+        for part in caught.value.problem.split("test_capture_errors.py:")[1:]
     ]
     assert lines
     assert all(first < line <= last for line in lines)
@@ -285,7 +288,9 @@ def test_a_buffer_that_changes_and_has_views_made_before() -> None:
 
     module = Step(fills)
     module.seen = module.count.view(1)
-    with pytest.raises(CaptureError, match="changes buffer count, of which another tensor is a view"):
+    with pytest.raises(
+        CaptureError, match="changes buffer count, of which another tensor is a view"
+    ):
         capture_step(module, torch.ones(2, 4))
 
 
@@ -313,7 +318,10 @@ def test_batch_without_tensors_and_unknown_scope() -> None:
 
 def test_a_sparse_batch() -> None:
     with pytest.raises(CaptureError, match=r"layout torch.sparse_coo"):
-        capture_step(Step(lambda self, x, i: torch.sparse.mm(x, self.a.weight).sum()), torch.eye(4).to_sparse())
+        capture_step(
+            Step(lambda self, x, i: torch.sparse.mm(x, self.a.weight).sum()),
+            torch.eye(4).to_sparse(),
+        )
 
 
 def test_errors_of_the_user_pass_unchanged() -> None:
@@ -323,7 +331,9 @@ def test_errors_of_the_user_pass_unchanged() -> None:
     with pytest.raises(KeyError, match="mine"):
         capture_step(Step(wrong), torch.randn(6, 4))
     with pytest.raises(RuntimeError, match="reduction dim") as caught:
-        capture_step(Step(lambda self, x, i: (self.a(x) @ torch.zeros(3, 3)).sum()), torch.randn(6, 4))
+        capture_step(
+            Step(lambda self, x, i: (self.a(x) @ torch.zeros(3, 3)).sum()), torch.randn(6, 4)
+        )
     assert not isinstance(caught.value, AlpaError)
 
 
@@ -335,7 +345,9 @@ def test_errors_of_the_user_pass_unchanged() -> None:
     ],
     ids=["in a dict", "in an object"],
 )
-def test_changes_of_objects_in_others_are_refused(held: Callable[..., Any], given: Callable[..., Any]) -> None:
+def test_changes_of_objects_in_others_are_refused(
+    held: Callable[..., Any], given: Callable[..., Any]
+) -> None:
     def function(module: Step, batch: Tensor, batch_idx: int) -> Tensor:
         given(module.meters).update()
         return module.a(batch).sum()
@@ -350,14 +362,23 @@ def test_changes_of_objects_in_others_are_refused(held: Callable[..., Any], give
 def test_values_of_wrapped_metrics_in_a_collection_are_refused() -> None:
     """Their names are those of classes, and not known before they are computed."""
     accuracy = MulticlassAccuracy(4, average=None)
-    module = Step(lambda self, x, i: (self.log_dict(self.both(self.a(x), torch.zeros(6).long())), self.a(x).sum())[1])
-    module.both = MetricCollection({"all": MulticlassAccuracy(4), "each": ClasswiseWrapper(accuracy)})
+    module = Step(
+        lambda self, x, i: (
+            self.log_dict(self.both(self.a(x), torch.zeros(6).long())),
+            self.a(x).sum(),
+        )[1]
+    )
+    module.both = MetricCollection(
+        {"all": MulticlassAccuracy(4), "each": ClasswiseWrapper(accuracy)}
+    )
     with pytest.raises(CaptureError, match="'each'"):
         capture_step(module, torch.ones(6, 4))
 
 
 class Asks(Callback):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.shown = shown(batch)
 
 
@@ -374,7 +395,9 @@ def test_what_a_step_puts_into_its_batch_for_a_hook_is_refused_and_for_no_one_el
     """Hooks get the batch as it was loaded."""
     batch = {"x": torch.randn(3, 4)}
     module = Step(puts_logits)
-    module.trainer = Trainer(accelerator="cpu", callbacks=[Asks()], logger=False, enable_checkpointing=False)
+    module.trainer = Trainer(
+        accelerator="cpu", callbacks=[Asks()], logger=False, enable_checkpointing=False
+    )
     with pytest.raises(CaptureError, match="into its batch, for Asks"):
         capture_step(module, batch)
     module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
@@ -393,7 +416,9 @@ def writes_a_row(self: Step, x: Tensor, i: int) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [writes_a_line, writes_a_row])
-def test_open_files_are_refused_and_left_as_they_are(function: Callable[..., Any], tmp_path: Path) -> None:
+def test_open_files_are_refused_and_left_as_they_are(
+    function: Callable[..., Any], tmp_path: Path
+) -> None:
     class Files:
         def __init__(self) -> None:
             self.file = (tmp_path / "lines").open("w")
@@ -413,4 +438,6 @@ def test_messages_to_logging_are_said_to_be_left_out() -> None:
         return self.a(x).sum()
 
     graph = capture_step(Step(tells), torch.randn(3, 4))
-    assert any("messages to logging" in note and "test_capture_errors.py" in note for note in graph.notes)
+    assert any(
+        "messages to logging" in note and "test_capture_errors.py" in note for note in graph.notes
+    )

@@ -68,7 +68,10 @@ def encoder(**kwargs: Any) -> nn.Module:
         (on_itself, lambda: nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True)),
         (on_itself_causal, lambda: nn.MultiheadAttention(4, 2, batch_first=True)),
         (on_sequence, encoder),
-        (on_sequence, lambda: nn.TransformerEncoder(encoder(norm_first=True), 2, enable_nested_tensor=False)),
+        (
+            on_sequence,
+            lambda: nn.TransformerEncoder(encoder(norm_first=True), 2, enable_nested_tensor=False),
+        ),
         (on_sequence, lambda: nn.TransformerEncoder(encoder(), 2).eval()),
         (on_two, lambda: nn.TransformerDecoderLayer(4, 2, 8, batch_first=True)),
         (on_sequence, lambda: nn.LSTM(4, 4, 2, dropout=0.3, bidirectional=True, batch_first=True)),
@@ -104,7 +107,11 @@ def test_result_written_into_a_given_tensor() -> None:
     [
         (on_rows, nn.BatchNorm1d(4, momentum=None), "momentum=None"),
         (on_images, nn.InstanceNorm1d(2, track_running_stats=True), "running statistics"),
-        (lambda self, x, y: (self.child(y) * x).sum(), nn.Embedding(4, 4, max_norm=1.0), "parameter child.weight"),
+        (
+            lambda self, x, y: (self.child(y) * x).sum(),
+            nn.Embedding(4, 4, max_norm=1.0),
+            "parameter child.weight",
+        ),
         (
             lambda self, x, y: torch.native_batch_norm(
                 self.a(x), None, None, self.buffer, self.buffer.clone(), True, 0.1, 1e-5
@@ -112,8 +119,16 @@ def test_result_written_into_a_given_tensor() -> None:
             None,
             "writes into its arguments",
         ),
-        (lambda self, x, y: (self.a(x) * torch.rand(4, generator=torch.Generator())).sum(), None, "generator of its"),
-        (lambda self, x, y: self.a(x).sum() * self.optimizers().param_groups[0]["lr"], None, "self.optimizers"),
+        (
+            lambda self, x, y: (self.a(x) * torch.rand(4, generator=torch.Generator())).sum(),
+            None,
+            "generator of its",
+        ),
+        (
+            lambda self, x, y: self.a(x).sum() * self.optimizers().param_groups[0]["lr"],
+            None,
+            "self.optimizers",
+        ),
     ],
 )
 def test_clear_error(function: Callable[..., Any], child: nn.Module | None, message: str) -> None:
@@ -139,8 +154,14 @@ def blocks(self: Step, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "note"),
     [
-        (lambda s, x, y: checkpoint(blocks, s, x, use_reentrant=False).sum(), "activation checkpointing"),
-        (lambda s, x, y: checkpoint_sequential(s.child, 2, s.a(x), use_reentrant=False).sum(), "checkpointing"),
+        (
+            lambda s, x, y: checkpoint(blocks, s, x, use_reentrant=False).sum(),
+            "activation checkpointing",
+        ),
+        (
+            lambda s, x, y: checkpoint_sequential(s.child, 2, s.a(x), use_reentrant=False).sum(),
+            "checkpointing",
+        ),
         (lambda s, x, y: saved_on_cpu(s, x), "save_on_cpu"),
     ],
 )
@@ -171,7 +192,9 @@ def saved_on_cpu(self: Step, x: Tensor) -> Tensor:
 class Broadcast(MLP):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         prediction = self.net(batch)
-        row, whole, same = torch.broadcast_tensors(self.net[0].bias[:2], prediction[:, :2], prediction[:1, :2])
+        row, whole, same = torch.broadcast_tensors(
+            self.net[0].bias[:2], prediction[:, :2], prediction[:1, :2]
+        )
         return (row * whole + same).sum()
 
 
@@ -179,5 +202,6 @@ def test_broadcast_tensors() -> None:
     module, batch = Broadcast(), torch.randn(4, 8)
     step = capture_step(module, batch)
     assert torch.equal(
-        run_step(step, dict(module.named_parameters()), {}, [batch])[step.loss], module.training_step(batch, 0)
+        run_step(step, dict(module.named_parameters()), {}, [batch])[step.loss],
+        module.training_step(batch, 0),
     )

@@ -20,7 +20,9 @@ def test_mask_of_constants_decides() -> None:
         return self.child(h, mask=mask).pow(2).sum()
 
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    step = assert_same_step(Step(function, nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)), example())
+    step = assert_same_step(
+        Step(function, nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)), example()
+    )
     attention = [op for op in step.ops if "scaled_dot_product" in str(op.call.target)]
     assert len(attention) == 2
 
@@ -74,7 +76,12 @@ def test_distributions_are_not_checked_but_noted() -> None:
         q = torch.distributions.Normal(self.a(x), self.b(x).exp())
         p = torch.distributions.Normal(torch.zeros_like(q.loc), torch.ones_like(q.scale))
         loss = torch.distributions.kl_divergence(q, p).sum() - q.log_prob(x).sum()
-        return loss - torch.distributions.Categorical(logits=self.a(x), validate_args=True).log_prob(y).sum()
+        return (
+            loss
+            - torch.distributions.Categorical(logits=self.a(x), validate_args=True)
+            .log_prob(y)
+            .sum()
+        )
 
     step = assert_same_step(Step(function), example())
     assert any("torch.distributions" in note for note in step.notes)
@@ -86,7 +93,12 @@ def test_default_dtype_of_the_capture_stays() -> None:
     def function(self: Step, x: Tensor, y: Tensor) -> Tensor:
         right = self.a(x).argmax(-1) == y
         share = right.sum() / len(right)
-        table = torch.ones(4) / 3 + torch.full((4,), 0.1) + torch.arange(4) * 0.1 + torch.linspace(0, 1, 4)
+        table = (
+            torch.ones(4) / 3
+            + torch.full((4,), 0.1)
+            + torch.arange(4) * 0.1
+            + torch.linspace(0, 1, 4)
+        )
         chosen = torch.where(right, 0.1, 0.7).sum()
         return (self.a(x) * table).sum() * (1 + share) + chosen
 
@@ -103,7 +115,10 @@ def test_default_dtype_of_the_capture_stays() -> None:
 
 def test_shared_submodule_is_left_as_it_was() -> None:
     shared = nn.Linear(4, 4)
-    module = Step(lambda self, x, y: self.child(self.a(x)).pow(2).sum(), nn.Sequential(shared, nn.ReLU(), shared))
+    module = Step(
+        lambda self, x, y: self.child(self.a(x)).pow(2).sum(),
+        nn.Sequential(shared, nn.ReLU(), shared),
+    )
     before = dict(module.named_parameters(remove_duplicate=False))
     assert_same_step(module, example())
     after = dict(module.named_parameters(remove_duplicate=False))

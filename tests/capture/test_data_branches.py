@@ -68,14 +68,18 @@ def test_what_decides_more_is_refused(check: Callable[[Tensor], None]) -> None:
 
 
 def test_a_check_is_known_where_the_interpreter_has_specialised_the_code() -> None:
-    for _ in range(20):  # CPython runs other instructions in place of those that it has seen a few times
+    for _ in range(
+        20
+    ):  # CPython runs other instructions in place of those that it has seen a few times
         assert len(capture_step(Checked(compound), torch.ones(4, 8)).checks) == 3
 
 
 class Drops(MLP):
     """Drops its net at random, as Hugging Face's encoders do their layers."""
 
-    def __init__(self, layerdrop: float, drawn: Callable[[], Tensor] = lambda: torch.rand([])) -> None:
+    def __init__(
+        self, layerdrop: float, drawn: Callable[[], Tensor] = lambda: torch.rand([])
+    ) -> None:
         super().__init__()
         self.layerdrop = layerdrop
         self.__dict__["drawn"] = drawn
@@ -118,7 +122,9 @@ def test_checks_inside_torch() -> None:
     assert [check.expected for check in step.checks] == [False]
 
 
-def test_libraries_that_know_fake_tensors_are_told_of_those_with_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_that_know_fake_tensors_are_told_of_those_with_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """transformers builds a mask for fake tensors where it would ask whether one is needed."""
     library = types.ModuleType("transformers.utils.import_utils")
     library.is_fake_tensor = lambda tensor: isinstance(tensor, FakeTensor)
@@ -130,7 +136,9 @@ def test_libraries_that_know_fake_tensors_are_told_of_those_with_values(monkeypa
             is_packed = library.is_fake_tensor(positions) or bool((positions.diff() != 1).any())
             prediction = self.net(batch)
             return (
-                prediction.sum() if is_packed or not library.is_fake_tensor(prediction) else prediction.square().sum()
+                prediction.sum()
+                if is_packed or not library.is_fake_tensor(prediction)
+                else prediction.square().sum()
             )
 
     module, x = Masks(), torch.randn(4, 8)
@@ -139,7 +147,9 @@ def test_libraries_that_know_fake_tensors_are_told_of_those_with_values(monkeypa
     torch.testing.assert_close(values[step.loss], module.net(x).square().sum())
 
 
-def test_what_an_import_reads_is_not_read_by_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_import_reads_is_not_read_by_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "reads_itself.py").write_text("scale = float(len(open(__file__).read()) > 0)\n")
     monkeypatch.syspath_prepend(tmp_path)
 

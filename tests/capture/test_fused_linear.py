@@ -97,7 +97,9 @@ def test_shared_weights_are_left_alone():
 
 def test_autocast_weights_are_segmented_through_their_cast():
     module = Fused("split")
-    step = capture_step(module, torch.randn(2, 5, 8), context=lambda: torch.autocast("cpu", torch.bfloat16))
+    step = capture_step(
+        module, torch.randn(2, 5, 8), context=lambda: torch.autocast("cpu", torch.bfloat16)
+    )
     step = segment_fused_linears(step)
     assert {p.name for p in step.parameters if p.module_shape} == {"qkv.weight", "qkv.bias"}
 

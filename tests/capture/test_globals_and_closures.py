@@ -62,7 +62,10 @@ class Model(pl.LightningModule):
 class ReadsGlobals(Model):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch * MASK, batch_idx)
-        return scaled(loss) * settings.TEMPERATURE * Defaults.scale * float(TABLE[0]) + CONFIG.depth * math.pi
+        return (
+            scaled(loss) * settings.TEMPERATURE * Defaults.scale * float(TABLE[0])
+            + CONFIG.depth * math.pi
+        )
 
 
 class AddsAgain(ReadsGlobals):
@@ -132,7 +135,9 @@ def test_closures_are_guarded() -> None:
     assert "factor" in str(changed(model, step))
 
 
-def weighted(loss: torch.Tensor, state: dict[str, float] = {"weight": 2.0}, *, power: int = 1) -> torch.Tensor:  # noqa: B006
+def weighted(
+    loss: torch.Tensor, state: dict[str, float] = {"weight": 2.0}, *, power: int = 1
+) -> torch.Tensor:  # noqa: B006
     return loss**power * state["weight"]
 
 
@@ -166,7 +171,9 @@ class Schedule:
         return Schedule.value
 
 
-def test_functions_of_classes_and_of_imported_files_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_classes_and_of_imported_files_are_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Follows(Model):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             return settings.cooled(super().training_step(batch, batch_idx)) * Schedule.now()
@@ -220,7 +227,11 @@ SETTING: ContextVar[float] = ContextVar("SETTING", default=1.0)
 
 def test_the_environment_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     def reads(model: Any, loss: torch.Tensor) -> torch.Tensor:
-        return loss * float(os.environ.get("SCALE_OF_TEST", "1")) * (2 if "IS_TEST" in os.environ else 1)
+        return (
+            loss
+            * float(os.environ.get("SCALE_OF_TEST", "1"))
+            * (2 if "IS_TEST" in os.environ else 1)
+        )
 
     model = Model(reads)
     for name, value in (("SCALE_OF_TEST", "3"), ("IS_TEST", ""), ("SCALE_OF_TEST", "4")):
@@ -345,7 +356,9 @@ def changes_a_class(model: Any, loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def counts_in_a_default(model: Any, loss: torch.Tensor, state: dict[str, int] = {"calls": 0}) -> torch.Tensor:  # noqa: B006
+def counts_in_a_default(
+    model: Any, loss: torch.Tensor, state: dict[str, int] = {"calls": 0}
+) -> torch.Tensor:  # noqa: B006
     state["calls"] += 1
     return loss * state["calls"]
 
@@ -404,14 +417,24 @@ REFUSED = {
 def test_a_step_that_changes_something_outside_is_refused_and_undone(change: Any) -> None:
     model = Model(change)
     model.rng, model.stream = random.Random(1), itertools.count()
-    state = RANDOM.bit_generator.state["state"], model.rng.getstate(), repr(STREAM), repr(model.stream)
+    state = (
+        RANDOM.bit_generator.state["state"],
+        model.rng.getstate(),
+        repr(STREAM),
+        repr(model.stream),
+    )
     with pytest.raises(CaptureError, match=REFUSED[change]):
         capture_step(model, torch.randn(6, 4))
     assert (COUNT, SEEN, SCHEDULE, CONFIG.depth) == (0, [], {"start": [1.0, 2.0]}, 2)
     assert counts_in_a_closure.__closure__[0].cell_contents == 0
     assert not hasattr(Model, "calls")
     assert (TABLE.tolist(), counts_in_a_default.__defaults__) == ([1.0, 2.0], ({"calls": 0},))
-    assert state == (RANDOM.bit_generator.state["state"], model.rng.getstate(), repr(STREAM), repr(model.stream))
+    assert state == (
+        RANDOM.bit_generator.state["state"],
+        model.rng.getstate(),
+        repr(STREAM),
+        repr(model.stream),
+    )
 
 
 @functools.lru_cache
@@ -439,7 +462,9 @@ def test_a_step_that_changes_a_closure_is_refused() -> None:
 
 
 def of_a_trainer(model: Model) -> pl.Trainer:
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, barebones=True)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, barebones=True
+    )
     trainer.strategy.connect(model)
     model.trainer = trainer
     return trainer
@@ -468,7 +493,11 @@ def test_a_step_that_changes_something_of_the_trainer_is_refused(what: str) -> N
 
 
 def test_what_the_trainer_does_not_have_yet_is_guarded() -> None:
-    model = Model(lambda model, loss: loss * getattr(model.trainer, "factor", 1.0) + model.trainer.strategy.warmth)
+    model = Model(
+        lambda model, loss: (
+            loss * getattr(model.trainer, "factor", 1.0) + model.trainer.strategy.warmth
+        )
+    )
     trainer = of_a_trainer(model)
     trainer.strategy.warmth = 1.0
     for owner, name in ((trainer, "factor"), (trainer.strategy, "warmth")):
@@ -493,7 +522,9 @@ def test_a_step_that_changes_its_dataset_is_refused() -> None:
     refused: list[CaptureError] = []
 
     class Tries(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        def on_train_batch_start(
+            self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int
+        ) -> None:
             with pytest.raises(CaptureError, match="the dataset") as error:
                 capture_step(module, batch)
             refused.append(error.value)
@@ -510,7 +541,9 @@ def test_values_of_the_trainer_are_guarded() -> None:
     class Reads(Model):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
-            return loss * 2 if self.trainer.should_stop or self.trainer.fit_loop.restarting else loss
+            return (
+                loss * 2 if self.trainer.should_stop or self.trainer.fit_loop.restarting else loss
+            )
 
     model = Reads()
     trainer = of_a_trainer(model)

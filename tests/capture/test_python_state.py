@@ -84,7 +84,11 @@ class Reader(LightningModule):
         self.save_hyperparameters()
         self.beta, self.unread, self.block = beta, 1, Block()
         self.weights = {"a": 1.0, "b": [2.0, 3.0]}
-        self.config, self.space, self.settings = Config(), types.SimpleNamespace(power=2), Settings()
+        self.config, self.space, self.settings = (
+            Config(),
+            types.SimpleNamespace(power=2),
+            Settings(),
+        )
         self.tokens = list(range(2000))
         self.mask, self.masks = torch.ones(4), [torch.ones(4)]
         self.function: Callable[[Tensor], Tensor] = torch.relu
@@ -99,7 +103,13 @@ class Reader(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         h = self.function(self.block(batch)) * self.mask * self.masks[0] + self.offset
-        scale = self.weights["a"] + self.weights["b"][0] + self.config.scale + self.gamma + self.hparams.beta
+        scale = (
+            self.weights["a"]
+            + self.weights["b"][0]
+            + self.config.scale
+            + self.gamma
+            + self.hparams.beta
+        )
         h = h * self.settings.sign + self.settings.shift
         for layer in self.added:
             h = layer(h)
@@ -107,7 +117,9 @@ class Reader(LightningModule):
         h = h * self.scaled() * self.raised(1.0) * self.last[0] * self.optimizer.defaults["lr"]
         h = h * self.numbers[0] * self.shown["scale"]
         scale = scale * getattr(self, "later", 1.0) * getattr(self.block, "later", 1.0)
-        scale = scale * getattr(self.block.linear, "later", 1.0) * getattr(self.schedule, "later", 1.0)
+        scale = (
+            scale * getattr(self.block.linear, "later", 1.0) * getattr(self.schedule, "later", 1.0)
+        )
         return self.beta * h.pow(self.space.power).sum() * scale
 
 
@@ -131,7 +143,10 @@ def changes() -> dict[str, tuple[str, Callable[[Reader], Any]]]:
         "list of an object": ("settings", lambda m: m.settings.names.append("b")),
         "object with functions": ("Schedule.value", lambda m: setattr(m.schedule, "value", 1.0)),
         "object in containers": ("Schedule.value", lambda m: setattr(m.kept["a"][0], "value", 1.0)),
-        "object of a partial": ("Schedule.value", lambda m: setattr(m.scaled.args[0], "value", 1.0)),
+        "object of a partial": (
+            "Schedule.value",
+            lambda m: setattr(m.scaled.args[0], "value", 1.0),
+        ),
         "keywords of a partial": ("raised", lambda m: m.raised.keywords.update(exp=3)),
         "slots": ("Slotted.value", lambda m: setattr(m.slotted, "value", 2.0)),
         "deque": ("last", lambda m: m.last.append(2.0)),
@@ -140,7 +155,10 @@ def changes() -> dict[str, tuple[str, Callable[[Reader], Any]]]:
         "optimizer": ("SGD.defaults", lambda m: m.optimizer.defaults.update(lr=0.2)),
         "set later": ("later", lambda m: setattr(m, "later", 2.0)),
         "set later in a block": ("block.later", lambda m: setattr(m.block, "later", 2.0)),
-        "set later in a layer": ("block.linear.later", lambda m: setattr(m.block.linear, "later", 2.0)),
+        "set later in a layer": (
+            "block.linear.later",
+            lambda m: setattr(m.block.linear, "later", 2.0),
+        ),
         "set later in an object": ("Schedule.later", lambda m: setattr(m.schedule, "later", 2.0)),
         "tensor": ("mask", lambda m: setattr(m, "mask", torch.zeros(4))),
         "tensor in place": ("mask", lambda m: m.mask.zero_()),
@@ -182,7 +200,16 @@ def test_a_class_attribute_that_is_set_later_is_noticed(monkeypatch: pytest.Monk
         lambda m: setattr(m.schedule, "unread", 1),
         lambda m: m.to(torch.float64),
     ],
-    ids=["unread", "buffer in place", "parameter", "buffer", "equal container", "new", "unread of an object", "dtype"],
+    ids=[
+        "unread",
+        "buffer in place",
+        "parameter",
+        "buffer",
+        "equal container",
+        "new",
+        "unread of an object",
+        "dtype",
+    ],
 )
 def test_other_changes_are_not(act: Callable[[Reader], Any]) -> None:
     module = Reader()
@@ -262,7 +289,9 @@ def test_digest_of_logged_functions_is_the_same_in_every_process() -> None:
     own = [capture_step(Logs(f), torch.randn(6, 4)).graph_digest for f in functions]
     assert len(set(own)) == len(own)
     code = LOGGER.format(path=[p for p in sys.path if "tests" in p] + [__file__.rpartition("/")[0]])
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert other.stdout.split() == own
 
 
@@ -305,7 +334,11 @@ def test_what_a_first_call_sets_stays() -> None:
         module = Settled()
         step = capture_step(module, torch.randn(6, 4))
         gc.collect()
-        assert (module.net.ready, module.net.length, module.net.config.problem) == (True, 4000, "regression")
+        assert (module.net.ready, module.net.length, module.net.config.problem) == (
+            True,
+            4000,
+            "regression",
+        )
         assert changed_value(step.attributes) is None
     finally:
         gc.enable()
@@ -360,7 +393,12 @@ class Turns(list):
 
 class Annealed:
     def __init__(self) -> None:
-        self.value, self.seen, self.recent, self.table = 1.0, {"steps": 1}, deque([1.0, 2.0]), np.ones(2)
+        self.value, self.seen, self.recent, self.table = (
+            1.0,
+            {"steps": 1},
+            deque([1.0, 2.0]),
+            np.ones(2),
+        )
         self.numbers, self.order = array("d", [1.0, 2.0]), OrderedDict(a=1.0, b=2.0)
 
     def now(self) -> float:
@@ -404,14 +442,19 @@ def taken(module: Changes) -> float:
         (r"holder\['recent'\]", lambda m: m.holder.recent.popleft()),
         (r"holder\['table'\]", lambda m: float(m.holder.table.__imul__(0.5)[0])),
         (r"holder\['numbers'\]", lambda m: m.holder.numbers.pop()),
-        (r"holder\['order'\]", lambda m: m.holder.order.move_to_end("a") or next(iter(m.holder.order.values()))),
+        (
+            r"holder\['order'\]",
+            lambda m: m.holder.order.move_to_end("a") or next(iter(m.holder.order.values())),
+        ),
         ("answers", lambda m: m.answers.update(scale=2.0) or m.answers.scale),
         ("turns", lambda m: m.turns.turn()),
         ("_hparams", lambda m: m.hparams.update(beta=2.0) or m.hparams.beta),
         ("next of an iterator", taken),
     ],
 )
-def test_what_a_step_changes_is_refused_and_put_back(name: str, change: Callable[[Any], float]) -> None:
+def test_what_a_step_changes_is_refused_and_put_back(
+    name: str, change: Callable[[Any], float]
+) -> None:
     """Wherever Python keeps it: a class's object, containers of own kinds and in objects, arrays, iterators."""
     module = Changes(change)
     before = module.shown()
@@ -468,7 +511,9 @@ def test_modes_of_modules_are_put_back(looks: bool, why: str) -> None:
 def test_a_hook_of_all_modules_is_noticed() -> None:
     step = capture_step(Reader(), torch.randn(6, 4))
     assert changed_value(step.attributes) is None
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, given, output: None)
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, given, output: None
+    )
     try:
         assert changed_value(step.attributes) == "hooks of modules"
     finally:
@@ -478,7 +523,9 @@ def test_a_hook_of_all_modules_is_noticed() -> None:
 class SaysAndAsks(Settled):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = (
-            super().training_step(batch, batch_idx) * ANSWERS.scale * (1.0 if isinstance(self.forward, KIND) else 2.0)
+            super().training_step(batch, batch_idx)
+            * ANSWERS.scale
+            * (1.0 if isinstance(self.forward, KIND) else 2.0)
         )
         if batch_idx % 2 == 0:
             print(
@@ -514,7 +561,10 @@ def test_a_weak_proxy_is_no_iterator():
 
 def test_what_fails_to_be_set_leaves_nothing_changed():
     first = Settings()
-    with pytest.raises(TypeError, match="immutable type"), patched([(first, "shift", 1.0), (int, "real", 2)]):
+    with (
+        pytest.raises(TypeError, match="immutable type"),
+        patched([(first, "shift", 1.0), (int, "real", 2)]),
+    ):
         pass
     assert first.shift == 0.0
 

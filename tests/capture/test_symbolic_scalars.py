@@ -67,7 +67,11 @@ def moving_average_at_once(self: Step, x: Tensor, i: int) -> Tensor:
 
 def teacher_forcing(self: Step, x: Tensor, i: int) -> Tensor:
     own = self.a(x)
-    return torch.where(x.sigmoid() < 1.0 - self.global_step / 40, own, own.detach() * 2).square().mean()
+    return (
+        torch.where(x.sigmoid() < 1.0 - self.global_step / 40, own, own.detach() * 2)
+        .square()
+        .mean()
+    )
 
 
 def changes_in_place(self: Step, x: Tensor, i: int) -> Tensor:
@@ -80,17 +84,27 @@ def changes_in_place(self: Step, x: Tensor, i: int) -> Tensor:
 def created(self: Step, x: Tensor, i: int) -> Tensor:
     a = torch.tensor(self.global_step / 3, dtype=x.dtype)
     b = torch.full((4,), self.global_step, dtype=x.dtype)
-    c = torch.full_like(x, self.ramp()) + x.new_full((6, 1), 0.1 * self.global_step) + x.new_tensor(self.ramp())
+    c = (
+        torch.full_like(x, self.ramp())
+        + x.new_full((6, 1), 0.1 * self.global_step)
+        + x.new_tensor(self.ramp())
+    )
     return (self.a(x) * a + b * c).sum()
 
 
 def distribution(self: Step, x: Tensor, i: int) -> Tensor:
-    return self.a(x).sum() * torch.distributions.Normal(self.global_step / 7, 1 + self.ramp()).log_prob(x).sum()
+    return (
+        self.a(x).sum()
+        * torch.distributions.Normal(self.global_step / 7, 1 + self.ramp()).log_prob(x).sum()
+    )
 
 
 def stacked(self: Step, x: Tensor, i: int) -> Tensor:
     parts = torch.stack([self.a(x).sum(), x.sum() * self.ramp()])
-    return parts.pow(2).sum() + torch.distributions.Normal(self.a(x), 1 + self.ramp()).log_prob(x).sum()
+    return (
+        parts.pow(2).sum()
+        + torch.distributions.Normal(self.a(x), 1 + self.ramp()).log_prob(x).sum()
+    )
 
 
 FORMS: dict[str, Form] = {
@@ -100,15 +114,31 @@ FORMS: dict[str, Form] = {
     "taken from": lambda self, x, i: (self.global_step - self.a(x)).sum(),
     "divisor": lambda self, x, i: (self.a(x) / (1 + self.global_step / 10)).softmax(-1)[:, 0].sum(),
     "dividend": lambda self, x, i: ((1 + self.global_step) / (5 + self.a(x).square())).sum(),
-    "warm-up": lambda self, x, i: self.a(x).sum() + min(1.0, self.global_step / 1000) * self.a(x).square().sum(),
+    "warm-up": lambda self, x, i: (
+        self.a(x).sum() + min(1.0, self.global_step / 1000) * self.a(x).square().sum()
+    ),
     "decay": lambda self, x, i: self.a(x).sum() * 0.99**self.global_step,
-    "decay with a floor": lambda self, x, i: self.a(x).sum() * max(0.1, 0.9 ** (self.global_step // 3)),
-    "cosine": lambda self, x, i: self.a(x).sum() * 0.5 * (1 + math.cos(math.pi * self.global_step / 40)),
-    "cosine by name": lambda self, x, i: self.a(x).sum() * (cos(self.global_step / 9) + exp(-self.global_step)),
-    "of the trainer": lambda self, x, i: self.a(x).sum() * (1 - self.trainer.global_step / self.trainer.max_steps),
-    "batch number": lambda self, x, i: self.a(x).sum() * (self.current_epoch * self.trainer.num_training_batches + i),
-    "cyclic": lambda self, x, i: self.a(x).sum() * ((self.global_step % 10) / 10) * abs(5 - self.global_step % 10),
-    "rounded": lambda self, x, i: self.a(x).sum() * round(self.global_step / 7, 2) * math.floor(self.global_step / 7),
+    "decay with a floor": lambda self, x, i: (
+        self.a(x).sum() * max(0.1, 0.9 ** (self.global_step // 3))
+    ),
+    "cosine": lambda self, x, i: (
+        self.a(x).sum() * 0.5 * (1 + math.cos(math.pi * self.global_step / 40))
+    ),
+    "cosine by name": lambda self, x, i: (
+        self.a(x).sum() * (cos(self.global_step / 9) + exp(-self.global_step))
+    ),
+    "of the trainer": lambda self, x, i: (
+        self.a(x).sum() * (1 - self.trainer.global_step / self.trainer.max_steps)
+    ),
+    "batch number": lambda self, x, i: (
+        self.a(x).sum() * (self.current_epoch * self.trainer.num_training_batches + i)
+    ),
+    "cyclic": lambda self, x, i: (
+        self.a(x).sum() * ((self.global_step % 10) / 10) * abs(5 - self.global_step % 10)
+    ),
+    "rounded": lambda self, x, i: (
+        self.a(x).sum() * round(self.global_step / 7, 2) * math.floor(self.global_step / 7)
+    ),
     "NumPy": lambda self, x, i: self.a(x).sum() * np.exp(-self.global_step / 10) * np.float64(3.0),
     "turned into floats": lambda self, x, i: (
         self.a(x).sum() * (float(self.global_step) / float(max(1, 7)) + int(i / 2))
@@ -117,11 +147,19 @@ FORMS: dict[str, Form] = {
     "power of a tensor": lambda self, x, i: (self.a(x).abs() ** (1 + self.global_step / 10)).sum(),
     "square": lambda self, x, i: (self.a(x) ** (self.global_step - self.global_step + 2)).sum(),
     "power of a number": lambda self, x, i: ((1 + self.global_step / 10) ** self.a(x)).sum(),
-    "threshold": lambda self, x, i: ((x > self.global_step / 20) * self.a(x)).sum() + (self.global_step / 30 < x).sum(),
-    "clamped": lambda self, x, i: self.a(x).clamp(-self.global_step / 10, self.global_step / 10).sum(),
+    "threshold": lambda self, x, i: (
+        ((x > self.global_step / 20) * self.a(x)).sum() + (self.global_step / 30 < x).sum()
+    ),
+    "clamped": lambda self, x, i: (
+        self.a(x).clamp(-self.global_step / 10, self.global_step / 10).sum()
+    ),
     "clamped below": lambda self, x, i: self.a(x).clamp(min=self.global_step / 40).sum(),
-    "clamped to both": lambda self, x, i: self.a(x).clamp(self.global_step / 90, self.global_step / 40).sum(),
-    "vector": lambda self, x, i: (torch.tensor([1, self.global_step / 9, self.ramp(), i]) * self.a(x)).sum(),
+    "clamped to both": lambda self, x, i: (
+        self.a(x).clamp(self.global_step / 90, self.global_step / 40).sum()
+    ),
+    "vector": lambda self, x, i: (
+        torch.tensor([1, self.global_step / 9, self.ramp(), i]) * self.a(x)
+    ).sum(),
     "chosen": lambda self, x, i: torch.where(x > 0, self.a(x), self.global_step / 10).sum(),
     "masked": lambda self, x, i: self.a(x).masked_fill(x > 0, self.global_step / 10).sum(),
     "mixed": lambda self, x, i: torch.lerp(self.a(x), x, self.global_step / 40).sum(),
@@ -131,14 +169,24 @@ FORMS: dict[str, Form] = {
     "created": created,
     "stacked": stacked,
     "distribution": distribution,
-    "noise": lambda self, x, i: (self.a(x) + 0.0 * torch.randn_like(x) * (1 - self.global_step / 40)).sum(),
-    "noise left out": lambda self, x, i: F.dropout(self.a(x), self.global_step / 100, training=False).sum(),
+    "noise": lambda self, x, i: (
+        self.a(x) + 0.0 * torch.randn_like(x) * (1 - self.global_step / 40)
+    ).sum(),
+    "noise left out": lambda self, x, i: F.dropout(
+        self.a(x), self.global_step / 100, training=False
+    ).sum(),
     "slope": lambda self, x, i: F.leaky_relu(self.a(x), 1 / (1 + self.global_step)).sum(),
-    "threshold of a loss": lambda self, x, i: F.huber_loss(self.a(x), x, delta=1 + self.global_step / 10),
-    "interpolated": lambda self, x, i: self.a(x).sum() * np.interp(self.global_step, [0, 10, 40], [0.0, 1.0, 0.3]),
+    "threshold of a loss": lambda self, x, i: F.huber_loss(
+        self.a(x), x, delta=1 + self.global_step / 10
+    ),
+    "interpolated": lambda self, x, i: (
+        self.a(x).sum() * np.interp(self.global_step, [0, 10, 40], [0.0, 1.0, 0.3])
+    ),
     "moving average": moving_average,
     "moving average at once": moving_average_at_once,
-    "whole numbers": lambda self, x, i: self.a(x).sum() * ((x > 0).long() * self.global_step % 5).sum(),
+    "whole numbers": lambda self, x, i: (
+        self.a(x).sum() * ((x > 0).long() * self.global_step % 5).sum()
+    ),
     "logged": lambda self, x, i: (self.log("beta", self.ramp()), self.a(x).sum() * self.ramp())[1],
 }
 
@@ -172,25 +220,43 @@ def test_one_graph_for_all_steps(names: tuple[str, ...], dtype: torch.dtype) -> 
         expected = plain.training_step(x, step % 7)
         expected["loss"].backward()
         found = run_step(
-            graph, dict(module.named_parameters()), {**dict(module.named_buffers()), COUNTERS: counters}, [x]
+            graph,
+            dict(module.named_parameters()),
+            {**dict(module.named_buffers()), COUNTERS: counters},
+            [x],
         )
         found[graph.loss].backward()
         for name, value in expected.items():
             same = found[graph.output[name].index]
             assert value.dtype == same.dtype
             assert torch.equal(value, same), name
-        if "reversed gradient" not in names or dtype != torch.bfloat16:  # that number is rounded to bfloat16
+        if (
+            "reversed gradient" not in names or dtype != torch.bfloat16
+        ):  # that number is rounded to bfloat16
             assert torch.equal(plain.a.weight.grad, module.a.weight.grad)
-        updates = {buffer.name: found[buffer.update] for buffer in graph.buffers if buffer.update is not None}
+        updates = {
+            buffer.name: found[buffer.update]
+            for buffer in graph.buffers
+            if buffer.update is not None
+        }
         assert all(torch.equal(plain.get_buffer(name), new) for name, new in updates.items())
         assert {record.name: record.value.value(counters) for record in graph.logs} == logged
 
 
-@pytest.mark.parametrize("text", [lambda i: f"task{i % 2}", lambda i: "task" + str(i % 2)], ids=["format", "str"])
+@pytest.mark.parametrize(
+    "text", [lambda i: f"task{i % 2}", lambda i: "task" + str(i % 2)], ids=["format", "str"]
+)
 def test_a_text_that_chooses_is_guarded(text: Callable[[int], str]) -> None:
     factors = {"task0": 1.0, "task1": 2.0}
-    step = capture_step(Step(lambda self, x, i: self.a(x).sum() * factors[text(i)]), torch.ones(6, 4))
-    assert [all(guard.holds(batch_idx=i) for guard in step.guards) for i in range(4)] == [True, False, True, False]
+    step = capture_step(
+        Step(lambda self, x, i: self.a(x).sum() * factors[text(i)]), torch.ones(6, 4)
+    )
+    assert [all(guard.holds(batch_idx=i) for guard in step.guards) for i in range(4)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_guards_and_digests_know_no_values() -> None:
@@ -202,11 +268,16 @@ def test_guards_and_digests_know_no_values() -> None:
         module._trainer.global_step = step
         return capture_step(module, x)
 
-    assert [str(guard) for guard in at(3, "warm-up").guards] == ["(global_step / 1000 < 1.0) is True"]
+    assert [str(guard) for guard in at(3, "warm-up").guards] == [
+        "(global_step / 1000 < 1.0) is True"
+    ]
     first, later, last = (at(step, "warm-up") for step in (3, 17, 2000))
     assert first == later
     assert first.graph_digest == later.graph_digest != last.graph_digest
-    assert [guard.holds(global_step=1001) for guard in (*first.guards, *last.guards)] == [False, True]
+    assert [guard.holds(global_step=1001) for guard in (*first.guards, *last.guards)] == [
+        False,
+        True,
+    ]
     assert at(3, "cosine").graph_digest == at(30, "cosine").graph_digest
     assert at(3, "cosine").graph_digest != at(3, "ramp").graph_digest
 
@@ -256,7 +327,8 @@ def test_a_tensor_of_a_counter_is_no_constant(form: Form) -> None:
 @pytest.mark.parametrize("form", [by_item, as_shape, as_size, as_index, as_scale, in_a_set, turns])
 def test_other_places_are_refused_with_the_line(form: Form) -> None:
     with pytest.raises(
-        CaptureError, match=r"made of it stands where.*test_symbolic_scalars\.py:\d+: return .*\n.*element by"
+        CaptureError,
+        match=r"made of it stands where.*test_symbolic_scalars\.py:\d+: return .*\n.*element by",
     ):
         capture_step(Step(form), torch.randn(6, 4, dtype=torch.float64))
     assert "float" not in globals()

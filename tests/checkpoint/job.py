@@ -23,20 +23,30 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 class Dies(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *unused: Any) -> None:
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if first and trainer.global_rank == 1 and str(trainer.global_step) == os.environ.get("DIE_AT"):
+        if (
+            first
+            and trainer.global_rank == 1
+            and str(trainer.global_step) == os.environ.get("DIE_AT")
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Losses(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *unused: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: Any, outputs: Any, *unused: Any
+    ) -> None:
         if trainer.is_global_zero:
             print(f"STEP {trainer.global_step} {float(outputs['loss'])!r}", flush=True)
 
 
 def main(folder: str, steps: str, options: str, devices: str) -> None:
-    saving = ModelCheckpoint(f"{folder}/checkpoints", "{step}", every_n_train_steps=2, save_top_k=1, save_last=True)
+    saving = ModelCheckpoint(
+        f"{folder}/checkpoints", "{step}", every_n_train_steps=2, save_top_k=1, save_last=True
+    )
     callbacks = [saving, Losses(), Dies()]
-    trainer = make_trainer(folder, json.loads(options), int(devices), max_steps=int(steps), callbacks=callbacks)
+    trainer = make_trainer(
+        folder, json.loads(options), int(devices), max_steps=int(steps), callbacks=callbacks
+    )
     model = make_model()
     trainer.fit(model, make_loader(model, int(devices)), ckpt_path="last")
     if trainer.is_global_zero:

@@ -38,7 +38,10 @@ class Scheduled(GPT):
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.dim() > 1]
         others = [p for p in self.parameters() if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": others, "weight_decay": 0.0},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
         if not self.schedule:
             return optimizer
@@ -55,13 +58,21 @@ class Recorder(pl.Callback):
     def __init__(self) -> None:
         self.steps: dict[int, dict[str, Any]] = {}
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *unused: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: Any, outputs: Any, *unused: Any
+    ) -> None:
         store = trainer.strategy.store if isinstance(trainer.strategy, AlpaStrategy) else None
         weights = {}
         for name, parameter in module.named_parameters():
-            weights[name] = (parameter.detach() if store is None else store.gather(parameter)).clone()
+            weights[name] = (
+                parameter.detach() if store is None else store.gather(parameter)
+            ).clone()
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
-        self.steps[trainer.global_step] = {"loss": float(outputs["loss"]), "lr": rates, "weights": weights}
+        self.steps[trainer.global_step] = {
+            "loss": float(outputs["loss"]),
+            "lr": rates,
+            "weights": weights,
+        }
 
 
 class Keep(ModelCheckpoint):
@@ -71,15 +82,21 @@ class Keep(ModelCheckpoint):
         super().__init__(folder, "{step}", save_top_k=-1, every_n_train_steps=every, **kwargs)
 
 
-def make_trainer(root: str, options: dict[str, Any] | None, devices: int, **arguments: Any) -> pl.Trainer:
+def make_trainer(
+    root: str, options: dict[str, Any] | None, devices: int, **arguments: Any
+) -> pl.Trainer:
     strategy: Any = "auto"
     if options is not None:
-        strategy = AlpaStrategy(cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, **options)
+        strategy = AlpaStrategy(
+            cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, **options
+        )
     defaults = {
         "accelerator": "cpu",
         "precision": "64-true",
         **QUIET,
-        "enable_checkpointing": any(isinstance(c, Checkpoint) for c in arguments.get("callbacks", ())),
+        "enable_checkpointing": any(
+            isinstance(c, Checkpoint) for c in arguments.get("callbacks", ())
+        ),
         "default_root_dir": root,
         "gradient_clip_val": 0.1,
     }
@@ -116,7 +133,9 @@ def fit(
     """Train to `max_steps`; what `Recorder` saw."""
     recorder = Recorder()
     callbacks = [*arguments.pop("callbacks", ()), recorder]
-    trainer = make_trainer(root, options, devices, max_steps=max_steps, callbacks=callbacks, **arguments)
+    trainer = make_trainer(
+        root, options, devices, max_steps=max_steps, callbacks=callbacks, **arguments
+    )
     model = make_model(**(model_kwargs or {}))
     torch.manual_seed(11)  # dropout; every rank alike, as after seed_everything
     if loader is None:

@@ -9,7 +9,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from checkpoint.runs import ONE_STAGE, PIPELINE, Scheduled, assert_bitwise, fit, make_loader, make_model, make_trainer
+from checkpoint.runs import (
+    ONE_STAGE,
+    PIPELINE,
+    Scheduled,
+    assert_bitwise,
+    fit,
+    make_loader,
+    make_model,
+    make_trainer,
+)
 
 from alpa_strategy import AlpaStrategy, export_checkpoint, open_checkpoint
 from alpa_strategy.checkpoint.sharded_state_dict import state_dict_with
@@ -32,7 +41,9 @@ class Loaded(pl.Callback):
             self.optimizer = deepcopy(optimizer.state_dict())
         else:
             store = strategy.store
-            self.parameters = {name: store.gather(p).clone() for name, p in module.named_parameters()}
+            self.parameters = {
+                name: store.gather(p).clone() for name, p in module.named_parameters()
+            }
             self.optimizer = deepcopy(whole_state(strategy))
         trainer.should_stop = True
 
@@ -42,7 +53,9 @@ def load(root: str, options: dict[str, Any] | None, devices: int, path: str) -> 
     loaded = Loaded()
     trainer = make_trainer(root, options, devices, max_steps=4, callbacks=[loaded])
     model = make_model()
-    trainer.fit(model, make_loader(model, 2), ckpt_path=path)  # 4 rows on each rank, however many there are
+    trainer.fit(
+        model, make_loader(model, 2), ckpt_path=path
+    )  # 4 rows on each rank, however many there are
     return {"parameters": loaded.parameters, "optimizer": loaded.optimizer}
 
 
@@ -81,8 +94,16 @@ def test_saved_on_four_ranks(pool, tmp_path: Path, saved: str) -> None:
     written = [file.stat().st_size for file in Path(path).glob("*.distcp")]
     assert len(written) == 4
     assert max(written) < 2 * min(written)  # each rank writes its share
-    loads = [(1, {}), (2, PIPELINE), (2, ONE_STAGE["tensor"]), (3, ONE_STAGE["zero3"]), (4, ONE_STAGE["zero2"])]
-    for devices, other in loads if saved == "pipeline" else [(2, PIPELINE), (3, ONE_STAGE["tensor"])]:
+    loads = [
+        (1, {}),
+        (2, PIPELINE),
+        (2, ONE_STAGE["tensor"]),
+        (3, ONE_STAGE["zero3"]),
+        (4, ONE_STAGE["zero2"]),
+    ]
+    for devices, other in (
+        loads if saved == "pipeline" else [(2, PIPELINE), (3, ONE_STAGE["tensor"])]
+    ):
         for found in pool.run(devices, load, root, other, devices, path):
             assert_same_state(found, expected)
     plain = str(tmp_path / "plain.ckpt")
@@ -114,7 +135,10 @@ def test_export_of_nothing_is_a_clear_error(tmp_path: Path, capsys) -> None:
 def test_from_an_ordinary_checkpoint(pool, tmp_path: Path, schedule: bool) -> None:
     """plain -> 2 ranks -> plain equals the plain training that was never interrupted, with clipping."""
     root = str(tmp_path)
-    alone = {"steps": 1, "model_kwargs": {"dropout": 0.0, "schedule": schedule}}  # the order of rows does not matter
+    alone = {
+        "steps": 1,
+        "model_kwargs": {"dropout": 0.0, "schedule": schedule},
+    }  # the order of rows does not matter
     _, _, expected = fit(root, None, 1, 4, **alone)
     trainer, _, _ = fit(root, None, 1, 2, **alone)
     trainer.save_checkpoint(f"{root}/2.ckpt")

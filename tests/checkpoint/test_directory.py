@@ -63,7 +63,9 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="pickle"):
         writer.save({"state_dict": {"w": whole(torch.ones(2))}, "hparams": lambda: None}, path)
     assert value_at(path) == 1
-    twice = LocalShards((4,), torch.float32, [Chunk((0,), torch.ones(2)), Chunk((1,), torch.ones(2))])
+    twice = LocalShards(
+        (4,), torch.float32, [Chunk((0,), torch.ones(2)), Chunk((1,), torch.ones(2))]
+    )
     with pytest.raises(CheckpointError, match="overlapping"):
         writer.save({"w": twice}, path)
     assert value_at(path) == 1
@@ -132,7 +134,10 @@ def test_any_box_can_be_read_from_any_chunks(
     for dim, size in enumerate(shape):
         edges = sorted({0, size, *(cut for cut in cuts[dim] if cut < size)})
         chunks = [
-            Chunk((*c.offsets[:dim], low, *c.offsets[dim + 1 :]), c.tensor.narrow(dim, low, high - low))
+            Chunk(
+                (*c.offsets[:dim], low, *c.offsets[dim + 1 :]),
+                c.tensor.narrow(dim, low, high - low),
+            )
             for c in chunks
             for low, high in pairwise(edges)
         ]
@@ -140,7 +145,9 @@ def test_any_box_can_be_read_from_any_chunks(
     held = LocalShards(shape, tensor.dtype, [Chunk(c.offsets, c.tensor.clone()) for c in chunks])
     CheckpointWriter(None, is_rank_zero=True).save({"state_dict": {"w": held}}, path)
     stored = open_checkpoint(path)["state_dict"]["w"]
-    box = [(min(a, b) % size, max(a, b) % size + 1) for (a, b), size in zip(asked, shape, strict=False)]
+    box = [
+        (min(a, b) % size, max(a, b) % size + 1) for (a, b), size in zip(asked, shape, strict=False)
+    ]
     box = [(min(low, high - 1), high) for low, high in box]
     part = torch.empty([high - low for low, high in box])
     stored.fill([Chunk(tuple(low for low, _ in box), part)])

@@ -35,10 +35,26 @@ def test_ranks_agree_in_a_store_that_others_have_used() -> None:
 
 def run_under_slurm(root: str) -> tuple[str, int]:
     rank = os.environ.pop("RANK")
-    for name in ("WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+    for name in (
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "LOCAL_WORLD_SIZE",
+        "TORCHELASTIC_RUN_ID",
+    ):
         os.environ.pop(name, None)
-    os.environ |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "4242"}
-    os.environ |= {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0", "SLURM_NNODES": "1"}
+    os.environ |= {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_ID": "4242",
+    }
+    os.environ |= {
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank,
+        "SLURM_NODEID": "0",
+        "SLURM_NNODES": "1",
+    }
     trainer, _, _ = fit(root, ONE_STAGE["zero3"], 2, 2)
     assert isinstance(trainer.strategy.cluster_environment, SLURMEnvironment)
     trainer.save_checkpoint(f"{root}/hpc_ckpt_1.ckpt")
@@ -51,7 +67,9 @@ def test_slurm(pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ['{"parallel": "zero3"}', '{"num_stages": 2, "num_microbatches": 2}'])
+@pytest.mark.parametrize(
+    "options", ['{"parallel": "zero3"}', '{"num_stages": 2, "num_microbatches": 2}']
+)
 def test_torchrun_restarts_a_job_with_a_killed_rank(tmp_path: Path, options: str) -> None:
     """It goes on from its last checkpoint with the stored plan, and every step is what it would have been."""
     expected = _torchrun(tmp_path / "undisturbed", options, {})
@@ -65,7 +83,14 @@ def test_torchrun_restarts_a_job_with_a_killed_rank(tmp_path: Path, options: str
 
 
 def _torchrun(folder: Path, options: str, extra: dict[str, str]) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=2",
+    ]
     environment = {**os.environ, **extra, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = f"{HERE.parent.parent}:{os.environ.get('PYTHONPATH', '')}"
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):

@@ -25,7 +25,9 @@ KILLS = 20
 
 
 def saving(root: str) -> ModelCheckpoint:
-    return ModelCheckpoint(f"{root}/kept", "{step}", every_n_train_steps=1, save_top_k=1, save_last=True)
+    return ModelCheckpoint(
+        f"{root}/kept", "{step}", every_n_train_steps=1, save_top_k=1, save_last=True
+    )
 
 
 class Kills(pl.Callback):
@@ -33,7 +35,11 @@ class Kills(pl.Callback):
 
     def __init__(self, root: str, number: int) -> None:
         draw = random.Random(number)
-        self.victim, self.step, self.at_save = draw.randrange(2), draw.randrange(1, 6), draw.random() < 0.6
+        self.victim, self.step, self.at_save = (
+            draw.randrange(2),
+            draw.randrange(1, 6),
+            draw.random() < 0.6,
+        )
         self.seconds = draw.uniform(0, 0.03 if self.at_save else 0.3)
         self.folder, self.num_steps = Path(root) / "kept", 0
 
@@ -44,7 +50,9 @@ class Kills(pl.Callback):
 
     def _kill(self) -> None:
         before = self._savings()
-        while self.at_save and self._savings() <= before:  # what an earlier kill has left does not count
+        while (
+            self.at_save and self._savings() <= before
+        ):  # what an earlier kill has left does not count
             pass
         time.sleep(self.seconds)
         os.kill(os.getpid(), signal.SIGKILL)

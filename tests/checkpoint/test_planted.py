@@ -46,11 +46,15 @@ def copied(path: Path, folder: Path) -> Path:
 
 
 def test_every_file_has_its_turn(good):
-    assert {kind: tuple(file.name for file in files_of(path)) for kind, path in good.items()} == FILES
+    assert {
+        kind: tuple(file.name for file in files_of(path)) for kind, path in good.items()
+    } == FILES
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in FILES.items() for name in names])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in FILES.items() for name in names]
+)
 def test_it_is_not_run(good, tmp_path, kind, name, loader):
     path, planted = copied(good[kind], tmp_path), tmp_path / "ran"
     planted_in(path, name, str(planted))
@@ -59,7 +63,9 @@ def test_it_is_not_run(good, tmp_path, kind, name, loader):
     assert not planted.exists()
 
 
-@pytest.mark.parametrize(("kind", "name"), [("one rank", "lightning.pt"), ("two ranks", ".metadata"), ("one file", "")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("one rank", "lightning.pt"), ("two ranks", ".metadata"), ("one file", "")]
+)
 def test_a_reader_that_trusts_runs_it(good, tmp_path, kind, name):
     """Else the test above shows nothing."""
     path, planted = copied(good[kind], tmp_path), tmp_path / "ran"
@@ -89,7 +95,9 @@ def test_nor_on_two_ranks(pool, good, tmp_path, name):
     assert not planted.exists()
 
 
-@pytest.mark.parametrize("loader", ["open", "load_from_checkpoint", "export_checkpoint", "fit(ckpt_path=)"])
+@pytest.mark.parametrize(
+    "loader", ["open", "load_from_checkpoint", "export_checkpoint", "fit(ckpt_path=)"]
+)
 def test_files_that_are_mixed_up_are_refused(good, tmp_path, loader):
     """The parts of two ranks have one size and one form: only their checksums tell."""
     path = copied(good["two ranks"], tmp_path)
@@ -112,7 +120,9 @@ def test_any_changed_bit_is_seen(good, tmp_path):
             changed[place] ^= 4
             file.write_bytes(changed)
             try:
-                assert all(torch.equal(value, expected[name]) for name, value in load_open(path).items())
+                assert all(
+                    torch.equal(value, expected[name]) for name, value in load_open(path).items()
+                )
             except CheckpointError:
                 continue
         file.write_bytes(content)
@@ -132,7 +142,10 @@ def test_partial_checkpoints_are_removed(pool, tmp_path):
     """What a killed job has left, under another name than this one saves; not what a living one is writing."""
     import fcntl
 
-    abandoned, alive = beside(tmp_path / "other.ckpt", "saving"), beside(tmp_path / "third.ckpt", "saving")
+    abandoned, alive = (
+        beside(tmp_path / "other.ckpt", "saving"),
+        beside(tmp_path / "third.ckpt", "saving"),
+    )
     for folder in (abandoned, alive):
         folder.mkdir()
         (folder / "__0_0.distcp").write_bytes(b"half")
@@ -159,13 +172,17 @@ def test_files_follow_the_umask(pool, tmp_path):
 def write_under(root: str, mask: int) -> None:
     before = os.umask(mask)
     try:
-        write(root, 1, {"checkpoint": "sharded", "plan_dir": f"{root}/plans-{mask}"}, f"{mask}.ckpt")
+        write(
+            root, 1, {"checkpoint": "sharded", "plan_dir": f"{root}/plans-{mask}"}, f"{mask}.ckpt"
+        )
     finally:
         os.umask(before)
 
 
 @pytest.mark.parametrize(
-    "states", [[True], [None], [], [{"state": {}}], [{"state": {0: 3}, "param_groups": []}], [{}, {}]], ids=str
+    "states",
+    [[True], [None], [], [{"state": {}}], [{"state": {0: 3}, "param_groups": []}], [{}, {}]],
+    ids=str,
 )
 def test_states_of_optimizers_that_are_none_are_refused(good, tmp_path, states):
     path = copied(good["one file"], tmp_path)

@@ -32,7 +32,11 @@ class Planted:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    state = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "deep": {"c": torch.ones(())}}
+    state = {
+        "a": torch.arange(6.0).view(2, 3),
+        "b": torch.ones(4, dtype=torch.bfloat16),
+        "deep": {"c": torch.ones(())},
+    }
     dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     return tmp_path / "checkpoint"
 
@@ -44,7 +48,10 @@ def changed(folder: Path, change) -> None:
 
 
 def test_it_reads_what_the_plain_reader_reads(folder):
-    plain, ours = dcp.FileSystemReader(folder).read_metadata(), RestrictedReader(folder).read_metadata()
+    plain, ours = (
+        dcp.FileSystemReader(folder).read_metadata(),
+        RestrictedReader(folder).read_metadata(),
+    )
     assert ours.state_dict_metadata == plain.state_dict_metadata
     assert ours.storage_data == plain.storage_data
     found = {"a": torch.zeros(2, 3)}
@@ -65,7 +72,9 @@ def test_a_planted_object_is_not_run(folder):
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "..", "a/b"])
 def test_no_file_outside_is_read(folder, name):
     def point_elsewhere(metadata):
-        metadata.storage_data = {k: replace(v, relative_path=name) for k, v in metadata.storage_data.items()}
+        metadata.storage_data = {
+            k: replace(v, relative_path=name) for k, v in metadata.storage_data.items()
+        }
 
     changed(folder, point_elsewhere)
     with pytest.raises(CheckpointError, match="no file beside it"):

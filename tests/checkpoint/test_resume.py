@@ -50,7 +50,15 @@ def resume_at_ends_of_epochs(root: str, options: dict[str, Any]) -> bool:
     _, _, expected = fit(f"{root}/whole", options, 2, 7, steps=2)
     start = None
     for end in (2, 4, 6):
-        fit(f"{root}/to{end}", options, 2, end, ckpt_path=start, steps=2, callbacks=[Keep(f"{root}/to{end}/kept", 1)])
+        fit(
+            f"{root}/to{end}",
+            options,
+            2,
+            end,
+            ckpt_path=start,
+            steps=2,
+            callbacks=[Keep(f"{root}/to{end}/kept", 1)],
+        )
         start = checkpoint_at(f"{root}/to{end}", end)
     _, _, steps = fit(f"{root}/last", options, 2, 7, ckpt_path=start, steps=2)
     assert_bitwise(steps, {7: expected[7]})
@@ -58,7 +66,9 @@ def resume_at_ends_of_epochs(root: str, options: dict[str, Any]) -> bool:
 
 
 # Where an epoch ends no layout is another: one run of each kind, of one stage and of several.
-@pytest.mark.parametrize("case", ["zero3", pytest.param("tensor", marks=pytest.mark.slow), "pipeline"])
+@pytest.mark.parametrize(
+    "case", ["zero3", pytest.param("tensor", marks=pytest.mark.slow), "pipeline"]
+)
 def test_resumed_where_epochs_end(pool, tmp_path: Path, case: str) -> None:
     assert pool.run(2, resume_at_ends_of_epochs, str(tmp_path), CASES[case]) == [True, True]
 
@@ -68,7 +78,9 @@ def resume_in_a_chain(root: str, options: dict[str, Any]) -> bool:
     _, _, expected = fit(f"{root}/undisturbed", options, 2, 13)
     path = None
     for end in (3, 4, 5, 7, 8, 9, 10, 12, 13):
-        _, _, steps = fit(root, options, 2, end, ckpt_path=path, callbacks=[Keep(f"{root}/kept", 1)])
+        _, _, steps = fit(
+            root, options, 2, end, ckpt_path=path, callbacks=[Keep(f"{root}/kept", 1)]
+        )
         assert_bitwise(steps, {step: expected[step] for step in steps})
         path = checkpoint_at(root, end)
     return True
@@ -96,7 +108,10 @@ def resume_the_others(root: str) -> bool:
     """Saves that a Trainer makes at other moments, in one kind of run."""
     options = ONE_STAGE["zero3"]
     accumulate = {"accumulate_grad_batches": 2, "limit_train_batches": 6}
-    for name, arguments in {"accumulate": accumulate, "validate": {"val_check_interval": 3}}.items():
+    for name, arguments in {
+        "accumulate": accumulate,
+        "validate": {"val_check_interval": 3},
+    }.items():
         folder = f"{root}/{name}"
         val = make_loader(make_model(), 2, 1) if name == "validate" else None
         keep = Keep(f"{folder}/kept", 1)
@@ -150,7 +165,9 @@ def resume_at_another_length(root: str, options: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("case", ["tensor", "pipeline"])
-def test_resumed_under_the_same_plan_at_a_batch_of_another_length(pool, tmp_path: Path, case: str) -> None:
+def test_resumed_under_the_same_plan_at_a_batch_of_another_length(
+    pool, tmp_path: Path, case: str
+) -> None:
     assert pool.run(2, resume_at_another_length, str(tmp_path), CASES[case]) == [True, True]
 
 
@@ -165,7 +182,9 @@ class Noisy(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         tokens, targets = self.rows[index]
-        return torch.where(torch.rand(tokens.shape) < 0.2, torch.randint(33, tokens.shape), tokens), targets
+        return torch.where(
+            torch.rand(tokens.shape) < 0.2, torch.randint(33, tokens.shape), tokens
+        ), targets
 
 
 class Stream(IterableDataset):

@@ -9,7 +9,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from checkpoint.runs import ONE_STAGE, PIPELINE, assert_bitwise, fit, make_loader, make_model, make_trainer
+from checkpoint.runs import (
+    ONE_STAGE,
+    PIPELINE,
+    assert_bitwise,
+    fit,
+    make_loader,
+    make_model,
+    make_trainer,
+)
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from worker_pool import WorkerError
 
@@ -30,13 +38,17 @@ def best_last_and_test(root: str, options: dict[str, Any]) -> None:
     at_the_end = {k: v.clone() for k, v in model.state_dict().items()}
     found = trainer.validate(model, val, ckpt_path="best", verbose=False)[0]["val_loss"]
     assert found == pytest.approx(min(scores))
-    other = make_trainer(root, options, 2, max_steps=8, callbacks=[ModelCheckpoint(folder, save_last=True)])
+    other = make_trainer(
+        root, options, 2, max_steps=8, callbacks=[ModelCheckpoint(folder, save_last=True)]
+    )
     fresh = make_model()
     other.fit(fresh, make_loader(fresh, 2, 2), ckpt_path="last")
     assert other.global_step == 8
     single = make_trainer(root, options, 2)
     fresh = make_model()
-    single.validate(fresh, val, ckpt_path=f"{folder}/{os.readlink(f'{folder}/last.ckpt')}", verbose=False)
+    single.validate(
+        fresh, val, ckpt_path=f"{folder}/{os.readlink(f'{folder}/last.ckpt')}", verbose=False
+    )
     assert_bitwise(dict(fresh.state_dict()), at_the_end)
 
 
@@ -48,7 +60,9 @@ def test_best_last_links_and_evaluation(pool, tmp_path: Path, options: dict[str,
 class Hooked(pl.Callback):
     """Takes an entry out of what is saved, adds own content, and puts a value in what is loaded."""
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, module: Any, checkpoint: dict[str, Any]
+    ) -> None:
         assert checkpoint["state_dict"]["head.weight"].shape == (33, 16)
         del checkpoint["state_dict"]["wpe.weight"]
         checkpoint["mine"] = {"rank": trainer.global_rank, "table": torch.arange(3)}
@@ -57,7 +71,9 @@ class Hooked(pl.Callback):
         def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
             assert checkpoint["mine"]["rank"] == 0
             assert float(checkpoint["state_dict"]["head.weight"].abs().max()) > 0
-            checkpoint["state_dict"]["wpe.weight"] = torch.zeros(module.wpe.weight.shape, dtype=torch.float64)
+            checkpoint["state_dict"]["wpe.weight"] = torch.zeros(
+                module.wpe.weight.shape, dtype=torch.float64
+            )
 
         module.on_load_checkpoint = on_load_checkpoint
 
@@ -123,9 +139,14 @@ class Forgets(pl.Callback):
             state["exp_avg"].zero_()
 
 
-def go_on(root: str, options: dict[str, Any] | None, devices: int, callbacks: Any, path: str = "") -> dict[str, Any]:
+def go_on(
+    root: str, options: dict[str, Any] | None, devices: int, callbacks: Any, path: str = ""
+) -> dict[str, Any]:
     """Two steps more; the first call trains the two before and saves."""
-    alone = {"steps": 1, "model_kwargs": {"dropout": 0.0}}  # a step an epoch: the order of rows does not matter
+    alone = {
+        "steps": 1,
+        "model_kwargs": {"dropout": 0.0},
+    }  # a step an epoch: the order of rows does not matter
     if not path:
         path = f"{root}/two.ckpt"
         trainer, _, _ = fit(root, options, devices, 2, **alone)
@@ -136,7 +157,9 @@ def go_on(root: str, options: dict[str, Any] | None, devices: int, callbacks: An
     return steps
 
 
-def test_other_strategies_go_on_from_directories_and_edited_state_stays_edited(pool, tmp_path: Path) -> None:
+def test_other_strategies_go_on_from_directories_and_edited_state_stays_edited(
+    pool, tmp_path: Path
+) -> None:
     root, options = str(tmp_path), ONE_STAGE["zero3"]
     ours = pool.run(2, go_on, root, options, 2, [])[0]
     edited = pool.run(2, go_on, root, options, 2, [Forgets()])[0]

@@ -17,7 +17,16 @@ P3 = str(ROOT / "configs" / "clusters" / "p3_16xlarge_x8.yaml")
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    command = ["plan", TINY, "--cluster", P3, "-o", str(path), "model.num_layers=1", "cluster.num_nodes=1"]
+    command = [
+        "plan",
+        TINY,
+        "--cluster",
+        P3,
+        "-o",
+        str(path),
+        "model.num_layers=1",
+        "cluster.num_nodes=1",
+    ]
     assert main([*command, "cluster.devices_per_node=2", "plan.parallel=data"]) == 0
     return path
 
@@ -26,21 +35,49 @@ def test_plan_is_stored_and_obeys_its_overrides(plan_file):
     plan = Plan.load(plan_file)
     (stage,) = plan.stages
     assert stage.logical_mesh == (2,)
-    blocks = {tuple(map(str, p.modes)) for name, p in stage.parameter_plans.items() if name.startswith("blocks")}
+    blocks = {
+        tuple(map(str, p.modes))
+        for name, p in stage.parameter_plans.items()
+        if name.startswith("blocks")
+    }
     assert blocks == {("R*",)}
     assert plan.predicted.step_seconds > 0
 
 
 def test_another_batch_is_planned_around_a_plan_and_by_hand(plan_file, tmp_path, capsys):
     path = tmp_path / "plan.json"
-    command = ["plan", TINY, "--cluster", P3, "-o", str(path), "model.num_layers=1", "cluster.num_nodes=1"]
-    around = [*command, "cluster.devices_per_node=2", "--around", str(plan_file), "data.batch_size=2"]
+    command = [
+        "plan",
+        TINY,
+        "--cluster",
+        P3,
+        "-o",
+        str(path),
+        "model.num_layers=1",
+        "cluster.num_nodes=1",
+    ]
+    around = [
+        *command,
+        "cluster.devices_per_node=2",
+        "--around",
+        str(plan_file),
+        "data.batch_size=2",
+    ]
     assert main([*around, "plan.solver=propagation"]) == 0
     first, other = Plan.load(plan_file), Plan.load(path)
     assert other.stages[0].parameter_plans == first.stages[0].parameter_plans
     assert other.fingerprint.batch != first.fingerprint.batch
     assert "layouts propagated from op to op, not optimised" in capsys.readouterr().out
-    assert main([*command, "cluster.devices_per_node=4", 'plan.device_map={"embed.*": "0-1", "head.*": [2, 3]}']) == 0
+    assert (
+        main(
+            [
+                *command,
+                "cluster.devices_per_node=4",
+                'plan.device_map={"embed.*": "0-1", "head.*": [2, 3]}',
+            ]
+        )
+        == 0
+    )
     stages = Plan.load(path).stages
     assert (stages[0].first_device, stages[-1].first_device) == (0, 2)
 
@@ -64,13 +101,22 @@ def test_show_prints_and_draws(plan_file, tmp_path, capsys):
         (["plan", TINY, "--cluster", P3, "cluster.num_node=2"], "num_node"),
         (["plan", TINY, "--cluster", P3, "plan.paralel=data"], "did you mean 'parallel'"),
         (["plan", TINY, "--cluster", P3, "trainer.precision=7-bit"], "7-bit"),
-        (["plan", TINY, "--cluster", P3, "plan.capture=never"], 'capture="never": there is no plan of all devices'),
-        (["plan", TINY, "--cluster", P3, "plan.batch_scope=replica", "plan.num_stages=2"], "but a pipeline or micro"),
+        (
+            ["plan", TINY, "--cluster", P3, "plan.capture=never"],
+            'capture="never": there is no plan of all devices',
+        ),
+        (
+            ["plan", TINY, "--cluster", P3, "plan.batch_scope=replica", "plan.num_stages=2"],
+            "but a pipeline or micro",
+        ),
         (
             ["plan", TINY, "--cluster", P3, "plan.batch_scope=replica", "plan.replicas=2"],
             "replicas=2: there is no plan",
         ),
-        (["plan", TINY, "--cluster", P3, "plan.check_gradients=perhaps"], "check_gradients='perhaps'"),
+        (
+            ["plan", TINY, "--cluster", P3, "plan.check_gradients=perhaps"],
+            "check_gradients='perhaps'",
+        ),
         (["plan", TINY, "--cluster", P3, "--search", "mcmcc"], "did you mean 'mcmc'"),
         (["plan", TINY, "--cluster", P3, "data.batch_size=0"], "data.batch_size is 0"),
         (["train", TINY, "data.batch_size=-1"], "data.batch_size is -1"),
@@ -96,18 +142,28 @@ def test_help_names_the_subcommands(capsys):
 
 def test_module_runs_as_a_command():
     result = subprocess.run(
-        [sys.executable, "-m", "alpa_strategy", "show", "nowhere.json"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "alpa_strategy", "show", "nowhere.json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert result.returncode == 2
     assert "nowhere.json" in result.stderr
 
 
-@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "d/" * 3000, "\ud800", "\x1b[2Jname", ".", "", "a\nb"])
+@pytest.mark.parametrize(
+    "path", ["a\0b", "x" * 5000, "d/" * 3000, "\ud800", "\x1b[2Jname", ".", "", "a\nb"]
+)
 def test_a_path_that_cannot_be_is_one_message(plan_file, path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     drawn = [["show", str(plan_file), "--html", path], ["plan", TINY, "--cluster", P3, "-o", path]]
     cannot_be_written = drawn if path in ("a\0b", "x" * 5000, "d/" * 3000, "\ud800", ".") else []
-    for command in (["show", path], ["export", path, "out"], ["plan", path, "--cluster", P3], *cannot_be_written):
+    for command in (
+        ["show", path],
+        ["export", path, "out"],
+        ["plan", path, "--cluster", P3],
+        *cannot_be_written,
+    ):
         assert main(command) == 2
         error = capsys.readouterr().err
         assert len(error) < 1000, command
@@ -118,7 +174,14 @@ def test_a_path_that_cannot_be_is_one_message(plan_file, path, tmp_path, monkeyp
 
 def test_a_file_that_is_shown_speaks_no_escapes(tmp_path, capsys):
     named = tmp_path / "\x1b[31mred"
-    for content in ("{}", '{"a": "\x1b[31m"}', "\x1b[31m", '{"version": "\\u001b[31m"}', "\0", "[" * 10**6):
+    for content in (
+        "{}",
+        '{"a": "\x1b[31m"}',
+        "\x1b[31m",
+        '{"version": "\\u001b[31m"}',
+        "\0",
+        "[" * 10**6,
+    ):
         named.write_text(content)
         assert main(["show", str(named)]) == 2
         assert "\x1b" not in capsys.readouterr().err
@@ -146,7 +209,9 @@ def test_a_part_that_the_user_compiled_is_planned_as_it_will_run(tmp_path, monke
     def planned(*overrides: str) -> str:
         path = tmp_path / "plan.json"
         sizes = ["model.num_layers=1", "cluster.num_nodes=1", "cluster.devices_per_node=1"]
-        assert main(["plan", str(recipe), "--cluster", P3, "-o", str(path), *sizes, *overrides]) == 0
+        assert (
+            main(["plan", str(recipe), "--cluster", P3, "-o", str(path), *sizes, *overrides]) == 0
+        )
         return Plan.load(path).fingerprint.options
 
     assert planned() == planned("plan.compile=true") != planned("plan.compile=false")

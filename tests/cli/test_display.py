@@ -66,7 +66,10 @@ def as_text(renderable, width: int = 120) -> str:
 
 def test_table_says_what_was_decided():
     plan = gpt_plan()
-    plan = replace(plan, stages=(replace(plan.stages[0], shapes={"embed.weight": (51200, 2048)}), *plan.stages[1:]))
+    plan = replace(
+        plan,
+        stages=(replace(plan.stages[0], shapes={"embed.weight": (51200, 2048)}), *plan.stages[1:]),
+    )
     text = as_text(plan_table(plan, memory_limit=14 * 2**30))
     for expected in (
         "8 devices on p3, mesh 2 x 4, proved optimal",
@@ -106,7 +109,9 @@ def test_equal_stages_are_listed_once():
 def test_table_of_seconds_near_the_largest_number():
     """Found by scripts/fuzz.py: their sums overflow."""
     plan = gpt_plan()
-    plan = replace(plan, predicted=replace(plan.predicted, compute_seconds=1e308, communication_seconds=1e308))
+    plan = replace(
+        plan, predicted=replace(plan.predicted, compute_seconds=1e308, communication_seconds=1e308)
+    )
     assert "communication" in as_text(plan_table(plan))
 
 
@@ -128,11 +133,15 @@ def test_table_fits_a_narrow_terminal(num_stages):
     lines = as_text(plan_table(plan), width=80).splitlines()
     assert max(map(len, lines)) <= 80
     if num_stages > 1:
-        assert sum("blocks.1" in line and line.endswith("%") for line in lines) == 10  # the layers and the idle share
+        assert (
+            sum("blocks.1" in line and line.endswith("%") for line in lines) == 10
+        )  # the layers and the idle share
 
 
 def test_timing_and_measured_line():
-    assert "planned in 7.50 s: capture 3.00 s, solve 4.50 s" in as_text(plan_timing(gpt_plan(), 2**30))
+    assert "planned in 7.50 s: capture 3.00 s, solve 4.50 s" in as_text(
+        plan_timing(gpt_plan(), 2**30)
+    )
     assert "measured 1.00 s, predicted 800 ms (1.25x" in as_text(measured_line(gpt_plan(), 1.0))
 
 
@@ -141,7 +150,9 @@ def test_picture_is_well_formed_and_complete(num_stages):
     root = ET.fromstring(plan_svg(gpt_plan(num_stages)))
     shown = "".join(node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text"))
     wanted = as_text(plan_table(gpt_plan(num_stages)), 120)
-    assert "".join(shown.split()) == "alpa" + "".join(wanted.split())  # the title, and all that the table says
+    assert "".join(shown.split()) == "alpa" + "".join(
+        wanted.split()
+    )  # the title, and all that the table says
 
 
 def test_page_is_self_contained_and_escaped():
@@ -190,7 +201,11 @@ def test_progress_prints_one_line_a_phase():
     with pytest.raises(ValueError, match="broken"), phases("solve"):
         raise ValueError("broken")
     lines = console.export_text().splitlines()
-    assert [("✓" in line, "✗" in line) for line in lines] == [(True, False), (True, False), (False, True)]
+    assert [("✓" in line, "✗" in line) for line in lines] == [
+        (True, False),
+        (True, False),
+        (False, True),
+    ]
     assert "capture" in lines[0]
 
 

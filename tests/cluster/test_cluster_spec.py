@@ -47,7 +47,13 @@ def cluster(**changes) -> ClusterSpec:
 
 @pytest.mark.parametrize(
     ("kind", "factor"),
-    [("all_reduce", 2 * 3 / 4), ("all_gather", 3 / 4), ("reduce_scatter", 3 / 4), ("all_to_all", 3 / 16), ("p2p", 1)],
+    [
+        ("all_reduce", 2 * 3 / 4),
+        ("all_gather", 3 / 4),
+        ("reduce_scatter", 3 / 4),
+        ("all_to_all", 3 / 16),
+        ("p2p", 1),
+    ],
 )
 def test_time_is_alpha_plus_beta_times_volume(kind: str, factor: float):
     axis = MeshAxis(4, 1, Link(latency=1e-3, bandwidth=1e6))
@@ -78,7 +84,9 @@ def test_axis_inside_a_node_uses_the_intra_node_link():
         ((4, 2), 0, 1e9 / 2),  # two groups, two devices of each in a node
     ],
 )
-def test_groups_that_cross_share_the_nodes_link(shape: tuple[int, ...], axis: int, bandwidth: float):
+def test_groups_that_cross_share_the_nodes_link(
+    shape: tuple[int, ...], axis: int, bandwidth: float
+):
     link = cluster().logical_mesh(shape).axes[axis].link
     assert link.bandwidth == pytest.approx(bandwidth)
     assert link.latency == 1e-5
@@ -90,15 +98,30 @@ def test_a_ring_with_several_devices_a_node_is_not_faster_than_the_nodes_inside(
     assert fast_network.logical_mesh((2, 4)).axes[0].link.bandwidth == 25e9
 
 
-@given(nodes=st.integers(1, 4), per_node=st.integers(1, 8), stride_power=st.integers(0, 3), data=st.data())
-def test_groups_share_the_way_out_that_they_cross_together(nodes: int, per_node: int, stride_power: int, data):
+@given(
+    nodes=st.integers(1, 4),
+    per_node=st.integers(1, 8),
+    stride_power=st.integers(0, 3),
+    data=st.data(),
+)
+def test_groups_share_the_way_out_that_they_cross_together(
+    nodes: int, per_node: int, stride_power: int, data
+):
     count = nodes * per_node
     divisors = [d for d in range(1, count + 1) if count % d == 0]
     size = data.draw(st.sampled_from(divisors))
     stride = data.draw(st.sampled_from([d for d in divisors if (count // size) % d == 0]))
-    groups = {frozenset(r + i * stride for i in range(size)) for r in range(count) if (r // stride) % size == 0}
+    groups = {
+        frozenset(r + i * stride for i in range(size))
+        for r in range(count)
+        if (r // stride) % size == 0
+    }
     per_node_counts = [
-        sum(1 for g in groups if any(r // per_node == n for r in g) and any(r // per_node != n for r in g))
+        sum(
+            1
+            for g in groups
+            if any(r // per_node == n for r in g) and any(r // per_node != n for r in g)
+        )
         for n in range(nodes)
     ]
     topology = Topology(nodes, per_node, (0.0, math.inf), (0.0, 1.0), (), ())
@@ -117,7 +140,9 @@ def test_submesh_has_its_own_links():
     assert cluster().logical_mesh((2, 2), (2, 2)).axes[0].link.bandwidth == pytest.approx(0.5e9)
 
 
-@pytest.mark.parametrize(("shape", "submesh"), [((3,), None), ((2, 2), None), ((4,), (3, 4)), ((0,), None)])
+@pytest.mark.parametrize(
+    ("shape", "submesh"), [((3,), None), ((2, 2), None), ((4,), (3, 4)), ((0,), None)]
+)
 def test_a_shape_that_does_not_fit_is_an_error(shape, submesh):
     with pytest.raises(ClusterError):
         cluster().logical_mesh(shape, submesh)
@@ -171,8 +196,12 @@ def test_a_burst_of_noise_at_one_size_leaves_the_others_alone():
     line = [(4**k, 1e-4 + 4**k * 1e-9) for k in range(5, 13)]
     assert without_outliers(line) == tuple(line)
     for spoilt in range(len(line)):
-        noisy = [(size, seconds * (100 if i == spoilt else 1)) for i, (size, seconds) in enumerate(line)]
-        for i, ((_, seconds), (_, found)) in enumerate(zip(line, without_outliers(noisy), strict=True)):
+        noisy = [
+            (size, seconds * (100 if i == spoilt else 1)) for i, (size, seconds) in enumerate(line)
+        ]
+        for i, ((_, seconds), (_, found)) in enumerate(
+            zip(line, without_outliers(noisy), strict=True)
+        ):
             assert found == seconds if i != spoilt else found <= 8 * seconds
 
 
@@ -187,7 +216,11 @@ def test_every_shipped_cluster_loads_and_round_trips(name: str):
     assert ClusterSpec.load(shipped_folder(CLUSTERS) / f"{name}.yaml") == loaded
     assert ClusterSpec.from_dict(json.loads(json.dumps(loaded.to_dict()))) == loaded
     for shape in loaded.logical_shapes():
-        assert all(axis.seconds("all_reduce", 2**20) > 0 for axis in loaded.logical_mesh(shape).axes if axis.size > 1)
+        assert all(
+            axis.seconds("all_reduce", 2**20) > 0
+            for axis in loaded.logical_mesh(shape).axes
+            if axis.size > 1
+        )
 
 
 def test_the_papers_cluster():
@@ -195,11 +228,15 @@ def test_the_papers_cluster():
     assert p3.num_devices == 16
     assert dict(p3.device.peak_flops)["float16"] == 125e12
     assert p3.device.memory_bytes == 16 * 2**30
-    assert p3.logical_mesh((16,)).axes[0].link.bandwidth == 25e9 / 8 / 2  # half of 25 Gbit/s is reached
+    assert (
+        p3.logical_mesh((16,)).axes[0].link.bandwidth == 25e9 / 8 / 2
+    )  # half of 25 Gbit/s is reached
 
 
 def test_overrides_reach_inside_and_read_numbers_as_files_do():
-    spec = ClusterSpec.load("p3_16xlarge_x8", {"inter_node.bandwidth": "1e9", "device.efficiency": 0.25})
+    spec = ClusterSpec.load(
+        "p3_16xlarge_x8", {"inter_node.bandwidth": "1e9", "device.efficiency": 0.25}
+    )
     assert spec.inter_node.bandwidth == 1e9
     assert spec.device.efficiency == 0.25
     with pytest.raises(ClusterError, match=r"inter_node\.bandwith"):
@@ -234,7 +271,9 @@ def changed(path: tuple[str, ...], value=None) -> dict:
     return data
 
 
-@pytest.mark.parametrize("path", [p for p in leaves(DATA) if p[-1] not in ("efficiency", "float32")], ids=".".join)
+@pytest.mark.parametrize(
+    "path", [p for p in leaves(DATA) if p[-1] not in ("efficiency", "float32")], ids=".".join
+)
 def test_a_missing_field_is_named_with_the_file(path: tuple[str, ...], tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(changed(path)))
@@ -244,7 +283,9 @@ def test_a_missing_field_is_named_with_the_file(path: tuple[str, ...], tmp_path)
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("path", [p for p in leaves(DATA) if p != ("name",) and p != ("device", "name")], ids=".".join)
+@pytest.mark.parametrize(
+    "path", [p for p in leaves(DATA) if p != ("name",) and p != ("device", "name")], ids=".".join
+)
 @pytest.mark.parametrize("value", [-1, "many", [1], True, float("nan")], ids=str)
 def test_a_wrong_value_is_named(path: tuple[str, ...], value):
     with pytest.raises(ClusterError) as caught:

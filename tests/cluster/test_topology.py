@@ -31,7 +31,9 @@ def two_racks(**changes) -> ClusterSpec:
     return ClusterSpec.from_dict({**copy.deepcopy(BASE), "levels": [{**up, **changes}]})
 
 
-def bandwidths(cluster: ClusterSpec, shape: tuple[int, ...], submesh: tuple[int, int] | None = None) -> list[float]:
+def bandwidths(
+    cluster: ClusterSpec, shape: tuple[int, ...], submesh: tuple[int, int] | None = None
+) -> list[float]:
     return [axis.link.bandwidth for axis in cluster.logical_mesh(shape, submesh).axes]
 
 
@@ -44,23 +46,33 @@ def test_on_the_cube_mesh_neighbours_are_joined_by_two_links():
     """By hand, on `nvidia-smi topo -m`: pairs 0-3, 1-2, 4-7, 5-6 have two links, 0-1, 2-3 (as numbered) one and two."""
     found, *others = CUBE.orders()
     assert found.ranks_of(0, 8) == (0, 3, 1, 2, 4, 7, 5, 6)
-    assert not any(_as_good(meshes_of(found), meshes_of(other)) for other in others)  # these have faster messages
+    assert not any(
+        _as_good(meshes_of(found), meshes_of(other)) for other in others
+    )  # these have faster messages
     numbered = replace(CUBE, order="numbered")
     assert bandwidths(found, (2,), (1, 2)) == [TWO]
     assert bandwidths(numbered, (2,), (1, 2)) == [ONE]
     # Of 0, 1, 4, 5 (links 1, 2, 1, 2 around) each device has three links to the others; of 0, 2, 4, 6 device 2 has two.
     assert bandwidths(found, (4, 2)) == pytest.approx([3 * ONE, TWO])
     assert bandwidths(numbered, (4, 2)) == pytest.approx([2 * ONE, ONE])
-    assert bandwidths(found, (8,)) == pytest.approx([6 * ONE])  # three rings over all, in both directions
+    assert bandwidths(found, (8,)) == pytest.approx(
+        [6 * ONE]
+    )  # three rings over all, in both directions
 
 
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "every", [11, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 def test_no_order_of_the_cube_mesh_has_a_mesh_that_is_better_off(every):
     best, *_ = CUBE.orders()
     offers = meshes_of(best)
-    for order in [*permutations(range(1, 8))][::every]:  # links are the same both ways round: 0 may stay first
+    for order in [*permutations(range(1, 8))][
+        ::every
+    ]:  # links are the same both ways round: 0 may stay first
         found = replace(CUBE, order=(0, *order))
-        found.__dict__["topology"] = CUBE.topology  # what groups reach is looked up, not counted again
+        found.__dict__["topology"] = (
+            CUBE.topology
+        )  # what groups reach is looked up, not counted again
         assert _as_good(meshes_of(found), offers)
 
 
@@ -80,7 +92,8 @@ def test_nodes_of_a_rack_lie_next_to_each_other():
     assert bandwidths(numbered, (2, 8)) == [140e9 / 4, 140e9 / 2]
     assert bandwidths(found, (8,), (2, 4)) == [140e9]
     assert (
-        found.logical_mesh((8,), (2, 4)).axes[0].link.latency < numbered.logical_mesh((8,), (2, 4)).axes[0].link.latency
+        found.logical_mesh((8,), (2, 4)).axes[0].link.latency
+        < numbered.logical_mesh((8,), (2, 4)).axes[0].link.latency
     )
 
 
@@ -92,8 +105,14 @@ def test_equal_links_give_the_order_of_the_numbers_and_the_costs_of_no_topology(
     for submesh in [(1, 2), (1, 4), (2, 4), (4, 4)]:
         for shape in plain.logical_shapes(submesh):
             for kind, num_bytes in product(("all_reduce", "all_gather", "all_to_all"), (1e3, 1e9)):
-                seconds = [axis.seconds(kind, num_bytes) for axis in plain.logical_mesh(shape, submesh).axes]
-                found = [axis.seconds(kind, num_bytes) for axis in racks.logical_mesh(shape, submesh).axes]
+                seconds = [
+                    axis.seconds(kind, num_bytes)
+                    for axis in plain.logical_mesh(shape, submesh).axes
+                ]
+                found = [
+                    axis.seconds(kind, num_bytes)
+                    for axis in racks.logical_mesh(shape, submesh).axes
+                ]
                 assert found == pytest.approx(seconds, rel=1e-9)
 
 
@@ -102,10 +121,20 @@ def test_messages_take_the_links_between_their_devices():
     inside, node = {"latency": 5e-6, "bandwidth": 200e9}, {"latency": 1e-5, "bandwidth": 25e9}
     racks = [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
     up = {"name": "rack", "nodes": racks, "latency": 3e-5, "bandwidth": 25e9}
-    changes = {"num_nodes": 12, "devices_per_node": 2, "intra_node": inside, "inter_node": node, "levels": [up]}
+    changes = {
+        "num_nodes": 12,
+        "devices_per_node": 2,
+        "intra_node": inside,
+        "inter_node": node,
+        "levels": [up],
+    }
     cluster = ClusterSpec.from_dict({**copy.deepcopy(BASE), **changes})
     numbered, found = cluster.orders()
-    assert [number // 2 for number in found.ranks_of(0, 24)[::2]] == [*racks[0], *racks[1], *racks[2]]
+    assert [number // 2 for number in found.ranks_of(0, 24)[::2]] == [
+        *racks[0],
+        *racks[1],
+        *racks[2],
+    ]
     # From node to node, both of a rack's and two of them on both sides; eight devices are a rack of `found`, which
     # sends all of it through one way out. As numbered, half of the messages of eight leave a rack 0 of their own.
     for size, near, far in [(2, 25e9, 25e9), (4, 50e9, 50e9), (8, 25e9, 50e9)]:
@@ -130,7 +159,12 @@ def test_messages_between_linked_devices_have_their_links():
 def test_a_pipeline_is_planned_in_the_order_whose_messages_are_fast():
     """Two PCIe switches with devices by turns: stages that are a switch each meet on the one link between these, stages
     over both do not. By hand: four pairs of 24 GB/s, or 16 GB/s for all."""
-    switch = {"name": "switch", "devices": [[0, 2, 4, 6], [1, 3, 5, 7]], "latency": 1.2e-5, "bandwidth": 16e9}
+    switch = {
+        "name": "switch",
+        "devices": [[0, 2, 4, 6], [1, 3, 5, 7]],
+        "latency": 1.2e-5,
+        "bandwidth": 16e9,
+    }
     inside = {"latency": 8e-6, "bandwidth": 24e9}
     node = {"num_nodes": 1, "devices_per_node": 8, "intra_node": inside, "levels": [switch]}
     cluster = ClusterSpec.from_dict({**copy.deepcopy(BASE), **node})
@@ -139,13 +173,17 @@ def test_a_pipeline_is_planned_in_the_order_whose_messages_are_fast():
     model = MODELS["gpt"](num_layers=4, d_model=64, vocab_size=32)
     batch = model.example_batch(64, torch.Generator().manual_seed(0))
     options = PlanOptions(batch_scope="global", num_stages=2, num_microbatches=4, schedule="1F1B")
-    pinned = [replace(cluster, order=order.ranks_of(0, 8) or "numbered") for order in (numbered, found)]
+    pinned = [
+        replace(cluster, order=order.ranks_of(0, 8) or "numbered") for order in (numbered, found)
+    ]
     plans = [make_plan(model, batch, each, options) for each in (cluster, *pinned)]
     assert plans[0].predicted.step_seconds == min(plan.predicted.step_seconds for plan in plans[1:])
     assert [plan.stages[0].submesh for plan in plans[1:]] == [(1, 4), (1, 4)]
     step = capture_step(model, batch, world_size=8, batch_scope="global")
     passed = boundary_bytes(microbatch(step, 4, 8).graph)[plans[1].stages[0].ops[1]]
-    seconds = [2 * (latency + passed / rate) for latency, rate in ((8e-6, 4 * 24e9), (1.2e-5, 16e9))]
+    seconds = [
+        2 * (latency + passed / rate) for latency, rate in ((8e-6, 4 * 24e9), (1.2e-5, 16e9))
+    ]
     assert [plan.stages[0].boundary_seconds for plan in plans[1:]] == pytest.approx(seconds)
 
 
@@ -153,10 +191,17 @@ def test_a_pipeline_is_planned_in_the_order_whose_messages_are_fast():
 @given(data=st.data(), per_node=st.sampled_from([2, 4, 6, 8]))
 def test_the_orders_hold_one_that_is_as_good_as_the_numbers(data, per_node):
     """Whatever the links are; and no pair reaches less than through the host."""
-    half = data.draw(st.lists(st.sampled_from([0, 1e9, 2e9, 5e9]), min_size=per_node**2, max_size=per_node**2))
-    rows = [[half[min(i, j) * per_node + max(i, j)] * (i != j) for j in range(per_node)] for i in range(per_node)]
+    half = data.draw(
+        st.lists(st.sampled_from([0, 1e9, 2e9, 5e9]), min_size=per_node**2, max_size=per_node**2)
+    )
+    rows = [
+        [half[min(i, j) * per_node + max(i, j)] * (i != j) for j in range(per_node)]
+        for i in range(per_node)
+    ]
     link = {"latency": 1e-5, "bandwidth": 1e9, "links": rows}
-    cluster = ClusterSpec.from_dict({**BASE, "num_nodes": 1, "devices_per_node": per_node, "intra_node": link})
+    cluster = ClusterSpec.from_dict(
+        {**BASE, "num_nodes": 1, "devices_per_node": per_node, "intra_node": link}
+    )
     assert ClusterSpec.from_dict(cluster.to_dict()) == cluster
     numbered = meshes_of(replace(cluster, order="numbered"))
     best = [found._offers() for found in cluster.orders()]
@@ -169,13 +214,28 @@ def test_the_orders_hold_one_that_is_as_good_as_the_numbers(data, per_node):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"levels": [{"name": "rack", "nodes": [[0, 1], [1, 2]], "latency": 0, "bandwidth": 1}]}, "each of 4 nodes"),
-        ({"levels": [{"name": "rack", "nodes": [[0, "1"]], "latency": 0, "bandwidth": 1}]}, "levels.0.nodes"),
+        (
+            {"levels": [{"name": "rack", "nodes": [[0, 1], [1, 2]], "latency": 0, "bandwidth": 1}]},
+            "each of 4 nodes",
+        ),
+        (
+            {"levels": [{"name": "rack", "nodes": [[0, "1"]], "latency": 0, "bandwidth": 1}]},
+            "levels.0.nodes",
+        ),
         ({"levels": [{"name": "rack", "nodes": 2, "latency": 0}]}, "levels.0.bandwidth"),
         ({"levels": 3}, "levels"),
-        ({"intra_node": {"latency": 0, "bandwidth": 1, "links": [[0, 1], [2, 0]]}}, "intra_node.links"),
-        ({"intra_node": {"latency": 0, "bandwidth": 1, "links": [[0, float("nan")]] * 2}}, "intra_node.links"),
-        ({"intra_node": {"latency": 0, "bandwidth": 1, "links": [[0, 1], [1, 0]]}}, "joins 2 devices"),
+        (
+            {"intra_node": {"latency": 0, "bandwidth": 1, "links": [[0, 1], [2, 0]]}},
+            "intra_node.links",
+        ),
+        (
+            {"intra_node": {"latency": 0, "bandwidth": 1, "links": [[0, float("nan")]] * 2}},
+            "intra_node.links",
+        ),
+        (
+            {"intra_node": {"latency": 0, "bandwidth": 1, "links": [[0, 1], [1, 0]]}},
+            "joins 2 devices",
+        ),
         ({"order": "by hand"}, "order"),
         ({"order": [0, 1, 2]}, "ranks 0 to 15"),
     ],

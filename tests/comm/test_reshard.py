@@ -46,7 +46,11 @@ def parts(whole, layout: Layout, mesh_shape, seed=0):
                     start, stop = chunk_range(tensor.shape[placement.dim], size, i)
                     part = tensor.narrow(placement.dim, start, stop - start)
                 elif isinstance(placement, Partial):
-                    part = rest if i == size - 1 else torch.randint(-4, 5, tensor.shape, generator=generator).to(tensor)
+                    part = (
+                        rest
+                        if i == size - 1
+                        else torch.randint(-4, 5, tensor.shape, generator=generator).to(tensor)
+                    )
                     rest = rest - part
                 else:
                     part = tensor
@@ -107,12 +111,18 @@ def reshard_many(mesh_shape, cases):
     return [reshard_one(mesh, src, dst, shape) for src, dst, shape in cases]
 
 
-@pytest.mark.parametrize(("mesh_shape", "shape"), [((2,), (4, 3)), ((3,), (5, 3)), ((4,), (2, 7, 4))], ids=str)
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape"), [((2,), (4, 3)), ((3,), (5, 3)), ((4,), (2, 7, 4))], ids=str
+)
 def test_all_pairs_on_one_axis(mesh_shape, shape):
     layouts = all_layouts(len(shape), 1)
     for src, dst in itertools.product(layouts, layouts):
         check(
-            run_on_threads(mesh_shape, lambda m, s=src, d=dst: reshard_one(m, s, d, shape)), mesh_shape, src, dst, shape
+            run_on_threads(mesh_shape, lambda m, s=src, d=dst: reshard_one(m, s, d, shape)),
+            mesh_shape,
+            src,
+            dst,
+            shape,
         )
 
 
@@ -131,16 +141,27 @@ def test_any_mesh_shape_and_tensor(data):
     mesh_shape = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
     layouts = st.tuples(
-        *[st.sampled_from([INVARIANT, REPLICATE, PARTIAL, *map(shard, range(len(shape)))])] * len(mesh_shape)
+        *[st.sampled_from([INVARIANT, REPLICATE, PARTIAL, *map(shard, range(len(shape)))])]
+        * len(mesh_shape)
     )
     src, dst = data.draw(layouts), data.draw(layouts)
-    check(run_on_threads(mesh_shape, lambda m: reshard_one(m, src, dst, shape)), mesh_shape, src, dst, shape)
+    check(
+        run_on_threads(mesh_shape, lambda m: reshard_one(m, src, dst, shape)),
+        mesh_shape,
+        src,
+        dst,
+        shape,
+    )
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2)], ids=str)
 def test_on_process_groups(pool, mesh_shape):
     shapes = [(4, 6), (5, 3)] if len(mesh_shape) == 1 else [(6, 5)]
-    cases = [(s, d, shape) for shape in shapes for s, d in itertools.product(all_layouts(2, len(mesh_shape)), repeat=2)]
+    cases = [
+        (s, d, shape)
+        for shape in shapes
+        for s, d in itertools.product(all_layouts(2, len(mesh_shape)), repeat=2)
+    ]
     if len(mesh_shape) == 2:
         cases = cases[::4]  # all of them run on threads, above
     found = pool.run(torch.tensor(mesh_shape).prod().item(), reshard_many, mesh_shape, cases)

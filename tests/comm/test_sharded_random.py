@@ -54,7 +54,9 @@ def test_one_device_draws_what_the_plain_module_draws():
 
 def test_numbers_made_from_a_shape_alone():
     def work(mesh):
-        return ShardedRandom(mesh, 5).run((0,), torch.rand, [3, 4], dtype=torch.float64, device="cpu")
+        return ShardedRandom(mesh, 5).run(
+            (0,), torch.rand, [3, 4], dtype=torch.float64, device="cpu"
+        )
 
     first, second = run_on_threads((2,), work)
     assert first.dtype == torch.float64
@@ -71,7 +73,13 @@ def test_resumes_from_its_state(tmp_path):
         expected = [random.run(axes, torch.rand_like, x) for axes in ((0,), ())]
         resumed = ShardedRandom(mesh, 99)
         resumed.load_state_dict(torch.load(path, weights_only=True))
-        return all(map(torch.equal, expected, [resumed.run(axes, torch.rand_like, x) for axes in ((0,), ())]))
+        return all(
+            map(
+                torch.equal,
+                expected,
+                [resumed.run(axes, torch.rand_like, x) for axes in ((0,), ())],
+            )
+        )
 
     assert all(run_on_threads((2,), work))
 

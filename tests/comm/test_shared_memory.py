@@ -34,10 +34,17 @@ def same_as_gloo(seed: int) -> int:
     common, own = random.Random(seed), random.Random(1000 * seed + rank)
     calls = 60
     for call in range(calls):
-        most = 3 * axis._shared.group.piece_bytes if call % 20 == 0 else common.choice([1, 10, 5000, 200_000])
+        most = (
+            3 * axis._shared.group.piece_bytes
+            if call % 20 == 0
+            else common.choice([1, 10, 5000, 200_000])
+        )
         dtype = common.choice(DTYPES)
         rows = max(1, common.randint(1, most) // dtype.itemsize // size)
-        parts = [torch.randint(0, 9, (size * rows,), generator=_seeded(call, each)).to(dtype) for each in range(size)]
+        parts = [
+            torch.randint(0, 9, (size * rows,), generator=_seeded(call, each)).to(dtype)
+            for each in range(size)
+        ]
         mine, total = parts[rank].clone(), torch.stack(parts).double().sum(0).to(dtype)
         if own.random() < 0.2:
             time.sleep(own.random() * 0.01)
@@ -77,19 +84,29 @@ def begun_together(seed: int) -> int:
     common, own = random.Random(seed), random.Random(1000 * seed + rank)
     for call in range(5):
         lengths = [size * common.choice([1, 1000, 400_000]) for _ in range(12)]
-        parts = [[torch.randn(n, generator=_seeded(call, each)) for n in lengths] for each in range(size)]
+        parts = [
+            [torch.randn(n, generator=_seeded(call, each)) for n in lengths] for each in range(size)
+        ]
         total = [reduce(torch.add, one) for one in zip(*parts, strict=True)]
         begun = []
         for i, part in enumerate(parts[rank]):
             scatter = i % 3 == 0
-            begun.append(axis.start_reduce_scatter(part.view(size, -1)) if scatter else axis.start_all_reduce(part))
+            begun.append(
+                axis.start_reduce_scatter(part.view(size, -1))
+                if scatter
+                else axis.start_all_reduce(part)
+            )
             if own.random() < 0.2:
                 time.sleep(own.random() * 0.01)
             if common.random() < 0.3:
                 assert axis.all_reduce(torch.ones(3)).tolist() == [size] * 3
         for i in own.sample(range(12), 12):
             wanted = total[i] if i % 3 else total[i].view(size, -1)[rank]
-            assert torch.equal(begun[i].wait(), wanted) if i % 3 else torch.allclose(begun[i].wait(), wanted, atol=1e-5)
+            assert (
+                torch.equal(begun[i].wait(), wanted)
+                if i % 3
+                else torch.allclose(begun[i].wait(), wanted, atol=1e-5)
+            )
     return axis._shared_sums.group.piece_bytes
 
 

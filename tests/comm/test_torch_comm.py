@@ -13,7 +13,15 @@ from alpa_strategy.comm.mesh import build_mesh, build_stage_meshes
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_range
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+)
 SHAPES = ((4, 8), (5, 3), (1, 7), (3, 2, 5), (2,))
 
 
@@ -65,7 +73,9 @@ def check_mesh(shape, backend="torch"):
     pending = mesh.whole.start_all_reduce(torch.full((3,), 1.0))
     scattered = mesh.whole.start_reduce_scatter(torch.arange(float(world * 2)).view(world, 2))
     torch.testing.assert_close(pending.wait(), torch.full((3,), float(world)))
-    torch.testing.assert_close(scattered.wait(), world * torch.arange(2.0) + 2 * world * mesh.whole.index)
+    torch.testing.assert_close(
+        scattered.wait(), world * torch.arange(2.0) + 2 * world * mesh.whole.index
+    )
     return sum(counts)
 
 
@@ -74,20 +84,28 @@ def check_strides():
     axis = build_mesh((2,)).axes[0]
     plain = make((4, 2, 6, 8), torch.float32, axis.index)
     pairs = [(plain, plain.contiguous(memory_format=torch.channels_last))]
-    pairs += [(each, each.transpose(0, -1).contiguous().transpose(0, -1)) for each in (plain, plain[0])]
+    pairs += [
+        (each, each.transpose(0, -1).contiguous().transpose(0, -1)) for each in (plain, plain[0])
+    ]
     for same, apart in pairs:
         assert not apart.is_contiguous()
         for dim in range(same.dim()):
-            torch.testing.assert_close(axis.reduce_scatter(apart, dim), axis.reduce_scatter(same, dim))
+            torch.testing.assert_close(
+                axis.reduce_scatter(apart, dim), axis.reduce_scatter(same, dim)
+            )
             total = 2 * same.shape[dim]
-            torch.testing.assert_close(axis.all_gather(apart, dim, total), axis.all_gather(same, dim, total))
+            torch.testing.assert_close(
+                axis.all_gather(apart, dim, total), axis.all_gather(same, dim, total)
+            )
             moved = (axis.all_to_all(x, dim, total, (dim + 1) % same.dim()) for x in (apart, same))
             torch.testing.assert_close(*moved)
     return True
 
 
 def check_two_meshes():
-    (mesh,) = (mesh for mesh in build_stage_meshes([((1,), (0,)), ((2,), (1, 2))]) if mesh is not None)
+    (mesh,) = (
+        mesh for mesh in build_stage_meshes([((1,), (0,)), ((2,), (1, 2))]) if mesh is not None
+    )
     return [mesh.ranks, mesh.axes[0].all_reduce(torch.tensor(1.0)).item()]
 
 

@@ -26,7 +26,9 @@ def random_side(rng, num_dims):
 
 
 def whole_tensor(shape, dtype, seed):
-    values = torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=torch.Generator().manual_seed(seed))
+    values = torch.randint(
+        0, 2 if dtype is torch.bool else 100, shape, generator=torch.Generator().manual_seed(seed)
+    )
     return values.to(dtype)
 
 
@@ -63,7 +65,9 @@ def send_bundles(seed):
     check(bundles, exchange(transfers, tag=7), rank)
     # The same by early receives and an outbox, in another order than they are sent.
     outbox = Outbox()
-    receipts = [transfer.receive(100 + i) for i, (transfer, _) in reversed(list(enumerate(transfers)))][::-1]
+    receipts = [
+        transfer.receive(100 + i) for i, (transfer, _) in reversed(list(enumerate(transfers)))
+    ][::-1]
     sizes = 0
     for i, (transfer, tensors) in enumerate(transfers):
         ops = transfer.send_ops(tensors, 100 + i)
@@ -79,7 +83,9 @@ def send_bundles(seed):
         if piece.source == rank != piece.target
     )
     count = sum(len(tensors) for _, _, tensors, _ in bundles)
-    assert planned <= sizes <= planned + 16 * 16 * count  # what is between the parts of a message is alignment
+    assert (
+        planned <= sizes <= planned + 16 * 16 * count
+    )  # what is between the parts of a message is alignment
 
 
 def check(bundles, results, rank):

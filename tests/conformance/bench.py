@@ -106,13 +106,22 @@ class Bench:
     def trainer(self, plan: dict[str, Any] | None = None, **arguments: Any) -> pl.Trainer:
         """A quiet fp64 Trainer; `arguments` are the Trainer's, `plan` replaces the options of the kind's plan."""
         quiet = {} if arguments.get("barebones") else QUIET
-        common = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, "default_root_dir": self.root}
+        common = {
+            "accelerator": "cpu",
+            "precision": "64-true",
+            "max_epochs": 1,
+            "default_root_dir": self.root,
+        }
         parallel: dict[str, Any] = {"devices": self.num_ranks}
         if self.is_alpa:
             from alpa_strategy import AlpaStrategy
 
             # Plans are solved once for all behaviours of the session, whose folders lie side by side.
-            shared = {"cluster": "pcie_8gpu", "verbose": False, "plan_dir": self.root.parent / "plans"}
+            shared = {
+                "cluster": "pcie_8gpu",
+                "verbose": False,
+                "plan_dir": self.root.parent / "plans",
+            }
             options = {**shared, **(PLANS[self.kind] if plan is None else plan)}
             parallel["strategy"] = AlpaStrategy(**options)
         elif self.kind == "ddp":
@@ -132,7 +141,9 @@ class Bench:
         return self.seeded(kind, seed=seed, **kwargs)
 
     def data(self, rows: int = 32, seed: int = 3, d_in: int = 6, d_out: int = 4) -> TensorDataset:
-        return self.seeded(lambda: TensorDataset(torch.randn(rows, d_in), torch.randn(rows, d_out)), seed=seed)
+        return self.seeded(
+            lambda: TensorDataset(torch.randn(rows, d_in), torch.randn(rows, d_out)), seed=seed
+        )
 
     def loader(self, rows: int = 32, seed: int = 3, **kwargs: Any) -> DataLoader:
         """Training batches of `ROWS` rows a rank; in one process those of all ranks (Lightning shuffles the ranks')."""
@@ -143,7 +154,9 @@ class Bench:
 
     def evaluation_loader(self, rows: int, seed: int, **kwargs: Any) -> DataLoader:
         """The same in the rows' own order."""
-        return DataLoader(self.data(rows, seed), batch_size=ROWS * RANKS // self.num_ranks, **kwargs)
+        return DataLoader(
+            self.data(rows, seed), batch_size=ROWS * RANKS // self.num_ranks, **kwargs
+        )
 
     def files(self) -> list[str]:
         """Files below the root, checkpoints in folders as one; seen by rank 0."""
@@ -156,17 +169,25 @@ class Bench:
             found.append(str(relative))
         return found if rank_zero_only.rank == 0 else []
 
-    def outcome(self, trainer: pl.Trainer, module: pl.LightningModule, **more: Any) -> dict[str, Any]:
+    def outcome(
+        self, trainer: pl.Trainer, module: pl.LightningModule, **more: Any
+    ) -> dict[str, Any]:
         """What every training leaves behind."""
         return {
-            "weights": {name: value.detach().clone() for name, value in module.state_dict().items()},
+            "weights": {
+                name: value.detach().clone() for name, value in module.state_dict().items()
+            },
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "steps": (trainer.global_step, trainer.current_epoch),
             **more,
         }
 
     def fit(
-        self, kind: type[pl.LightningModule] = Net, validate: bool = False, rows: int = 32, **arguments: Any
+        self,
+        kind: type[pl.LightningModule] = Net,
+        validate: bool = False,
+        rows: int = 32,
+        **arguments: Any,
     ) -> dict[str, Any]:
         """The outcome of an ordinary `fit`."""
         module, trainer = self.module(kind), self.trainer(**arguments)
@@ -192,7 +213,10 @@ def _averaged(outcomes: list[Any]) -> list[Any]:
     if isinstance(outcomes[0], dict):
         keys = [k for k in outcomes[0] if all(isinstance(o, dict) and k in o for o in outcomes)]
         averaged = {key: _averaged([o[key] for o in outcomes]) for key in keys}
-        return [{k: averaged[k][i] if k in averaged else v for k, v in o.items()} for i, o in enumerate(outcomes)]
+        return [
+            {k: averaged[k][i] if k in averaged else v for k, v in o.items()}
+            for i, o in enumerate(outcomes)
+        ]
     return outcomes
 
 
@@ -208,7 +232,9 @@ def _compare(a: Any, b: Any, path: str, tolerance: float) -> list[str]:
     if isinstance(a, dict) and isinstance(b, dict):
         missing = [f"{path}.{k}: only expected: {_short(a[k])}" for k in a.keys() - b.keys()]
         surplus = [f"{path}.{k}: not expected: {_short(b[k])}" for k in b.keys() - a.keys()]
-        both = [line for k in a if k in b for line in _compare(a[k], b[k], f"{path}.{k}", tolerance)]
+        both = [
+            line for k in a if k in b for line in _compare(a[k], b[k], f"{path}.{k}", tolerance)
+        ]
         return missing + surplus + both
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         if len(a) != len(b):
@@ -223,11 +249,21 @@ def _compare(a: Any, b: Any, path: str, tolerance: float) -> list[str]:
             return [f"{path}: {a.dtype} {list(a.shape)} expected, {b.dtype} {list(b.shape)} found"]
         error = (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
         scale = max(1.0, a.double().abs().max().item()) if a.numel() else 1.0
-        return [] if error <= tolerance * scale else [f"{path}: error {error:.3e} at scale {scale:.3e}"]
+        return (
+            []
+            if error <= tolerance * scale
+            else [f"{path}: error {error:.3e} at scale {scale:.3e}"]
+        )
     if isinstance(a, float) and isinstance(b, float):
-        same = math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance) or (math.isnan(a) and math.isnan(b))
+        same = math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance) or (
+            math.isnan(a) and math.isnan(b)
+        )
         return [] if same else [f"{path}: {a!r} expected, {b!r} found"]
-    return [] if type(a) is type(b) and a == b else [f"{path}: {_short(a)} expected, {_short(b)} found"]
+    return (
+        []
+        if type(a) is type(b) and a == b
+        else [f"{path}: {_short(a)} expected, {_short(b)} found"]
+    )
 
 
 def _short(value: Any) -> str:

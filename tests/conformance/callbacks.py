@@ -20,7 +20,9 @@ def early_stopping(bench: Bench) -> Any:
 
 
 def early_stopping_on_the_training_loss(bench: Bench) -> Any:
-    stop = lightning_callbacks.EarlyStopping("train_loss", patience=0, min_delta=0.05, check_on_train_epoch_end=True)
+    stop = lightning_callbacks.EarlyStopping(
+        "train_loss", patience=0, min_delta=0.05, check_on_train_epoch_end=True
+    )
     found = bench.fit(max_epochs=10, callbacks=[stop])
     return {**found, "stopped": stop.stopped_epoch}
 
@@ -29,10 +31,16 @@ def learning_rate_monitor(bench: Bench) -> Any:
     class Scheduled(Net):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
-            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer), "interval": "step"}]
+            return [optimizer], [
+                {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer), "interval": "step"}
+            ]
 
-    monitor = lightning_callbacks.LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
-    found = bench.fit(Scheduled, callbacks=[monitor], logger=CSVLogger(bench.root), log_every_n_steps=1)
+    monitor = lightning_callbacks.LearningRateMonitor(
+        "step", log_momentum=True, log_weight_decay=True
+    )
+    found = bench.fit(
+        Scheduled, callbacks=[monitor], logger=CSVLogger(bench.root), log_every_n_steps=1
+    )
     return {**found, "rates": monitor.lrs}
 
 
@@ -64,7 +72,9 @@ def weight_averaging_resumed(bench: Bench) -> Any:
 
 
 def stochastic_weight_averaging(bench: Bench) -> Any:
-    average = lightning_callbacks.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2, annealing_epochs=2)
+    average = lightning_callbacks.StochasticWeightAveraging(
+        swa_lrs=0.02, swa_epoch_start=2, annealing_epochs=2
+    )
     return bench.fit(validate=True, max_epochs=5, callbacks=[average])
 
 
@@ -88,7 +98,9 @@ def average_in_the_module(bench: Bench) -> Any:
     class Student(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.teacher = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+            self.teacher = torch.nn.Sequential(
+                torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)
+            )
             self.teacher.load_state_dict(self.net.state_dict())
             self.teacher.requires_grad_(False)
 
@@ -176,11 +188,16 @@ def finetuning(bench: Bench) -> Any:
     return bench.outcome(trainer, module)
 
 
-finetuning.reference = "plain"  # DDP does not reduce the gradients of parameters that were frozen at first
+finetuning.reference = (
+    "plain"  # DDP does not reduce the gradients of parameters that were frozen at first
+)
 
 
 def gradient_accumulation_scheduler(bench: Bench) -> Any:
-    return bench.fit(max_epochs=3, callbacks=[lightning_callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})])
+    return bench.fit(
+        max_epochs=3,
+        callbacks=[lightning_callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})],
+    )
 
 
 def progress_bars_and_summaries(bench: Bench) -> Any:
@@ -198,7 +215,10 @@ def progress_bars_and_summaries(bench: Bench) -> Any:
     )
     plain = bench.fit(
         validate=True,
-        callbacks=[lightning_callbacks.TQDMProgressBar(refresh_rate=1), lightning_callbacks.ModelSummary()],
+        callbacks=[
+            lightning_callbacks.TQDMProgressBar(refresh_rate=1),
+            lightning_callbacks.ModelSummary(),
+        ],
         enable_progress_bar=True,
         enable_model_summary=True,
     )
@@ -214,24 +234,36 @@ def profiled(bench: Bench) -> Any:
         profiler = kind(dirpath=bench.root, filename=kind.__name__)
         bench.fit(profiler=profiler, limit_train_batches=2)
         if kind is profilers.SimpleProfiler:
-            actions = sorted((named(name), len(times)) for name, times in profiler.recorded_durations.items())
+            actions = sorted(
+                (named(name), len(times)) for name, times in profiler.recorded_durations.items()
+            )
     profiler = profilers.PyTorchProfiler(dirpath=bench.root, filename="torch")
     found = bench.fit(profiler=profiler, limit_train_batches=2)
-    return {**found, "files": sorted({named(Path(name).name.split(".")[0]) for name in found["files"]}), "ran": actions}
+    return {
+        **found,
+        "files": sorted({named(Path(name).name.split(".")[0]) for name in found["files"]}),
+        "ran": actions,
+    }
 
 
 def timer_and_throughput(bench: Bench) -> Any:
     timer = lightning_callbacks.Timer(duration="00:00:10:00")
-    throughput = lightning_callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
+    throughput = lightning_callbacks.ThroughputMonitor(
+        batch_size_fn=lambda batch: len(batch[0]), window_size=2
+    )
     logger = CSVLogger(bench.root, name="throughput")
-    found = bench.fit(max_epochs=2, callbacks=[timer, throughput], logger=logger, log_every_n_steps=2)
+    found = bench.fit(
+        max_epochs=2, callbacks=[timer, throughput], logger=logger, log_every_n_steps=2
+    )
     return {**found, "timed": timer.time_elapsed("train") > 0}
 
 
 def lambda_callback(bench: Bench) -> Any:
     seen: list[float] = []
     look = lightning_callbacks.LambdaCallback(
-        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: seen.append(batch[0].sum().item()),
+        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: seen.append(
+            batch[0].sum().item()
+        ),
         on_before_optimizer_step=lambda trainer, module, optimizer: seen.append(
             sum(float(p.grad.square().sum()) for p in module.parameters())
         ),

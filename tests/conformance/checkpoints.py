@@ -13,15 +13,26 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 def top_k_by_metric(bench: Bench) -> Any:
     keep = ModelCheckpoint(
-        bench.root / "best", monitor="val_loss", save_top_k=2, filename="{epoch}-{step}", save_last=True
+        bench.root / "best",
+        monitor="val_loss",
+        save_top_k=2,
+        filename="{epoch}-{step}",
+        save_last=True,
     )
     found = bench.fit(validate=True, max_epochs=4, callbacks=[keep], enable_checkpointing=True)
     best = {Path(path).name: float(score) for path, score in keep.best_k_models.items()}
-    return {**found, "best": best, "path": Path(keep.best_model_path).name, "last": Path(keep.last_model_path).name}
+    return {
+        **found,
+        "best": best,
+        "path": Path(keep.best_model_path).name,
+        "last": Path(keep.last_model_path).name,
+    }
 
 
 def every_few_steps(bench: Bench) -> Any:
-    keep = ModelCheckpoint(bench.root / "steps", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    keep = ModelCheckpoint(
+        bench.root / "steps", every_n_train_steps=3, save_top_k=-1, filename="{step}"
+    )
     return bench.fit(max_epochs=2, callbacks=[keep], enable_checkpointing=True)
 
 
@@ -31,13 +42,21 @@ def default_checkpoints(bench: Bench) -> Any:
 
 def best_checkpoint_is_tested(bench: Bench) -> Any:
     keep = ModelCheckpoint(bench.root / "best", monitor="val_loss", save_top_k=1)
-    module, trainer = bench.module(), bench.trainer(max_epochs=3, callbacks=[keep], enable_checkpointing=True)
+    module, trainer = (
+        bench.module(),
+        bench.trainer(max_epochs=3, callbacks=[keep], enable_checkpointing=True),
+    )
     trainer.fit(module, bench.loader(), bench.evaluation_loader(16, 4))
     found = bench.outcome(trainer, module)
     tested = trainer.test(
-        dataloaders=bench.evaluation_loader(16, 5), ckpt_path="best", verbose=False, weights_only=False
+        dataloaders=bench.evaluation_loader(16, 5),
+        ckpt_path="best",
+        verbose=False,
+        weights_only=False,
     )
-    validated = trainer.validate(module, bench.evaluation_loader(16, 4), ckpt_path=keep.best_model_path, verbose=False)
+    validated = trainer.validate(
+        module, bench.evaluation_loader(16, 4), ckpt_path=keep.best_model_path, verbose=False
+    )
     return {**found, "tested": tested, "validated": validated}
 
 
@@ -61,20 +80,27 @@ class Scheduled(Net):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20), "interval": "step"}
+            {
+                "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+                "interval": "step",
+            }
         ]
 
 
 def resumed_from_last(bench: Bench) -> Any:
     """After the first epoch; shuffled. (In the midst of an epoch DDP forgets which rows it has seen.)"""
-    keep = ModelCheckpoint(bench.root, every_n_train_steps=2, save_last=True, save_top_k=1, monitor=None)
+    keep = ModelCheckpoint(
+        bench.root, every_n_train_steps=2, save_last=True, save_top_k=1, monitor=None
+    )
     first = bench.trainer(max_epochs=1, callbacks=[keep], enable_checkpointing=True)
     first.fit(bench.module(Scheduled), bench.loader(shuffle=True))
     again = ModelCheckpoint(bench.root, save_last=True)
     module = bench.module(Scheduled, width=8, lr=0.1)
     trainer = bench.trainer(max_epochs=3, callbacks=[again], enable_checkpointing=True)
     trainer.fit(module, bench.loader(shuffle=True), ckpt_path="last", weights_only=False)
-    return bench.outcome(trainer, module, seen=module.seen, rate=trainer.optimizers[0].param_groups[0]["lr"])
+    return bench.outcome(
+        trainer, module, seen=module.seen, rate=trainer.optimizers[0].param_groups[0]["lr"]
+    )
 
 
 class State(pl.Callback):

@@ -65,7 +65,10 @@ def loaders_of_the_module(bench: Bench) -> Any:
         def val_dataloader(self) -> Any:
             return bench.evaluation_loader(16, 4)
 
-    module, trainer = bench.module(Loads), bench.trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    module, trainer = (
+        bench.module(Loads),
+        bench.trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1),
+    )
     trainer.fit(module)
     return bench.outcome(trainer, module)
 
@@ -75,7 +78,10 @@ def reloaded_loaders(bench: Bench) -> Any:
         def train_dataloader(self) -> Any:
             return bench.loader(seed=10 + self.current_epoch)
 
-    module, trainer = bench.module(Loads), bench.trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    module, trainer = (
+        bench.module(Loads),
+        bench.trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1),
+    )
     trainer.fit(module)
     return bench.outcome(trainer, module)
 
@@ -172,16 +178,27 @@ def batches_of_other_types(bench: Bench) -> Any:
             return F.mse_loss(self.net(x), y)
 
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True, batch_size=ROWS)
+            self.log(
+                "val_loss", self.training_step(batch, batch_idx), sync_dist=True, batch_size=ROWS
+            )
             return batch
 
     def collate(kind: Any) -> Any:
-        return lambda rows: kind(x=torch.stack([row[0] for row in rows]), y=torch.stack([row[1] for row in rows]))
+        return lambda rows: kind(
+            x=torch.stack([row[0] for row in rows]), y=torch.stack([row[1] for row in rows])
+        )
 
     found = {}
-    for name, kind in {"dataclass": Pair, "tuple": namedtuple("Point", "x y"), "mapping": UserDict}.items():
+    for name, kind in {
+        "dataclass": Pair,
+        "tuple": namedtuple("Point", "x y"),
+        "mapping": UserDict,
+    }.items():
         module, trainer = bench.module(Types), bench.trainer()
-        loaders = [DataLoader(bench.data(seed=s), batch_size=ROWS, collate_fn=collate(kind)) for s in (3, 4)]
+        loaders = [
+            DataLoader(bench.data(seed=s), batch_size=ROWS, collate_fn=collate(kind))
+            for s in (3, 4)
+        ]
         trainer.fit(module, *loaders)
         found[name] = bench.outcome(trainer, module)
     return found

@@ -33,7 +33,11 @@ class Built(pl.LightningModule):
 
     def layers(self) -> nn.Module:
         return nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 8)
+            nn.Linear(WIDTH, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.GELU(),
+            nn.Linear(WIDTH, 8),
         )
 
     def on_fit_start(self) -> None:
@@ -80,7 +84,9 @@ def ordinary_file(bench: Bench, name: str = "plain.ckpt") -> str:
     if dist.get_rank() == 0:
         module = built(seed=8)
         module.configure_model()
-        torch.save({"state_dict": module.state_dict(), "pytorch-lightning_version": pl.__version__}, path)
+        torch.save(
+            {"state_dict": module.state_dict(), "pytorch-lightning_version": pl.__version__}, path
+        )
     dist.barrier()
     return str(path)
 
@@ -105,7 +111,9 @@ class Table(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * WIDTH**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight * self.cos[3, 4] + self.sin[1, 0] + self.mask[3, 2] * self.scale[0, 0]
+        return (
+            x @ self.weight * self.cos[3, 4] + self.sin[1, 0] + self.mask[3, 2] * self.scale[0, 0]
+        )
 
 
 class Everything(Built):
@@ -127,7 +135,17 @@ class Everything(Built):
             filled.weight.add_(second.weight.T)
         first.weight.data = first.weight.data * 0.7
         return nn.Sequential(
-            Table(), normed, nn.Tanh(), own, first, nn.Tanh(), second, tied, filled, nn.Tanh(), nn.Linear(WIDTH, 8)
+            Table(),
+            normed,
+            nn.Tanh(),
+            own,
+            first,
+            nn.Tanh(),
+            second,
+            tied,
+            filled,
+            nn.Tanh(),
+            nn.Linear(WIDTH, 8),
         )
 
 
@@ -148,7 +166,9 @@ def weights_made_in_many_ways(bench: Bench) -> Any:
 def evaluated_from_a_file(bench: Bench) -> Any:
     """An ordinary file is read into modules without memory that are not trained; whole, and where they do not fit."""
     path = ordinary_file(bench)
-    plans: list[dict[str, Any]] = [{}, {"plan": {"memory_limit": 1.1e5}}] if bench.is_alpa else [{}, {}]
+    plans: list[dict[str, Any]] = (
+        [{}, {"plan": {"memory_limit": 1.1e5}}] if bench.is_alpa else [{}, {}]
+    )
     found: list[Any] = []
     for plan in plans:
         for module in (built(), without_memory(bench)):
@@ -176,7 +196,11 @@ def weights_read_while_built(bench: Bench) -> Any:
     trainer.fit(module, loader(bench))
     found = bench.outcome(trainer, module)
     untrained = bench.trainer().validate(built(FromFile), loader(bench, 12, 7), verbose=False)
-    return {"fit": found, "untrained": untrained, "predicted": trainer.predict(module, loader(bench, 12, 7))}
+    return {
+        "fit": found,
+        "untrained": untrained,
+        "predicted": trainer.predict(module, loader(bench, 12, 7)),
+    }
 
 
 def checkpoints_read_after_training(bench: Bench) -> Any:

@@ -48,10 +48,16 @@ def several_validation_loaders(bench: Bench) -> Any:
             return {"dataloader": dataloader_idx, "batch": batch_idx, "prediction": self(batch[0])}
 
     module, trainer = bench.module(Several), bench.trainer()
-    trainer.fit(module, bench.loader(), [bench.evaluation_loader(16, 4), bench.evaluation_loader(24, 5)])
+    trainer.fit(
+        module, bench.loader(), [bench.evaluation_loader(16, 4), bench.evaluation_loader(24, 5)]
+    )
     found = bench.outcome(trainer, module)
-    tested = trainer.test(module, [bench.evaluation_loader(16, 4), bench.evaluation_loader(8, 5)], verbose=False)
-    predicted = trainer.predict(module, [bench.evaluation_loader(16, 4), bench.evaluation_loader(8, 5)])
+    tested = trainer.test(
+        module, [bench.evaluation_loader(16, 4), bench.evaluation_loader(8, 5)], verbose=False
+    )
+    predicted = trainer.predict(
+        module, [bench.evaluation_loader(16, 4), bench.evaluation_loader(8, 5)]
+    )
     return {**found, "tested": tested, "predicted": predicted}
 
 
@@ -59,11 +65,18 @@ def nested_predictions(bench: Bench) -> Any:
     class Nested(Net):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             y = self(batch[0])
-            return {"best": y.argmax(1), "all": [y, (y.softmax(1), batch_idx)], "first": batch[0][0], "none": None}
+            return {
+                "best": y.argmax(1),
+                "all": [y, (y.softmax(1), batch_idx)],
+                "first": batch[0][0],
+                "none": None,
+            }
 
     module, trainer = bench.module(Nested), bench.trainer()
     trainer.fit(module, bench.loader())
-    return bench.outcome(trainer, module, predicted=trainer.predict(module, bench.evaluation_loader(20, 6)))
+    return bench.outcome(
+        trainer, module, predicted=trainer.predict(module, bench.evaluation_loader(20, 6))
+    )
 
 
 def prediction_writer(bench: Bench) -> Any:
@@ -71,11 +84,19 @@ def prediction_writer(bench: Bench) -> Any:
 
     class Writer(BasePredictionWriter):
         def write_on_batch_end(
-            self, trainer: Any, pl_module: Any, prediction: Any, batch_indices: Any, batch: Any, *index: int
+            self,
+            trainer: Any,
+            pl_module: Any,
+            prediction: Any,
+            batch_indices: Any,
+            batch: Any,
+            *index: int,
         ) -> None:
             seen.append((prediction.clone(), list(batch_indices), index))
 
-        def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+        def write_on_epoch_end(
+            self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any
+        ) -> None:
             seen.append((len(predictions), [list(b) for b in batch_indices]))
 
     module, trainer = bench.module(), bench.trainer(callbacks=[Writer("batch_and_epoch")])
@@ -96,7 +117,9 @@ def outputs_reach_the_hooks(bench: Bench) -> Any:
             self.outputs.append(error)
             return {"error": error, "rows": len(x)}
 
-        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        def on_validation_batch_end(
+            self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
             assert outputs["error"].shape == (outputs["rows"],)
 
         def on_validation_epoch_end(self) -> None:
@@ -108,7 +131,10 @@ def outputs_reach_the_hooks(bench: Bench) -> Any:
     module, trainer = bench.module(Collects), bench.trainer(max_epochs=2)
     trainer.fit(module, bench.loader(), bench.evaluation_loader(16, 4))
     found = bench.outcome(trainer, module)
-    return {**found, "validated": trainer.validate(module, bench.evaluation_loader(16, 4), verbose=False)}
+    return {
+        **found,
+        "validated": trainer.validate(module, bench.evaluation_loader(16, 4), verbose=False),
+    }
 
 
 def smaller_last_evaluation_batch(bench: Bench) -> Any:
@@ -156,7 +182,10 @@ def training_mode_comes_back(bench: Bench) -> Any:
             self.seen += [pl_module.training, pl_module.frozen.training]
 
     modes = Modes()
-    return {**bench.fit(Frozen, validate=True, val_check_interval=2, callbacks=[modes]), "modes": modes.seen}
+    return {
+        **bench.fit(Frozen, validate=True, val_check_interval=2, callbacks=[modes]),
+        "modes": modes.seen,
+    }
 
 
 def outputs_kept_in_lists(bench: Bench) -> Any:
@@ -198,7 +227,9 @@ def outputs_kept_in_lists(bench: Bench) -> Any:
             self.rows.clear()
 
     module, trainer = bench.module(Keeps), bench.trainer(max_epochs=2)
-    trainer.fit(module, bench.loader(), [bench.evaluation_loader(16, 4), bench.evaluation_loader(24, 5)])
+    trainer.fit(
+        module, bench.loader(), [bench.evaluation_loader(16, 4), bench.evaluation_loader(24, 5)]
+    )
     return bench.outcome(trainer, module)
 
 
@@ -234,7 +265,9 @@ def outputs_in_pieces(bench: Bench) -> Any:
             prediction = self(batch[0])
             return {"rows": list(prediction), "half": prediction.chunk(2), "number": batch_idx + 1}
 
-        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        def on_validation_batch_end(
+            self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
             seen.append(outputs)
 
     return {**bench.fit(Pieces, validate=True), "seen": seen}

@@ -77,7 +77,9 @@ def log_reduced_over_an_epoch(bench: Bench) -> Any:
             loss = F.mse_loss(self.net(x), y)
             for name in ("min", "max", "sum", "mean"):
                 self.log(name, loss, on_step=True, on_epoch=True, reduce_fx=name, sync_dist=True)
-            self.log("function", loss, on_step=False, on_epoch=True, reduce_fx=torch.max, sync_dist=True)
+            self.log(
+                "function", loss, on_step=False, on_epoch=True, reduce_fx=torch.max, sync_dist=True
+            )
             return loss
 
     return fit_and_look(bench, Logs)
@@ -95,7 +97,9 @@ def logs_of_validation(bench: Bench) -> Any:
             # What is logged is the whole batch's: it is DDP's where the step reduces rows as `reduce_fx` does ranks.
             for name in ("min", "max", "sum", "mean"):
                 self.log(name, getattr(rows, name)(), reduce_fx=name, sync_dist=True)
-            self.log("on_step", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(x))
+            self.log(
+                "on_step", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(x)
+            )
             self.log_dict({"a": loss, "b": 2 * loss}, prog_bar=True, logger=False, sync_dist=True)
             self.log("number", float(batch_idx), sync_dist=True)
 
@@ -158,7 +162,8 @@ class Measured(Net):
         self.train_error = torchmetrics.MeanSquaredError()
         self.val_error = torchmetrics.MeanSquaredError()
         self.train_all = torchmetrics.MetricCollection(
-            {"mae": torchmetrics.MeanAbsoluteError(), "worst": torchmetrics.MaxMetric()}, prefix="train_"
+            {"mae": torchmetrics.MeanAbsoluteError(), "worst": torchmetrics.MaxMetric()},
+            prefix="train_",
         )
         self.val_all = self.train_all.clone(prefix="val_")
         self.set_dtype()
@@ -263,13 +268,19 @@ def csv_logger(bench: Bench) -> Any:
         def on_train_epoch_end(self) -> None:
             self.logger.log_metrics({"by_hand": 2.0 * self.current_epoch}, step=self.global_step)
 
-    trainer = bench.trainer(logger=CSVLogger(bench.root, name="logs"), max_epochs=3, log_every_n_steps=1)
+    trainer = bench.trainer(
+        logger=CSVLogger(bench.root, name="logs"), max_epochs=3, log_every_n_steps=1
+    )
     module = bench.module(Logs)
     trainer.fit(module, bench.loader(), bench.evaluation_loader(16, 4))
-    text = (bench.root / "logs/version_0/metrics.csv").read_text() if trainer.is_global_zero else "\n"
+    text = (
+        (bench.root / "logs/version_0/metrics.csv").read_text() if trainer.is_global_zero else "\n"
+    )
     header, *lines = (line.split(",") for line in text.splitlines())
     rows = [{k: float(v) for k, v in zip(header, line, strict=True) if v} for line in lines]
-    hparams = (bench.root / "logs/version_0/hparams.yaml").read_text() if trainer.is_global_zero else ""
+    hparams = (
+        (bench.root / "logs/version_0/hparams.yaml").read_text() if trainer.is_global_zero else ""
+    )
     return bench.outcome(trainer, module, rows=rows, hparams=hparams, files=bench.files())
 
 

@@ -22,7 +22,11 @@ class Validations(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.seen.append(
-            (trainer.global_step, int(trainer.sanity_checking), float(trainer.callback_metrics["val_loss"]))
+            (
+                trainer.global_step,
+                int(trainer.sanity_checking),
+                float(trainer.callback_metrics["val_loss"]),
+            )
         )
 
 
@@ -33,7 +37,9 @@ def fit(bench: Bench) -> Any:
 def hooks_in_order(bench: Bench) -> Any:
     calls: list[str] = []
     module = bench.module(recording_module(Net, calls))
-    trainer = bench.trainer(callbacks=[recording_callback(calls)], limit_train_batches=2, gradient_clip_val=0.5)
+    trainer = bench.trainer(
+        callbacks=[recording_callback(calls)], limit_train_batches=2, gradient_clip_val=0.5
+    )
     trainer.fit(module, bench.loader(), bench.evaluation_loader(16, 4))
     trainer.validate(module, bench.evaluation_loader(16, 4), verbose=False)
     trainer.test(module, bench.evaluation_loader(16, 5), verbose=False)
@@ -58,10 +64,18 @@ def sanity_check_and_val_check_interval(bench: Bench) -> Any:
 def validation_every_few_batches_and_epochs(bench: Bench) -> Any:
     batches, epochs = Validations(), Validations()
     by_batch = bench.fit(
-        validate=True, max_epochs=2, val_check_interval=3, check_val_every_n_epoch=None, callbacks=[batches]
+        validate=True,
+        max_epochs=2,
+        val_check_interval=3,
+        check_val_every_n_epoch=None,
+        callbacks=[batches],
     )
     by_epoch = bench.fit(
-        validate=True, max_epochs=3, check_val_every_n_epoch=2, num_sanity_val_steps=0, callbacks=[epochs]
+        validate=True,
+        max_epochs=3,
+        check_val_every_n_epoch=2,
+        num_sanity_val_steps=0,
+        callbacks=[epochs],
     )
     return {"batches": by_batch, "epochs": by_epoch, "validations": [batches.seen, epochs.seen]}
 
@@ -69,12 +83,20 @@ def validation_every_few_batches_and_epochs(bench: Bench) -> Any:
 def limited_batches(bench: Bench) -> Any:
     module = bench.module()
     trainer = bench.trainer(
-        limit_train_batches=3, limit_val_batches=1, limit_test_batches=0.5, limit_predict_batches=1, max_epochs=2
+        limit_train_batches=3,
+        limit_val_batches=1,
+        limit_test_batches=0.5,
+        limit_predict_batches=1,
+        max_epochs=2,
     )
     trainer.fit(module, bench.loader(), bench.evaluation_loader(16, 4))
     found = bench.outcome(trainer, module)
     tested = trainer.test(module, bench.evaluation_loader(16, 5), verbose=False)
-    return {**found, "tested": tested, "predicted": trainer.predict(module, bench.evaluation_loader(16, 6))}
+    return {
+        **found,
+        "tested": tested,
+        "predicted": trainer.predict(module, bench.evaluation_loader(16, 6)),
+    }
 
 
 def fast_dev_run(bench: Bench) -> Any:
@@ -132,16 +154,25 @@ def step_returns_a_dict(bench: Bench) -> Any:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             x, y = batch
             prediction = self.net(x)
-            return {"loss": F.mse_loss(prediction, y), "scale": prediction.abs().mean().detach(), "name": "step"}
+            return {
+                "loss": F.mse_loss(prediction, y),
+                "scale": prediction.abs().mean().detach(),
+                "name": "step",
+            }
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.seen = {**getattr(self, "seen", {}), batch_idx: (outputs["scale"].clone(), outputs["name"])}
+            self.seen = {
+                **getattr(self, "seen", {}),
+                batch_idx: (outputs["scale"].clone(), outputs["name"]),
+            }
 
     module, trainer = bench.module(Returns), bench.trainer()
     trainer.fit(module, bench.loader())
     numbers = {i: float(scale) for i, (scale, _) in module.seen.items()}
     seen = {"names": [name for _, name in module.seen.values()]}
-    return bench.outcome(trainer, module, **seen, scale=sum(numbers.values()), batches=list(numbers))
+    return bench.outcome(
+        trainer, module, **seen, scale=sum(numbers.values()), batches=list(numbers)
+    )
 
 
 step_returns_a_dict.reference = "plain"
@@ -203,7 +234,10 @@ def epoch_in_the_loss(bench: Bench) -> Any:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             self.log("epoch", float(self.current_epoch))
-            return loss * min(1.0, 0.5 + self.current_epoch / 4) - torch.tensor(0.01) * self.current_epoch * loss
+            return (
+                loss * min(1.0, 0.5 + self.current_epoch / 4)
+                - torch.tensor(0.01) * self.current_epoch * loss
+            )
 
     return bench.fit(Anneals, max_epochs=3)
 
@@ -219,20 +253,30 @@ class Scheduled(Net):
         x, y = batch
         hidden = self.net[1](self.net[0](x))
         beta = min(1.0, self.global_step / 3)
-        temperature = 1.5 + 0.5 * math.cos(math.pi * self.global_step / (4 * self.trainer.max_epochs))
+        temperature = 1.5 + 0.5 * math.cos(
+            math.pi * self.global_step / (4 * self.trainer.max_epochs)
+        )
         number = self.current_epoch * self.trainer.num_training_batches + batch_idx
         decay = (1 + self.global_step) / (10 + self.global_step)
         with torch.no_grad():
             self.mean.mul_(decay).add_(x.mean(0) * (1 - decay))
         y = torch.where(x[:, :4].sigmoid() < 1 - number / 10, y, self.mean[:4])
-        loss = F.mse_loss(self.net[2](hidden) / temperature, y) + beta * hidden.square().mean() + 0.01 * number
+        loss = (
+            F.mse_loss(self.net[2](hidden) / temperature, y)
+            + beta * hidden.square().mean()
+            + 0.01 * number
+        )
         self.log_dict({"beta": beta, "temperature": temperature, "decayed": 0.9**number})
         self.log("train_loss", loss, sync_dist=True)
         return {"loss": loss, "number": number}
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
-        self.log("val_loss", F.mse_loss(self.net(x), y) * (1 + self.global_step / 10) + batch_idx, sync_dist=True)
+        self.log(
+            "val_loss",
+            F.mse_loss(self.net(x), y) * (1 + self.global_step / 10) + batch_idx,
+            sync_dist=True,
+        )
 
 
 def numbers_of_the_step(bench: Bench) -> Any:
@@ -240,7 +284,9 @@ def numbers_of_the_step(bench: Bench) -> Any:
     numbers = []
 
     class Watch(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             numbers.append(outputs["number"])
 
     path = str(bench.root / "half.ckpt")

@@ -33,7 +33,10 @@ class WithScheduler(Net):
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), **self.config}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.scheduler(optimizer), **self.config},
+        }
 
 
 def scheduler_by_step(bench: Bench) -> Any:
@@ -97,7 +100,11 @@ def parameter_groups(bench: Bench) -> Any:
             decayed = [p for p in self.parameters() if p.ndim > 1]
             others = [p for p in self.parameters() if p.ndim <= 1]
             return torch.optim.AdamW(
-                [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.2}], lr=0.05
+                [
+                    {"params": decayed, "weight_decay": 0.1},
+                    {"params": others, "weight_decay": 0.0, "lr": 0.2},
+                ],
+                lr=0.05,
             )
 
     return bench.fit(Groups, gradient_clip_val=0.5)
@@ -110,7 +117,9 @@ def what_configure_optimizers_may_return(bench: Bench) -> Any:
     def kind(returned: Any) -> type[Net]:
         class Returns(Net):
             def configure_optimizers(self) -> Any:
-                return returned(torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True))
+                return returned(
+                    torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+                )
 
         return Returns
 
@@ -119,10 +128,15 @@ def what_configure_optimizers_may_return(bench: Bench) -> Any:
         "two lists": lambda o: ([o], [scheduler(o)]),
         "dict": lambda o: {"optimizer": o},
         "dict with scheduler": lambda o: {"optimizer": o, "lr_scheduler": scheduler(o)},
-        "list of dicts": lambda o: [{"optimizer": o, "lr_scheduler": {"scheduler": scheduler(o), "interval": "step"}}],
+        "list of dicts": lambda o: [
+            {"optimizer": o, "lr_scheduler": {"scheduler": scheduler(o), "interval": "step"}}
+        ],
         "tuple": lambda o: (o,),
     }
-    return {name: bench.fit(kind(returned), limit_train_batches=2, max_epochs=2) for name, returned in forms.items()}
+    return {
+        name: bench.fit(kind(returned), limit_train_batches=2, max_epochs=2)
+        for name, returned in forms.items()
+    }
 
 
 def element_wise_optimizers(bench: Bench) -> Any:
@@ -168,7 +182,9 @@ def overridden_gradient_clipping(bench: Bench) -> Any:
             self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
         ) -> None:
             if self.global_step >= 2:
-                self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+                self.clip_gradients(
+                    optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm"
+                )
             else:
                 torch.nn.utils.clip_grad_norm_(self.parameters(), 0.2)
 
@@ -185,7 +201,9 @@ def norms_before_the_optimizers_step(bench: Bench) -> Any:
             self.log_dict(norms)
             self.total = getattr(self, "total", [])
             self.total.append(float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)))
-            self.total.append(float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])))
+            self.total.append(
+                float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]))
+            )
 
         def on_after_backward(self) -> None:
             self.whole = getattr(self, "whole", [])
@@ -198,7 +216,9 @@ def norms_before_the_optimizers_step(bench: Bench) -> Any:
 
 def overridden_optimizer_hooks(bench: Bench) -> Any:
     class Own(Net):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
             if batch_idx % 2 == 0:
                 for group in optimizer.param_groups:
                     group["lr"] = 0.01 * (1 + self.global_step)
@@ -221,7 +241,9 @@ def weights_projected_where_the_optimizer_steps(bench: Bench) -> Any:
             super().__init__()
             self.norms: list[float] = []
 
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
             if batch_idx % 2 == 0:
                 optimizer.step(closure=optimizer_closure)
             else:
@@ -294,14 +316,18 @@ def frozen_parameters(bench: Bench) -> Any:
 
 def parameters_frozen_on_the_way(bench: Bench) -> Any:
     class Freezes(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
             pl_module.net[2].bias.requires_grad_(batch_idx != 1)
             pl_module.net[0].requires_grad_(batch_idx not in (2, 3))
 
     return bench.fit(callbacks=[Freezes()], max_epochs=2)
 
 
-parameters_frozen_on_the_way.reference = "plain"  # DDP must be told before which parameters will have no gradient
+parameters_frozen_on_the_way.reference = (
+    "plain"  # DDP must be told before which parameters will have no gradient
+)
 
 
 def unused_parameters(bench: Bench) -> Any:
@@ -310,7 +336,9 @@ def unused_parameters(bench: Bench) -> Any:
             super().__init__()
             self.other = torch.nn.Linear(3, 3)
 
-    trainer = bench.trainer(**({} if bench.is_alpa else {"strategy": "ddp_find_unused_parameters_true"}))
+    trainer = bench.trainer(
+        **({} if bench.is_alpa else {"strategy": "ddp_find_unused_parameters_true"})
+    )
     module = bench.module(Unused)
     trainer.fit(module, bench.loader())
     return bench.outcome(trainer, module)
@@ -378,13 +406,19 @@ def optimizer_that_calls_the_step_several_times(bench: Bench) -> Any:
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, history_size=3)
 
-    plan = {"num_stages": 1, "num_microbatches": 2} if bench.kind == "pipelined" else {"parallel": "data"}
+    plan = (
+        {"num_stages": 1, "num_microbatches": 2}
+        if bench.kind == "pipelined"
+        else {"parallel": "data"}
+    )
     module, trainer = bench.module(Searches), bench.trainer(plan=plan)
     trainer.fit(module, bench.loader())
     return bench.outcome(trainer, module)
 
 
-optimizer_that_calls_the_step_several_times.reference = "plain"  # DDP's ranks would search by their own losses
+optimizer_that_calls_the_step_several_times.reference = (
+    "plain"  # DDP's ranks would search by their own losses
+)
 
 
 class OtherParameters(Net):
@@ -408,4 +442,6 @@ def parameters_of_some_steps(bench: Bench) -> Any:
     return bench.fit(OtherParameters, rows=48, max_epochs=2)
 
 
-parameters_of_some_steps.reference = "plain"  # DDP wants to be told that some parameters get no gradient
+parameters_of_some_steps.reference = (
+    "plain"  # DDP wants to be told that some parameters get no gradient
+)

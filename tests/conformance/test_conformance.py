@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from conformance import callbacks, checkpoints, data, deferred, evaluation, logs, loops, optimization
+from conformance import (
+    callbacks,
+    checkpoints,
+    data,
+    deferred,
+    evaluation,
+    logs,
+    loops,
+    optimization,
+)
 from conformance.bench import RANKS, Bench, differences
 
 MODULES = (loops, evaluation, data, optimization, logs, callbacks, checkpoints, deferred)
@@ -15,9 +24,12 @@ BEHAVIOURS = {
     f"{module.__name__.rpartition('.')[2]}.{name}": function
     for module in MODULES
     for name, function in vars(module).items()
-    if isinstance(function, types.FunctionType) and list(function.__annotations__) == ["bench", "return"]
+    if isinstance(function, types.FunctionType)
+    and list(function.__annotations__) == ["bench", "return"]
 }
-AGAINST_ONE_PROCESS = {name for name, f in BEHAVIOURS.items() if getattr(f, "reference", "ddp") == "plain"}
+AGAINST_ONE_PROCESS = {
+    name for name, f in BEHAVIOURS.items() if getattr(f, "reference", "ddp") == "plain"
+}
 
 
 def run_behaviour(name: str, kind: str, root: str) -> Any:
@@ -36,7 +48,9 @@ def reference(pool, tmp_path_factory):
             kind = "plain" if name in AGAINST_ONE_PROCESS else "ddp"
             root = str(tmp_path_factory.mktemp(kind))
             ranks = 1 if kind == "plain" else RANKS
-            found[name] = pool.run(ranks, run_behaviour, name, kind, root, init_group=kind != "plain")
+            found[name] = pool.run(
+                ranks, run_behaviour, name, kind, root, init_group=kind != "plain"
+            )
         return found[name]
 
     return get

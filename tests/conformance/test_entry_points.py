@@ -74,7 +74,9 @@ def run_cli(path: str, *overrides: str) -> tuple[str, Any]:
 
 def test_a_class_with_options_in_a_yaml_file(pool, tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
-    options = "{parallel: zero3, cluster: pcie_8gpu, verbose: false, placements: {net.2.weight: R*}}"
+    options = (
+        "{parallel: zero3, cluster: pcie_8gpu, verbose: false, placements: {net.2.weight: R*}}"
+    )
     path = config(tmp_path, f"{{class_path: alpa_strategy.AlpaStrategy, init_args: {options}}}")
     found = pool.run(2, run_cli, str(path))
     assert found == [("AlpaStrategy", ("zero3", None, (("net.2.weight", "R*"),)))] * 2

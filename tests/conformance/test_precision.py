@@ -50,7 +50,9 @@ class Losses(pl.Callback):
         self.seen: list[float] = []
         self.scales: list[float] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *unused: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *unused: Any
+    ) -> None:
         loss = outputs["loss"].detach().double()
         torch.distributed.all_reduce(loss)
         self.seen.append(float(loss) / torch.distributed.get_world_size())
@@ -62,7 +64,12 @@ class Tiny(GPT):
     """A GPT whose step makes tensors of the default dtype, too."""
 
     def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(num_layers=2, vocab_size=32, optimizer=optimizer, lr=3e-3 if optimizer == "adamw" else 0.05)
+        super().__init__(
+            num_layers=2,
+            vocab_size=32,
+            optimizer=optimizer,
+            lr=3e-3 if optimizer == "adamw" else 0.05,
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -104,13 +111,17 @@ def train(
 ) -> dict[str, Any]:
     """Train on two ranks; `plan=None` is DDP; `resume`: from what was saved after step `save_at`."""
     torch.manual_seed(5)
-    optimizer = "sgd" if precision == "16-true" else "adamw"  # Adam's eps is 0 in fp16, for DDP as well
+    optimizer = (
+        "sgd" if precision == "16-true" else "adamw"
+    )  # Adam's eps is 0 in fp16, for DDP as well
     module = {"Tiny": Tiny, "Overflows": Overflows}[kind](optimizer)
     data = TensorDataset(*module.example_batch(64, torch.Generator().manual_seed(3)))
     options: dict[str, Any] = {"cluster": "pcie_8gpu", "verbose": False, "plan_dir": root}
     plugins = []
     if precision == "16-mixed":  # with the name alone, Lightning takes bf16 on CPUs
-        plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))]
+        plugins = [
+            MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))
+        ]
     if precision == MASTERS:
         precision = "bf16-true"
         if plan is None:
@@ -153,11 +164,17 @@ def ddp(pool, tmp_path_factory):
 
 CASES = [(precision, plan) for precision in ("bf16-mixed", "16-mixed") for plan in CAPTURED]
 CASES += [(MASTERS, plan) for plan in PLANS]
-CASES += [(precision, plan) for precision in ("64-true", "bf16-true", "16-true") for plan in ("zero3", "pipelined")]
+CASES += [
+    (precision, plan)
+    for precision in ("64-true", "bf16-true", "16-true")
+    for plan in ("zero3", "pipelined")
+]
 
 
 @pytest.mark.parametrize(("precision", "plan"), CASES)
-def test_losses_of_50_steps_are_those_of_ddp(pool, ddp, tmp_path, precision: str, plan: str) -> None:
+def test_losses_of_50_steps_are_those_of_ddp(
+    pool, ddp, tmp_path, precision: str, plan: str
+) -> None:
     reference = ddp(precision)
     for run in pool.run(2, train, "Tiny", PLANS[plan], precision, str(tmp_path)):
         assert len(run["losses"]) == STEPS
@@ -191,7 +208,9 @@ def test_plans_follow_the_precision() -> None:
         module = GPT(d_model=256, num_heads=4, num_layers=2, vocab_size=512, seq_len=64).to(dtype)
         optimizer = inspect_optimizer(module.configure_optimizers())
         assert optimizer.state_bytes == 2 * dtype.itemsize
-        plan = make_plan(module, module.example_batch(8), cluster, PlanOptions(parallel="data"), optimizer)
+        plan = make_plan(
+            module, module.example_batch(8), cluster, PlanOptions(parallel="data"), optimizer
+        )
         bytes_of[dtype], seconds_of[dtype] = plan.predicted.peak_bytes, plan.predicted.step_seconds
     assert 1.8 < bytes_of[torch.float64] / bytes_of[torch.float32] < 2.1
     assert 1.7 < bytes_of[torch.float32] / bytes_of[torch.float16] < 2.1
@@ -200,7 +219,10 @@ def test_plans_follow_the_precision() -> None:
 
 def test_masters_are_fp32_and_their_updates_are_not_lost(pool, tmp_path) -> None:
     """An update of a thousandth is nothing to a bf16 weight of 1: pure bf16 stands still where masters move."""
-    moved = [pool.run(2, weight_after_small_updates, *given, str(tmp_path))[0] for given in ((True, {}), (False, {}))]
+    moved = [
+        pool.run(2, weight_after_small_updates, *given, str(tmp_path))[0]
+        for given in ((True, {}), (False, {}))
+    ]
     sharded = pool.run(2, weight_after_small_updates, True, {"parallel": "zero3"}, str(tmp_path))
     assert moved == [("torch.float32", pytest.approx(0.98, abs=1e-5)), ("torch.bfloat16", 1.0)]
     assert sharded == [("torch.float32", pytest.approx(0.98, abs=1e-5))] * 2
@@ -224,9 +246,17 @@ class Scale(pl.LightningModule):
 def weight_after_small_updates(masters: bool, plan: dict[str, Any], root: str) -> tuple[str, float]:
     """dtype and first element of the weight after 20 updates of 1e-3."""
     module = Scale()
-    strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, plan_dir=root, master_weights=masters, **plan)
+    strategy = AlpaStrategy(
+        cluster="pcie_8gpu", verbose=False, plan_dir=root, master_weights=masters, **plan
+    )
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, precision="bf16-true", max_steps=20, max_epochs=-1, **QUIET
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        precision="bf16-true",
+        max_steps=20,
+        max_epochs=-1,
+        **QUIET,
     )
     trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 64)), batch_size=4))
     return str(module.weight.dtype), float(module.weight.detach()[0, 0])
@@ -234,4 +264,9 @@ def weight_after_small_updates(masters: bool, plan: dict[str, Any], root: str) -
 
 def test_masters_of_nothing_are_refused(tmp_path) -> None:
     with pytest.raises(SetupError, match='use precision="bf16-true"'):
-        pl.Trainer(accelerator="cpu", strategy=AlpaStrategy(master_weights=True), precision="bf16-mixed", **QUIET)
+        pl.Trainer(
+            accelerator="cpu",
+            strategy=AlpaStrategy(master_weights=True),
+            precision="bf16-mixed",
+            **QUIET,
+        )

@@ -124,7 +124,10 @@ REFUSED = {
 def fit(name: str, kind: str, root: str) -> tuple[str, int]:
     """The error's text, and how many steps were done."""
     bench = Bench(kind, root)
-    module, trainer = bench.module(globals()[name]), bench.trainer({**PLANS[kind], "capture": "require"})
+    module, trainer = (
+        bench.module(globals()[name]),
+        bench.trainer({**PLANS[kind], "capture": "require"}),
+    )
     try:
         trainer.fit(module, bench.loader())
     except AlpaError as error:
@@ -149,7 +152,9 @@ def fit_two(root: str) -> None:
 
 def test_several_optimizers(pool, tmp_path) -> None:
     """Lightning itself wants manual optimization for them."""
-    with pytest.raises(WorkerError, match="multiple optimizers is only supported with manual optimization"):
+    with pytest.raises(
+        WorkerError, match="multiple optimizers is only supported with manual optimization"
+    ):
         pool.run(RANKS, fit_two, str(tmp_path))
 
 
@@ -162,7 +167,9 @@ COMMUNICATE: dict[str, Callable[[Net, torch.Tensor], Any]] = {
     "all_reduce": lambda module, z: dist.all_reduce(z) or z,
     "c10d.allreduce_": lambda module, z: all_reduce_by_name(z) or z,
     "all_gather": lambda module, z: torch.cat(dist.nn.functional.all_gather(z)),
-    "all_gather_tensor": lambda module, z: functional_collectives.all_gather_tensor(z, 0, dist.group.WORLD),
+    "all_gather_tensor": lambda module, z: functional_collectives.all_gather_tensor(
+        z, 0, dist.group.WORLD
+    ),
     "barrier": lambda module, z: module.trainer.strategy.barrier() or z,
     "broadcast_object_list": lambda module, z: module.trainer.strategy.broadcast(z),
     "reduce": lambda module, z: module.trainer.strategy.reduce(z),
@@ -198,6 +205,8 @@ def test_communication_in_the_step(pool, tmp_path) -> None:
 @pytest.mark.parametrize("loop", ["fit", "validate"])
 def test_precision_of_another_strategy(tmp_path, loop: str) -> None:
     plugin = FSDPPrecision("bf16-true")
-    trainer = pl.Trainer(strategy=AlpaStrategy(), accelerator="cpu", devices=1, plugins=[plugin], **QUIET)
+    trainer = pl.Trainer(
+        strategy=AlpaStrategy(), accelerator="cpu", devices=1, plugins=[plugin], **QUIET
+    )
     with pytest.raises(AlpaError, match="FSDPPrecision replaces"):
         getattr(trainer, loop)(Net(), Bench("alpa", str(tmp_path)).loader())

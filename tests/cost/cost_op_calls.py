@@ -38,7 +38,9 @@ def call_of(target: Any, *args: Any, **kwargs: Any) -> tuple[OpCall, list[torch.
     out = target(*args, **kwargs)
     results = tuple(meta_of(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
     metas = tuple(meta_of(operand) for operand in operands)
-    return OpCall(target, frozen, frozen_kwargs, metas, results, not isinstance(out, torch.Tensor)), operands
+    return OpCall(
+        target, frozen, frozen_kwargs, metas, results, not isinstance(out, torch.Tensor)
+    ), operands
 
 
 def call(target: Any, *args: Any, **kwargs: Any) -> OpCall:

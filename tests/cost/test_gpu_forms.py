@@ -39,14 +39,20 @@ def test_tiles_are_whole_and_dealt_out_in_whole_waves():
 
 def test_narrow_heads_and_the_backward_of_attention_are_slower():
     costs = RooflineCosts(H100.device)
-    (wide, wide_back), (narrow, _) = costs.op_seconds(attention(128)), costs.op_seconds(attention(32))
+    (wide, wide_back), (narrow, _) = (
+        costs.op_seconds(attention(128)),
+        costs.op_seconds(attention(32)),
+    )
     assert narrow > 1.2 * wide
     assert wide_back > 2.5 * wide, "2.5 times the products, at a lower rate"
 
 
 def test_compiled_pointwise_ops_are_faster_and_products_are_not():
     eager, compiled = RooflineCosts(H100.device), RooflineCosts(H100.device, compiled=True)
-    gelu, linear = call(aten.gelu.default, half(4096, 4096)), call(aten.linear.default, half(4096, 512), half(512, 512))
+    gelu, linear = (
+        call(aten.gelu.default, half(4096, 4096)),
+        call(aten.linear.default, half(4096, 512), half(512, 512)),
+    )
     assert compiled.op_seconds(gelu)[0] == pytest.approx(FUSED * eager.op_seconds(gelu)[0])
     assert compiled.op_seconds(linear) == eager.op_seconds(linear)
     assert compiled.name != eager.name, "plans are stored under it"
@@ -54,7 +60,9 @@ def test_compiled_pointwise_ops_are_faster_and_products_are_not():
 
 def test_hops_count_a_rings_devices_and_a_trees_levels():
     inside, across = Link(0.0, 1e30, hop=1.0), Link(0.0, 1e30, hop=100.0)
-    axis = replace(H100, num_nodes=4, intra_node=inside, inter_node=across).logical_mesh((32,)).axes[0]
+    axis = (
+        replace(H100, num_nodes=4, intra_node=inside, inter_node=across).logical_mesh((32,)).axes[0]
+    )
     assert axis.seconds("all_gather", 1) == pytest.approx(28 * 1.0 + 3 * 100.0)
     assert axis.seconds("all_reduce", 1) == pytest.approx(2 * (3 * 1.0 + 2 * 100.0))
     assert axis.seconds("p2p", 1) == pytest.approx(0.0, abs=1e-9)

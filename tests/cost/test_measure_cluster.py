@@ -12,7 +12,13 @@ import torch
 from proofs.thread_mesh import run_on_threads
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.measure import load_stored, measure_cluster, measure_collectives, measure_slowdown, stored_path
+from alpa_strategy.comm.measure import (
+    load_stored,
+    measure_cluster,
+    measure_collectives,
+    measure_slowdown,
+    stored_path,
+)
 
 KINDS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 QUICK = {"sizes_bytes": (1024, 65536), "budget_seconds": 0.05}
@@ -30,7 +36,10 @@ def test_every_rank_finds_the_same_times_for_every_axis(shape: tuple[int, ...]):
         sizes = [num_bytes for num_bytes, _ in table.points]
         assert len(sizes) == 2
         assert sizes == sorted(sizes)
-        assert all(abs(size - wanted) <= 0.05 * wanted for size, wanted in zip(sizes, (1024, 65536), strict=True))
+        assert all(
+            abs(size - wanted) <= 0.05 * wanted
+            for size, wanted in zip(sizes, (1024, 65536), strict=True)
+        )
         assert all(seconds > 0 for _, seconds in table.points)
 
 
@@ -49,7 +58,9 @@ def test_every_rank_finds_the_same_slowdown(shape: tuple[int, ...]):
 
 def test_the_budget_leaves_out_large_sizes():
     def run(mesh):
-        return measure_collectives(mesh, sizes_bytes=[2**n for n in range(10, 24)], budget_seconds=0.02)
+        return measure_collectives(
+            mesh, sizes_bytes=[2**n for n in range(10, 24)], budget_seconds=0.02
+        )
 
     started = time.perf_counter()
     (tables, _) = run_on_threads((2,), run)
@@ -84,7 +95,9 @@ class Meshes:
 
 def measure(meshes: Meshes, folder: Path, nodes: int = 1) -> list[ClusterSpec]:
     per_node = meshes.world // nodes
-    return meshes.run(lambda make: measure_cluster(nodes, per_node, make, folder, budget_seconds=0.02))
+    return meshes.run(
+        lambda make: measure_cluster(nodes, per_node, make, folder, budget_seconds=0.02)
+    )
 
 
 def test_a_measured_cluster_is_equal_on_all_ranks_and_prices_every_logical_mesh(tmp_path):
@@ -140,6 +153,8 @@ def test_one_device_needs_no_links(tmp_path):
 
 
 def test_sizes_are_whole_rows_on_any_axis():
-    (tables, *_) = run_on_threads((3,), lambda mesh: measure_collectives(mesh, ("all_to_all",), (1000,), 0.01))
+    (tables, *_) = run_on_threads(
+        (3,), lambda mesh: measure_collectives(mesh, ("all_to_all",), (1000,), 0.01)
+    )
     assert tables[0].points[0][0] % 9 == 0
     assert torch.tensor(tables[0].points[0][1]) > 0

@@ -26,7 +26,9 @@ CALLS = [
     call(aten.argmax.default, tensor(8, 8), 1),
     call(aten.split.Tensor, tensor(8, 8), 4, 0),
 ]
-TIMED = [made for made in CALLS if "view" not in made.target_name and "split" not in made.target_name]
+TIMED = [
+    made for made in CALLS if "view" not in made.target_name and "split" not in made.target_name
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,9 @@ def test_on_one_thread_what_others_take_of_its_core_does_not_count():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = measure_ops([kept_waiting], "cpu", 5.0, OpTable()).get(device_name("cpu"), kept_waiting)
+        found = measure_ops([kept_waiting], "cpu", 5.0, OpTable()).get(
+            device_name("cpu"), kept_waiting
+        )
     finally:
         torch.set_num_threads(threads)
     assert found is not None
@@ -126,7 +130,14 @@ def test_two_jobs_add_to_one_file(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"version": 99, "devices": {}}', '{"version": 2, "devices": {"cpu": {"op": {"k": {}}}}}', "\x00"],
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 99, "devices": {}}',
+        '{"version": 2, "devices": {"cpu": {"op": {"k": {}}}}}',
+        "\x00",
+    ],
 )
 def test_an_unreadable_table_is_reported_and_replaced(text: str, tmp_path, caplog):
     path = tmp_path / "ops.json"

@@ -60,12 +60,19 @@ class Module(lightning.LightningModule):
         return (y if self.function in (None, Product) else self.function.apply(y)).sum()
 
 
-def seconds(function: type[torch.autograd.Function] | None, compiled: bool = False) -> dict[str, tuple[float, float]]:
+def seconds(
+    function: type[torch.autograd.Function] | None, compiled: bool = False
+) -> dict[str, tuple[float, float]]:
     with torch.device("meta"):
         module, batch = Module(function).bfloat16(), torch.zeros(8192, 4096, dtype=torch.bfloat16)
     costs = RooflineCosts(H100, compiled=compiled)
-    calls: list[OpCall] = [op.call for op in capture_step(module, batch, world_size=1, batch_scope="global").ops]
-    return {call.target_name.partition("_function.")[2] or call.target_name: costs.op_seconds(call) for call in calls}
+    calls: list[OpCall] = [
+        op.call for op in capture_step(module, batch, world_size=1, batch_scope="global").ops
+    ]
+    return {
+        call.target_name.partition("_function.")[2] or call.target_name: costs.op_seconds(call)
+        for call in calls
+    }
 
 
 def one(found: dict[str, tuple[float, float]], name: str) -> tuple[float, float]:
@@ -80,16 +87,22 @@ def test_a_product_of_the_users_is_a_product():
 
 
 def test_kernels_fuse_where_steps_are_compiled():
-    single, fused = (one(seconds(Normalised, compiled), "Normalised")[0] for compiled in (False, True))
+    single, fused = (
+        one(seconds(Normalised, compiled), "Normalised")[0] for compiled in (False, True)
+    )
     num_bytes = 8192 * 4096 * 2
-    assert fused == pytest.approx(3 * num_bytes / H100.memory_bandwidth, rel=0.2), "read, read again, written"
+    assert fused == pytest.approx(3 * num_bytes / H100.memory_bandwidth, rel=0.2), (
+        "read, read again, written"
+    )
     assert single > 2 * fused
 
 
 def test_what_cannot_run_without_data_is_priced_by_its_size():
     forward, backward = one(seconds(BackwardWantsData), "BackwardWantsData")
     num_bytes = 8192 * 4096 * 2
-    assert forward == pytest.approx(2 * num_bytes / H100.memory_bandwidth, rel=0.2), "read and written"
+    assert forward == pytest.approx(2 * num_bytes / H100.memory_bandwidth, rel=0.2), (
+        "read and written"
+    )
     assert backward > 0
 
 

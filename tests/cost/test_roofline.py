@@ -24,11 +24,15 @@ DEVICE = DeviceSpec("toy", 10**9, 1e9, (("float32", 1e12), ("float16", 8e12)), 0
 COMPUTE_BOUND = replace(DEVICE, memory_bandwidth=1e30)
 
 
-def linear(batch: int, inputs: int, outputs: int, grads: str = "xwb", dtype: torch.dtype = torch.float32) -> OpCall:
+def linear(
+    batch: int, inputs: int, outputs: int, grads: str = "xwb", dtype: torch.dtype = torch.float32
+) -> OpCall:
     """x [batch, inputs], w [outputs, inputs], b [outputs]; `grads` names the operands that require grad."""
     metas = [
         TensorMeta(shape, dtype, letter in grads)
-        for letter, shape in zip("xwb", [(batch, inputs), (outputs, inputs), (outputs,)], strict=True)
+        for letter, shape in zip(
+            "xwb", [(batch, inputs), (outputs, inputs), (outputs,)], strict=True
+        )
     ]
     result = TensorMeta((batch, outputs), dtype, bool(grads))
     return OpCall(aten.linear.default, (Slot(0), Slot(1), Slot(2)), (), tuple(metas), (result,))
@@ -44,16 +48,43 @@ def linear(batch: int, inputs: int, outputs: int, grads: str = "xwb", dtype: tor
         (call(aten.matmul.default, tensor(5), tensor(5, 7)), 2 * 5 * 7),
         (call(aten.bmm.default, tensor(4, 3, 5), tensor(4, 5, 7)), 2 * 4 * 3 * 5 * 7),
         (call(aten.addmm.default, tensor(7), tensor(3, 5), tensor(5, 7)), 2 * 3 * 5 * 7),
-        (call(aten.baddbmm.default, tensor(4, 3, 7), tensor(4, 3, 5), tensor(4, 5, 7)), 2 * 4 * 3 * 5 * 7),
-        (call(aten.einsum.default, "bik,bjk->bij", [tensor(2, 3, 5), tensor(2, 7, 5)]), 2 * 2 * 3 * 5 * 7),
-        (call(aten.einsum.default, "...k,nk->...n", [tensor(2, 3, 5), tensor(7, 5)]), 2 * 2 * 3 * 5 * 7),
-        (call(aten.einsum.default, "...ik,...jk->...ij", [tensor(2, 3, 5), tensor(1, 7, 5)]), 2 * 2 * 3 * 5 * 7),
-        (call(aten.conv2d.default, tensor(2, 3, 8, 8), tensor(4, 3, 3, 3), None, [1, 1], [1, 1]), 2 * 2 * 64 * 4 * 27),
         (
-            call(aten.conv2d.default, tensor(2, 4, 8, 8), tensor(4, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], 4),
+            call(aten.baddbmm.default, tensor(4, 3, 7), tensor(4, 3, 5), tensor(4, 5, 7)),
+            2 * 4 * 3 * 5 * 7,
+        ),
+        (
+            call(aten.einsum.default, "bik,bjk->bij", [tensor(2, 3, 5), tensor(2, 7, 5)]),
+            2 * 2 * 3 * 5 * 7,
+        ),
+        (
+            call(aten.einsum.default, "...k,nk->...n", [tensor(2, 3, 5), tensor(7, 5)]),
+            2 * 2 * 3 * 5 * 7,
+        ),
+        (
+            call(aten.einsum.default, "...ik,...jk->...ij", [tensor(2, 3, 5), tensor(1, 7, 5)]),
+            2 * 2 * 3 * 5 * 7,
+        ),
+        (
+            call(aten.conv2d.default, tensor(2, 3, 8, 8), tensor(4, 3, 3, 3), None, [1, 1], [1, 1]),
+            2 * 2 * 64 * 4 * 27,
+        ),
+        (
+            call(
+                aten.conv2d.default,
+                tensor(2, 4, 8, 8),
+                tensor(4, 1, 3, 3),
+                None,
+                [1, 1],
+                [1, 1],
+                [1, 1],
+                4,
+            ),
             2 * 2 * 64 * 4 * 9,
         ),
-        (call(aten.conv_transpose2d.input, tensor(2, 3, 8, 8), tensor(3, 4, 2, 2), None, [2, 2]), 2 * 2 * 64 * 3 * 16),
+        (
+            call(aten.conv_transpose2d.input, tensor(2, 3, 8, 8), tensor(3, 4, 2, 2), None, [2, 2]),
+            2 * 2 * 64 * 3 * 16,
+        ),
         (call(aten.relu.default, tensor(3, 5)), 15),
         (call(aten.view.default, tensor(3, 5), [15]), 0),
         (call(aten.dropout.default, tensor(3, 5), 0.5, False), 0),
@@ -75,7 +106,9 @@ def test_attention_flops_and_its_causal_half():
         assert op_flops(causal) == op_flops(whole) / 2
 
 
-@pytest.mark.parametrize(("grads", "products"), [("xwb", 2), ("wb", 1), ("x", 1), ("", 0), ("b", 0)])
+@pytest.mark.parametrize(
+    ("grads", "products"), [("xwb", 2), ("wb", 1), ("x", 1), ("", 0), ("b", 0)]
+)
 def test_backward_is_one_product_per_operand_that_requires_grad(grads: str, products: int):
     forward, backward = RooflineCosts(COMPUTE_BOUND).op_seconds(linear(64, 32, 16, grads))
     assert forward == pytest.approx(2 * 64 * 32 * 16 / 0.5e12)
@@ -86,7 +119,9 @@ def test_time_is_compute_and_memory_and_launch():
     small = linear(1, 64, 64)
     seconds = 2 * 64 * 64 / 0.5e12 + 4 * (64 + 64 * 64 + 64 + 64) / 1e9
     assert RooflineCosts(DEVICE).op_seconds(small)[0] == pytest.approx(seconds)
-    assert RooflineCosts(replace(DEVICE, launch_seconds=1.0)).op_seconds(small)[0] == pytest.approx(1 + seconds)
+    assert RooflineCosts(replace(DEVICE, launch_seconds=1.0)).op_seconds(small)[0] == pytest.approx(
+        1 + seconds
+    )
 
 
 def test_a_v100s_products_are_as_fast_as_measured():
@@ -104,9 +139,12 @@ def test_a_v100s_products_are_as_fast_as_measured():
 
 def test_an_efficiency_of_a_kind_and_dtype_stands_before_the_devices():
     device = replace(
-        COMPUTE_BOUND, efficiencies=(("convolution", (("float32", 0.25),)), ("matmul", (("float16", 1.0),)))
+        COMPUTE_BOUND,
+        efficiencies=(("convolution", (("float32", 0.25),)), ("matmul", (("float16", 1.0),))),
     )
-    convolution = call(aten.conv2d.default, tensor(2, 3, 8, 8), tensor(4, 3, 3, 3), None, [1, 1], [1, 1])
+    convolution = call(
+        aten.conv2d.default, tensor(2, 3, 8, 8), tensor(4, 3, 3, 3), None, [1, 1], [1, 1]
+    )
     for made, before, after in [
         (convolution, 0.5, 0.25),
         (linear(64, 64, 64), 0.5, 0.5),
@@ -118,12 +156,16 @@ def test_an_efficiency_of_a_kind_and_dtype_stands_before_the_devices():
 
 def test_products_run_at_their_dtypes_peak():
     costs = RooflineCosts(COMPUTE_BOUND)
-    full, half = costs.op_seconds(linear(64, 64, 64)), costs.op_seconds(linear(64, 64, 64, dtype=torch.float16))
+    full, half = (
+        costs.op_seconds(linear(64, 64, 64)),
+        costs.op_seconds(linear(64, 64, 64, dtype=torch.float16)),
+    )
     assert full[0] == pytest.approx(8 * half[0])
 
 
 @pytest.mark.parametrize(
-    ("dtype", "peak"), [(torch.bfloat16, 1e12), (torch.float64, 0.5e12), (torch.int64, 1e12), (torch.float16, 8e12)]
+    ("dtype", "peak"),
+    [(torch.bfloat16, 1e12), (torch.float64, 0.5e12), (torch.int64, 1e12), (torch.float16, 8e12)],
 )
 def test_a_dtype_without_peak_falls_back(dtype: torch.dtype, peak: float):
     assert peak_flops(DEVICE, dtype) == peak
@@ -145,7 +187,9 @@ def test_views_cost_nothing(made: OpCall):
 
 
 def test_taking_a_part_is_free_forward_and_fills_the_whole_backward():
-    forward, backward = RooflineCosts(DEVICE).op_seconds(call(aten.slice.Tensor, tensor(64, 4), 0, 0, 2))
+    forward, backward = RooflineCosts(DEVICE).op_seconds(
+        call(aten.slice.Tensor, tensor(64, 4), 0, 0, 2)
+    )
     assert forward == 0
     assert backward == pytest.approx(4 * (64 * 4 + 2 * 4) / 1e9)
 
@@ -166,7 +210,12 @@ def test_comparisons_have_no_backward():
 
 
 @settings(deadline=None)
-@given(batch=st.integers(1, 64), inputs=st.integers(1, 64), outputs=st.integers(1, 64), factor=st.integers(2, 4))
+@given(
+    batch=st.integers(1, 64),
+    inputs=st.integers(1, 64),
+    outputs=st.integers(1, 64),
+    factor=st.integers(2, 4),
+)
 def test_more_work_never_takes_less_time(batch: int, inputs: int, outputs: int, factor: int):
     costs = RooflineCosts(DEVICE)
     small = costs.op_seconds(linear(batch, inputs, outputs))
@@ -199,7 +248,9 @@ def test_every_op_has_a_cost(made: OpCall):
 
 def test_the_optimizer_is_bound_by_memory():
     adam, sgd = OptimizerInfo(8.0), OptimizerInfo(0.0)
-    assert RooflineCosts(DEVICE).optimizer_seconds(1000, 4, adam) == pytest.approx(1000 * (12 + 16) / 1e9)
+    assert RooflineCosts(DEVICE).optimizer_seconds(1000, 4, adam) == pytest.approx(
+        1000 * (12 + 16) / 1e9
+    )
     assert RooflineCosts(DEVICE).optimizer_seconds(1000, 4, sgd) == pytest.approx(1000 * 12 / 1e9)
     assert RooflineCosts(replace(DEVICE, launch_seconds=1.0)).optimizer_seconds(0, 4, adam) == 0
 
@@ -237,7 +288,11 @@ def test_a_part_of_a_measured_call_is_scaled_as_that_one_not_as_others_of_its_si
     table.put("toy", wide, *(2 * seconds for seconds in plain.op_seconds(wide)))
     table.put("toy", narrow, *(8 * seconds for seconds in plain.op_seconds(narrow)))
     costs = RooflineCosts(DEVICE, table)
-    for half, ratio in ((linear(512, 64, 64), 2), (linear(1024, 64, 32), 2), (linear(512, 512, 8), 8)):
+    for half, ratio in (
+        (linear(512, 64, 64), 2),
+        (linear(1024, 64, 32), 2),
+        (linear(512, 512, 8), 8),
+    ):
         expected = [ratio * seconds for seconds in plain.op_seconds(half)]
         assert costs.op_seconds(half) == pytest.approx(expected, rel=0.05)
 
@@ -245,18 +300,27 @@ def test_a_part_of_a_measured_call_is_scaled_as_that_one_not_as_others_of_its_si
 def test_a_convolution_is_scaled_as_those_of_its_kernel():
     def convolution(rows, size):
         return call(
-            aten.conv2d.default, tensor(rows, 8, 16, 16), tensor(8, 8, size, size), None, [1, 1], [size // 2] * 2
+            aten.conv2d.default,
+            tensor(rows, 8, 16, 16),
+            tensor(8, 8, size, size),
+            None,
+            [1, 1],
+            [size // 2] * 2,
         )
 
     plain, table = RooflineCosts(DEVICE), OpTable()
     for size, ratio in ((1, 8.0), (3, 2.0)):
         table.put(
-            "toy", convolution(16, size), *(ratio * seconds for seconds in plain.op_seconds(convolution(16, size)))
+            "toy",
+            convolution(16, size),
+            *(ratio * seconds for seconds in plain.op_seconds(convolution(16, size))),
         )
     costs = RooflineCosts(DEVICE, table)
     for size, ratio in ((1, 8.0), (3, 2.0)):
         forward, backward = plain.op_seconds(convolution(8, size))
-        assert costs.op_seconds(convolution(8, size)) == pytest.approx((ratio * forward, ratio * backward))
+        assert costs.op_seconds(convolution(8, size)) == pytest.approx(
+            (ratio * forward, ratio * backward)
+        )
 
 
 def test_costs_are_cheap_to_ask():

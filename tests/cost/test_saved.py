@@ -35,8 +35,14 @@ CASES = {
     "linear": (aten.linear.default, (tensor(4, 8), tensor(6, 8), tensor(6))),
     "linear 3-d": (aten.linear.default, (tensor(2, 4, 8), tensor(6, 8), None)),
     "linear frozen weight": (aten.linear.default, (tensor(4, 8), tensor(6, 8, grad=False), None)),
-    "linear frozen input": (aten.linear.default, (tensor(4, 8, grad=False), tensor(6, 8), tensor(6))),
-    "linear frozen": (aten.linear.default, (tensor(4, 8, grad=False), tensor(6, 8, grad=False), None)),
+    "linear frozen input": (
+        aten.linear.default,
+        (tensor(4, 8, grad=False), tensor(6, 8), tensor(6)),
+    ),
+    "linear frozen": (
+        aten.linear.default,
+        (tensor(4, 8, grad=False), tensor(6, 8, grad=False), None),
+    ),
     "gelu": (aten.gelu.default, (tensor(4, 8),)),
     "relu": (aten.relu.default, (tensor(4, 8),)),
     "tanh": (aten.tanh.default, (tensor(4, 8),)),
@@ -54,12 +60,26 @@ CASES = {
     "split": (aten.split.Tensor, (tensor(4, 8), 2, 0)),
     "cat": (aten.cat.default, ([tensor(4, 8), tensor(4, 8)], 0)),
     "embedding": (aten.embedding.default, (tensor(10, 8), tensor(4, dtype=torch.int64))),
-    "conv2d": (aten.conv2d.default, (tensor(2, 3, 8, 8), tensor(4, 3, 3, 3), tensor(4), [1, 1], [1, 1])),
+    "conv2d": (
+        aten.conv2d.default,
+        (tensor(2, 3, 8, 8), tensor(4, 3, 3, 3), tensor(4), [1, 1], [1, 1]),
+    ),
     "max_pool2d": (aten.max_pool2d.default, (tensor(2, 3, 8, 8), [2, 2])),
-    "cross_entropy": (cross_entropy_sum, (tensor(4, 8), tensor(4, dtype=torch.int64), None, -100, 0.0)),
+    "cross_entropy": (
+        cross_entropy_sum,
+        (tensor(4, 8), tensor(4, dtype=torch.int64), None, -100, 0.0),
+    ),
     "batch_norm": (
         batch_norm_train,
-        (tensor(4, 3, 5), tensor(3), tensor(3), tensor(3, grad=False), tensor(3, grad=False), 0.1, 1e-5),
+        (
+            tensor(4, 3, 5),
+            tensor(3),
+            tensor(3),
+            tensor(3, grad=False),
+            tensor(3, grad=False),
+            0.1,
+            1e-5,
+        ),
     ),
     "matmul": (aten.matmul.default, (tensor(2, 3, 4, 5), tensor(2, 3, 5, 6))),
     "to half": (aten.to.dtype, (tensor(4, 8), torch.float16)),
@@ -99,7 +119,9 @@ def test_attention_keeps_no_score_matrix(shape: tuple[int, ...]):
     found = RooflineCosts(CPU).saved(made)
     assert found == Saved((True, True, True), (True,), 4 * shape[0] * shape[1] * shape[2])
     # the CPU's flash kernel does the same
-    assert found == really_saved(aten.scaled_dot_product_attention.default, (q, k, v), {"is_causal": True}, operands)
+    assert found == really_saved(
+        aten.scaled_dot_product_attention.default, (q, k, v), {"is_causal": True}, operands
+    )
 
 
 def test_dropout_on_an_accelerator_keeps_one_byte_per_element():
@@ -120,7 +142,9 @@ def _branches_on_data(x: torch.Tensor) -> torch.Tensor:
 def test_asking_leaves_no_mode_on_and_heeds_no_outer_one():
     costs = RooflineCosts(CPU)
     with torch.no_grad():
-        assert costs.saved(call_of(*_with_args("gelu"))[0]).operands == (False,)  # built under no_grad: no result grad
+        assert costs.saved(call_of(*_with_args("gelu"))[0]).operands == (
+            False,
+        )  # built under no_grad: no result grad
     made = call_of(*_with_args("linear"))[0]
     with torch.no_grad():
         assert costs.saved(made).operands == (True, True, False)

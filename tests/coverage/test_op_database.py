@@ -85,7 +85,11 @@ def calls_of(infos, samples: int) -> list[CapturedCall]:
 
 
 def test_a_representative_part_has_proved_rules():
-    verdicts = judge(calls_of([info for info in database() if info.name in REPRESENTATIVE], 2), axis_sizes=(2,), most=2)
+    verdicts = judge(
+        calls_of([info for info in database() if info.name in REPRESENTATIVE], 2),
+        axis_sizes=(2,),
+        most=2,
+    )
     assert [text for v in verdicts for text in v.wrong] == []
     missing = [v for v in verdicts if not v.sharded and not v.why.startswith(NONE_EXISTS)]
     assert missing == []
@@ -94,10 +98,14 @@ def test_a_representative_part_has_proved_rules():
 
 def test_a_wrong_strategy_is_found_out():
     (call, *_) = (
-        c for c in calls_of([i for i in database() if i.name == "softmax"], 2) if "softmax" in str(c.call.target)
+        c
+        for c in calls_of([i for i in database() if i.name == "softmax"], 2)
+        if "softmax" in str(c.call.target)
     )
     dim = dict(enumerate(call.call.args))[1] % len(call.call.operands[0].shape)
-    assert refutation(call.call, AxisStrategy.parse(f"S{dim}->S{dim}"), 2, call.operands) is not None
+    assert (
+        refutation(call.call, AxisStrategy.parse(f"S{dim}->S{dim}"), 2, call.operands) is not None
+    )
     right = [s for s in axis_strategies(call.call, 2) if divides(s)]
     assert all(refutation(call.call, s, 2, call.operands) is None for s in right)
 

@@ -41,7 +41,9 @@ class GPTStyle(nn.Module):
         self.head = nn.Linear(width, vocab, bias=False)
         self.register_buffer("mask", torch.tril(torch.ones(vocab, vocab)).view(1, 1, vocab, vocab))
         frequencies = 1.0 / (10000 ** (torch.arange(0, width, 2).float() / width))
-        self.register_buffer("angles", torch.outer(torch.arange(vocab).float(), frequencies), persistent=False)
+        self.register_buffer(
+            "angles", torch.outer(torch.arange(vocab).float(), frequencies), persistent=False
+        )
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, depth)]
         self.apply(self._init_weights)
         for name, parameter in self.named_parameters():
@@ -84,7 +86,9 @@ class Exotic(nn.Module):
         self.k = nn.Parameter(torch.full((4, 4), self.scale))
         self.attention = nn.MultiheadAttention(8, 2, bias=True)
         layer = nn.TransformerEncoderLayer(8, 2, 16)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)  # copies the layer
+        self.encoder = nn.TransformerEncoder(
+            layer, 2, enable_nested_tensor=False
+        )  # copies the layer
         self.lstm = nn.LSTM(4, 6, num_layers=2, bidirectional=True)
         self.conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
         self.target = copy.deepcopy(self.attention)
@@ -103,7 +107,9 @@ class Lazy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.LazyConv1d(4, 3), nn.LazyBatchNorm1d(), nn.Flatten(), nn.LazyLinear(30))
+        self.net = nn.Sequential(
+            nn.LazyConv1d(4, 3), nn.LazyBatchNorm1d(), nn.Flatten(), nn.LazyLinear(30)
+        )
         self.norm = nn.BatchNorm1d(30)
         self.norm(self.net(torch.randn(5, 2, 7)))
 
@@ -134,7 +140,9 @@ def assert_equal(plain: nn.Module, deferred: nn.Module, recorder: Recorder) -> N
 
 
 @pytest.mark.parametrize("min_bytes", [1, 300])
-@pytest.mark.parametrize("make", [GPTStyle, Exotic, Lazy, *MODELS.values()], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "make", [GPTStyle, Exotic, Lazy, *MODELS.values()], ids=lambda m: m.__name__
+)
 def test_values_are_those_of_a_device(make, min_bytes: int) -> None:
     plain, deferred, recorder = build(make, min_bytes)
     if min_bytes == 1 and make is GPTStyle:

@@ -45,11 +45,17 @@ class Recorder(pl.Callback):
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.metrics: list[dict[str, float]] = []
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
+    ) -> None:
         store = getattr(trainer.strategy, "store", None)
         found = {}
         for name, parameter in pl_module.named_parameters():
-            grad = parameter.grad.to_dense() if parameter.grad is not None else torch.zeros_like(parameter)
+            grad = (
+                parameter.grad.to_dense()
+                if parameter.grad is not None
+                else torch.zeros_like(parameter)
+            )
             found[name] = (grad if store is None else store.gather_like(parameter, grad)).clone()
         self.gradients.append(found)
 
@@ -106,7 +112,11 @@ def record_model(
     if strategy_kwargs is None:
         trainer = pl.Trainer(devices=1, **common)
         batches = _global_batches(len(data), world_size, samples)
-        parts = [_part(batch, world_size, num_microbatches, m) for batch in batches for m in range(num_microbatches)]
+        parts = [
+            _part(batch, world_size, num_microbatches, m)
+            for batch in batches
+            for m in range(num_microbatches)
+        ]
         loader = DataLoader(data, batch_sampler=parts)
     else:
         from alpa_strategy import AlpaStrategy
@@ -121,12 +131,19 @@ def record_model(
     trainer.fit(model, loader)
     plan = getattr(trainer.strategy, "plan", None)
     return {
-        "losses": torch.tensor(recorder.losses, dtype=torch.float64).view(-1, num_microbatches).sum(1).tolist(),
+        "losses": torch.tensor(recorder.losses, dtype=torch.float64)
+        .view(-1, num_microbatches)
+        .sum(1)
+        .tolist(),
         "gradients": recorder.gradients,
         "metrics": recorder.metrics,
         "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
-        "modes": {} if plan is None else {n: modes_text(p.modes) for n, p in plan.stages[0].parameter_plans.items()},
-        "pipeline": None if plan is None else (len(plan.stages), plan.num_microbatches, plan.schedule),
+        "modes": {}
+        if plan is None
+        else {n: modes_text(p.modes) for n, p in plan.stages[0].parameter_plans.items()},
+        "pipeline": None
+        if plan is None
+        else (len(plan.stages), plan.num_microbatches, plan.schedule),
         "strategies": {} if plan is None else plan.stages[0].strategies,
         "recomputed": () if plan is None else plan.stages[0].recomputed,
         "mesh": None if plan is None else plan.stages[0].logical_mesh,
@@ -140,7 +157,9 @@ def _global_batches(num_samples: int, world_size: int, size: int) -> list[list[i
     per_rank = size // world_size
     batches = []
     for start in range(0, num_samples, size):
-        batches.append([start + r + world_size * i for r in range(world_size) for i in range(per_rank)])
+        batches.append(
+            [start + r + world_size * i for r in range(world_size) for i in range(per_rank)]
+        )
     return batches
 
 
@@ -155,20 +174,28 @@ def assert_same(run: dict[str, Any], reference: dict[str, Any], tolerance: float
     assert len(run["losses"]) == len(reference["losses"])
     losses = (torch.tensor(r["losses"], dtype=torch.float64) for r in (run, reference))
     torch.testing.assert_close(*losses, rtol=tolerance, atol=0)
-    for step, (mine, theirs) in enumerate(zip(run["gradients"], reference["gradients"], strict=True)):
+    for step, (mine, theirs) in enumerate(
+        zip(run["gradients"], reference["gradients"], strict=True)
+    ):
         for name, expected in theirs.items():
             _close(mine[name], expected, tolerance, f"gradient of {name} at step {step}")
     for mine, theirs in zip(run["metrics"], reference["metrics"], strict=True):
         assert mine.keys() == theirs.keys()
         for key, expected in theirs.items():
-            assert abs(mine[key] - expected) <= tolerance * max(1.0, abs(expected)), (key, mine[key], expected)
+            assert abs(mine[key] - expected) <= tolerance * max(1.0, abs(expected)), (
+                key,
+                mine[key],
+                expected,
+            )
     assert run["state"].keys() == reference["state"].keys()
     for name, expected in reference["state"].items():
         # Adam makes steps of rounding errors where a gradient is zero (the bias of a key): a tenth of lr is a weight.
         _close(run["state"][name], expected, tolerance, f"final {name}", floor=1e-3)
 
 
-def _close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str, floor: float = 1e-6) -> None:
+def _close(
+    actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str, floor: float = 1e-6
+) -> None:
     assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
     error = (actual.double() - expected.double()).abs().max().item()
     scale = max(expected.double().abs().max().item(), floor)

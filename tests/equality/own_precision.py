@@ -15,7 +15,9 @@ def in_float64(model: type) -> type:
     name = f"{model.__module__}_in_float64"
     if name not in sys.modules:
         path = Path(inspect.getfile(model))
-        text = re.sub(r"torch\.float(32)?\b", "torch.float64", path.read_text()).replace(".float()", ".double()")
+        text = re.sub(r"torch\.float(32)?\b", "torch.float64", path.read_text()).replace(
+            ".float()", ".double()"
+        )
         copy = ModuleType(name)
         copy.__package__, copy.__file__ = name.rpartition(".")[0], str(path)
         sys.modules[name] = copy  # the library looks its classes' modules up

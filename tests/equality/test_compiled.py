@@ -69,14 +69,23 @@ def record_compiled(*args: Any) -> tuple[dict[str, Any], list[str], int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = record(*args)
-    said = [str(warning.message) for warning in caught if str(warning.message).startswith("alpa: compile")]
+    said = [
+        str(warning.message)
+        for warning in caught
+        if str(warning.message).startswith("alpa: compile")
+    ]
     return run, said, counters["unique_graphs"] - before
 
 
 def compiled_runs(pool, tmp_path, model, ranks, plan, backend, precision="64-true", tolerance=1e-9):
     arguments = STEPS, ranks, None, 1, str(tmp_path), precision
     reference = pool.run(1, record, model, MODELS[model], None, *arguments, init_group=False)[0]
-    strategy = {**plan, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path / "plans"), "compile": {"backend": backend}}
+    strategy = {
+        **plan,
+        "cluster": "pcie_8gpu",
+        "plan_dir": str(tmp_path / "plans"),
+        "compile": {"backend": backend},
+    }
     runs = pool.run(ranks, record_compiled, model, MODELS[model], strategy, *arguments)
     for run, _, _ in runs:
         assert_same(run, reference, tolerance)
@@ -107,7 +116,14 @@ def test_steps_as_written_are_compiled_as_under_ddp(pool, tmp_path, parallel, ba
     plan = {"capture": "never", "parallel": parallel, "cluster": "pcie_8gpu"}
     arguments = STEPS, 2, None, 1, str(tmp_path), "64-true"
     references = pool.run(2, record, "gpt", MODELS["gpt"], plan, *arguments)
-    runs = pool.run(2, record_compiled, "gpt", MODELS["gpt"], {**plan, "compile": {"backend": backend}}, *arguments)
+    runs = pool.run(
+        2,
+        record_compiled,
+        "gpt",
+        MODELS["gpt"],
+        {**plan, "compile": {"backend": backend}},
+        *arguments,
+    )
     for (run, _, graphs), reference in zip(runs, references, strict=True):
         assert_same(run, reference, 1e-9)
         assert bool(graphs) is compiles
@@ -115,7 +131,12 @@ def test_steps_as_written_are_compiled_as_under_ddp(pool, tmp_path, parallel, ba
 
 def test_graphs_of_steps_as_written_end_where_buckets_end(pool, tmp_path):
     """As under DDP: gradients of the last blocks are summed while the backward of the first ones runs."""
-    plan = {"capture": "never", "parallel": "data", "compile": {"backend": "cuts"}, "cluster": "pcie_8gpu"}
+    plan = {
+        "capture": "never",
+        "parallel": "data",
+        "compile": {"backend": "cuts"},
+        "cluster": "pcie_8gpu",
+    }
     wide = {"num_layers": 3, "d_model": 128}  # layers of 1.5 MB
     arguments = STEPS, 2, None, 1, str(tmp_path), "64-true"
     least = pool.run(2, record_cuts, "gpt", wide, {**plan, "bucket_bytes": 2**12}, *arguments)
@@ -165,9 +186,13 @@ def test_later_starts_have_the_backward_of_statistics_from_the_cache():
         for _ in range(2):
             torch._dynamo.reset()
             counters.clear()
-            (y,) = Segment(source, {"normalized": batch_norm_sync}, segment_options({}), "the step")(x, weight, bias)
+            (y,) = Segment(
+                source, {"normalized": batch_norm_sync}, segment_options({}), "the step"
+            )(x, weight, bias)
             y.square().sum().backward()
-            found.append({name: counters[f"autograd_cache_{name}"] for name in ("miss", "hit", "bypass")})
+            found.append(
+                {name: counters[f"autograd_cache_{name}"] for name in ("miss", "hit", "bypass")}
+            )
     assert found == [{"miss": 1, "hit": 0, "bypass": 0}, {"miss": 0, "hit": 1, "bypass": 0}]
     torch.testing.assert_close(y, torch.nn.functional.batch_norm(x, None, None, weight, bias, True))
 
@@ -184,7 +209,9 @@ def fit_what_the_user_compiled(how: str, folder: str) -> int:
     model: Any = MLP()
     if how == "part":
         model.net = torch.compile(model.net, backend=backend)
-    strategy = AlpaStrategy(cluster="pcie_8gpu", plan_dir=folder, compile=False if how == "refused" else None)
+    strategy = AlpaStrategy(
+        cluster="pcie_8gpu", plan_dir=folder, compile=False if how == "refused" else None
+    )
     trainer = pl.Trainer(devices=2, accelerator="cpu", strategy=strategy, max_steps=2, **QUIET)
     data = DataLoader(TensorDataset(*MLP().example_batch(16)), batch_size=4)
     trainer.fit(model if how == "part" else torch.compile(model, backend=backend), data)
@@ -214,10 +241,16 @@ def fit_two_groups(compiled: bool, folder: str) -> tuple[list[Any], list[Any], l
     model = TwoGroups()
     for steps in (2, 4):
         strategy = AlpaStrategy(
-            cluster="pcie_8gpu", plan_dir=folder, compile={"backend": "aot_eager"} if compiled else False
+            cluster="pcie_8gpu",
+            plan_dir=folder,
+            compile={"backend": "aot_eager"} if compiled else False,
         )
-        trainer = pl.Trainer(devices=2, accelerator="cpu", strategy=strategy, max_steps=steps, **QUIET)
-        data = DataLoader(TensorDataset(*MLP().example_batch(32, torch.Generator().manual_seed(0))), batch_size=4)
+        trainer = pl.Trainer(
+            devices=2, accelerator="cpu", strategy=strategy, max_steps=steps, **QUIET
+        )
+        data = DataLoader(
+            TensorDataset(*MLP().example_batch(32, torch.Generator().manual_seed(0))), batch_size=4
+        )
         trainer.fit(model, data, ckpt_path=f"{folder}/2.ckpt" if steps == 4 else None)
         trainer.save_checkpoint(f"{folder}/{steps}.ckpt")
     after = [group["fused"] for group in trainer.optimizers[0].param_groups]
@@ -244,7 +277,12 @@ class OneLayer(MLP):
 
 @pytest.mark.parametrize(
     ("kind", "op", "compiles"),
-    [("LSTM", "lstm.", False), ("GRU", "gru.", False), ("RNN", "rnn_tanh.", False), ("LSTMCell", "lstm_cell.", True)],
+    [
+        ("LSTM", "lstm.", False),
+        ("GRU", "gru.", False),
+        ("RNN", "rnn_tanh.", False),
+        ("LSTMCell", "lstm_cell.", True),
+    ],
 )
 def test_recurrent_nets_stay_whole(kind: str, op: str, compiles: bool) -> None:
     """As Dynamo has it: a compiler would unroll them over time, which takes minutes, and do without cuDNN."""
@@ -294,7 +332,8 @@ def test_the_backend_of_a_part_that_was_compiled_in_place():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("model", "plan"), [*(("gpt", plan) for plan in PLANS), ("convnet", "data"), ("convnet", "zero3")]
+    ("model", "plan"),
+    [*(("gpt", plan) for plan in PLANS), ("convnet", "data"), ("convnet", "zero3")],
 )
 def test_inductor_on_two_ranks(pool, tmp_path, model, plan):
     for said, graphs in compiled_runs(pool, tmp_path, model, 2, PLANS[plan], "inductor"):

@@ -36,7 +36,15 @@ def reference(pool, tmp_path_factory):
         if key not in found:
             model_kwargs = {**MODELS[model], "optimizer": optimizer}
             found[key] = pool.run(
-                1, record, model, model_kwargs, None, 5, world_size, *kwargs.values(), init_group=False
+                1,
+                record,
+                model,
+                model_kwargs,
+                None,
+                5,
+                world_size,
+                *kwargs.values(),
+                init_group=False,
             )[0]
         return found[key]
 

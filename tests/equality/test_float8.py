@@ -25,7 +25,9 @@ class Float8MLP(lightning.LightningModule):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width))
+        self.inner = nn.Sequential(
+            nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.first, self.last = nn.Linear(width, width), nn.Linear(width, 1)
         if recipe is not None:
             config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
@@ -40,11 +42,15 @@ class Float8MLP(lightning.LightningModule):
 
     def example_batch(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         width = self.first.in_features
-        return torch.randn(rows, width, generator=generator), torch.randn(rows, 1, generator=generator)
+        return torch.randn(rows, width, generator=generator), torch.randn(
+            rows, 1, generator=generator
+        )
 
 
 def train(recipe: str, strategy: dict[str, Any] | None, ranks: int, root: str) -> dict[str, Any]:
-    return record_model(Float8MLP, {"recipe": recipe}, strategy, STEPS, ranks, None, 1, root, "32-true")
+    return record_model(
+        Float8MLP, {"recipe": recipe}, strategy, STEPS, ranks, None, 1, root, "32-true"
+    )
 
 
 def runs(pool: Any, root: Any, recipe: str, **options: Any) -> list[dict[str, Any]]:
@@ -57,7 +63,9 @@ def test_captured_data_parallel_is_what_ddp_computes(pool, tmp_path, recipe):
     """Scales are those of a rank's rows in both: losses and weights agree to float32's rounding."""
     captured = runs(pool, tmp_path, recipe, parallel="data", capture="require")
     written = runs(pool, tmp_path, recipe, parallel="data", capture="never")
-    for step in range(STEPS):  # a captured step's loss is that of all rows, as written it is a rank's own
+    for step in range(
+        STEPS
+    ):  # a captured step's loss is that of all rows, as written it is a rank's own
         mean = sum(run["losses"][step] for run in written) / 2
         assert captured[0]["losses"][step] == pytest.approx(mean, rel=1e-5)
     for name, weight in captured[0]["state"].items():
@@ -80,9 +88,14 @@ def test_compiled_float8_products_are_priced_below_those_of_bf16():
     def seconds(recipe: str | None, compile: bool) -> float:
         with torch.device("meta"):
             module = Float8MLP(recipe, emulate=False, width=4096).bfloat16()
-            batch = torch.zeros(8192, 4096, dtype=torch.bfloat16), torch.zeros(8192, 1, dtype=torch.bfloat16)
+            batch = (
+                torch.zeros(8192, 4096, dtype=torch.bfloat16),
+                torch.zeros(8192, 1, dtype=torch.bfloat16),
+            )
         one_gpu = ClusterSpec.load("dgx_h100", {"num_nodes": 1, "devices_per_node": 1})
-        plan = make_plan(module, batch, one_gpu, PlanOptions.from_user(batch_scope="global", compile=compile))
+        plan = make_plan(
+            module, batch, one_gpu, PlanOptions.from_user(batch_scope="global", compile=compile)
+        )
         return plan.predicted.compute_seconds
 
     assert seconds("tensorwise", True) < 0.85 * seconds(None, True)
@@ -94,14 +107,20 @@ def train_compiled(*args: Any) -> tuple[dict[str, Any], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = train(*args)
-    return run, [str(warning.message) for warning in caught if str(warning.message).startswith("alpa: compile")]
+    return run, [
+        str(warning.message)
+        for warning in caught
+        if str(warning.message).startswith("alpa: compile")
+    ]
 
 
 def test_float8_products_are_compiled(pool, tmp_path):
     """With the ops around them, forward and backward: their casts are to fuse."""
     options = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path / "plans"), "parallel": "data"}
     plain = pool.run(2, train, "tensorwise", options, 2, str(tmp_path))
-    compiled = pool.run(2, train_compiled, "tensorwise", {**options, "compile": True}, 2, str(tmp_path))
+    compiled = pool.run(
+        2, train_compiled, "tensorwise", {**options, "compile": True}, 2, str(tmp_path)
+    )
     for (run, said), own in zip(compiled, plain, strict=True):
         assert said == []
         assert run["losses"] == pytest.approx(own["losses"], rel=1e-2)

@@ -29,7 +29,14 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._backend, name)
-        kind = next((k for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all") if name.startswith(k)), "")
+        kind = next(
+            (
+                k
+                for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+                if name.startswith(k)
+            ),
+            "",
+        )
         if not kind:
             return found
 
@@ -53,18 +60,24 @@ def bytes_of_steps(
         init(self, size, index, group, Counting(backend))
 
     class Steps(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, module: Any, batch: Any, batch_idx: int
+        ) -> None:
             if batch_idx == 1:
                 Counting.counts.clear()
 
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             self.found = dict(Counting.counts)
 
     torch.manual_seed(0)
     model, steps = MODELS["mlp"](d_in=32, d_hidden=64, d_out=32, num_layers=3), Steps()
     mesh.AxisComm.__init__ = counting
     try:
-        strategy = AlpaStrategy(parallel=parallel, cluster="pcie_8gpu", plan_dir=folder, fp32_reduction=wide)
+        strategy = AlpaStrategy(
+            parallel=parallel, cluster="pcie_8gpu", plan_dir=folder, fp32_reduction=wide
+        )
         trainer = pl.Trainer(
             devices=2,
             accelerator="cpu",
@@ -74,12 +87,16 @@ def bytes_of_steps(
             callbacks=[steps],
             **QUIET,
         )
-        trainer.fit(model, DataLoader(TensorDataset(*model.example_batch(2 * 3 * 32768)), batch_size=32768))
+        trainer.fit(
+            model, DataLoader(TensorDataset(*model.example_batch(2 * 3 * 32768)), batch_size=32768)
+        )
     finally:
         mesh.AxisComm.__init__ = init
     planned = {True: 0, False: 0}
     for each in strategy.plan.collectives():
-        planned[each.kind == "all_gather"] += 2 * each.num_bytes * (each.num_bytes >= BULK * each.count)
+        planned[each.kind == "all_gather"] += (
+            2 * each.num_bytes * (each.num_bytes >= BULK * each.count)
+        )
     return steps.found, planned
 
 
@@ -88,7 +105,9 @@ def counted(pool, tmp_path_factory):
     """`bytes_of_steps` on rank 0, each training once."""
     found = {}
 
-    def get(parallel: str, precision: str, wide: bool = False) -> tuple[dict[str, int], dict[bool, int]]:
+    def get(
+        parallel: str, precision: str, wide: bool = False
+    ) -> tuple[dict[str, int], dict[bool, int]]:
         key = parallel, precision, wide
         if key not in found:
             folder = str(tmp_path_factory.mktemp("bytes"))
@@ -116,7 +135,9 @@ def test_half_the_bytes_under_bf16(counted, parallel):
 def test_fp32_reduction_doubles_the_bytes_of_sums_alone(counted, parallel):
     half, wide = (counted(parallel, "bf16-mixed", wide)[0] for wide in (False, True))
     gathered = half.pop("all_gather")
-    assert wide.pop("all_gather") == pytest.approx(gathered, rel=0.02)  # a bias may lie otherwise at another price
+    assert wide.pop("all_gather") == pytest.approx(
+        gathered, rel=0.02
+    )  # a bias may lie otherwise at another price
     assert half
     assert wide == {kind: 2 * num_bytes for kind, num_bytes in half.items()}
 
@@ -142,10 +163,20 @@ def summed_rows(options: dict[str, Any], precision: str, folder: str) -> set[flo
     module, rows = Rows(), torch.zeros(2 * count, 64)
     rows[0], rows[1] = 1.0, 2.0**-9
     strategy = AlpaStrategy(
-        cluster="pcie_8gpu", plan_dir=folder, verbose=False, master_weights=precision == "bf16-true", **options
+        cluster="pcie_8gpu",
+        plan_dir=folder,
+        verbose=False,
+        master_weights=precision == "bf16-true",
+        **options,
     )
     trainer = pl.Trainer(
-        devices=2, accelerator="cpu", precision=precision, strategy=strategy, max_steps=1, max_epochs=-1, **QUIET
+        devices=2,
+        accelerator="cpu",
+        precision=precision,
+        strategy=strategy,
+        max_steps=1,
+        max_epochs=-1,
+        **QUIET,
     )
     trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=count))
     return set((-module.layer.weight.detach().double()).flatten().tolist())
@@ -159,17 +190,25 @@ def test_gradients_are_summed_in_fp32_and_not_rounded(pool, tmp_path, parallel, 
     written = pool.run(2, summed_rows, {**options, "capture": "never"}, precision, str(tmp_path))
     assert written == [{(1 + 2.0**-9) / 2}] * 2
     if parallel != "data":
-        assert pool.run(2, summed_rows, {"parallel": parallel}, precision, str(tmp_path)) == [{1.0}] * 2
+        assert (
+            pool.run(2, summed_rows, {"parallel": parallel}, precision, str(tmp_path))
+            == [{1.0}] * 2
+        )
 
 
 @pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}], ids=["eager", "compiled"])
 @pytest.mark.parametrize("parallel", ["zero2", "zero3"])
 def test_results_are_those_of_one_device(pool, tmp_path, parallel, compile):
     kwargs = {"num_layers": 2, "tied": True}
-    reference = pool.run(1, record, "gpt", kwargs, None, 3, 2, None, 1, str(tmp_path), "bf16-mixed", init_group=False)[
-        0
-    ]
-    strategy = {"parallel": parallel, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "compile": compile}
+    reference = pool.run(
+        1, record, "gpt", kwargs, None, 3, 2, None, 1, str(tmp_path), "bf16-mixed", init_group=False
+    )[0]
+    strategy = {
+        "parallel": parallel,
+        "cluster": "pcie_8gpu",
+        "plan_dir": str(tmp_path),
+        "compile": compile,
+    }
     runs = pool.run(2, record, "gpt", kwargs, strategy, 3, 2, None, 1, str(tmp_path), "bf16-mixed")
     for mine in runs:
         losses = (torch.tensor(run["losses"]) for run in (mine, reference))

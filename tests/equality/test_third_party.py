@@ -22,10 +22,27 @@ PLANS_OF_FOUR = {
     "experts": {"placements": {"*experts*": "R* S0"}, "logical_mesh": (2, 2)},
 }
 QUICK = [
-    *[("gpt2", "solved"), ("llama", "tensor"), ("bert", "pipelined"), ("t5", "solved"), ("vit", "zero3")],
+    *[
+        ("gpt2", "solved"),
+        ("llama", "tensor"),
+        ("bert", "pipelined"),
+        ("t5", "solved"),
+        ("vit", "zero3"),
+    ],
     ("bart", "zero3"),
-    *[("mixtral_float64", "experts"), ("qwen_moe_float64", "pipelined"), ("lstm", "data"), ("gru", "pipelined")],
-    *[("resnet", "data"), ("unet", "tensor"), ("custom_ops", "data"), ("custom_ops", "solved"), ("indices", "data")],
+    *[
+        ("mixtral_float64", "experts"),
+        ("qwen_moe_float64", "pipelined"),
+        ("lstm", "data"),
+        ("gru", "pipelined"),
+    ],
+    *[
+        ("resnet", "data"),
+        ("unet", "tensor"),
+        ("custom_ops", "data"),
+        ("custom_ops", "solved"),
+        ("indices", "data"),
+    ],
     *[("bags", "zero3"), ("scan", "tensor")],
 ]
 
@@ -37,7 +54,9 @@ def reference(pool):
 
     def get(model: str, world_size: int):
         if (model, world_size) not in found:
-            found[model, world_size] = pool.run(1, record_case, model, None, world_size, init_group=False)[0]
+            found[model, world_size] = pool.run(
+                1, record_case, model, None, world_size, init_group=False
+            )[0]
         return found[model, world_size]
 
     return get

@@ -40,7 +40,12 @@ class HuggingFaceLM(Wrapped):
     """Any `transformers` language model. The loss is the user's: the library's own rounds the logits to float32."""
 
     def build(
-        self, model: str, config: str, experts: str | None = None, float64: bool = False, **settings: Any
+        self,
+        model: str,
+        config: str,
+        experts: str | None = None,
+        float64: bool = False,
+        **settings: Any,
     ) -> None:
         import transformers
 
@@ -66,7 +71,10 @@ class HuggingFaceLM(Wrapped):
         ids = torch.randint(1, VOCAB, (num_rows, LENGTH), generator=generator)
         labels = ids.clone()
         # As many targets in every row as in the next would hide a mean of means.
-        labels[torch.rand(labels.shape, generator=generator) < torch.linspace(0, 0.6, num_rows).unsqueeze(1)] = -100
+        labels[
+            torch.rand(labels.shape, generator=generator)
+            < torch.linspace(0, 0.6, num_rows).unsqueeze(1)
+        ] = -100
         labels[:, 1] = ids[:, 1]
         lengths = torch.randint(LENGTH // 2, LENGTH + 1, (num_rows, 1), generator=generator)
         return {"ids": ids, "labels": labels, "mask": (torch.arange(LENGTH) < lengths).long()}
@@ -78,7 +86,9 @@ class HuggingFaceViT(Wrapped):
     def build(self, **settings: Any) -> None:
         from transformers import ViTConfig, ViTForImageClassification
 
-        self.model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=5, **settings)).train()
+        self.model = ViTForImageClassification(
+            ViTConfig(image_size=8, patch_size=4, num_labels=5, **settings)
+        ).train()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, classes = batch
@@ -94,7 +104,12 @@ def _images(num_rows: int, generator: torch.Generator | None) -> Tensor:
     return torch.randn(num_rows, 3, 8, 8, generator=generator, dtype=torch.get_default_dtype())
 
 
-_SIZES = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _EXPERTS = {**_SIZES, "num_key_value_heads": 2, "num_experts_per_tok": 2, "head_dim": 4}
 _EXPERTS["experts"] = "batched_mm"  # the default, grouped_mm, has no float64 kernel in PyTorch
@@ -118,7 +133,10 @@ HUGGING_FACE: dict[str, tuple[type[Wrapped], dict[str, Any]]] = {
         HuggingFaceLM,
         {"model": "LlamaForCausalLM", "config": "LlamaConfig", "num_key_value_heads": 2, **_SIZES},
     ),
-    "bert": (HuggingFaceLM, {"model": "BertForMaskedLM", "config": "BertConfig", **_SIZES, **_NO_DROPOUT}),
+    "bert": (
+        HuggingFaceLM,
+        {"model": "BertForMaskedLM", "config": "BertConfig", **_SIZES, **_NO_DROPOUT},
+    ),
     "t5": (
         HuggingFaceLM,
         {
@@ -151,7 +169,12 @@ HUGGING_FACE: dict[str, tuple[type[Wrapped], dict[str, Any]]] = {
     "vit": (HuggingFaceViT, {**_SIZES, **_NO_DROPOUT}),
     "mixtral": (
         HuggingFaceLM,
-        {"model": "MixtralForCausalLM", "config": "MixtralConfig", "num_local_experts": 4, **_EXPERTS},
+        {
+            "model": "MixtralForCausalLM",
+            "config": "MixtralConfig",
+            "num_local_experts": 4,
+            **_EXPERTS,
+        },
     ),
     "qwen_moe": (
         HuggingFaceLM,
@@ -189,7 +212,9 @@ class Recurrent(Wrapped):
         scores = self.out(hidden)
         loss = F.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten()) + last.square().mean()
         lengths = torch.full((len(ids),), hidden.shape[1]), ids[:, 0] % 3
-        return loss + F.ctc_loss(scores.log_softmax(-1).transpose(0, 1), ids[:, 4:6], *lengths, 0, "mean", True)
+        return loss + F.ctc_loss(
+            scores.log_softmax(-1).transpose(0, 1), ids[:, 4:6], *lengths, 0, "mean", True
+        )
 
 
 class SelectiveScan(Wrapped):
@@ -226,10 +251,18 @@ class _Residual(nn.Module):
 
     def __init__(self, inside: int, outside: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm2d(outside)
-        self.conv2, self.bn2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.BatchNorm2d(outside)
+        self.conv1, self.bn1 = (
+            nn.Conv2d(inside, outside, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outside),
+        )
+        self.conv2, self.bn2 = (
+            nn.Conv2d(outside, outside, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outside),
+        )
         self.relu = nn.ReLU(inplace=True)
-        self.down = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+        self.down = nn.Sequential(
+            nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
@@ -241,9 +274,16 @@ class ResNet(Wrapped):
     """Batch norms over the whole batch, in-place ops, label smoothing."""
 
     def build(self) -> None:
-        stem = [nn.Conv2d(3, 6, 3, 1, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+        stem = [
+            nn.Conv2d(3, 6, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(6),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, 1),
+        ]
         blocks = [_Residual(6, 6, 1), _Residual(6, 10, 2)]
-        self.net = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(10, 5))
+        self.net = nn.Sequential(
+            *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(10, 5)
+        )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, classes = batch
@@ -258,7 +298,9 @@ class UNet(Wrapped):
 
     def build(self) -> None:
         def block(inside: int, outside: int) -> nn.Module:
-            return nn.Sequential(nn.Conv2d(inside, outside, 3, padding=1), nn.GroupNorm(2, outside), nn.SiLU(True))
+            return nn.Sequential(
+                nn.Conv2d(inside, outside, 3, padding=1), nn.GroupNorm(2, outside), nn.SiLU(True)
+            )
 
         self.down1, self.down2, self.up1 = block(3, 4), block(4, 8), block(8, 4)
         self.up, self.out = nn.ConvTranspose2d(8, 4, 2, 2), nn.Conv2d(4, 1, 1)
@@ -267,8 +309,12 @@ class UNet(Wrapped):
         first = self.down1(images)
         second = self.down2(F.max_pool2d(first, 2))
         merged = self.up1(torch.cat([self.up(second), first], 1))
-        coarse = F.interpolate(F.avg_pool2d(merged, 2), scale_factor=2, mode="bilinear", align_corners=False)
-        return F.binary_cross_entropy_with_logits(self.out(merged + coarse), (images[:, :1] > 0).to(images.dtype))
+        coarse = F.interpolate(
+            F.avg_pool2d(merged, 2), scale_factor=2, mode="bilinear", align_corners=False
+        )
+        return F.binary_cross_entropy_with_logits(
+            self.out(merged + coarse), (images[:, :1] > 0).to(images.dtype)
+        )
 
     def example_batch(self, num_rows: int, generator: torch.Generator | None = None) -> Any:
         return _images(num_rows, generator)
@@ -321,7 +367,11 @@ class CustomOps(Wrapped):
     """A custom autograd Function and a custom op with registered rules, and an op without."""
 
     def build(self) -> None:
-        self.embed, self.inside, self.out = nn.Embedding(VOCAB, 6), nn.Linear(6, 10), nn.Linear(10, VOCAB)
+        self.embed, self.inside, self.out = (
+            nn.Embedding(VOCAB, 6),
+            nn.Linear(6, 10),
+            nn.Linear(10, VOCAB),
+        )
         self.scale = nn.Parameter(torch.ones(10))
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
@@ -337,7 +387,11 @@ class Bags(Wrapped):
 
     def build(self, width: int = 8) -> None:
         self.bags = nn.EmbeddingBag(VOCAB, width, mode="mean")
-        self.embed, self.norm, self.out = nn.Embedding(VOCAB, width), nn.LayerNorm(width), nn.Linear(width, VOCAB)
+        self.embed, self.norm, self.out = (
+            nn.Embedding(VOCAB, width),
+            nn.LayerNorm(width),
+            nn.Linear(width, VOCAB),
+        )
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         x = self.embed(ids[:, :-1]) + self.bags(ids[:, :4]).unsqueeze(1)
@@ -348,7 +402,11 @@ class Indices(Wrapped):
     """Integers, masks and positions: arange, full, one_hot, cumsum, topk, sort, scatter, gather, index_add."""
 
     def build(self, width: int = 8) -> None:
-        self.embed, self.position, self.out = nn.Embedding(VOCAB, width), nn.Embedding(LENGTH, width), nn.Linear(8, 5)
+        self.embed, self.position, self.out = (
+            nn.Embedding(VOCAB, width),
+            nn.Embedding(LENGTH, width),
+            nn.Linear(8, 5),
+        )
         self.register_buffer("seen", torch.zeros(VOCAB))
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
@@ -357,15 +415,24 @@ class Indices(Wrapped):
         self.steps += 1
         self.seen.index_add_(0, ids.flatten(), torch.ones(rows * length, dtype=self.seen.dtype))
         mask = ids > 3
-        x = self.embed(ids) + self.position(torch.arange(length).expand(rows, -1)) * mask.unsqueeze(-1)
-        x = x.masked_fill(torch.full((length, 1), False), 0.0).cumsum(1) / (mask.cumsum(1) + 1).unsqueeze(-1)
+        x = self.embed(ids) + self.position(torch.arange(length).expand(rows, -1)) * mask.unsqueeze(
+            -1
+        )
+        x = x.masked_fill(torch.full((length, 1), False), 0.0).cumsum(1) / (
+            mask.cumsum(1) + 1
+        ).unsqueeze(-1)
         best, where = x.norm(dim=-1).topk(3, dim=1)
-        picked = x.gather(1, where.unsqueeze(-1).expand(-1, -1, x.shape[-1])) * best.softmax(-1).unsqueeze(-1)
+        picked = x.gather(1, where.unsqueeze(-1).expand(-1, -1, x.shape[-1])) * best.softmax(
+            -1
+        ).unsqueeze(-1)
         spread = torch.zeros_like(x).scatter(1, where.unsqueeze(-1).expand_as(picked), picked)
         order = x.detach().sum(-1).argsort(1)
         hot = F.one_hot(ids % 5, 5).to(x.dtype)
         logits = self.out(spread + x.sort(dim=1).values + x.take_along_dim(order.unsqueeze(-1), 1))
-        return -(hot * logits.log_softmax(-1)).sum(-1).mean() + logits[torch.arange(rows), 0, ids[:, 0] % 5].mean()
+        return (
+            -(hot * logits.log_softmax(-1)).sum(-1).mean()
+            + logits[torch.arange(rows), 0, ids[:, 0] % 5].mean()
+        )
 
 
 OTHERS: dict[str, tuple[type[Wrapped], dict[str, Any]]] = {
@@ -381,7 +448,9 @@ OTHERS: dict[str, tuple[type[Wrapped], dict[str, Any]]] = {
 CASES = {**HUGGING_FACE, **OTHERS}
 
 
-def record_case(name: str, strategy: dict[str, Any] | None, world_size: int, optimizer: str = "adamw") -> dict:
+def record_case(
+    name: str, strategy: dict[str, Any] | None, world_size: int, optimizer: str = "adamw"
+) -> dict:
     """Five steps of a case of this file; `strategy` None is the plain Trainer's run."""
     model, settings = CASES[name]
     return record_model(model, {**settings, "optimizer": optimizer}, strategy, 5, world_size)

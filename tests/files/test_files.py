@@ -13,10 +13,15 @@ from hypothesis import strategies as st
 from alpa_strategy.files import BadFileError, parse_json, read_json, read_yaml, write_json
 
 TEXT = st.text(st.characters(exclude_categories=("C",)))
-SCALARS = st.none() | st.booleans() | st.integers(-(10**18), 10**18) | st.floats(-1e300, 1e300) | TEXT
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner), max_leaves=20)
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-(10**18), 10**18) | st.floats(-1e300, 1e300) | TEXT
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner), max_leaves=20
+)
 LAUGHS = "a: &a [x, x]\n" + "".join(
-    f"{new}: &{new} [*{old}, *{old}, *{old}, *{old}]\n" for old, new in zip("abcdefghij", "bcdefghijk", strict=True)
+    f"{new}: &{new} [*{old}, *{old}, *{old}, *{old}]\n"
+    for old, new in zip("abcdefghij", "bcdefghijk", strict=True)
 )
 
 

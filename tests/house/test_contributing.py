@@ -17,14 +17,20 @@ DIFFS = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
 
 
 def run(code: str, folder: Path, package: Path = ROOT) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": f"{package}:{package / 'tests'}:{package / 'tests' / 'sharding'}"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{package}:{package / 'tests'}:{package / 'tests' / 'sharding'}"
+    }
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=["rule", "schedule"])
 def test_the_code_runs_on_public_names(code, tmp_path):
-    imported = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom | ast.Import)]
+    imported = [
+        node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom | ast.Import)
+    ]
     modules = {getattr(node, "module", None) or node.names[0].name for node in imported}
     assert "alpa_strategy" in modules
     assert not any(module.startswith("alpa_strategy.") for module in modules)
@@ -40,7 +46,11 @@ def changed(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for diff in DIFFS:
         result = subprocess.run(
-            ["git", "apply", "--whitespace=nowarn", "-"], cwd=folder, input=diff, capture_output=True, text=True
+            ["git", "apply", "--whitespace=nowarn", "-"],
+            cwd=folder,
+            input=diff,
+            capture_output=True,
+            text=True,
         )
         assert result.returncode == 0, result.stderr
     return folder

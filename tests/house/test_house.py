@@ -19,7 +19,9 @@ spec.loader.exec_module(house)
 
 def test_the_tests_that_are_left_out_of_the_quick_ones_exist():
     names = {
-        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)", path.read_text())
     }
     assert NOT_QUICK - names == set()
 
@@ -36,29 +38,48 @@ def test_a_package_that_grows_is_told():
     files = house.read_package()
     lines = sum(file.num_lines for file in files)
     found = list(house.broken_sizes(files, lines - 1, len(files) - 1))
-    assert found == [f"{lines} lines, more than {lines - 1}", f"{len(files)} files, more than {len(files) - 1}"]
+    assert found == [
+        f"{lines} lines, more than {lines - 1}",
+        f"{len(files)} files, more than {len(files) - 1}",
+    ]
 
 
 @pytest.mark.parametrize(
     ("file", "text", "told"),
     [
-        ("lower/a.py", "def f():\n    import json\n", "lower/a.py:2: imports json inside a function"),
-        ("lower/a.py", "def f():\n    from alpa_strategy.ir import op\n", "imports alpa_strategy.ir inside"),
+        (
+            "lower/a.py",
+            "def f():\n    import json\n",
+            "lower/a.py:2: imports json inside a function",
+        ),
+        (
+            "lower/a.py",
+            "def f():\n    from alpa_strategy.ir import op\n",
+            "imports alpa_strategy.ir inside",
+        ),
         ("lower/a.py", "x = 1\n" * 601, "lower/a.py: 601 lines"),
         ("lower/a.py", "x = 1\n" * 50 + "# why\n", "1 lines have comments, 2.0%"),
-        ("runtime/a.py", "import torch\ng = torch.distributed.new_group([0])\n", "runtime/a.py:2: calls new_group"),
+        (
+            "runtime/a.py",
+            "import torch\ng = torch.distributed.new_group([0])\n",
+            "runtime/a.py:2: calls new_group",
+        ),
     ],
 )
 def test_a_broken_rule_is_told(tmp_path, file, text, told):
     (tmp_path / file).parent.mkdir()
     (tmp_path / file).write_text(text)
     files = house.read_package(tmp_path)
-    assert any(told in problem for problem in (*house.broken_sizes(files), *house.broken_rules(files)))
+    assert any(
+        told in problem for problem in (*house.broken_sizes(files), *house.broken_rules(files))
+    )
 
 
 def test_what_has_a_reason_is_no_problem(tmp_path):
     (tmp_path / "comm").mkdir()
-    (tmp_path / "comm" / "a.py").write_text("# why\ndef f():\n    import deepspeed\n    new_group([0])\n")
+    (tmp_path / "comm" / "a.py").write_text(
+        "# why\ndef f():\n    import deepspeed\n    new_group([0])\n"
+    )
     (tmp_path / "cli.py").write_text("# why\ndef f():\n    import json\n")
     assert list(house.broken_rules(house.read_package(tmp_path))) == []
 
@@ -70,7 +91,11 @@ def lint(folder):
 
 @pytest.fixture
 def copied(tmp_path):
-    shutil.copytree(ROOT / "alpa_strategy", tmp_path / "alpa_strategy", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "alpa_strategy",
+        tmp_path / "alpa_strategy",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -83,9 +108,21 @@ def test_the_import_contracts_hold(copied):
 @pytest.mark.parametrize(
     ("file", "line", "contract"),
     [
-        ("ir/op.py", "import alpa_strategy.sharding", "A room imports only from the rooms below it"),
-        ("planner/task.py", "import alpa_strategy.comm.mesh", "Planning knows no process group and no Trainer"),
-        ("lower/codegen.py", "import lightning", "Only capture/, lightning/ and strategy.py import Lightning"),
+        (
+            "ir/op.py",
+            "import alpa_strategy.sharding",
+            "A room imports only from the rooms below it",
+        ),
+        (
+            "planner/task.py",
+            "import alpa_strategy.comm.mesh",
+            "Planning knows no process group and no Trainer",
+        ),
+        (
+            "lower/codegen.py",
+            "import lightning",
+            "Only capture/, lightning/ and strategy.py import Lightning",
+        ),
         ("units.py", "import alpa_strategy.newroom", "A room imports only from the rooms below it"),
     ],
 )

@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_the_first_picture_is_what_the_planner_prints() -> None:
-    found = re.search(r"`alpa (plan [^`]+)`.*?```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    found = re.search(
+        r"`alpa (plan [^`]+)`.*?```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
     assert found is not None
     command, picture = found.groups()
     done = subprocess.run(
@@ -25,6 +27,8 @@ def test_the_first_picture_is_what_the_planner_prints() -> None:
     assert done.returncode == 0, done.stderr
     lines, printed = picture.splitlines(), (line.rstrip() for line in done.stdout.splitlines())
     shown = [line for line in lines[: lines.index("...")] if line]
-    missing = [line for line in shown if line not in printed]  # in this order: `printed` is an iterator
+    missing = [
+        line for line in shown if line not in printed
+    ]  # in this order: `printed` is an iterator
     assert not missing[:1]
     assert len(shown) > 30

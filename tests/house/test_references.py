@@ -42,18 +42,33 @@ def test_links_lead_somewhere(page):
 def test_files_that_are_named_exist(page):
     """`room/file.py`, or `file.py` anywhere in the package, the recipes, the scripts or the tests."""
     text, _, old_words = page.read_text(encoding="utf-8").partition("## Old words")
-    text += "".join(row.split("|")[2] for row in old_words.splitlines() if row.count("|") == 3)  # what is now
+    text += "".join(
+        row.split("|")[2] for row in old_words.splitlines() if row.count("|") == 3
+    )  # what is now
     named = set(re.findall(r"`([\w/]+\.(?:py|sh))`", text))
     folders = ("alpa_strategy", "recipes", "scripts", "tests", "docs")
-    files = [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    files = [
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.*")
+    ]
     missing = {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)}
-    assert missing - {"prepare.py", "setup.py", "train.py"} == set()  # nanoGPT's, the root's, a user's
+    assert (
+        missing - {"prepare.py", "setup.py", "train.py"} == set()
+    )  # nanoGPT's, the root's, a user's
 
 
 def test_lines_of_the_recipe_that_the_walk_shows_are_those():
     lines = (ROOT / "recipes" / "gpt.py").read_text(encoding="utf-8").splitlines()
-    words = {"aten.layer_norm": "norm2", "aten.linear": "fc", "aten.gelu": "gelu", "f_flatten_1": "cross_entropy"}
+    words = {
+        "aten.layer_norm": "norm2",
+        "aten.linear": "fc",
+        "aten.gelu": "gelu",
+        "f_flatten_1": "cross_entropy",
+    }
     words |= {"f_linear_2": "fc"}
-    shown = re.findall(r"(aten\.\w+|f_\w+)\b.*gpt\.py:(\d+)", (ROOT / "docs" / "architecture.md").read_text())
+    shown = re.findall(
+        r"(aten\.\w+|f_\w+)\b.*gpt\.py:(\d+)", (ROOT / "docs" / "architecture.md").read_text()
+    )
     assert {name for name, _ in shown} == set(words)
     assert all(words[name] in lines[int(number) - 1] for name, number in shown)

@@ -15,9 +15,16 @@ pytestmark = pytest.mark.slow
 
 
 def run(*command, cwd, seconds=300, **changes):
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "DS_ACCELERATOR")} | changes
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "DS_ACCELERATOR")
+    } | changes
     result = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds
+        [*map(str, command)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -30,7 +37,15 @@ def installed(tmp_path_factory):
     source, heavy = folder / "source", folder / "heavy"
     source.mkdir()
     heavy.mkdir()
-    for name in ("alpa_strategy", "recipes", "configs", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in (
+        "alpa_strategy",
+        "recipes",
+        "configs",
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        "LICENSE",
+    ):
         run("cp", "-r", ROOT / name, source, cwd=ROOT)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source, cwd=folder)
@@ -49,15 +64,30 @@ def installed(tmp_path_factory):
 
 
 def test_clusters_and_the_license_are_in_the_wheel(installed, tmp_path):
-    code = "import alpa_strategy as a; print(a.ClusterSpec.load('dgx_h100').num_devices, a.__file__)"
+    code = (
+        "import alpa_strategy as a; print(a.ClusterSpec.load('dgx_h100').num_devices, a.__file__)"
+    )
     devices, file = run(installed / "python", "-c", code, cwd=tmp_path).split()
     assert int(devices) == 128
     assert Path(file).is_relative_to(installed.parent)
-    assert list(installed.parent.glob("lib/python*/site-packages/alpa_strategy-*.dist-info/licenses/LICENSE"))
+    assert list(
+        installed.parent.glob(
+            "lib/python*/site-packages/alpa_strategy-*.dist-info/licenses/LICENSE"
+        )
+    )
 
 
 def test_plan_by_name_from_an_empty_folder(installed, tmp_path):
-    shown = run(installed / "alpa", "plan", "gpt_1_3b", "--cluster", "dgx_h100", "-o", "plan.json", cwd=tmp_path)
+    shown = run(
+        installed / "alpa",
+        "plan",
+        "gpt_1_3b",
+        "--cluster",
+        "dgx_h100",
+        "-o",
+        "plan.json",
+        cwd=tmp_path,
+    )
     assert "128 devices on dgx_h100" in shown
     assert (tmp_path / "plan.json").is_file()
 
@@ -70,6 +100,8 @@ def test_train_by_name_from_an_empty_folder(installed, tmp_path):
 
 def test_asking_for_deepspeed_says_how_to_install_it(installed, tmp_path):
     code = "from alpa_strategy.comm.mesh import select_backend as s; print(s('auto').__name__); s('deepspeed')"
-    result = subprocess.run([installed / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, env={})
+    result = subprocess.run(
+        [installed / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, env={}
+    )
     assert result.stdout.strip() == "torch.distributed"
     assert "pip install 'alpa-strategy[deepspeed]'" in result.stderr

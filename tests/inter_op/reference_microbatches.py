@@ -27,7 +27,9 @@ def combine_microbatches(
         state, parts = micro.states[value], [result[value] for result in results]
         match state.kind:
             case "sum":
-                combined[value] = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=parts[0].dtype)
+                combined[value] = (
+                    parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=parts[0].dtype)
+                )
             case "whole":
                 combined[value] = parts[-1]
             case "rows":
@@ -50,13 +52,17 @@ def run_microbatches(
     Returns:
         The step's escaping values, detached, and `graph.loss`.
     """
-    leaves = {leaf.value: tensor for leaf, tensor in zip(micro.graph.batch, batch_leaves, strict=True)}
+    leaves = {
+        leaf.value: tensor for leaf, tensor in zip(micro.graph.batch, batch_leaves, strict=True)
+    }
     values = _run_part(micro.prologue, parameters, buffers, leaves, {})
     state = dict(buffers)
     results: list[dict[int, Tensor]] = []
     for index in range(micro.num_microbatches):
         batch = [
-            tensor if leaf.batch_dim is None else cut(tensor, rows(0), micro.num_microbatches, index, num_ranks)
+            tensor
+            if leaf.batch_dim is None
+            else cut(tensor, rows(0), micro.num_microbatches, index, num_ranks)
             for leaf, tensor in zip(micro.graph.batch, batch_leaves, strict=True)
         ]
         received = {
@@ -88,5 +94,7 @@ def _run_part(
     """What leaves a prologue or an epilogue."""
     if part is None:
         return {}
-    found = run_step(part, parameters, buffers, [leaves[leaf.value] for leaf in part.batch], received)
+    found = run_step(
+        part, parameters, buffers, [leaves[leaf.value] for leaf in part.batch], received
+    )
     return {value: found[value] for value in part.escaping}

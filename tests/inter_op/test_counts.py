@@ -13,7 +13,9 @@ from alpa_strategy.planner.search import Look, search_microbatches
 COUNTS = [2**k for k in range(10, -1, -1)]
 
 
-def looks(seconds: dict[int, float], counts=COUNTS, bound=lambda count: 0.0, known=math.inf, devices=8):
+def looks(
+    seconds: dict[int, float], counts=COUNTS, bound=lambda count: 0.0, known=math.inf, devices=8
+):
     """(counts looked at, submeshes given to each look) where `seconds` holds what is found; others do not fit."""
     given_to: list[frozenset[int] | None] = []
 

@@ -12,7 +12,9 @@ from alpa_strategy.inter_op.stage_dp import GRID, StageTables, solve_stages
 from alpa_strategy.schedules import Terms, in_flight, terms
 
 
-def anywhere(num_devices: int, *arrays: np.ndarray, boundary: np.ndarray | None = None) -> StageTables:
+def anywhere(
+    num_devices: int, *arrays: np.ndarray, boundary: np.ndarray | None = None
+) -> StageTables:
     """Stages that may start at every device, with one kind of links, or messages that take no time."""
     L, _, m, _ = arrays[1].shape
     boundary = np.zeros((1, L + 1, m, m)) if boundary is None else boundary
@@ -21,7 +23,12 @@ def anywhere(num_devices: int, *arrays: np.ndarray, boundary: np.ndarray | None 
 
 
 def random_tables(
-    rng: np.random.Generator, num_layers: int, submeshes, candidates: int, boundary: bool, num_devices: int
+    rng: np.random.Generator,
+    num_layers: int,
+    submeshes,
+    candidates: int,
+    boundary: bool,
+    num_devices: int,
 ) -> StageTables:
     m = len(submeshes)
     shape = (num_layers, num_layers + 1, m, candidates)
@@ -55,7 +62,9 @@ def pinned(rng: np.random.Generator, tables: StageTables, num_devices: int) -> S
     return replace(tables, starts=(starts, np.arange(num_devices, -1, -1)))
 
 
-def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stages, steps, share=1.0):
+def brute_force(
+    tables, num_devices, terms: Terms, alive, memory_limit, num_stages, steps, share=1.0
+):
     """Every way to cut, every submesh and candidate of every stage."""
     L, _, m, c = tables.seconds.shape
     best = np.inf
@@ -69,14 +78,18 @@ def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stag
                 sizes = [int(tables.num_devices[a]) for a in meshes]
                 places = [sum(sizes[:i]) for i in range(count)]
                 if tables.starts is not None and any(
-                    tables.starts[0][run] not in (-1, place) for run, place in zip(runs, places, strict=True)
+                    tables.starts[0][run] not in (-1, place)
+                    for run, place in zip(runs, places, strict=True)
                 ):
                     continue
                 for i, ((k, l), a) in enumerate(zip(runs, meshes, strict=True)):  # noqa: E741
                     wire = 0.0
                     if i + 1 < count:
                         wire = tables.wire(l, a, meshes[i + 1], sum(sizes[i + 1 :]))
-                    need = tables.bytes_always[k, l, a] + alive[count - i - 1] * tables.bytes_in_flight[k, l, a]
+                    need = (
+                        tables.bytes_always[k, l, a]
+                        + alive[count - i - 1] * tables.bytes_in_flight[k, l, a]
+                    )
                     options.append(
                         [
                             (tables.seconds[k, l, a, x], wire, tables.once_seconds[k, l, a, x])
@@ -87,7 +100,9 @@ def brute_force(tables, num_devices, terms: Terms, alive, memory_limit, num_stag
                 for picked in product(*options):
                     after = [t + w for t, w, _ in picked]
                     value = terms.fill * sum(after)
-                    slowest = max(terms.run * max(t + share * w, w / 2) + steps * g for t, w, g in picked)
+                    slowest = max(
+                        terms.run * max(t + share * w, w / 2) + steps * g for t, w, g in picked
+                    )
                     if share < 1:
                         trips = [sum(after[i:]) / alive[count - i - 1] for i in range(count)]
                         slowest = max(slowest, terms.run * max(trips))
@@ -111,8 +126,14 @@ def test_equals_brute_force_on_200_random_cases(block):
         schedule = str(rng.choice(["1F1B", "GPipe"]))
         alive = in_flight(schedule, num_layers, num_microbatches)[::-1]
         limit = float(rng.choice([2.0, 5.0, np.inf]))
-        weights = terms(schedule, num_layers, num_microbatches) if rng.random() < 0.8 else Terms(0.0, 5.0)
-        counts = range(1, num_layers + 1) if rng.random() < 0.7 else [int(rng.integers(1, num_layers + 1))]
+        weights = (
+            terms(schedule, num_layers, num_microbatches) if rng.random() < 0.8 else Terms(0.0, 5.0)
+        )
+        counts = (
+            range(1, num_layers + 1)
+            if rng.random() < 0.7
+            else [int(rng.integers(1, num_layers + 1))]
+        )
         steps = float(rng.choice([0.0, 1.0, 2.0]))
         expected = brute_force(tables, num_devices, weights, alive, limit, counts, steps)
         found = solve_stages(tables, num_devices, weights, alive, limit, counts, steps)
@@ -162,11 +183,17 @@ def check(tables, found, num_devices, weights, alive, limit, steps):
         assert stage.first == position
         position = stage.last
         t = tables.seconds[at]
-        assert tables.starts is None or tables.starts[0][stage.first, stage.last] in (-1, num_devices - left)
+        assert tables.starts is None or tables.starts[0][stage.first, stage.last] in (
+            -1,
+            num_devices - left,
+        )
         left -= int(tables.num_devices[stage.submesh])
         if i + 1 < len(found.stages):
             t += tables.wire(stage.last, stage.submesh, found.stages[i + 1].submesh, left)
-        assert tables.bytes_always[at] + alive[len(found.stages) - i - 1] * tables.bytes_in_flight[at] <= limit
+        assert (
+            tables.bytes_always[at] + alive[len(found.stages) - i - 1] * tables.bytes_in_flight[at]
+            <= limit
+        )
         seconds.append(t)
         bottlenecks.append(weights.run * t + steps * tables.once_seconds[at])
     assert position == tables.seconds.shape[0]
@@ -189,7 +216,9 @@ def test_golden_case():
     tables = anywhere(8, submeshes, seconds, zeros, zeros, zeros)
     found = solve_stages(tables, 8, terms("1F1B", 8, 16), in_flight("1F1B", 8, 16)[::-1])
     assert found is not None
-    expected = brute_force(tables, 8, terms("1F1B", 8, 16), in_flight("1F1B", 8, 16)[::-1], np.inf, range(1, 9), 1.0)
+    expected = brute_force(
+        tables, 8, terms("1F1B", 8, 16), in_flight("1F1B", 8, 16)[::-1], np.inf, range(1, 9), 1.0
+    )
     assert found.seconds == pytest.approx(expected, rel=1e-12)
     assert found.seconds == pytest.approx(23.428582471831, rel=1e-12)
     assert [(s.first, s.last, int(submeshes[s.submesh])) for s in found.stages] == [

@@ -45,7 +45,9 @@ def key(cuts, bytes_at, flops):
 @given(st.data(), st.integers(1, 9), st.integers(1, 5))
 def test_the_best_of_all_ways_to_cut(data, num_ops, num_layers):
     num_layers = min(num_layers, num_ops)
-    flops = np.array(data.draw(st.lists(st.integers(0, 9), min_size=num_ops, max_size=num_ops)), dtype=float)
+    flops = np.array(
+        data.draw(st.lists(st.integers(0, 9), min_size=num_ops, max_size=num_ops)), dtype=float
+    )
     inner = data.draw(st.lists(st.integers(0, 5), min_size=num_ops - 1, max_size=num_ops - 1))
     bytes_at = np.array([0, *inner, 0], dtype=float)
     found = best_cuts(bytes_at, flops, num_layers)
@@ -62,7 +64,11 @@ def test_every_block_of_a_gpt_becomes_a_layer_of_its_own():
     cuts = cluster_layers(step)
     assert default_num_layers(step) == 6
     for index, (first, last) in enumerate(pairwise(cuts)):
-        inside = {op.module.split(".")[1] for op in step.ops[first:last] if op.module.startswith("blocks.")}
+        inside = {
+            op.module.split(".")[1]
+            for op in step.ops[first:last]
+            if op.module.startswith("blocks.")
+        }
         assert inside == {str(index)}
     names = [span_name(step, *ends) for ends in pairwise(cuts)]
     assert names[1:-1] == [f"blocks.{i}" for i in (1, 2, 3, 4)]
@@ -76,7 +82,9 @@ def test_bytes_at_a_cut_are_those_of_all_values_that_cross_it():
     step = step_of("llama", num_layers=2)
     at = boundary_bytes(step)
     for position in range(len(step.ops) + 1):
-        assert at[position] == sum(step.values[v].num_bytes for v in crossing_values(step, position))
+        assert at[position] == sum(
+            step.values[v].num_bytes for v in crossing_values(step, position)
+        )
 
 
 def test_two_thousand_ops_in_a_second():

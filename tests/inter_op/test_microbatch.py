@@ -60,7 +60,13 @@ def capture(module: pl.LightningModule, batch: Any) -> StepGraph:
     return capture_step(module.double(), batch)
 
 
-def run(module: pl.LightningModule, step: StepGraph, batch: Any, micro: MicroStep | None, num_ranks: int = 1) -> Any:
+def run(
+    module: pl.LightningModule,
+    step: StepGraph,
+    batch: Any,
+    micro: MicroStep | None,
+    num_ranks: int = 1,
+) -> Any:
     """(escaping values, gradients): of the whole step, or of its micro-batches."""
     module = copy.deepcopy(module)
     parameters = {p.name: module.get_parameter(p.name) for p in step.parameters}
@@ -73,13 +79,21 @@ def run(module: pl.LightningModule, step: StepGraph, batch: Any, micro: MicroSte
         values[step.loss].backward()
     else:
         values = run_microbatches(micro, parameters, buffers, leaves, num_ranks)
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+    gradients = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()
+    }
     loss = step.loss if micro is None else micro.graph.loss
-    return {v: values[v].detach() for v in step.escaping} | {step.loss: values[loss].detach()}, gradients
+    return {v: values[v].detach() for v in step.escaping} | {
+        step.loss: values[loss].detach()
+    }, gradients
 
 
 def assert_same(
-    module: pl.LightningModule, batch: Any, num_microbatches: int, step: StepGraph | None = None, num_ranks: int = 1
+    module: pl.LightningModule,
+    batch: Any,
+    num_microbatches: int,
+    step: StepGraph | None = None,
+    num_ranks: int = 1,
 ) -> MicroStep:
     step = step or capture(module, batch)
     micro = microbatch(step, num_microbatches, num_ranks)
@@ -115,7 +129,12 @@ def check_graph(step: StepGraph, micro: MicroStep) -> None:
 
 # Models
 
-MODEL_OPTIONS = {"mlp": {}, "gpt": {"ignore_fraction": 0.4, "num_layers": 1}, "llama": {"num_layers": 1}, "bert": {}}
+MODEL_OPTIONS = {
+    "mlp": {},
+    "gpt": {"ignore_fraction": 0.4, "num_layers": 1},
+    "llama": {"num_layers": 1},
+    "bert": {},
+}
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
@@ -123,7 +142,9 @@ MODEL_OPTIONS = {"mlp": {}, "gpt": {"ignore_fraction": 0.4, "num_layers": 1}, "l
 def test_models(name: str, num_microbatches: int) -> None:
     torch.manual_seed(1)
     module = MODELS[name](**MODEL_OPTIONS[name]).double()
-    assert_same(module, module.example_batch(ROWS, torch.Generator().manual_seed(2)), num_microbatches)
+    assert_same(
+        module, module.example_batch(ROWS, torch.Generator().manual_seed(2)), num_microbatches
+    )
 
 
 class UNet(pl.LightningModule):
@@ -147,7 +168,9 @@ class UNet(pl.LightningModule):
 
 @pytest.mark.parametrize("num_microbatches", [2, 8])
 def test_skips(num_microbatches: int) -> None:
-    images = torch.randn(2, ROWS, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(
+        2, ROWS, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     assert_same(UNet(), (images[0], images[1]), num_microbatches)
 
 
@@ -163,15 +186,21 @@ def test_batch_norm_is_plain_accumulation(num_microbatches: int) -> None:
     plain, logged = copy.deepcopy(module), []
     plain.log = lambda name, value, **_: logged.append(value.detach())
     for m in range(num_microbatches):
-        loss = plain.training_step(pytree.tree_map(lambda t, m=m: cut(t, rows(0), num_microbatches, m), batch), 0)
+        loss = plain.training_step(
+            pytree.tree_map(lambda t, m=m: cut(t, rows(0), num_microbatches, m), batch), 0
+        )
         (loss / num_microbatches).backward()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
     for buffer in step.buffers:
-        torch.testing.assert_close(values[buffer.update], plain.get_buffer(buffer.name), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            values[buffer.update], plain.get_buffer(buffer.name), rtol=1e-12, atol=1e-12
+        )
     losses, accuracies = logged[0::2], logged[1::2]
     for record, expected in zip(step.logs, (losses, accuracies), strict=True):
-        torch.testing.assert_close(values[record.value.index], sum(expected) / num_microbatches, check_dtype=False)
+        torch.testing.assert_close(
+            values[record.value.index], sum(expected) / num_microbatches, check_dtype=False
+        )
 
 
 # Kinds of losses
@@ -201,8 +230,12 @@ def learned_weight(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
 
 def masked_mean(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     mask = (y > 1).to(x.dtype)
-    per_class = (F.one_hot(y, 5).to(x.dtype) * self.b(x)).sum(0) * torch.arange(1.0, 6.0, dtype=x.dtype)
-    return (self.b(x).logsumexp(-1) * mask).sum() / mask.sum().clamp(min=1) + (per_class / (mask.sum() + 1)).sum()
+    per_class = (F.one_hot(y, 5).to(x.dtype) * self.b(x)).sum(0) * torch.arange(
+        1.0, 6.0, dtype=x.dtype
+    )
+    return (self.b(x).logsumexp(-1) * mask).sum() / mask.sum().clamp(min=1) + (
+        per_class / (mask.sum() + 1)
+    ).sum()
 
 
 def batch_statistics_of_inputs(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
@@ -213,11 +246,15 @@ def batch_statistics_of_inputs(self: Step, x: Tensor, y: Tensor, w: Tensor) -> T
 
 
 def made_rows(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    tokens = torch.cat([self.token.expand(len(x), -1, -1), self.token.repeat(len(x), 2, 1), x[:, None]], dim=1)
+    tokens = torch.cat(
+        [self.token.expand(len(x), -1, -1), self.token.repeat(len(x), 2, 1), x[:, None]], dim=1
+    )
     tokens = tokens + torch.zeros(len(x), 1, 6, dtype=x.dtype) + x.new_ones(len(x), 4, 1)
     state = torch.zeros(1, len(x), 6, dtype=x.dtype)
     out, _ = self.lstm(self.attention(tokens).transpose(0, 1), (state, state))
-    return out[-1].pow(2).mean() + self.a(out[0] * torch.full((len(x), 6), 2.0, dtype=x.dtype)).sum()
+    return (
+        out[-1].pow(2).mean() + self.a(out[0] * torch.full((len(x), 6), 2.0, dtype=x.dtype)).sum()
+    )
 
 
 def convolutions(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
@@ -281,15 +318,26 @@ def two_views(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     left, right, third = self.b(self.a(torch.cat([x, x * 2, x.flip(1)])).tanh()).chunk(3)
     both = torch.cat([left, right])
     self.log("last", both[len(x) :].sum())
-    return (left * right).sum(-1).mean() + both[: len(x)].mul(w[:, None]).sum() + both.mean() + third.exp().mean()
+    return (
+        (left * right).sum(-1).mean()
+        + both[: len(x)].mul(w[:, None]).sum()
+        + both.mean()
+        + third.exp().mean()
+    )
 
 
 def sequence_first(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     h = x[:, None].repeat(1, 3, 1) * torch.arange(1.0, 4.0, dtype=x.dtype)[:, None]
-    mask, padding = torch.triu(torch.ones(3, 3, dtype=torch.bool), 1), y[:, None] < torch.arange(3) - 1
+    mask, padding = (
+        torch.triu(torch.ones(3, 3, dtype=torch.bool), 1),
+        y[:, None] < torch.arange(3) - 1,
+    )
     h = self.attention(h, src_mask=mask, src_key_padding_mask=padding)
     flat = h.transpose(0, 1).reshape(-1, 6)
-    return self.a(flat).view(3, len(x), 6).select(0, 1).pow(2).sum() + self.a(flat).view(-1, 2).softmax(-1).pow(2).sum()
+    return (
+        self.a(flat).view(3, len(x), 6).select(0, 1).pow(2).sum()
+        + self.a(flat).view(-1, 2).softmax(-1).pow(2).sum()
+    )
 
 
 def mixup(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
@@ -299,7 +347,9 @@ def mixup(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
 
 
 def gated_by_the_batch(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    return torch.where(w.sum() > 1, self.a(x).mean(), self.b(x).sum()) + torch.einsum("bi,bj,ij->", x, x, self.a.weight)
+    return torch.where(w.sum() > 1, self.a(x).mean(), self.b(x).sum()) + torch.einsum(
+        "bi,bj,ij->", x, x, self.a.weight
+    )
 
 
 def state_of_rows(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
@@ -310,8 +360,13 @@ def state_of_rows(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
 
 
 def rounded_loss(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    self.log("half", F.cross_entropy(self.b(x), torch.zeros_like(y)).detach().to(torch.float32).double() * 0)
-    return F.cross_entropy(self.b(x), y).to(torch.float32).double() * 0 + F.cross_entropy(self.b(x), y)
+    self.log(
+        "half",
+        F.cross_entropy(self.b(x), torch.zeros_like(y)).detach().to(torch.float32).double() * 0,
+    )
+    return F.cross_entropy(self.b(x), y).to(torch.float32).double() * 0 + F.cross_entropy(
+        self.b(x), y
+    )
 
 
 EXACT = [
@@ -353,7 +408,10 @@ def per_row(self: Step, x: Tensor, y: Tensor) -> Tensor:
     ("loss", "is_sum"),
     [
         (lambda self, x, y, w: per_row(self, x, y).sum(), True),
-        (lambda self, x, y, w: per_row(self, x, y).sum() / (ROWS // 2), True),  # a rank's rows, bare in the code
+        (
+            lambda self, x, y, w: per_row(self, x, y).sum() / (ROWS // 2),
+            True,
+        ),  # a rank's rows, bare in the code
         (lambda self, x, y, w: per_row(self, x, y).mean() + 0.1 * self.a(x).pow(2).sum(), True),
         (lambda self, x, y, w: -(self.b(x).log_softmax(-1).mean(1) * w).sum() * 0.3, True),
         (lambda self, x, y, w: F.mse_loss(self.a(x), x, reduction="sum") + self.scale.pow(2), True),
@@ -364,7 +422,10 @@ def per_row(self: Step, x: Tensor, y: Tensor) -> Tensor:
         (lambda self, x, y, w: (per_row(self, x, y) * (w / w.sum())).sum(), False),
         (lambda self, x, y, w: self.b(x).mean(0).sum(), False),
         (lambda self, x, y, w: (self.a(x).T @ self.a(x) / (len(x) - 1)).sum(), False),
-        (lambda self, x, y, w: F.cross_entropy(self.a(x) @ self.a(x).T, torch.arange(len(x))), False),
+        (
+            lambda self, x, y, w: F.cross_entropy(self.a(x) @ self.a(x).T, torch.arange(len(x))),
+            False,
+        ),
         (many_terms, False),
         (masked_mean, False),
     ],
@@ -374,7 +435,8 @@ def test_a_loss_that_is_a_sum_over_rows_is_known(loss: Callable[..., Any], is_su
 
 
 @pytest.mark.parametrize(
-    "function", [two_views, sequence_first, mixing_only_in_logs, mean_of_rows, random_mask, state_of_rows]
+    "function",
+    [two_views, sequence_first, mixing_only_in_logs, mean_of_rows, random_mask, state_of_rows],
 )
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (2, 4), (4, 2)])
 def test_rows_of_ranks(function: Callable[..., Any], num_ranks: int, num_microbatches: int) -> None:
@@ -388,9 +450,13 @@ def test_rows_of_ranks(function: Callable[..., Any], num_ranks: int, num_microba
     parts=st.integers(1, 6),
     rows_each=st.integers(1, 3),
     num_ranks=st.integers(1, 3),
-    function=st.sampled_from([many_terms, masked_mean, made_rows, two_views, mixing_only_in_logs, picked_by_number]),
+    function=st.sampled_from(
+        [many_terms, masked_mean, made_rows, two_views, mixing_only_in_logs, picked_by_number]
+    ),
 )
-def test_any_divisor(data: Any, parts: int, rows_each: int, num_ranks: int, function: Callable[..., Any]) -> None:
+def test_any_divisor(
+    data: Any, parts: int, rows_each: int, num_ranks: int, function: Callable[..., Any]
+) -> None:
     batch = example(parts * rows_each * num_ranks)
     if len(batch[0]) == 1:
         return
@@ -399,8 +465,12 @@ def test_any_divisor(data: Any, parts: int, rows_each: int, num_ranks: int, func
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2))
-def test_joined_is_the_inverse_of_cut(segments: int, num_ranks: int, parts: int, rows_each: int, dim: int) -> None:
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2)
+)
+def test_joined_is_the_inverse_of_cut(
+    segments: int, num_ranks: int, parts: int, rows_each: int, dim: int
+) -> None:
     shape = [2, 3, 2]
     shape[dim] = segments * num_ranks * parts * rows_each
     whole, how = torch.arange(torch.Size(shape).numel()).view(shape), rows(dim, segments)
@@ -415,7 +485,10 @@ def test_joined_is_the_inverse_of_cut(segments: int, num_ranks: int, parts: int,
 def test_only_the_whole_batch_makes_the_prologue() -> None:
     def ops_of(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
         micro = microbatch(capture(Step(function), example()), 4)
-        return tuple([op.call.target_name for op in g.ops] if g else [] for g in (micro.prologue, micro.epilogue))
+        return tuple(
+            [op.call.target_name for op in g.ops] if g else []
+            for g in (micro.prologue, micro.epilogue)
+        )
 
     assert ops_of(sums) == ([], [])
     assert ops_of(made_rows) == ([], [])
@@ -429,7 +502,9 @@ def test_only_the_whole_batch_makes_the_prologue() -> None:
 def test_noise_is_drawn_per_micro_batch_unless_all_need_it() -> None:
     def noisy(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         level = torch.randint(0, 6, (len(x),))
-        return F.mse_loss(F.dropout(self.a(x * self.average[level][:, None] + torch.randn_like(x))), x) * torch.rand(())
+        return F.mse_loss(
+            F.dropout(self.a(x * self.average[level][:, None] + torch.randn_like(x))), x
+        ) * torch.rand(())
 
     micro = microbatch(capture(Step(noisy), example()), 4)
     assert [op.call.target_name for op in micro.prologue.ops] == ["aten.rand.default"]
@@ -482,7 +557,9 @@ def test_the_same_rows_for_all_is_refused() -> None:
 
 def test_rows_that_do_not_divide() -> None:
     step = capture(Step(sums), example())
-    with pytest.raises(PlanError, match=r"num_microbatches=3 does not divide the 8 rows(.|\n)*1, 2, 4, 8"):
+    with pytest.raises(
+        PlanError, match=r"num_microbatches=3 does not divide the 8 rows(.|\n)*1, 2, 4, 8"
+    ):
         microbatch(step, 3)
     with pytest.raises(PlanError, match=r"the 2 rows that each rank brings(.|\n)*1, 2,"):
         microbatch(step, 4, num_ranks=4)

@@ -26,15 +26,23 @@ ROOT = Path(__file__).parents[2]
 def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
     torch.manual_seed(0)
     module = MODELS[model]()
-    cluster = cluster or ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": devices})
-    return make_plan(module, module.example_batch(rows), cluster, PlanOptions.from_user(**options), choose=choose)
+    cluster = cluster or ClusterSpec.load(
+        "pcie_8gpu", {"num_nodes": 1, "devices_per_node": devices}
+    )
+    return make_plan(
+        module, module.example_batch(rows), cluster, PlanOptions.from_user(**options), choose=choose
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "problem", "fix"),
     [
         ({"num_stages": 40}, "num_stages=40, but training_step has only 4 ops", "at most 4 stages"),
-        ({"model": "gpt", "num_stages": 17, "devices": 4}, "num_stages=17 cannot be met on 4 devices", "16"),
+        (
+            {"model": "gpt", "num_stages": 17, "devices": 4},
+            "num_stages=17 cannot be met on 4 devices",
+            "16",
+        ),
         (
             {"model": "gpt", "num_stages": 5, "schedule": "1F1B"},
             "num_stages=5 cannot be met by schedule='1F1B' on 4 devices: it puts 1 stage on each mesh",
@@ -45,9 +53,19 @@ def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
             "it puts 2 stages on each mesh, and all meshes are of one size",
             "one of 4",
         ),
-        ({"schedule": "Interleaved1F1B", "devices": 1}, "need at least 2 devices", "leave them out"),
         (
-            {"model": "gpt", "num_stages": 4, "num_microbatches": 2, "schedule": "ZBVZeroBubble", "devices": 2},
+            {"schedule": "Interleaved1F1B", "devices": 1},
+            "need at least 2 devices",
+            "leave them out",
+        ),
+        (
+            {
+                "model": "gpt",
+                "num_stages": 4,
+                "num_microbatches": 2,
+                "schedule": "ZBVZeroBubble",
+                "devices": 2,
+            },
             "num_microbatches=2 cannot be met: ZBVZeroBubble on 2 meshes needs at least 3",
             "1F1B",
         ),
@@ -87,7 +105,9 @@ def test_a_pattern_without_a_parameter_is_an_error_in_pipelines_too():
 
 
 def test_a_schedule_is_one_of_several_stages():
-    with pytest.raises(OptionError, match="num_stages=1 leaves nothing for schedule='1F1B' to order"):
+    with pytest.raises(
+        OptionError, match="num_stages=1 leaves nothing for schedule='1F1B' to order"
+    ):
         plan(num_stages=1, schedule="1F1B")
     assert len(plan(devices=2, schedule="1F1B").stages) == 2  # one would be faster
 
@@ -132,7 +152,13 @@ def test_a_stage_that_does_not_fit_is_named():
 def test_recomputation_makes_fit_what_else_would_not():
     """Activations bind: with remat left open the solver recomputes, pinned to False nothing fits."""
     small = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
-    options = {"num_stages": 2, "num_microbatches": 8, "schedule": "GPipe", "rows": 64, "model": "gpt"}
+    options = {
+        "num_stages": 2,
+        "num_microbatches": 8,
+        "schedule": "GPipe",
+        "rows": 64,
+        "model": "gpt",
+    }
     free = plan(cluster=small, memory_limit=float("inf"), remat=False, **options)
     kept = plan(cluster=small, memory_limit=float("inf"), remat=True, **options)
     assert not any(stage.remat for stage in free.stages)
@@ -164,7 +190,12 @@ def search_of(name: str, seconds: float) -> Callable[..., Plan]:
 
 def test_other_searches_keep_to_the_stages_that_are_pinned():
     search = search_of("plan_megatron", 1.0)
-    found = plan("gpt", stages=["wte, blocks.0.qkv", "blocks.0.proj, head"], num_microbatches=4, choose=search)
+    found = plan(
+        "gpt",
+        stages=["wte, blocks.0.qkv", "blocks.0.proj, head"],
+        num_microbatches=4,
+        choose=search,
+    )
     assert "blocks.0.qkv" not in found.stages[1].layers
     assert found.stages[0].ops[1] == found.stages[1].ops[0]
 
@@ -176,11 +207,23 @@ def test_other_searches_keep_to_the_stages_that_are_pinned():
         ({"stages": ["blocks.0-2", "head"]}, "runs in a module 'blocks.2'", "blocks.1"),
         ({"stages": ["wte", "qkv"]}, "runs in a module 'qkv'", "blocks.0.qkv or blocks.1.qkv"),
         ({"stages": ["blocks.1-0", "head"]}, "'blocks.1-0' counts down", "blocks.0-1"),
-        ({"stages": ["blocks.1", "blocks.0"]}, "'blocks.0' does not run after 'blocks.1'", "in the order"),
-        ({"stages": ["blocks", "blocks.1"]}, "'blocks.1' does not run after 'blocks'", "each in one stage"),
+        (
+            {"stages": ["blocks.1", "blocks.0"]},
+            "'blocks.0' does not run after 'blocks.1'",
+            "in the order",
+        ),
+        (
+            {"stages": ["blocks", "blocks.1"]},
+            "'blocks.1' does not run after 'blocks'",
+            "each in one stage",
+        ),
         ({"stages": ["blocks.0"]}, "is no list of stages", "at least two"),
         ({"stages": ["blocks.0", " , "]}, "is no list of stages", "at least two"),
-        ({"stages": ["blocks.0", "blocks.1"], "num_stages": 3}, "but stages has 2 entries", "leave num_stages out"),
+        (
+            {"stages": ["blocks.0", "blocks.1"], "num_stages": 3},
+            "but stages has 2 entries",
+            "leave num_stages out",
+        ),
     ],
 )
 def test_stages_that_cannot_be_met_are_one_error(options, problem, fix):
@@ -198,12 +241,18 @@ def places_of(found):
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({"device_map": {"wte.*": "0-1"}}, [("wte, wpe, blocks.0", "0-1"), ("blocks.1, ln_f, head", "2-3")]),
+        (
+            {"device_map": {"wte.*": "0-1"}},
+            [("wte, wpe, blocks.0", "0-1"), ("blocks.1, ln_f, head", "2-3")],
+        ),
         (  # the embedding is the head's weight too: each use is pinned by its own name
             {"device_map": {"wte.*": [0], "head.*": 3}},
             [("wte", "0-0"), ("wpe, blocks.0-blocks.1, ln_f", "1-2"), ("head", "3-3")],
         ),
-        ({"device_map": {"blocks.*": "0-2"}}, [("wte, wpe, blocks.0-blocks.1", "0-2"), ("ln_f, head", "3-3")]),
+        (
+            {"device_map": {"blocks.*": "0-2"}},
+            [("wte, wpe, blocks.0-blocks.1", "0-2"), ("ln_f, head", "3-3")],
+        ),
         (
             {"device_map": {"blocks.*": "0-1", "blocks.1.*": "2-3"}},
             [("wte, wpe, blocks.0", "0-1"), ("blocks.1, ln_f, head", "2-3")],
@@ -213,21 +262,35 @@ def places_of(found):
             [("wte, wpe, blocks.0", "0-1"), ("blocks.1, ln_f, head", "2-3")],
         ),
         (
-            {"device_map": {"wte.*": "0-1"}, "schedule": "Interleaved1F1B", "num_microbatches": 4, "num_stages": 4},
+            {
+                "device_map": {"wte.*": "0-1"},
+                "schedule": "Interleaved1F1B",
+                "num_microbatches": 4,
+                "num_stages": 4,
+            },
             ["0-1", "2-3", "0-1", "2-3"],
         ),
         (
-            {"device_map": {"wte.*": "0-1", "head.*": "0-1"}, "schedule": "ZBVZeroBubble", "num_microbatches": 4},
+            {
+                "device_map": {"wte.*": "0-1", "head.*": "0-1"},
+                "schedule": "ZBVZeroBubble",
+                "num_microbatches": 4,
+            },
             ["0-1", "2-3", "2-3", "0-1"],
         ),
         (
-            {"device_map": {"wte.*": "0-7", "head.*": "8-15"}, "cluster": {"num_nodes": 2, "devices_per_node": 8}},
+            {
+                "device_map": {"wte.*": "0-7", "head.*": "8-15"},
+                "cluster": {"num_nodes": 2, "devices_per_node": 8},
+            },
             ["0-7", "8-15"],
         ),
     ],
 )
 def test_parameters_lie_on_the_devices_that_are_named(options, wanted):
-    cluster = ClusterSpec.load("pcie_8gpu", options.pop("cluster", {"num_nodes": 1, "devices_per_node": 4}))
+    cluster = ClusterSpec.load(
+        "pcie_8gpu", options.pop("cluster", {"num_nodes": 1, "devices_per_node": 4})
+    )
     found = plan("gpt", cluster=cluster, **options)
     assert places_of(found) == wanted or [place for _, place in places_of(found)] == wanted
 
@@ -257,7 +320,12 @@ def test_pins_of_devices_cost_what_they_forbid():
 
 def test_other_searches_keep_to_the_devices_that_are_pinned():
     for name in ("greedy", "mcmc"):
-        found = plan("gpt", device_map={"head.*": "2-3"}, num_microbatches=4, choose=search_of(f"plan_{name}", 1.0))
+        found = plan(
+            "gpt",
+            device_map={"head.*": "2-3"},
+            num_microbatches=4,
+            choose=search_of(f"plan_{name}", 1.0),
+        )
         assert [place for layers, place in places_of(found) if "head" in layers] == ["2-3"]
     with pytest.raises(PlanError):
         plan(
@@ -280,10 +348,26 @@ def test_named_devices_keep_their_order_where_links_differ():
 @pytest.mark.parametrize(
     ("options", "problem", "fix"),
     [
-        ({"device_map": {"nothing.*": "0-1"}}, "device_map['nothing.*'] matches no parameter", "wte.weight"),
-        ({"device_map": {"nothing.*": "0-3"}}, "device_map['nothing.*'] matches no parameter", "wte.weight"),
-        ({"device_map": {"wte.*": [0, 2]}}, "device_map['wte.*']=[0, 2] is no mesh", "name 1, 2, 3, 4 neighbours"),
-        ({"device_map": {"wte.*": "0-7"}}, "is no mesh that a stage can have on devices 0 to 3", "neighbours"),
+        (
+            {"device_map": {"nothing.*": "0-1"}},
+            "device_map['nothing.*'] matches no parameter",
+            "wte.weight",
+        ),
+        (
+            {"device_map": {"nothing.*": "0-3"}},
+            "device_map['nothing.*'] matches no parameter",
+            "wte.weight",
+        ),
+        (
+            {"device_map": {"wte.*": [0, 2]}},
+            "device_map['wte.*']=[0, 2] is no mesh",
+            "name 1, 2, 3, 4 neighbours",
+        ),
+        (
+            {"device_map": {"wte.*": "0-7"}},
+            "is no mesh that a stage can have on devices 0 to 3",
+            "neighbours",
+        ),
         ({"device_map": {"wte.*": 9}}, "device_map['wte.*']=[9] is no mesh", "some neighbours"),
         (
             {"device_map": {"wte.*": "4-11"}, "devices": 8, "nodes": 2},
@@ -300,9 +384,17 @@ def test_named_devices_keep_their_order_where_links_differ():
             "wte on 0-2; wpe, blocks.0-blocks.1, ln_f anywhere; head on 2-3",
             "",
         ),
-        ({"device_map": {"*": "0-1"}}, "on all 4 devices, lie so: wte to head on 0-1", "fewer pins"),
+        (
+            {"device_map": {"*": "0-1"}},
+            "on all 4 devices, lie so: wte to head on 0-1",
+            "fewer pins",
+        ),
         ({"device_map": {"wte.*": "0-1"}, "num_stages": 1}, "wte on 0-1; wpe", "num_stages"),
-        ({"device_map": {"wte.*": 0, "head.*": 3}, "num_stages": 2}, "wte on 0-0; wpe", "num_stages"),
+        (
+            {"device_map": {"wte.*": 0, "head.*": 3}, "num_stages": 2},
+            "wte on 0-0; wpe",
+            "num_stages",
+        ),
         ({"device_map": {"wte.*": "0-3"}, "schedule": "1F1B"}, "wte on 0-3; wpe", "schedule"),
         ({"device_map": {"wte.*": "0-3"}, "num_stages": 2}, "wte on 0-3; wpe", "num_stages"),
         (
@@ -311,11 +403,18 @@ def test_named_devices_keep_their_order_where_links_differ():
             "fewer pins",
         ),
         (
-            {"device_map": {"wte.*": "0-1", "blocks.1.qkv.*": "0-1"}, "stages": ["blocks.0", "blocks.1"]},
+            {
+                "device_map": {"wte.*": "0-1", "blocks.1.qkv.*": "0-1"},
+                "stages": ["blocks.0", "blocks.1"],
+            },
             "wte on 0-1; wpe, blocks.0-blocks.1 anywhere; blocks.1 on 0-1",
             "stages",
         ),
-        ({"device_map": {"wte.*": "0-1"}, "memory_limit": "4KiB"}, "no stages fit into 4.00 KiB", "raise memory_limit"),
+        (
+            {"device_map": {"wte.*": "0-1"}, "memory_limit": "4KiB"},
+            "no stages fit into 4.00 KiB",
+            "raise memory_limit",
+        ),
     ],
 )
 def test_devices_that_cannot_be_had_are_one_error(options, problem, fix):
@@ -331,8 +430,15 @@ def test_devices_that_cannot_be_had_are_one_error(options, problem, fix):
 def test_what_a_step_is_made_of_counts_all_stages_of_a_mesh():
     """Two stages a mesh work in turn: the second's time is no waiting of the first's."""
     found = plan("gpt", schedule="Interleaved1F1B", num_microbatches=4)
-    own = [stage.predicted for stage in found.stages if stage.first_device == found.stages[0].first_device]
+    own = [
+        stage.predicted
+        for stage in found.stages
+        if stage.first_device == found.stages[0].first_device
+    ]
     assert len(own) > 1
     whole = found.predicted
     assert whole.compute_seconds >= 0.99 * sum(each.compute_seconds for each in own)
-    assert whole.compute_seconds + whole.communication_seconds + whole.optimizer_seconds <= whole.step_seconds
+    assert (
+        whole.compute_seconds + whole.communication_seconds + whole.optimizer_seconds
+        <= whole.step_seconds
+    )

@@ -49,16 +49,27 @@ def regular_options(num_devices: int, count: int):
             size = num_devices // stages
             shapes = [(size,), *((d, size // d) for d in range(2, size) if size % d == 0)]
             for shape in shapes:
-                yield PlanOptions(num_stages=stages, logical_mesh=shape, num_microbatches=count, batch_scope="global")
+                yield PlanOptions(
+                    num_stages=stages,
+                    logical_mesh=shape,
+                    num_microbatches=count,
+                    batch_scope="global",
+                )
 
 
 @pytest.mark.parametrize(("name", "sizes", "cluster", "nodes"), PAIRS)
-@pytest.mark.parametrize("limit", [128, 2], ids=["every size", "sizes around the best regular plan's"])
-def test_no_regular_plan_is_better_and_none_is_below_the_bound(name, sizes, cluster, nodes, limit, monkeypatch):
+@pytest.mark.parametrize(
+    "limit", [128, 2], ids=["every size", "sizes around the best regular plan's"]
+)
+def test_no_regular_plan_is_better_and_none_is_below_the_bound(
+    name, sizes, cluster, nodes, limit, monkeypatch
+):
     monkeypatch.setattr(candidates, "EVERY_SIZE", limit)
     step = step_of(name, sizes)
     devices = ClusterSpec.load(cluster, {"num_nodes": nodes[0], "devices_per_node": nodes[1]})
-    best = plan_pipeline(PlanTask(step, devices, PlanOptions(batch_scope="global", num_microbatches=8), ADAM))
+    best = plan_pipeline(
+        PlanTask(step, devices, PlanOptions(batch_scope="global", num_microbatches=8), ADAM)
+    )
     bound = best.predicted.step_seconds * (1 - best.gap)
     tried = 0
     for options in regular_options(math.prod(nodes), 8):
@@ -67,24 +78,37 @@ def test_no_regular_plan_is_better_and_none_is_below_the_bound(name, sizes, clus
         except PlanError:  # more stages than layers or ops
             continue
         tried += 1
-        assert best.predicted.step_seconds <= plan.predicted.step_seconds * (1 + candidates.TOLERANCE)
+        assert best.predicted.step_seconds <= plan.predicted.step_seconds * (
+            1 + candidates.TOLERANCE
+        )
         assert bound <= plan.predicted.step_seconds * (1 + 1e-9)
     assert tried > 1
 
 
-def bound_of(least, each, count, num_devices, meshes, overhead=0.0, schedule=None, boundary=None, may_be=None):
+def bound_of(
+    least, each, count, num_devices, meshes, overhead=0.0, schedule=None, boundary=None, may_be=None
+):
     runs = [RunCosts((), least[:, a], each[:, a], *[np.zeros(0)] * 6) for a in range(len(meshes))]
     cluster = SimpleNamespace(num_devices=num_devices, is_uniform=True, overlap=0.0)
     options = SimpleNamespace(schedule=schedule)
-    job = SimpleNamespace(num_microbatches=count, cluster=cluster, options=options, num_layers=len(least))
+    job = SimpleNamespace(
+        num_microbatches=count, cluster=cluster, options=options, num_layers=len(least)
+    )
     sizes = np.array([math.prod(mesh) for mesh in meshes])
-    boundary = np.zeros((1, len(least) + 1, len(meshes), len(meshes))) if boundary is None else boundary
-    fits, link_at = np.ones((num_devices + 1, len(meshes)), dtype=bool), np.zeros(num_devices + 1, dtype=int)
+    boundary = (
+        np.zeros((1, len(least) + 1, len(meshes), len(meshes))) if boundary is None else boundary
+    )
+    fits, link_at = (
+        np.ones((num_devices + 1, len(meshes)), dtype=bool),
+        np.zeros(num_devices + 1, dtype=int),
+    )
     tables = SimpleNamespace(num_devices=sizes, boundary=boundary, fits=fits, link_at=link_at)
     if may_be is None:
         may_be = np.ones((len(least), len(least) + 1, len(meshes)), dtype=bool)
         may_be[0, -1] = schedule is None
-    space = SimpleNamespace(job=job, sizes=list(sizes), runs=runs, tables=tables, overhead=overhead, may_be=may_be)
+    space = SimpleNamespace(
+        job=job, sizes=list(sizes), runs=runs, tables=tables, overhead=overhead, may_be=may_be
+    )
     return step_bound(space)
 
 
@@ -92,7 +116,10 @@ def simulated(schedule, seconds, once, count, v=1, wires=(), overhead=0.0):
     """Seconds of a step of stages that take `seconds` a micro-batch and `once`; a backward takes two forwards, and each
     half of the overhead."""
     each = [[s * share + overhead / 2 for s in seconds] for share in (1 / 3, 2 / 3)]
-    end = max(done.end for done in timeline(schedule, *each, count, len(seconds) // v, [w / 2 for w in wires]))
+    end = max(
+        done.end
+        for done in timeline(schedule, *each, count, len(seconds) // v, [w / 2 for w in wires])
+    )
     return end + v * max(once)
 
 
@@ -111,19 +138,33 @@ def test_no_simulated_pipeline_is_below_the_bound(seed):
     boundary = rng.uniform(0, rng.choice([1e-9, 0.3, 1.5]), (1, L + 1, 4, 4))
     may_be = rng.random((L, L + 1, 4)) < rng.choice([0.6, 1.0])
     every, overhead = [(1, n) for n in sizes], float(rng.choice([0.0, 0.05, 0.5]))
-    bound = bound_of(count * each + once, each, count, D, every, overhead, boundary=boundary, may_be=may_be)
+    bound = bound_of(
+        count * each + once, each, count, D, every, overhead, boundary=boundary, may_be=may_be
+    )
     best = count * (each[:, 3].sum() + overhead) + once[:, 3].sum() if may_be[0, L, 3] else math.inf
     for p in range(2, L + 1):
         for cuts, meshes in product(combinations(range(1, L), p - 1), product(range(4), repeat=p)):
             ends = list(zip(pairwise((0, *cuts, L)), meshes, strict=True))
             if not all(may_be[a, b, m] for (a, b), m in ends):
                 continue
-            seconds, per_step = ([float(table[a:b, m].sum()) for (a, b), m in ends] for table in (each, once))
-            wires = [float(boundary[0, cut, a, b]) for cut, (a, b) in zip(cuts, pairwise(meshes), strict=True)]
+            seconds, per_step = (
+                [float(table[a:b, m].sum()) for (a, b), m in ends] for table in (each, once)
+            )
+            wires = [
+                float(boundary[0, cut, a, b])
+                for cut, (a, b) in zip(cuts, pairwise(meshes), strict=True)
+            ]
             if sizes[list(meshes)].sum() == D:
                 best = min(best, simulated("1F1B", seconds, per_step, count, 1, wires, overhead))
-            for name, v in product(("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"), (2, 4)):
-                fits = v in SCHEDULES[name].stages_per_mesh and p % v == 0 and len(set(meshes)) == 1 and p > v
+            for name, v in product(
+                ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"), (2, 4)
+            ):
+                fits = (
+                    v in SCHEDULES[name].stages_per_mesh
+                    and p % v == 0
+                    and len(set(meshes)) == 1
+                    and p > v
+                )
                 if fits and sizes[meshes[0]] * p == v * D and not why_not(name, p // v, count):
                     best = min(best, simulated(name, seconds, per_step, count, v, wires, overhead))
     assert bound <= best * (1 + 1e-9)
@@ -145,7 +186,9 @@ def test_no_division_of_unequal_layers_is_below_the_bound(seed, schedule):
                 continue
             for cuts in combinations(range(1, L), count - 1):
                 ends = list(pairwise((0, *cuts, L)))
-                busiest = max(work[a:b, mesh].sum() for (a, b), mesh in zip(ends, sizes, strict=True))
+                busiest = max(
+                    work[a:b, mesh].sum() for (a, b), mesh in zip(ends, sizes, strict=True)
+                )
                 best = min(best, busiest)
     assert bound <= best * (1 + 1e-9)
     assert bound >= best / 3, "it says something"
@@ -165,15 +208,22 @@ def test_layers_begin_at_blocks_and_none_is_nothing(num_layers):
 def test_what_cannot_fit_by_itself_is_left_out_before_the_solve():
     """An op's short-lived bytes beside the least that all keep: what is over the limit with them is no choice."""
     task = PlanTask(
-        step_of("mlp", {}), ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 4}), PlanOptions(), ADAM
+        step_of("mlp", {}),
+        ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 4}),
+        PlanOptions(),
+        ADAM,
     )
     intra = StageSolver(_whole_batch(task)).price(_everything(task, (4,), {})).intra
     kept = sum(float(choice.memory.min()) for choice in intra.problem.choices)
     offset = len(intra.parameters)
     most = max(float(op.temporary_bytes.min()) for op in intra.ops)
     found = _without_the_largest(intra.problem, intra, kept + most)
-    for op, choice, before in zip(intra.ops, found.choices[offset:], intra.problem.choices[offset:], strict=False):
-        assert (np.isfinite(choice.cost) == (np.isfinite(before.cost) & (op.temporary_bytes <= most))).all()
+    for op, choice, before in zip(
+        intra.ops, found.choices[offset:], intra.problem.choices[offset:], strict=False
+    ):
+        assert (
+            np.isfinite(choice.cost) == (np.isfinite(before.cost) & (op.temporary_bytes <= most))
+        ).all()
     assert any(np.isinf(choice.cost).any() for choice in found.choices)
     with pytest.raises(DoesNotFitError, match="with all that is kept"):
         _without_the_largest(intra.problem, intra, kept + most / 2)
@@ -188,7 +238,9 @@ def test_one_stage_of_few_micro_batches_is_found_behind_pipelines_of_many():
         return [own] if own.seconds < known else []
 
     spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
-    task = PlanTask(step_of("mlp", {}, rows=32), spec, PlanOptions(batch_scope="global", remat=False), ADAM)
+    task = PlanTask(
+        step_of("mlp", {}, rows=32), spec, PlanOptions(batch_scope="global", remat=False), ADAM
+    )
     search = _Search(task, several=False, solve=solve)
     search.run(math.inf)
     assert search.best[0].seconds == 6.0

@@ -26,7 +26,14 @@ sizes = st.tuples(st.sampled_from(CASES), st.integers(1, 6), st.integers(1, 24))
 )
 
 # Those that torch has as well; a schedule of our own is held to the laws below.
-IN_TORCH = {"GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"}
+IN_TORCH = {
+    "GPipe",
+    "1F1B",
+    "LoopedBFS",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+}
 
 
 def seconds(schedule_terms, stage_seconds):
@@ -34,7 +41,9 @@ def seconds(schedule_terms, stage_seconds):
     return schedule_terms.fill * sum(stage_seconds) + schedule_terms.run * max(stage_seconds)
 
 
-def torch_order(schedule: str, num_meshes: int, num_microbatches: int, v: int, rank: int) -> list[str]:
+def torch_order(
+    schedule: str, num_meshes: int, num_microbatches: int, v: int, rank: int
+) -> list[str]:
     """The order of one rank as torch's own class works it out, without stages or process groups."""
     cls = torch_schedules.get_schedule_class(schedule)
     own = object.__new__(cls)
@@ -44,12 +53,22 @@ def torch_order(schedule: str, num_meshes: int, num_microbatches: int, v: int, r
     own.n_local_stages, own._stages = v, [None] * v
     own.number_of_rounds = max(1, num_microbatches // num_meshes)
     own.microbatches_per_round = num_microbatches // own.number_of_rounds
-    if schedule == "1F1B":  # as `Schedule1F1B._step_microbatches` runs it; its picture is off by one in torch 2.13
+    if (
+        schedule == "1F1B"
+    ):  # as `Schedule1F1B._step_microbatches` runs it; its picture is off by one in torch 2.13
         warmup = min(num_microbatches, num_meshes - rank)
-        steady = [f for m in range(num_microbatches) for f in (f"{rank}B{m}", f"{rank}F{warmup + m}")]
+        steady = [
+            f for m in range(num_microbatches) for f in (f"{rank}B{m}", f"{rank}F{warmup + m}")
+        ]
         beyond = {f"{rank}F{m}" for m in range(num_microbatches, num_microbatches + warmup)}
-        return [f"{rank}F{m}" for m in range(warmup)] + [action for action in steady if action not in beyond]
-    found = own._get_pipeline_order()[rank] if schedule == "GPipe" else own._calculate_single_rank_operations(rank)
+        return [f"{rank}F{m}" for m in range(warmup)] + [
+            action for action in steady if action not in beyond
+        ]
+    found = (
+        own._get_pipeline_order()[rank]
+        if schedule == "GPipe"
+        else own._calculate_single_rank_operations(rank)
+    )
     return [str(action) for action in found if action is not None and action.is_compute_op]
 
 
@@ -69,7 +88,9 @@ def test_orders_are_those_that_torch_executes(case):
 @given(sizes)
 def test_what_is_alive_is_what_the_formulas_say(case):
     (schedule, v), num_meshes, num_microbatches = case
-    timed = timeline(schedule, [1.0] * num_meshes * v, [2.0] * num_meshes * v, num_microbatches, num_meshes)
+    timed = timeline(
+        schedule, [1.0] * num_meshes * v, [2.0] * num_meshes * v, num_microbatches, num_meshes
+    )
     last = "W" if "Zero" in schedule else "B"
     for rank, promised in enumerate(in_flight(schedule, num_meshes, num_microbatches, v)):
         alive = most = 0
@@ -92,10 +113,16 @@ def test_equal_stages_take_the_closed_form(case):
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(["GPipe", "1F1B"]), st.lists(st.floats(0.1, 5), min_size=1, max_size=6), st.integers(1, 20))
+@given(
+    st.sampled_from(["GPipe", "1F1B"]),
+    st.lists(st.floats(0.1, 5), min_size=1, max_size=6),
+    st.integers(1, 20),
+)
 def test_unequal_stages_take_the_sum_and_the_slowest(schedule, forward, num_microbatches):
     total = [3 * f for f in forward]
-    found = max(s.end for s in timeline(schedule, forward, [2 * f for f in forward], num_microbatches))
+    found = max(
+        s.end for s in timeline(schedule, forward, [2 * f for f in forward], num_microbatches)
+    )
     formula = seconds(terms(schedule, len(forward), num_microbatches), total)
     if schedule == "GPipe":
         assert found == pytest.approx(formula)
@@ -108,9 +135,14 @@ def test_unequal_stages_take_the_sum_and_the_slowest(schedule, forward, num_micr
 def test_a_boundary_costs_at_most_as_if_its_sender_waited_for_it(forward, wire, num_microbatches):
     """What the stage DP charges: the transfer of a boundary, both ways, is added to the stage before it."""
     backward = [2 * f for f in forward]
-    timed = timeline("1F1B", forward, backward, num_microbatches, boundary=[wire] * (len(forward) - 1))
+    timed = timeline(
+        "1F1B", forward, backward, num_microbatches, boundary=[wire] * (len(forward) - 1)
+    )
     charged = [3 * f + 2 * wire for f in forward]
-    assert max(s.end for s in timed) <= seconds(terms("1F1B", len(forward), num_microbatches), charged) + 1e-9
+    assert (
+        max(s.end for s in timed)
+        <= seconds(terms("1F1B", len(forward), num_microbatches), charged) + 1e-9
+    )
 
 
 def test_a_schedule_that_cannot_run_says_why():
@@ -135,4 +167,6 @@ def test_pipelines_timed_side_by_side_take_as_long_as_one_by_one(case, seed):
     found = seconds_of_many(schedule, forward, backward, num_microbatches, num_meshes, wires)
     for row in range(4):
         own = (forward[row], backward[row], num_microbatches, num_meshes, wires[row])
-        assert found[row] == pytest.approx(max(done.end for done in timeline(schedule, *own)), rel=1e-12)
+        assert found[row] == pytest.approx(
+            max(done.end for done in timeline(schedule, *own)), rel=1e-12
+        )

@@ -46,7 +46,10 @@ def slice_stages(step, cuts):
 def shared_parameters(stages):
     """Name of every parameter that several stages hold -> these stages: its gradient is summed over them."""
     names = dict.fromkeys(p.name for stage in stages for p in stage.parameters)
-    users = {name: tuple(i for i, s in enumerate(stages) if name in [p.name for p in s.parameters]) for name in names}
+    users = {
+        name: tuple(i for i, s in enumerate(stages) if name in [p.name for p in s.parameters])
+        for name in names
+    }
     return {name: found for name, found in users.items() if len(found) > 1}
 
 
@@ -62,14 +65,18 @@ def captured(name: str):
         step = capture_step(module, part, world_size=2)
     finally:
         torch.set_default_dtype(torch.float32)
-    parameters = {p.name: module.get_parameter(p.name).detach().view(p.meta.shape) for p in step.parameters}
+    parameters = {
+        p.name: module.get_parameter(p.name).detach().view(p.meta.shape) for p in step.parameters
+    }
     buffers = {b.name: module.get_buffer(b.name).detach() for b in step.buffers}
     leaves = torch.utils._pytree.tree_leaves(whole)
     batch = {b.leaf: leaves[b.leaf] for b in step.batch}
     trained = {n: p.clone().requires_grad_() for n, p in parameters.items()}
     outputs = run_step(step, trained, buffers, [batch[b.leaf] for b in step.batch])
     outputs[step.loss].backward()
-    gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in trained.items()}
+    gradients = {
+        n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in trained.items()
+    }
     return step, parameters, buffers, batch, {k: v.detach() for k, v in outputs.items()}, gradients
 
 
@@ -85,13 +92,19 @@ def test_slices_cover_the_step_and_hand_on_what_is_read_later(name, num_stages, 
     stages = slice_stages(step, cuts)
     assert tuple(op for stage in stages for op in stage.ops) == step.ops
     assert sum(stage.loss == step.loss for stage in stages) == 1
-    assert sorted(record.name for s in stages for record in s.logs) == sorted(record.name for record in step.logs)
+    assert sorted(record.name for s in stages for record in s.logs) == sorted(
+        record.name for record in step.logs
+    )
     assert {v for s in stages for v in s.escaping} == set(step.escaping)
     assert sorted(b.name for s in stages for b in s.buffers if b.update is not None) == sorted(
         b.name for b in step.buffers if b.update is not None
     )
     for index, stage in enumerate(stages):
-        inputs = {i.value for group in (stage.parameters, stage.buffers, stage.batch, stage.constants) for i in group}
+        inputs = {
+            i.value
+            for group in (stage.parameters, stage.buffers, stage.batch, stage.constants)
+            for i in group
+        }
         made = {v for op in stage.ops for v in op.results}
         assert {v for op in stage.ops for v in op.operands} <= inputs | made | set(stage.received)
         assert set(stage.received) <= {v for s in stages[:index] for v in s.sent}
@@ -99,13 +112,17 @@ def test_slices_cover_the_step_and_hand_on_what_is_read_later(name, num_stages, 
         if index:
             assert set(stage.received) <= set(crossing_values(step, cuts[index]))
     for parameter, users in shared_parameters(stages).items():
-        assert [i for i, s in enumerate(stages) if parameter in {p.name for p in s.parameters}] == list(users)
+        assert [
+            i for i, s in enumerate(stages) if parameter in {p.name for p in s.parameters}
+        ] == list(users)
 
 
 def test_a_tied_weight_belongs_to_both_its_stages():
     step = captured("gpt")[0]
     head = next(i for i, op in enumerate(step.ops) if op.module == "head")
-    assert list(shared_parameters(slice_stages(step, [0, head, len(step.ops)])).values()) == [(0, 1)]
+    assert list(shared_parameters(slice_stages(step, [0, head, len(step.ops)])).values()) == [
+        (0, 1)
+    ]
 
 
 def test_slices_outside_the_step_are_refused():
@@ -146,12 +163,23 @@ def test_stages_under_random_plans_equal_the_whole_step(name):
                 program = lower(stage, plan, mesh, torch.device("cpu"), ShardedRandom(mesh, 0))
                 own = {}
                 for p in stage.parameters:
-                    layout = value_layout(plan.parameter_plans[p.name].step_layout(p.meta.requires_grad))
-                    own[p.name] = cut(parameters[p.name], layout).clone().requires_grad_(p.meta.requires_grad)
-                    local.append((p.name, own[p.name], layout, plan.parameter_plans[p.name].modes[0]))
-                rows = [cut(batch[b.leaf], Layout.parse("S0" if b.batch_dim == 0 else "R")) for b in stage.batch]
+                    layout = value_layout(
+                        plan.parameter_plans[p.name].step_layout(p.meta.requires_grad)
+                    )
+                    own[p.name] = (
+                        cut(parameters[p.name], layout).clone().requires_grad_(p.meta.requires_grad)
+                    )
+                    local.append(
+                        (p.name, own[p.name], layout, plan.parameter_plans[p.name].modes[0])
+                    )
+                rows = [
+                    cut(batch[b.leaf], Layout.parse("S0" if b.batch_dim == 0 else "R"))
+                    for b in stage.batch
+                ]
                 received = []
-                for value in stage.received:  # both stages are on one mesh here: a boundary is a resharding
+                for (
+                    value
+                ) in stage.received:  # both stages are on one mesh here: a boundary is a resharding
                     tensor, layout = handed[value]
                     target = plan.received[value]
                     received.append(Reshard(layout, target, step.values[value].shape, mesh)(tensor))
@@ -162,13 +190,20 @@ def test_stages_under_random_plans_equal_the_whole_step(name):
                     losses.append(escaping[stage.loss])
             losses[0].backward()
             summed = {name: torch.zeros_like(g) for name, g in gradients.items()}
-            for name, piece, layout, mode in local:  # whole gradients, summed over the stages that share it
+            for (
+                name,
+                piece,
+                layout,
+                mode,
+            ) in local:  # whole gradients, summed over the stages that share it
                 gradient = torch.zeros_like(piece) if piece.grad is None else piece.grad
                 if str(mode) == "R*" or mode.is_gathered_once:
                     gradient = mesh.axes[0].all_reduce(gradient)
                 whole = torch.zeros_like(summed[name])
                 cut(whole, layout).copy_(gradient)
-                summed[name] += whole if layout == Layout.parse("R") else mesh.axes[0].all_reduce(whole)
+                summed[name] += (
+                    whole if layout == Layout.parse("R") else mesh.axes[0].all_reduce(whole)
+                )
             return {k: v.detach() for k, v in found.items()}, summed
 
         for found, summed in run_on_threads(mesh_shape, device):

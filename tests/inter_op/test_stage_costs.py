@@ -20,7 +20,14 @@ from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.pins import stage_fits, submeshes
 from alpa_strategy.inter_op.stage_costs import CostJob, run_costs, run_parts, stage_costs
-from alpa_strategy.inter_op.stage_problem import RematSpans, balanced_groups, cost_of, stage_build, take_apart, weighted
+from alpa_strategy.inter_op.stage_problem import (
+    RematSpans,
+    balanced_groups,
+    cost_of,
+    stage_build,
+    take_apart,
+    weighted,
+)
 from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
 from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables
@@ -60,7 +67,14 @@ def job_of(name: str, num_microbatches: int = 4, limit: float = np.inf) -> CostJ
     graph = microbatch(captured(name), num_microbatches).graph
     spec = cluster()
     return CostJob(
-        graph, cluster_layers(graph), num_microbatches, spec, RooflineCosts(spec.device), PlanOptions(), ADAM, limit
+        graph,
+        cluster_layers(graph),
+        num_microbatches,
+        spec,
+        RooflineCosts(spec.device),
+        PlanOptions(),
+        ADAM,
+        limit,
     )
 
 
@@ -74,7 +88,13 @@ def test_runs_are_priced_at_or_just_above_their_ilp(name, shape):
     B = job.num_microbatches
     tables = OptionTables(job.cluster.logical_mesh(shape, submesh), job.costs, ADAM)
     gaps = []
-    runs = [(0, 1), (0, job.num_layers), (1, job.num_layers), (job.num_layers - 1, job.num_layers), (1, 2)]
+    runs = [
+        (0, 1),
+        (0, job.num_layers),
+        (1, job.num_layers),
+        (job.num_layers - 1, job.num_layers),
+        (1, 2),
+    ]
     for first, last in runs:
         if last <= first:
             continue
@@ -88,14 +108,18 @@ def test_runs_are_priced_at_or_just_above_their_ilp(name, shape):
     assert gaps[0] <= 0.03
 
 
-@pytest.mark.parametrize("parallel", ["data", "zero3"])  # (the penalties of "tensor" are those of each layer)
+@pytest.mark.parametrize(
+    "parallel", ["data", "zero3"]
+)  # (the penalties of "tensor" are those of each layer)
 def test_named_plans_are_priced_as_their_ilp(parallel):
     """What a named plan forbids is left out before the layers are solved: the price is that of the restricted ILP."""
     job = job_of("gpt")
     job = replace(job, options=replace(job.options, parallel=parallel))
     parts = run_parts(job, (1, 2), (2,))[:, 0, job.num_layers]
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
-    whole = restrict(stage_build(stage_on(job.graph, 0, job.cuts[-1], 2), tables), job.options, ADAM)
+    whole = restrict(
+        stage_build(stage_on(job.graph, 0, job.cuts[-1], 2), tables), job.options, ADAM
+    )
     exact = solve(weighted(take_apart(whole), job.num_microbatches, 1)).seconds
     priced = min(job.num_microbatches * (p[0] + p[1]) + p[2] for p in parts)
     assert exact * (1 - 1e-6) <= priced <= exact * 1.03
@@ -112,7 +136,9 @@ def test_the_parts_of_a_stage_add_up(starts):
     for remat in (False, True):
         problem = weighted(stage, 8, 3, remat)
         for _ in range(5):
-            assignment = [int(rng.choice(np.flatnonzero(np.isfinite(c.cost)))) for c in problem.choices]
+            assignment = [
+                int(rng.choice(np.flatnonzero(np.isfinite(c.cost)))) for c in problem.choices
+            ]
             cost = cost_of(stage, assignment)
             seconds, num_bytes = evaluate(problem, assignment)
             left_out = max(cost.again) - sum(cost.again) / len(starts) if remat else 0.0
@@ -124,19 +150,30 @@ def test_what_is_made_of_parameters_is_paid_once_per_step():
     """Under one assignment: what the micro-batches are rid of is paid once, and its results are kept."""
     module = MODELS["gpt"](**SIZES["gpt"])
     half = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
-    step = capture_step(module, module.example_batch(16), world_size=1, batch_scope="global", context=half)
+    step = capture_step(
+        module, module.example_batch(16), world_size=1, batch_scope="global", context=half
+    )
     job = job_of("gpt")
     graph = microbatch(step, 4).graph
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
-    once, again = (stage_build(stage_on(graph, 0, len(graph.ops), 2), tables, derives) for derives in (False, True))
+    once, again = (
+        stage_build(stage_on(graph, 0, len(graph.ops), 2), tables, derives)
+        for derives in (False, True)
+    )
     assert not again.per_step.ops
-    casts = {graph.ops[op].operands[0] for op in once.per_step.ops if op_base_name(graph.ops[op].call) == "to"}
+    casts = {
+        graph.ops[op].operands[0]
+        for op in once.per_step.ops
+        if op_base_name(graph.ops[op].call) == "to"
+    }
     linear = {op.operands[1] for op in step.ops if op_base_name(op.call) == "linear"}
     assert len(casts) >= len(linear) > 0
     assert casts <= {p.value for p in graph.parameters}
     rng = np.random.default_rng(0)
     for _ in range(5):
-        assignment = [int(rng.choice(np.flatnonzero(np.isfinite(c.cost)))) for c in once.problem.choices]
+        assignment = [
+            int(rng.choice(np.flatnonzero(np.isfinite(c.cost)))) for c in once.problem.choices
+        ]
         a, b = (cost_of(take_apart(intra), assignment) for intra in (once, again))
         assert a.once > b.once
         assert a.forward < b.forward
@@ -152,7 +189,9 @@ def test_spans_share_a_stages_graph_and_keep_what_passes_between_them():
     intra = stage_build(stage_on(job.graph, 0, len(job.graph.ops), 2), tables)
     assignment = solve(weighted(take_apart(intra), 4, 1)).assignment
     starts = job.cuts[:-1]
-    whole, cut = (cost_of(take_apart(RematSpans(intra, s).split(), s), assignment) for s in ((0,), starts))
+    whole, cut = (
+        cost_of(take_apart(RematSpans(intra, s).split(), s), assignment) for s in ((0,), starts)
+    )
     assert len(cut.again) == len(starts) > 2
     assert whole.kept < cut.kept
     assert max(cut.again) < whole.again[0] <= sum(cut.again) + cut.kept
@@ -244,11 +283,18 @@ def test_submeshes_lie_inside_nodes_or_are_whole_nodes():
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
 def test_plans_are_whole_and_keep_to_the_options(name, options):
     step, spec = captured(name), cluster()
-    plan = plan_pipeline(PlanTask(step, spec, PlanOptions.from_user(batch_scope="global", **options), ADAM))
+    plan = plan_pipeline(
+        PlanTask(step, spec, PlanOptions.from_user(batch_scope="global", **options), ADAM)
+    )
     graph = microbatch(step, plan.num_microbatches).graph
-    assert [a.ops[1] == b.ops[0] for a, b in pairwise(plan.stages)] == [True] * (len(plan.stages) - 1)
+    assert [a.ops[1] == b.ops[0] for a, b in pairwise(plan.stages)] == [True] * (
+        len(plan.stages) - 1
+    )
     assert (plan.stages[0].ops[0], plan.stages[-1].ops[1]) == (0, len(graph.ops))
-    assert sum(np.prod(s.submesh) for s in {s.first_device: s for s in plan.stages}.values()) == spec.num_devices
+    assert (
+        sum(np.prod(s.submesh) for s in {s.first_device: s for s in plan.stages}.values())
+        == spec.num_devices
+    )
     for stage in plan.stages:
         own = stage_on(graph, *stage.ops, int(np.prod(stage.logical_mesh)))
         assert set(stage.received) == set(own.received)
@@ -261,7 +307,10 @@ def test_plans_are_whole_and_keep_to_the_options(name, options):
         assert plan.schedule == options.get("schedule", plan.schedule)
         ranks = len({s.first_device for s in plan.stages})
         assert why_not(plan.schedule, ranks, plan.num_microbatches) is None
-        assert len(in_flight(plan.schedule, ranks, plan.num_microbatches, len(plan.stages) // ranks)) == ranks
+        assert (
+            len(in_flight(plan.schedule, ranks, plan.num_microbatches, len(plan.stages) // ranks))
+            == ranks
+        )
     assert Plan.from_dict(plan.to_dict()) == plan
 
 
@@ -290,5 +339,10 @@ def test_a_pipeline_where_the_network_binds():
 def test_what_cannot_be_is_said_clearly(options, message):
     with pytest.raises(PlanError, match=message):
         plan_pipeline(
-            PlanTask(captured("mlp"), cluster(), PlanOptions.from_user(batch_scope="global", **options), ADAM)
+            PlanTask(
+                captured("mlp"),
+                cluster(),
+                PlanOptions.from_user(batch_scope="global", **options),
+                ADAM,
+            )
         )

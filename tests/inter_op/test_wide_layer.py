@@ -60,10 +60,21 @@ def test_pairs_are_priced_by_real_assignments_and_the_best_one_at_its_optimum():
 
 def test_a_loop_over_time_is_priced_at_or_just_above_its_ilp(scan):
     graph = microbatch(scan, 2).graph
-    job = CostJob(graph, cluster_layers(graph), 2, CLUSTER, RooflineCosts(CLUSTER.device), PlanOptions(), ADAM, np.inf)
+    job = CostJob(
+        graph,
+        cluster_layers(graph),
+        2,
+        CLUSTER,
+        RooflineCosts(CLUSTER.device),
+        PlanOptions(),
+        ADAM,
+        np.inf,
+    )
     parts = run_parts(job, (1, 2), (2,))[:, 0, job.num_layers]
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
-    exact = solve(weighted(take_apart(stage_build(stage_on(graph, 0, job.cuts[-1], 2), tables)), 2, 1))
+    exact = solve(
+        weighted(take_apart(stage_build(stage_on(graph, 0, job.cuts[-1], 2), tables)), 2, 1)
+    )
     priced = min(2 * (p[0] + p[1]) + p[2] for p in parts)
     assert exact.bound * (1 - 1e-9) <= priced <= exact.seconds * 1.05
 

@@ -21,9 +21,13 @@ def kept_by_plan(module, batch, compiled: bool) -> float:
     """Bytes that the problem of one device counts for the backward: values in their one layout, and ops' own."""
     step = capture_step(module, batch, world_size=1, batch_scope="global")
     mesh = CLUSTER.logical_mesh((1,), (1, 1))
-    intra = build(step, OptionTables(mesh, RooflineCosts(CLUSTER.device, compiled=compiled), OptimizerInfo()))
+    intra = build(
+        step, OptionTables(mesh, RooflineCosts(CLUSTER.device, compiled=compiled), OptimizerInfo())
+    )
     ops = intra.problem.choices[len(intra.parameters) :][: len(intra.ops)]
-    return sum(float(c.memory.min()) for c in ops) + sum(float(t.memory.min()) for t in intra.problem.transfers)
+    return sum(float(c.memory.min()) for c in ops) + sum(
+        float(t.memory.min()) for t in intra.problem.transfers
+    )
 
 
 class Step(torch.nn.Module):
@@ -48,7 +52,11 @@ def kept_by_partitioner(module, batch) -> int:
 
     def forward(graph, inputs):
         output = next(node for node in graph.graph.nodes if node.op == "output")
-        made = [node for node in output.args[0][1:] if isinstance(node, torch.fx.Node) and not is_given(node)]
+        made = [
+            node
+            for node in output.args[0][1:]
+            if isinstance(node, torch.fx.Node) and not is_given(node)
+        ]
         values = [value for node in made if isinstance(value := node.meta["val"], torch.Tensor)]
         sizes.extend(value.numel() * value.element_size() for value in values)
         return make_boxed_func(graph.forward)

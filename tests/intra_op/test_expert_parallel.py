@@ -50,7 +50,10 @@ def test_large_experts_are_sharded_and_tokens_are_sent_to_them() -> None:
     by_hand = plan_experts(hidden=256, factor=8, experts=16, rows=16, placements=EXPERTS)
     assert plan.predicted.step_seconds <= by_hand.predicted.step_seconds * (1 + 1e-6)
     # Under data parallelism 67 MB of experts' gradients are all-reduced at 10 GB/s.
-    assert plan.predicted.step_seconds < plan_experts(256, 8, 16, 16, parallel="data").predicted.step_seconds - 8e-3
+    assert (
+        plan.predicted.step_seconds
+        < plan_experts(256, 8, 16, 16, parallel="data").predicted.step_seconds - 8e-3
+    )
 
 
 def test_small_experts_stay_where_the_tokens_are() -> None:

@@ -14,7 +14,9 @@ SIZES = (2, 3, 1, 4, 2)
 @given(st.lists(st.sets(st.integers(0, 4), max_size=4), max_size=6), st.permutations(range(5)))
 def test_every_entry_is_the_sum_of_its_factors(scopes, scope):
     draw = np.random.default_rng(0)
-    factors = [Factor(tuple(s), draw.integers(0, 9, [SIZES[v] for v in s]).astype(float)) for s in scopes]
+    factors = [
+        Factor(tuple(s), draw.integers(0, 9, [SIZES[v] for v in s]).astype(float)) for s in scopes
+    ]
     table = join(factors, tuple(scope), SIZES)
     assert table.shape == tuple(SIZES[v] for v in scope)
     for index in np.ndindex(table.shape):

@@ -20,7 +20,17 @@ def softmax(hidden: Tensor) -> Tensor:
     return F.softmax(hidden, dim=-1)
 
 
-ACTIVATIONS = (torch.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, torch.exp, F.elu, F.leaky_relu, softmax)
+ACTIVATIONS = (
+    torch.relu,
+    F.gelu,
+    F.silu,
+    torch.tanh,
+    torch.sigmoid,
+    torch.exp,
+    F.elu,
+    F.leaky_relu,
+    softmax,
+)
 
 
 class Layers(pl.LightningModule):
@@ -63,7 +73,9 @@ def attention(mask: str) -> Callable[[], nn.Module]:
             self.bias = nn.Parameter(torch.zeros(TOKENS, TOKENS)) if mask == "learned" else None
 
         def forward(self, hidden: Tensor) -> Tensor:
-            query = self.linear(hidden).unflatten(-1, (4, -1)).transpose(1, 2)  # [rows, heads, tokens, width]
+            query = (
+                self.linear(hidden).unflatten(-1, (4, -1)).transpose(1, 2)
+            )  # [rows, heads, tokens, width]
             seen = self.bias
             if mask == "flags":
                 seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=hidden.device).tril()
@@ -79,14 +91,19 @@ def really_kept(module: Layers, batch: Tensor) -> int:
     """Bytes of the storages that the graph of a step keeps, without the parameters'."""
     given = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (kept.append(tensor), tensor)[1], lambda t: t
+    ):
         module.training_step(batch, 0)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     return sum(num_bytes for key, num_bytes in storages.items() if key not in given)
 
 
 CASES = {activation.__name__: (linear(activation), (ROWS, WIDTH)) for activation in ACTIVATIONS}
-CASES |= {f"attention, {mask}": (attention(mask), (4, TOKENS, WIDTH)) for mask in ("flags", "numbers", "learned")}
+CASES |= {
+    f"attention, {mask}": (attention(mask), (4, TOKENS, WIDTH))
+    for mask in ("flags", "numbers", "learned")
+}
 CASES["convolution"] = conv, (16, 4, 16, 16)
 
 
@@ -96,9 +113,14 @@ def test_what_a_layer_keeps_is_what_autograd_keeps(name: str) -> None:
     make, shape = CASES[name]
     cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 1})
     cluster = replace(cluster, device=replace(cluster.device, name="cpu"))  # where it is looked at
-    batch, options = torch.randn(shape), PlanOptions(remat=False, accumulate_grad_batches=2)  # with gradients always
+    batch, options = (
+        torch.randn(shape),
+        PlanOptions(remat=False, accumulate_grad_batches=2),
+    )  # with gradients always
     few, many = Layers(4, make), Layers(8, make)
-    planned = [make_plan(each, batch, cluster, options).predicted.peak_bytes for each in (few, many)]
+    planned = [
+        make_plan(each, batch, cluster, options).predicted.peak_bytes for each in (few, many)
+    ]
     stored = 2 * sum(p.numel() * 4 for p in few.parameters())  # as many more, with gradients
     kept = really_kept(many, batch) - really_kept(few, batch)
     assert planned[1] - planned[0] - stored == pytest.approx(kept, rel=0.02)

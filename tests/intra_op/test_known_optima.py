@@ -33,7 +33,11 @@ class Tower(pl.LightningModule):
     def __init__(self, width: int, hidden: int, num_pairs: int) -> None:
         super().__init__()
         self.pairs = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, hidden, bias=False), nn.ReLU(), nn.Linear(hidden, width, bias=False))
+            nn.Sequential(
+                nn.Linear(width, hidden, bias=False),
+                nn.ReLU(),
+                nn.Linear(hidden, width, bias=False),
+            )
             for _ in range(num_pairs)
         )
 
@@ -81,9 +85,15 @@ def test_large_batch_gives_data_parallel_with_one_reduction():
 
 
 def test_data_parallel_reduces_each_gradient_once():
-    plan = plan_tower(256, 256, 2, rows=65536, cluster=cluster_of(4), parallel="data", logical_mesh=(4,))
+    plan = plan_tower(
+        256, 256, 2, rows=65536, cluster=cluster_of(4), parallel="data", logical_mesh=(4,)
+    )
     (step_reduce,) = [c for c in plan.collectives() if c.phase == "step"]
-    assert (step_reduce.kind, step_reduce.count, step_reduce.num_bytes) == ("all_reduce", 4, 4 * 256 * 256 * 4)
+    assert (step_reduce.kind, step_reduce.count, step_reduce.num_bytes) == (
+        "all_reduce",
+        4,
+        4 * 256 * 256 * 4,
+    )
     assert all(c.num_bytes <= 8 for c in plan.collectives() if c.phase != "step")
 
 
@@ -98,12 +108,20 @@ def test_gradients_wait_for_the_step_where_small_messages_are_the_faster_ones():
 
 def test_wide_hidden_gives_column_then_row_with_one_all_reduce_a_pair():
     pairs = 3
-    plan = plan_tower(2048, 65536, pairs, rows=16, cluster=cluster_of(4, latency=1e-4), logical_mesh=(4,))
+    plan = plan_tower(
+        2048, 65536, pairs, rows=16, cluster=cluster_of(4, latency=1e-4), logical_mesh=(4,)
+    )
     for name, layout in plan.stages[0].parameters.items():
         assert str(layout) == ("S0" if name.endswith(".0.weight") else "S1"), name
-    forward = [c for c in plan.collectives() if c.phase == "forward" and c.kind == "all_reduce" and c.num_bytes > 1024]
+    forward = [
+        c
+        for c in plan.collectives()
+        if c.phase == "forward" and c.kind == "all_reduce" and c.num_bytes > 1024
+    ]
     assert sum(c.count for c in forward) == pairs
-    assert not [c for c in plan.collectives() if c.phase == "step"], "no weight gradient is ever moved"
+    assert not [c for c in plan.collectives() if c.phase == "step"], (
+        "no weight gradient is ever moved"
+    )
 
 
 def test_two_axes_give_both():
@@ -140,9 +158,25 @@ def test_memory_alone_moves_data_parallel_to_zero():
     rows, width, hidden, pairs = 16384, 512, 2048, 4
     parameters = 2 * pairs * width * hidden
     free = plan_tower(width, hidden, pairs, rows, cluster_of(4, bandwidth=1e11), logical_mesh=(4,))
-    zero3 = plan_tower(width, hidden, pairs, rows, cluster_of(4, bandwidth=1e11), logical_mesh=(4,), parallel="zero3")
+    zero3 = plan_tower(
+        width,
+        hidden,
+        pairs,
+        rows,
+        cluster_of(4, bandwidth=1e11),
+        logical_mesh=(4,),
+        parallel="zero3",
+    )
     limit = (free.predicted.peak_bytes + zero3.predicted.peak_bytes) / 2
-    tight = plan_tower(width, hidden, pairs, rows, cluster_of(4, bandwidth=1e11), logical_mesh=(4,), memory_limit=limit)
+    tight = plan_tower(
+        width,
+        hidden,
+        pairs,
+        rows,
+        cluster_of(4, bandwidth=1e11),
+        logical_mesh=(4,),
+        memory_limit=limit,
+    )
     assert zero3.predicted.peak_bytes < limit < free.predicted.peak_bytes, parameters
     assert tight.predicted.peak_bytes <= limit
     assert tight.predicted.step_seconds >= free.predicted.step_seconds
@@ -161,7 +195,9 @@ def test_brute_force_never_beats_the_solver(mesh_shape, memory_share):
     costs = RooflineCosts(cluster.device)
     intra = build(step, OptionTables(cluster.logical_mesh(mesh_shape), costs, ADAM))
     problem = thin(intra.problem, 5 if len(mesh_shape) == 1 else 4)
-    outcomes = [evaluate(problem, a) for a in product(*(range(len(c.cost)) for c in problem.choices))]
+    outcomes = [
+        evaluate(problem, a) for a in product(*(range(len(c.cost)) for c in problem.choices))
+    ]
     outcomes = [outcome for outcome in outcomes if outcome[0] < float("inf")]
     if memory_share is not None:  # between the least bytes and those of the unconstrained optimum
         least, free = min(b for _, b in outcomes), min(outcomes)[1]
@@ -176,9 +212,14 @@ def thin(problem: Problem, keep: int) -> Problem:
     for choice in problem.choices:
         n = len(choice.cost)
         kept.append(
-            sorted({round(i * (n - 1) / max(1, keep - 1)) for i in range(keep)}) if n > keep else list(range(n))
+            sorted({round(i * (n - 1) / max(1, keep - 1)) for i in range(keep)})
+            if n > keep
+            else list(range(n))
         )
-    choices = tuple(replace(c, cost=c.cost[k], memory=c.memory[k]) for c, k in zip(problem.choices, kept, strict=True))
+    choices = tuple(
+        replace(c, cost=c.cost[k], memory=c.memory[k])
+        for c, k in zip(problem.choices, kept, strict=True)
+    )
     transfers = tuple(
         replace(
             t,

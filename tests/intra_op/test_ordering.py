@@ -18,7 +18,13 @@ from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.stage_costs import structure
 from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables, build
-from alpa_strategy.intra_op.solver.elimination import Factor, Network, elimination_order, network_of, plan_order
+from alpa_strategy.intra_op.solver.elimination import (
+    Factor,
+    Network,
+    elimination_order,
+    network_of,
+    plan_order,
+)
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
 
@@ -40,7 +46,9 @@ def test_an_order_within_a_limit_is_found_where_either_rule_finds_one(seed):
     draw = random.Random(seed)
     sizes = [draw.choice([2, 4, 30, 50]) for _ in range(9)]
     scopes = [draw.sample(range(9), 2) for _ in range(14)]
-    largest = [max(s for _, s in elimination_order(sizes, scopes, (), rule)) for rule in (False, True)]
+    largest = [
+        max(s for _, s in elimination_order(sizes, scopes, (), rule)) for rule in (False, True)
+    ]
     factors = tuple(Factor(tuple(scope), np.zeros([sizes[v] for v in scope])) for scope in scopes)
     network = Network(tuple(sizes), factors, len(sizes))
     order = plan_order(network, min(largest), float("inf"))
@@ -66,7 +74,9 @@ def test_tables_of_a_mixture_of_experts_stay_small(moe):
     """Its routing hangs many small ops on a few values; smallest table first made tables of 1e8 entries of it."""
     cluster = ClusterSpec.load("p3_16xlarge_x8")
     cuts = cluster_layers(moe)
-    tables = OptionTables(cluster.logical_mesh((2, 4), (1, 8)), RooflineCosts(cluster.device), OptimizerInfo())
+    tables = OptionTables(
+        cluster.logical_mesh((2, 4), (1, 8)), RooflineCosts(cluster.device), OptimizerInfo()
+    )
     for first, last in list(pairwise(cuts))[:2]:
         network = network_of(build(stage_on(moe, first, last, 8), tables).problem)
         order = elimination_order(network.sizes, (factor.scope for factor in network.factors))
@@ -83,19 +93,29 @@ def test_layers_to_price_do_not_grow_with_depth(name):
         step = capture_step(module, batch, world_size=1, batch_scope="global")
         cuts = cluster_layers(step)
         assert len(cuts) - 1 == depth
-        counts.append(len({structure(stage_on(step, a, b, 4), PlanOptions()) for a, b in pairwise(cuts)}))
+        counts.append(
+            len({structure(stage_on(step, a, b, 4), PlanOptions()) for a, b in pairwise(cuts)})
+        )
     assert counts[1] == counts[0] <= 4
 
 
 def test_large_tables_do_not_grow_with_depth():
     """Values with several users (rotary positions) have tables of megabytes: equal layers share them."""
     cluster = ClusterSpec.load("p3_16xlarge_x8")
-    tables = OptionTables(cluster.logical_mesh((4, 2), (1, 8)), RooflineCosts(cluster.device), OptimizerInfo())
+    tables = OptionTables(
+        cluster.logical_mesh((4, 2), (1, 8)), RooflineCosts(cluster.device), OptimizerInfo()
+    )
     counts = []
     for depth in (2, 4):
         module = MODELS["llama"](num_layers=depth)
-        step = capture_step(module, module.example_batch(16, torch.Generator().manual_seed(0)), batch_scope="global")
-        large = [f.table for f in network_of(build(step, tables).problem).factors if f.table.size > 50_000]
+        step = capture_step(
+            module, module.example_batch(16, torch.Generator().manual_seed(0)), batch_scope="global"
+        )
+        large = [
+            f.table
+            for f in network_of(build(step, tables).problem).factors
+            if f.table.size > 50_000
+        ]
         assert len(large) >= 3 * depth
         counts.append(len({id(table) for table in large}))
     assert counts[0] == counts[1]

@@ -14,7 +14,9 @@ from alpa_strategy.microbatch.transform import microbatch
 
 
 def graph_of(module, num_microbatches=2):
-    step = capture_step(module, module.example_batch(4, torch.Generator().manual_seed(0)), world_size=1)
+    step = capture_step(
+        module, module.example_batch(4, torch.Generator().manual_seed(0)), world_size=1
+    )
     return microbatch(step, num_microbatches, 1).graph
 
 
@@ -35,7 +37,11 @@ def test_the_micro_batches_take_all_that_they_need_of_it(name):
     found = per_step(graph)
     left = [op for index, op in enumerate(graph.ops) if index not in found.ops]
     made = {value for op in left for value in op.results}
-    inputs = {e.value for group in (graph.parameters, graph.buffers, graph.batch, graph.constants) for e in group}
+    inputs = {
+        e.value
+        for group in (graph.parameters, graph.buffers, graph.batch, graph.constants)
+        for e in group
+    }
     read = {value for op in left for value in op.operands} | set(graph.escaping)
     assert read <= made | inputs | set(graph.received) | found.values
     for derivation in found.derivations:
@@ -58,7 +64,11 @@ class Changing(MODELS["mlp"]):
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        x = x @ torch.nn.functional.dropout(self.weight, 0.5) + x @ (self.weight * self.count) + x @ self.weight.t()
+        x = (
+            x @ torch.nn.functional.dropout(self.weight, 0.5)
+            + x @ (self.weight * self.count)
+            + x @ self.weight.t()
+        )
         self.count += 1
         return torch.nn.functional.mse_loss(self.net(x), y)
 

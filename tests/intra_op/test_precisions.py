@@ -23,7 +23,10 @@ HIDDEN = ROWS * WIDTH  # elements of what tensor parallelism passes on
 class Mlp(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.up, self.down = (
+            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
+            nn.Linear(4 * WIDTH, WIDTH, bias=False),
+        )
 
     def training_step(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.gelu(self.up(x))).float().square().mean()
@@ -46,7 +49,9 @@ def planned(precision: str, parallel: str, count: int | None, **more: Any) -> Pl
         num_stages=count and 1,
         **more,
     )
-    return make_plan(module, x, ClusterSpec.load("dgx_h100", {"num_nodes": 1}), options, context=context)
+    return make_plan(
+        module, x, ClusterSpec.load("dgx_h100", {"num_nodes": 1}), options, context=context
+    )
 
 
 def moved(plan: Plan) -> dict[tuple[str, str], int]:
@@ -54,17 +59,25 @@ def moved(plan: Plan) -> dict[tuple[str, str], int]:
     return {(c.kind, c.phase): c.num_bytes for c in plan.collectives() if c.num_bytes > 1000}
 
 
-PRECISIONS = {"32-true": 4, "bf16-true": 2, "bf16-mixed": 2}  # bytes of an element that is computed with
+PRECISIONS = {
+    "32-true": 4,
+    "bf16-true": 2,
+    "bf16-mixed": 2,
+}  # bytes of an element that is computed with
 
 
 @pytest.mark.parametrize("count", [None, 2])
 @pytest.mark.parametrize(("precision", "itemsize"), PRECISIONS.items())
-def test_zero3_gathers_and_scatters_what_it_computes_with(precision: str, itemsize: int, count: int | None):
+def test_zero3_gathers_and_scatters_what_it_computes_with(
+    precision: str, itemsize: int, count: int | None
+):
     found = moved(planned(precision, "zero3", count))
     times = count or 1
     assert found["all_gather", "forward"] == times * WEIGHTS * itemsize
     assert found["reduce_scatter", "backward"] == times * WEIGHTS * itemsize
-    assert not {key for key in found if key[0] == "all_reduce"}, "no gradient is whole on every device"
+    assert not {key for key in found if key[0] == "all_reduce"}, (
+        "no gradient is whole on every device"
+    )
 
 
 @pytest.mark.parametrize("count", [None, 2])
@@ -72,7 +85,9 @@ def test_zero3_gathers_and_scatters_what_it_computes_with(precision: str, itemsi
 def test_tensor_moves_activations_and_no_weights(precision: str, itemsize: int, count: int | None):
     found = moved(planned(precision, "tensor", count))
     assert found
-    assert sum(found.values()) <= 4 * HIDDEN * itemsize, "at most two all-reduces, or what they are made of"
+    assert sum(found.values()) <= 4 * HIDDEN * itemsize, (
+        "at most two all-reduces, or what they are made of"
+    )
     assert all(phase != "step" for _, phase in found), "weights stay where they are"
 
 

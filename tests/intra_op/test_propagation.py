@@ -59,7 +59,9 @@ def test_columns_then_rows_have_one_all_reduce():
     with torch.device("meta"):
         step = step_of(Pair(), torch.empty(64, 1024), scope="global")
     options = PlanOptions.from_user(
-        solver="propagation", batch_scope="global", placements={"fc.weight": "S0", "proj.weight": "S1"}
+        solver="propagation",
+        batch_scope="global",
+        placements={"fc.weight": "S0", "proj.weight": "S1"},
     )
     (stage,) = plan_one_stage(PlanTask(step, cluster_of(4), options, ADAM)).stages
     assert [str(s) for (s,) in (stage.strategies[op.name] for op in step.ops[:3])] == [
@@ -68,7 +70,9 @@ def test_columns_then_rows_have_one_all_reduce():
         "S1,S1->P",
     ]
     large = [c for c in stage.collectives if c.num_bytes > 1024]
-    assert {(c.kind, c.phase, c.num_bytes) for c in large} <= {("all_reduce", "forward", 64 * 1024 * 4)}
+    assert {(c.kind, c.phase, c.num_bytes) for c in large} <= {
+        ("all_reduce", "forward", 64 * 1024 * 4)
+    }
 
 
 @pytest.mark.parametrize(
@@ -87,7 +91,9 @@ def test_columns_then_rows_have_one_all_reduce():
 )
 @pytest.mark.parametrize(("model", "rows"), [("mlp", 16), ("gpt", 8)])
 def test_it_is_never_better_than_the_program(model, rows, options):
-    exact, found = (plan(model, rows, solver=solver, **options) for solver in ("ilp", "propagation"))
+    exact, found = (
+        plan(model, rows, solver=solver, **options) for solver in ("ilp", "propagation")
+    )
     assert found.predicted.step_seconds >= exact.predicted.step_seconds * (1 - 1e-9)
     assert NOTE in found.notes
     assert NOTE not in exact.notes
@@ -98,9 +104,16 @@ def test_it_is_never_better_than_the_program(model, rows, options):
 
 def test_pins_are_kept_and_parameters_lie_as_their_first_use_wants():
     found = plan(
-        "gpt", 8, solver="propagation", num_stages=1, placements={"blocks.*.qkv.weight": "S0"}, logical_mesh=[4]
+        "gpt",
+        8,
+        solver="propagation",
+        num_stages=1,
+        placements={"blocks.*.qkv.weight": "S0"},
+        logical_mesh=[4],
     )
-    modes = {name: modes_text(how.module_modes) for name, how in found.stages[0].parameter_plans.items()}
+    modes = {
+        name: modes_text(how.module_modes) for name, how in found.stages[0].parameter_plans.items()
+    }
     assert {mode for name, mode in modes.items() if name.endswith("qkv.weight")} == {"S0"}
     assert modes["wte.weight"] != "R", "rows of the batch are divided where it is read first"
 
@@ -118,7 +131,9 @@ def test_memory_sends_it_to_recomputation_where_that_fits():
     again = plan("gpt", 32, solver="propagation", num_stages=1, num_microbatches=2, remat=True)
     assert again.predicted.peak_bytes < free.predicted.peak_bytes
     limit = (again.predicted.peak_bytes + free.predicted.peak_bytes) / 2
-    found = plan("gpt", 32, solver="propagation", num_stages=1, num_microbatches=2, memory_limit=limit)
+    found = plan(
+        "gpt", 32, solver="propagation", num_stages=1, num_microbatches=2, memory_limit=limit
+    )
     assert found.stages[0].remat
     assert found.predicted.peak_bytes <= limit
 
@@ -133,10 +148,13 @@ def random_problem(rng):
 
     def transfer(name, producer, consumers):
         uses = tuple(Use(c, rng.permutation(size)) for c in consumers)
-        return Transfer(name, producer, same, uses, rng.uniform(0, 1, (size, size)), np.zeros((size, size)))
+        return Transfer(
+            name, producer, same, uses, rng.uniform(0, 1, (size, size)), np.zeros((size, size))
+        )
 
     transfers = [
-        transfer(f"p{i}", i, sorted({num_ops + i, num_ops + int(rng.integers(i, num_ops))})) for i in range(num_ops)
+        transfer(f"p{i}", i, sorted({num_ops + i, num_ops + int(rng.integers(i, num_ops))}))
+        for i in range(num_ops)
     ]
     for i in range(num_ops - 1):
         readers = sorted({num_ops + i + 1, num_ops + int(rng.integers(i + 1, num_ops))})
@@ -157,15 +175,21 @@ def test_each_op_takes_what_is_cheapest_as_its_operands_lie(seed):
         known = [
             Transfer(t.name, t.producer, t.source, uses, t.cost, t.memory)
             for t in problem.transfers
-            if t.producer in assignment and (uses := tuple(u for u in t.uses if u.choice in assignment))
+            if t.producer in assignment
+            and (uses := tuple(u for u in t.uses if u.choice in assignment))
         ]
         free = [
-            Choice(c.name, c.cost if i in assignment else c.cost * 0, c.memory) for i, c in enumerate(problem.choices)
+            Choice(c.name, c.cost if i in assignment else c.cost * 0, c.memory)
+            for i, c in enumerate(problem.choices)
         ]
-        return evaluate(Problem(tuple(free), tuple(known)), [assignment.get(i, 0) for i in range(len(free))])[0]
+        return evaluate(
+            Problem(tuple(free), tuple(known)), [assignment.get(i, 0) for i in range(len(free))]
+        )[0]
 
     for op in range(num_ops, 2 * num_ops):
-        new = {t.producer for t in problem.transfers if any(u.choice == op for u in t.uses)} - set(decided)
+        new = {t.producer for t in problem.transfers if any(u.choice == op for u in t.uses)} - set(
+            decided
+        )
         assert len(new) <= 1, "its own parameter; all else is decided"
         tried = {}
         for k in range(len(problem.choices[op].cost)):
@@ -181,6 +205,13 @@ def test_each_op_takes_what_is_cheapest_as_its_operands_lie(seed):
 
 def test_a_dead_end_is_said():
     one = np.zeros(1)
-    way = Transfer("v", 0, np.zeros(1, int), (Use(1, np.zeros(1, int)),), np.full((1, 1), np.inf), np.zeros((1, 1)))
+    way = Transfer(
+        "v",
+        0,
+        np.zeros(1, int),
+        (Use(1, np.zeros(1, int)),),
+        np.full((1, 1), np.inf),
+        np.zeros((1, 1)),
+    )
     with pytest.raises(PlanError, match="layouts cannot be propagated to linear_0"):
         propagate(Problem((Choice("p", one, one), Choice("linear_0", one, one)), (way,)))

@@ -18,7 +18,9 @@ def test_nothing_is_printed(capfd):
     limit = (free.num_bytes + least_bytes(problem)) / 2
     program = formulate(replace(problem, memory_limit=limit))
     relaxed, _ = solve_program(program, integer=False, time_limit=30.0)
-    exact, masses = solve_program(program, integer=True, time_limit=30.0, hint=free.assignment)  # which does not fit
+    exact, masses = solve_program(
+        program, integer=True, time_limit=30.0, hint=free.assignment
+    )  # which does not fit
     assert capfd.readouterr() == ("", "")
     assert relaxed <= exact * (1 + 1e-9)
     assignment = [int(mass.argmax()) for mass in masses]

@@ -30,7 +30,11 @@ def test_proved_without_memory_limit(num_layers: int) -> None:
     assert time.process_time() - start < 10
     rng = np.random.default_rng(0)
     for _ in range(3):
-        other = improve(problem, [int(rng.integers(len(c.cost))) for c in problem.choices], Neighbourhood(problem))
+        other = improve(
+            problem,
+            [int(rng.integers(len(c.cost))) for c in problem.choices],
+            Neighbourhood(problem),
+        )
         assert evaluate(problem, other)[0] >= solution.seconds * (1 - 1e-9)
 
 
@@ -73,7 +77,9 @@ def test_a_value_used_by_every_layer() -> None:
     cost = np.full((1, 3), 1e-4)
     uses = tuple(Use(c, np.arange(len(problem.choices[c].cost)) % 3) for c in users)
     producer = Choice("rotary", np.zeros(1), np.zeros(1))
-    shared = Transfer("rotary", len(problem.choices), np.zeros(1, dtype=int), uses, cost, np.zeros((1, 3)))
+    shared = Transfer(
+        "rotary", len(problem.choices), np.zeros(1, dtype=int), uses, cost, np.zeros((1, 3))
+    )
     problem = Problem((*problem.choices, producer), (*problem.transfers, shared))
     solution = solve(problem, time_limit=20)
     assert solution.gap <= 1e-5
@@ -85,14 +91,21 @@ def test_no_finite_assignment_is_said() -> None:
     with pytest.raises(PlanError, match=r"finite-cost.*b has no allowed strategy"):
         solve(Problem((one, never), ()))
     blocked = Transfer(
-        "t", 0, np.zeros(1, dtype=int), (Use(1, np.zeros(1, dtype=int)),), np.full((1, 1), np.inf), np.zeros((1, 1))
+        "t",
+        0,
+        np.zeros(1, dtype=int),
+        (Use(1, np.zeros(1, dtype=int)),),
+        np.full((1, 1), np.inf),
+        np.zeros((1, 1)),
     )
     with pytest.raises(PlanError, match="finite-cost"):
         solve(Problem((one, one), (blocked,)))
 
 
 def test_memory_limit_that_cannot_be_met_names_the_least() -> None:
-    choices = tuple(Choice(f"c{i}", np.array([1.0, 2.0]), np.array([3.0, 2.0]) * GIB) for i in range(4))
+    choices = tuple(
+        Choice(f"c{i}", np.array([1.0, 2.0]), np.array([3.0, 2.0]) * GIB) for i in range(4)
+    )
     with pytest.raises(PlanError, match=r"least is 8\.00 GiB.*limit is 7\.00 GiB") as error:
         solve(Problem(choices, (), 7 * GIB))
     assert "micro-" in error.value.fix

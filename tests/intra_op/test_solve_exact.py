@@ -22,21 +22,37 @@ def random_problem(seed: int, forbid: float = 0.0, scale: float = 1e-4) -> Probl
         values = rng.integers(0, 6, shape).astype(float) * scale
         return np.where(rng.random(shape) < forbid, np.inf, values)
 
-    choices = tuple(Choice(f"c{i}", seconds(k), rng.integers(0, 8, k).astype(float) * 1e9) for i, k in enumerate(sizes))
+    choices = tuple(
+        Choice(f"c{i}", seconds(k), rng.integers(0, 8, k).astype(float) * 1e9)
+        for i, k in enumerate(sizes)
+    )
     transfers = []
     for t in range(int(rng.integers(0, 2 * n))):
         producer = int(rng.integers(n))
         p, q = rng.integers(1, 5, 2)
-        uses = tuple(Use(c, rng.integers(0, q, sizes[c])) for c in rng.integers(0, n, int(rng.integers(1, 4))).tolist())
+        uses = tuple(
+            Use(c, rng.integers(0, q, sizes[c]))
+            for c in rng.integers(0, n, int(rng.integers(1, 4))).tolist()
+        )
         memory = rng.integers(0, 3, (p, q)).astype(float) * 1e9 * (rng.random() < 0.5)
         transfers.append(
-            Transfer(f"t{t}", producer, rng.integers(0, p, sizes[producer]), uses, seconds((p, q)), memory)
+            Transfer(
+                f"t{t}",
+                producer,
+                rng.integers(0, p, sizes[producer]),
+                uses,
+                seconds((p, q)),
+                memory,
+            )
         )
     return Problem(choices, tuple(transfers))
 
 
 def every(problem: Problem) -> list[tuple[float, float]]:
-    return [evaluate(problem, a) for a in itertools.product(*[range(len(c.cost)) for c in problem.choices])]
+    return [
+        evaluate(problem, a)
+        for a in itertools.product(*[range(len(c.cost)) for c in problem.choices])
+    ]
 
 
 def limited(problem: Problem, fraction: float) -> Problem:

@@ -35,7 +35,9 @@ def assemble(parts, layout, shape, mesh_shape):
     by_coordinate = dict(zip(coordinates, parts, strict=True))
     whole = torch.zeros(shape, dtype=parts[0].dtype)
     for coordinate, own in by_coordinate.items():
-        first = tuple(0 if isinstance(p, Replicate) else c for p, c in zip(layout, coordinate, strict=True))
+        first = tuple(
+            0 if isinstance(p, Replicate) else c for p, c in zip(layout, coordinate, strict=True)
+        )
         torch.testing.assert_close(own, by_coordinate[first], rtol=0, atol=0, equal_nan=True)
         if first == coordinate:
             ranges = layout.slices(shape, mesh_shape, coordinate)
@@ -61,7 +63,9 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12, build=b
     leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in operands]
     expected = as_tuple(call.call(*leaves))
     grads = [torch.randn_like(r) if r.requires_grad else None for r in expected]
-    torch.autograd.backward([r for r in expected if r.requires_grad], [g for g in grads if g is not None])
+    torch.autograd.backward(
+        [r for r in expected if r.requires_grad], [g for g in grads if g is not None]
+    )
     operand_duals = [tuple(s.inputs[i] for s in strategies) for i in range(len(operands))]
     result_duals = [tuple(s.outputs[i] for s in strategies) for i in range(len(expected))]
 
@@ -74,9 +78,13 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12, build=b
             m.with_shape(value_layout(d).local_shape(m.shape, mesh.shape, mesh.coordinate))
             for m, d in zip(call.results, result_duals, strict=True)
         )
-        operands_meta = tuple(m.with_shape(tuple(t.shape)) for m, t in zip(call.operands, mine, strict=True))
+        operands_meta = tuple(
+            m.with_shape(tuple(t.shape)) for m, t in zip(call.operands, mine, strict=True)
+        )
         local = LocalCall(
-            OpCall(call.target, call.args, call.kwargs, operands_meta, results_meta, call.returns_tuple),
+            OpCall(
+                call.target, call.args, call.kwargs, operands_meta, results_meta, call.returns_tuple
+            ),
             implementation,
             axes,
         )
@@ -111,18 +119,28 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12, build=b
     ranks = run_on_threads(mesh_shape, work)
     for i, result in enumerate(expected):
         assert all(r[0][i].dtype == result.dtype for r in ranks)
-        whole = assemble([r[0][i] for r in ranks], value_layout(result_duals[i]), result.shape, mesh_shape)
-        torch.testing.assert_close(whole, result.detach(), rtol=tolerance, atol=tolerance, equal_nan=True)
+        whole = assemble(
+            [r[0][i] for r in ranks], value_layout(result_duals[i]), result.shape, mesh_shape
+        )
+        torch.testing.assert_close(
+            whole, result.detach(), rtol=tolerance, atol=tolerance, equal_nan=True
+        )
     for i, leaf in enumerate(leaves):
         if leaf.requires_grad:
-            assert all(r[1][i] is not None for r in ranks), f"operand {i} has no gradient on some rank"
-            whole = assemble([r[1][i] for r in ranks], grad_layout(operand_duals[i]), leaf.shape, mesh_shape)
+            assert all(r[1][i] is not None for r in ranks), (
+                f"operand {i} has no gradient on some rank"
+            )
+            whole = assemble(
+                [r[1][i] for r in ranks], grad_layout(operand_duals[i]), leaf.shape, mesh_shape
+            )
             torch.testing.assert_close(whole, leaf.grad, rtol=tolerance, atol=tolerance)
     # A gathered parameter that is saved is gathered again in the backward, by all devices or by none; and all devices
     # run the same backward: one node less on one of them, and they communicate in another order.
     assert all(r[5] == ranks[0][5] for r in ranks if r[4])
     saved = [r[3] for r in ranks if r[4]]  # parts without elements belong to no gathered parameter
-    assert all(names == saved[0] for names in saved), "devices differ in the operands that they save for the backward"
+    assert all(names == saved[0] for names in saved), (
+        "devices differ in the operands that they save for the backward"
+    )
     return [r[2] for r in ranks]
 
 
@@ -145,7 +163,12 @@ def test_mean_over_uneven_dims(n):
 
 
 @pytest.mark.parametrize(
-    "target", [aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy_with_logits.default]
+    "target",
+    [
+        aten.mse_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.binary_cross_entropy_with_logits.default,
+    ],
 )
 def test_mean_losses(target):
     call, x = call_and_operands(target, rand(5, 3), torch.rand(5, 3, dtype=torch.float64))
@@ -155,7 +178,9 @@ def test_mean_losses(target):
 
 def test_mean_loss_of_broadcast_operands():
     target, weight = torch.rand(5, 3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
-    call, x = call_and_operands(aten.binary_cross_entropy_with_logits.default, rand(5, 3), target, weight)
+    call, x = call_and_operands(
+        aten.binary_cross_entropy_with_logits.default, rand(5, 3), target, weight
+    )
     check(call, x, (2,), ["S0,S0,R*->P@fraction"])
     check(call, x, (2, 2), ["S0,S0,R*->P@fraction", "S1,S1,S0->P@fraction"])
 
@@ -173,18 +198,33 @@ def test_row_parallel_linear():
 
 def test_row_parallel_convolution():
     call, x = call_and_operands(
-        aten.convolution.default, rand(2, 5, 4, 4), rand(3, 5, 3, 3), rand(3), [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+        aten.convolution.default,
+        rand(2, 5, 4, 4),
+        rand(3, 5, 3, 3),
+        rand(3),
+        [1, 1],
+        [1, 1],
+        [1, 1],
+        False,
+        [0, 0],
+        1,
     )
     check(call, x, (2,), ["S1,S1,R*->P@bias_on_first"])
-    call, x = call_and_operands(aten.conv2d.default, rand(2, 5, 4, 4), rand(3, 5, 3, 3), bias=rand(3))
+    call, x = call_and_operands(
+        aten.conv2d.default, rand(2, 5, 4, 4), rand(3, 5, 3, 3), bias=rand(3)
+    )
     check(call, x, (2,), ["S1,S1,R*->P@bias_on_first"])
 
 
 @pytest.mark.parametrize("alpha", [1, 0.5])
 def test_row_parallel_addmm(alpha):
-    call, x = call_and_operands(aten.addmm.default, rand(3), rand(4, 5), rand(5, 3), alpha=alpha, beta=2)
+    call, x = call_and_operands(
+        aten.addmm.default, rand(3), rand(4, 5), rand(5, 3), alpha=alpha, beta=2
+    )
     check(call, x, (3,), ["R*,S1,S0->P@bias_on_first"])
-    call, x = call_and_operands(aten.baddbmm.default, rand(2, 4, 3), rand(2, 4, 5), rand(2, 5, 3), alpha=alpha)
+    call, x = call_and_operands(
+        aten.baddbmm.default, rand(2, 4, 3), rand(2, 4, 5), rand(2, 5, 3), alpha=alpha
+    )
     check(call, x, (2,), ["R*,S2,S1->P@bias_on_first"])
 
 
@@ -221,15 +261,27 @@ def test_vocabulary_parallel_bags(padding_idx, mode, weighted):
     call, x = call_and_operands(capture_ops.bag_lookup, rand(7, 4), ids, weights, mode, padding_idx)
     for whole, cut in (("R*", "S0"),) if weighted else (("", ""),):
         check(call, x, (3,), [f"S0,R{whole and ',' + whole}->P@vocab_bags"])
-        check(call, x, (2, 2), [f"S1,R{whole and ',' + whole}->S1", f"S0,R{whole and ',' + whole}->P@vocab_bags"])
-        check(call, x, (2, 2), [f"R*,S0{cut and ',' + cut}->S0", f"S0,R{whole and ',' + whole}->P@vocab_bags"])
+        check(
+            call,
+            x,
+            (2, 2),
+            [f"S1,R{whole and ',' + whole}->S1", f"S0,R{whole and ',' + whole}->P@vocab_bags"],
+        )
+        check(
+            call,
+            x,
+            (2, 2),
+            [f"R*,S0{cut and ',' + cut}->S0", f"S0,R{whole and ',' + whole}->P@vocab_bags"],
+        )
 
 
 # vocab_cross_entropy --------------------------------------------------------------------------------------------------
 
 
 def cross_entropy_call(logits, target, weight=None, ignore_index=-100, smoothing=0.0):
-    return call_and_operands(capture_ops.cross_entropy_sum, logits, target, weight, ignore_index, smoothing)
+    return call_and_operands(
+        capture_ops.cross_entropy_sum, logits, target, weight, ignore_index, smoothing
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -248,14 +300,18 @@ def test_cross_entropy_over_sharded_classes(
 ):
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     rows = () if extra is None else (5,)
-    logits = (torch.randn(*rows, num_classes, *(extra or ()), dtype=torch.float64) * scale).requires_grad_()
+    logits = (
+        torch.randn(*rows, num_classes, *(extra or ()), dtype=torch.float64) * scale
+    ).requires_grad_()
     target = torch.randint(0, num_classes, (*rows, *(extra or ())))
     target = torch.where(torch.rand(target.shape) < 0.3, ignore_index, target)
     weight = torch.rand(num_classes, dtype=torch.float64) if weighted else None
     call, x = cross_entropy_call(logits, target, weight, ignore_index, smoothing)
     dim = min(1, logits.dim() - 1)
     text = f"S{dim},R{',R' if weighted else ''}->R@vocab_cross_entropy"
-    for axes in check(call, x, mesh_shape, [text] * len(mesh_shape), tolerance=1e-11 if scale > 1 else 1e-12):
+    for axes in check(
+        call, x, mesh_shape, [text] * len(mesh_shape), tolerance=1e-11 if scale > 1 else 1e-12
+    ):
         for record in axes:
             assert record[-1][0] == "backward"  # no collective after the forward
             assert len(record) == 3
@@ -295,14 +351,24 @@ def test_cross_entropy_of_half_precision_logarithms_summed_in_float32(smoothing,
     if kind == "classes":
         target[2] = -100
     found = capture_ops.cross_entropy_sum(logits, target, weight, -100, smoothing, torch.float32)
-    rounded = logits.log_softmax(-1).float()  # whose own log_softmax is the same but for this rounding
-    wanted = torch.nn.functional.cross_entropy(rounded, target, weight, reduction="sum", label_smoothing=smoothing)
+    rounded = logits.log_softmax(
+        -1
+    ).float()  # whose own log_softmax is the same but for this rounding
+    wanted = torch.nn.functional.cross_entropy(
+        rounded, target, weight, reduction="sum", label_smoothing=smoothing
+    )
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, wanted, rtol=2e-3, atol=0.0)
     if kind == "classes":
         extra = [weight] if weighted else []
         call, x = call_and_operands(
-            capture_ops.cross_entropy_sum, logits.requires_grad_(), target, weight, -100, smoothing, torch.float32
+            capture_ops.cross_entropy_sum,
+            logits.requires_grad_(),
+            target,
+            weight,
+            -100,
+            smoothing,
+            torch.float32,
         )
         check(call, x, (2,), [f"S1,R{',R' * len(extra)}->R@vocab_cross_entropy"], tolerance=2e-2)
 
@@ -354,7 +420,9 @@ def test_batch_norm_over_the_whole_batch(affine, tracked, shape, build):
     x = (torch.randn(shape, dtype=torch.float64) * 3 + 20).requires_grad_()
     scale = [rand(4), rand(4)] if affine else [None, None]
     statistics = [torch.randn(4).double(), torch.rand(4).double()] if tracked else [None, None]
-    call, tensors = call_and_operands(capture_ops.batch_norm_train, x, *scale, *statistics, 0.1, 1e-5)
+    call, tensors = call_and_operands(
+        capture_ops.batch_norm_train, x, *scale, *statistics, 0.1, 1e-5
+    )
 
     def text(x_at, channel_at, stat_at, implementation="@batch_norm_sync"):
         inputs = [x_at] + [channel_at] * 2 * affine + [stat_at] * 2 * tracked
@@ -386,8 +454,12 @@ def test_batch_norm_in_bfloat16(build, dtype):
     x = torch.randn(6, 3, 4, dtype=torch.bfloat16).requires_grad_()
     scale, shift = (torch.randn(3).to(dtype).requires_grad_() for _ in range(2))
     statistics = torch.zeros(3, dtype=dtype), torch.ones(3, dtype=dtype)
-    call, tensors = call_and_operands(capture_ops.batch_norm_train, x, scale, shift, *statistics, 0.1, 1e-5)
-    check(call, tensors, (2,), ["S0,R*,R*,R,R->S0,R,R@batch_norm_sync"], tolerance=3e-2, build=build)
+    call, tensors = call_and_operands(
+        capture_ops.batch_norm_train, x, scale, shift, *statistics, 0.1, 1e-5
+    )
+    check(
+        call, tensors, (2,), ["S0,R*,R*,R,R->S0,R,R@batch_norm_sync"], tolerance=3e-2, build=build
+    )
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -396,8 +468,14 @@ def test_batch_norm_in_bfloat16(build, dtype):
 def test_one_by_one_convolutions_are_onednn_s_and_give_the_same(dims, groups, stride):
     """One thread and few rows: PyTorch would make a matrix product of them by a slower library."""
     convolve = (aten.conv1d, aten.conv2d, aten.conv3d)[dims - 1].default
-    x, weight = torch.randn(2, 4, *(6,) * dims, requires_grad=True), torch.randn(8, 4 // groups, *(1,) * dims)
-    arguments = (x, weight.requires_grad_(), torch.randn(8)), {"stride": (stride,) * dims, "groups": groups}
+    x, weight = (
+        torch.randn(2, 4, *(6,) * dims, requires_grad=True),
+        torch.randn(8, 4 // groups, *(1,) * dims),
+    )
+    arguments = (
+        (x, weight.requires_grad_(), torch.randn(8)),
+        {"stride": (stride,) * dims, "groups": groups},
+    )
     call, operands = call_and_operands(convolve, *arguments[0], **arguments[1])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -418,6 +496,8 @@ def test_one_by_one_convolutions_are_onednn_s_and_give_the_same(dims, groups, st
 @pytest.mark.parametrize(("size", "dtype"), [(3, torch.float32), (1, torch.float64)])
 def test_other_convolutions_are_as_they_were(size, dtype):
     call, _ = call_and_operands(
-        aten.conv2d.default, torch.randn(2, 4, 6, 6).to(dtype), torch.randn(8, 4, size, size).to(dtype)
+        aten.conv2d.default,
+        torch.randn(2, 4, 6, 6).to(dtype),
+        torch.randn(8, 4, size, size).to(dtype),
     )
     assert call.on(torch.device("cpu")) is call

@@ -9,7 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from lowered_cases import CASES, captured, problem_of, random_assignment, run_lowered_stage, stage_of
+from lowered_cases import (
+    CASES,
+    captured,
+    problem_of,
+    random_assignment,
+    run_lowered_stage,
+    stage_of,
+)
 
 from alpa_strategy.intra_op.overlap import product_of
 from alpa_strategy.lower.lines import function_of
@@ -24,7 +31,9 @@ def test_random_plans_equal_the_whole_step(name, mesh_shape):
         rng = python_random.Random(f"{name}{mesh_shape}{seed}")
         stage = stage_of(intra, random_assignment(intra, rng), mesh_shape)
         in_parts = {
-            op.name: rng.choice([2, 3, 4]) for op in case.step.ops if product_of(op.call) and rng.random() < 0.7
+            op.name: rng.choice([2, 3, 4])
+            for op in case.step.ops
+            if product_of(op.call) and rng.random() < 0.7
         }
         stage = replace(stage, ahead_bytes=rng.choice([0, 2**12, 2**30]), in_parts=in_parts)
         run_lowered_stage(case, stage, mesh_shape)

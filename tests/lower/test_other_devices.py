@@ -25,13 +25,17 @@ META = torch.device("meta")
 def test_a_lowered_program_stays_on_its_device(name):
     case, intra = captured(name, 2), problem_of(name, (2,))
     for seed in range(3):
-        stage = stage_of(intra, random_assignment(intra, python_random.Random(f"{name}{seed}")), (2,))
+        stage = stage_of(
+            intra, random_assignment(intra, python_random.Random(f"{name}{seed}")), (2,)
+        )
 
         def run(mesh: ThreadMesh, stage=stage):
             program = lower(case.step, stage, mesh, META, ShardedRandom(mesh, 0))
             parameters = {}
             for p in case.step.parameters:
-                layout = value_layout(stage.parameter_plans[p.name].step_layout(p.meta.requires_grad))
+                layout = value_layout(
+                    stage.parameter_plans[p.name].step_layout(p.meta.requires_grad)
+                )
                 local = cut(case.parameters[p.name], layout, mesh).to(META)
                 parameters[p.name] = local.requires_grad_(p.meta.requires_grad)
             buffers = {name: buffer.to(META) for name, buffer in case.buffers.items()}
@@ -67,7 +71,9 @@ def test_the_reference_executor_makes_tensors_where_the_parameters_lie():
     module = Positions()
     step = capture_step(module, torch.zeros(3, 4))
     assert any(not op.operands for op in step.ops)
-    values = run_step(step, {"weight": module.weight.to(META)}, {}, [torch.zeros(3, 4, device=META)])
+    values = run_step(
+        step, {"weight": module.weight.to(META)}, {}, [torch.zeros(3, 4, device=META)]
+    )
     assert {value.device for value in values.values()} == {META}
 
 

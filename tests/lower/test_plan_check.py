@@ -31,7 +31,9 @@ def edited(stage: StagePlan, rng: python_random.Random) -> StagePlan:
         plan = stage.parameter_plans[name]
         modes = list(plan.module_modes)
         modes[rng.randrange(len(modes))] = ParameterMode.parse(rng.choice(MODES))
-        in_step = tuple(mode.shifted(1) for mode in modes) if plan.num_segments > 1 else tuple(modes)
+        in_step = (
+            tuple(mode.shifted(1) for mode in modes) if plan.num_segments > 1 else tuple(modes)
+        )
         plans = {**stage.parameter_plans, name: ParameterPlan(in_step, plan.num_segments)}
         return replace(stage, parameter_plans=plans)
     name = rng.choice(sorted(stage.strategies))
@@ -51,7 +53,9 @@ def test_what_rules_offer_passes(name, mesh_shape):
     intra = problem_of(name, mesh_shape)
     for seed in range(20):
         stage = stage_of(intra, random_assignment(intra, python_random.Random(seed)), mesh_shape)
-        check_plan(plan_of(stage), captured(name, int(np.prod(mesh_shape))).step, int(np.prod(mesh_shape)))
+        check_plan(
+            plan_of(stage), captured(name, int(np.prod(mesh_shape))).step, int(np.prod(mesh_shape))
+        )
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES)
@@ -76,7 +80,9 @@ def test_the_errors_name_the_place():
     stage = stage_of(intra, [0] * len(intra.problem.choices), (2,))
     name = next(op for op in stage.strategies if op.startswith("linear"))
     wrong = {**stage.strategies, name: (AxisStrategy.parse("S0,R,R->S0"),)}  # the `*` dropped
-    with pytest.raises(PlanError, match=rf"stages\[0\].strategies\['{name}'\].*is no way to compute"):
+    with pytest.raises(
+        PlanError, match=rf"stages\[0\].strategies\['{name}'\].*is no way to compute"
+    ):
         check_plan(plan_of(replace(stage, strategies=wrong)), case.step, 2)
     with pytest.raises(PlanError, match="says nothing of"):
         check_plan(plan_of(replace(stage, strategies={})), case.step, 2)
@@ -99,9 +105,16 @@ def test_the_errors_name_the_place():
 )
 def test_a_schedule_must_be_able_to_run_the_stages(schedule, places, num_microbatches, reason):
     intra, step = problem_of("mlp", (2,)), captured("mlp", 2).step
-    whole = replace(stage_of(intra, [0] * len(intra.problem.choices), (2,)), submesh=(1, 1), logical_mesh=(1,))
+    whole = replace(
+        stage_of(intra, [0] * len(intra.problem.choices), (2,)), submesh=(1, 1), logical_mesh=(1,)
+    )
     ends = [0, 1, 2, 3, len(step.ops)]
-    stages = tuple(replace(whole, ops=(ends[i], ends[i + 1]), first_device=place) for i, place in enumerate(places))
-    plan = replace(plan_of(whole), stages=stages, schedule=schedule, num_microbatches=num_microbatches)
+    stages = tuple(
+        replace(whole, ops=(ends[i], ends[i + 1]), first_device=place)
+        for i, place in enumerate(places)
+    )
+    plan = replace(
+        plan_of(whole), stages=stages, schedule=schedule, num_microbatches=num_microbatches
+    )
     with pytest.raises(PlanError, match=f"4 stages on 2 meshes cannot run so: .*{reason}"):
         check_plan(plan, step, 2)

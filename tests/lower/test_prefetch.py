@@ -38,7 +38,9 @@ class Tagger(pl.LightningModule):
         super().__init__()
         self.net, self.one_hot = torch.nn.Linear(6, CLASSES), one_hot
 
-    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+    def training_step(
+        self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int
+    ) -> torch.Tensor:
         x, y = batch
         logits = torch.relu(self.net(x))
         if self.one_hot:
@@ -55,8 +57,12 @@ def captured(one_hot: bool) -> StepGraph:
 def test_the_number_of_targets_is_known_before_the_forward():
     step = captured(one_hot=False)
     cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
-    stage = choose_plan(PlanTask(step, cluster, PlanOptions(parallel="data"), OptimizerInfo())).stages[0]
-    sources = run_on_threads((2,), lambda mesh: lower(step, stage, mesh, torch.device("cpu"), None).source)
+    stage = choose_plan(
+        PlanTask(step, cluster, PlanOptions(parallel="data"), OptimizerInfo())
+    ).stages[0]
+    sources = run_on_threads(
+        (2,), lambda mesh: lower(step, stage, mesh, torch.device("cpu"), None).source
+    )
     for source in sources:
         lines = source.splitlines()
         begun = [number for number, line in enumerate(lines) if ".start(" in line]
@@ -133,7 +139,9 @@ def zero3(bandwidth: float) -> IntraOp:
     """A GPT's problem on two devices, whose link moves so many bytes a second."""
     links = {"intra_node.bandwidth": bandwidth}
     cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2, **links})
-    tables = OptionTables(cluster.logical_mesh((2,)), RooflineCosts(cluster.device), OptimizerInfo())
+    tables = OptionTables(
+        cluster.logical_mesh((2,)), RooflineCosts(cluster.device), OptimizerInfo()
+    )
     return build(lowered_cases.captured("gpt", 2).step, tables)
 
 
@@ -142,7 +150,9 @@ def test_as_many_bytes_are_gathered_ahead_as_hide_the_gathering():
     found = []
     for bandwidth in (1e6, 1e9, 1e11):
         intra = zero3(bandwidth)
-        assignment = solve(restrict(intra, PlanOptions(parallel="zero3"), OptimizerInfo()).problem).assignment
+        assignment = solve(
+            restrict(intra, PlanOptions(parallel="zero3"), OptimizerInfo()).problem
+        ).assignment
         gatherings = sorted(_gatherings(intra, assignment), key=lambda each: each.op)
         largest, total = (f(each.num_bytes for each in gatherings) for f in (max, sum))
         of_ops = zip(intra.ops, assignment[len(intra.parameters) :], strict=False)
@@ -191,10 +201,17 @@ def test_the_backward_gathers_ahead_in_its_own_order(ahead):
             y = y @ whole
     y.sum().backward()
     assert [each for each in said if each.startswith("use")] == ["use 3", "use 2", "use 1", "use 0"]
-    assert [each for each in said if each.startswith("begin")] == ["begin 3", "begin 2", "begin 1", "begin 0"]
+    assert [each for each in said if each.startswith("begin")] == [
+        "begin 3",
+        "begin 2",
+        "begin 1",
+        "begin 0",
+    ]
     for number in range(4):
         early = min(3 - number, ahead)
         assert said.index(f"begin {number}") < said.index(f"use {number + early}") or not early
-        assert number + early == 3 or said.index(f"begin {number}") > said.index(f"use {number + early + 1}")
+        assert number + early == 3 or said.index(f"begin {number}") > said.index(
+            f"use {number + early + 1}"
+        )
     for weight in weights:
         torch.testing.assert_close(weight.grad, x.T @ torch.ones(2, 4))

@@ -32,8 +32,12 @@ CPU = torch.device("cpu")
 
 def planned(step: StepGraph, overlap: float, parallel: str = "tensor") -> Plan:
     """Of the step on two GPUs that lie on PCIe."""
-    cluster = replace(ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2}), overlap=overlap)
-    return choose_plan(PlanTask(step, cluster, PlanOptions(parallel=parallel), OptimizerInfo(state_bytes=16)))
+    cluster = replace(
+        ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2}), overlap=overlap
+    )
+    return choose_plan(
+        PlanTask(step, cluster, PlanOptions(parallel=parallel), OptimizerInfo(state_bytes=16))
+    )
 
 
 def test_weights_wait_until_the_sum_of_the_input_has_begun(monkeypatch):
@@ -93,7 +97,11 @@ def test_a_cluster_that_says_what_is_hidden_has_sums_in_parts(wide):
     assert not alone.stages[0].in_parts
     assert set(hiding.stages[0].in_parts.values()) <= {2, 4}
     assert hiding.stages[0].in_parts
-    assert 0.3 * alone.predicted.step_seconds < hiding.predicted.step_seconds < alone.predicted.step_seconds
+    assert (
+        0.3 * alone.predicted.step_seconds
+        < hiding.predicted.step_seconds
+        < alone.predicted.step_seconds
+    )
     assert hiding.predicted.compute_seconds == pytest.approx(alone.predicted.compute_seconds)
     assert Plan.from_dict(hiding.to_dict()) == hiding
 

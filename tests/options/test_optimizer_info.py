@@ -5,9 +5,25 @@ import torch
 
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.planner.optimizer_info import inspect_optimizer, optimizer_info_of, wants_sparse_gradients
+from alpa_strategy.planner.optimizer_info import (
+    inspect_optimizer,
+    optimizer_info_of,
+    wants_sparse_gradients,
+)
 
-OPTIMIZERS = ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "SGD"]
+OPTIMIZERS = [
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+    "SGD",
+]
 KINDS = [getattr(torch.optim, name) for name in OPTIMIZERS]
 
 
@@ -20,10 +36,16 @@ def test_known_element_wise_optimizers_pass_the_experiment(kind: type) -> None:
     assert inspect_optimizer(kind(parameter(), lr=0.1)).element_wise
 
 
-@pytest.mark.parametrize("kind", [*KINDS, torch.optim.LBFGS, torch.optim.SparseAdam], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kind", [*KINDS, torch.optim.LBFGS, torch.optim.SparseAdam], ids=lambda k: k.__name__
+)
 def test_sparse_gradients_alone_are_wanted_by_sparse_adam(kind: type) -> None:
-    settings = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True} if kind is torch.optim.SGD else {}
-    assert wants_sparse_gradients(kind(parameter(), lr=0.1, **settings)) is (kind is torch.optim.SparseAdam)
+    settings = (
+        {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True} if kind is torch.optim.SGD else {}
+    )
+    assert wants_sparse_gradients(kind(parameter(), lr=0.1, **settings)) is (
+        kind is torch.optim.SparseAdam
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +143,9 @@ class Sometimes(NormScaled):
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
-                scales = group["scales"] or p.dim() == 4 or (p.grad.norm() > 100 and group["lr"] < 0.1)
+                scales = (
+                    group["scales"] or p.dim() == 4 or (p.grad.norm() > 100 and group["lr"] < 0.1)
+                )
                 p -= group["lr"] * (p.norm() if scales else 1.0) * p.grad
 
 
@@ -161,7 +185,9 @@ class Projecting(torch.optim.SGD):
 
 def test_settings_of_a_group_alone_are_tried() -> None:
     assert inspect_optimizer(Projecting(parameter(), lr=0.1)).element_wise
-    assert inspect_optimizer(Projecting([{"params": parameter(), "name": "all"}], lr=0.1)).element_wise
+    assert inspect_optimizer(
+        Projecting([{"params": parameter(), "name": "all"}], lr=0.1)
+    ).element_wise
     groups = [{"params": parameter()}, {"params": parameter(), "rank": 2}]
     assert not inspect_optimizer(Projecting(groups, lr=0.1)).element_wise
 
@@ -176,26 +202,34 @@ def test_inspection_leaves_optimizer_and_random_state_alone() -> None:
 
 def test_several_optimizers_are_one_clear_error() -> None:
     with pytest.raises(AlpaError, match="2 optimizers"):
-        inspect_optimizer([torch.optim.SGD(parameter(), lr=0.1), torch.optim.SGD(parameter(), lr=0.1)])
+        inspect_optimizer(
+            [torch.optim.SGD(parameter(), lr=0.1), torch.optim.SGD(parameter(), lr=0.1)]
+        )
 
 
 def test_info_of_a_module_without_a_trainer() -> None:
     from models import MLP
 
-    assert optimizer_info_of(MLP(optimizer="sgd")) == OptimizerInfo(4.0, True, "SGD", moved_bytes=32.0)
+    assert optimizer_info_of(MLP(optimizer="sgd")) == OptimizerInfo(
+        4.0, True, "SGD", moved_bytes=32.0
+    )
     model = MLP()
     model.configure_optimizers = lambda: model.trainer.optimizers
     assert optimizer_info_of(model) == OptimizerInfo()
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(NormScaled, True), (Signed, True), (JointlyScaled, False)])
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(NormScaled, True), (Signed, True), (JointlyScaled, False)]
+)
 def test_whether_parameters_are_updated_one_by_one(kind: type, expected: bool) -> None:
     assert inspect_optimizer(kind(parameter(), lr=0.1)).parameter_wise is expected
     assert not inspect_optimizer(torch.optim.LBFGS(parameter())).parameter_wise
 
 
 @pytest.mark.parametrize(("dtype", "state_bytes"), [(torch.float64, 16.0), (torch.bfloat16, 4.0)])
-def test_state_bytes_follow_the_dtype_of_the_parameters(dtype: torch.dtype, state_bytes: float) -> None:
+def test_state_bytes_follow_the_dtype_of_the_parameters(
+    dtype: torch.dtype, state_bytes: float
+) -> None:
     parameters = [torch.nn.Parameter(torch.ones(4, 6, dtype=dtype))]
     assert inspect_optimizer(torch.optim.AdamW(parameters)).state_bytes == state_bytes
 

@@ -24,7 +24,9 @@ def test_values_are_frozen_and_sizes_are_read() -> None:
     assert options.placements == (("*.bias", "R* R"), ("head.*", "S0 R*"))
     assert options.memory_limit == 16 * 2**30
     assert PlanOptions.from_user(memory_limit="16 GB").memory_limit == 16e9
-    devices = PlanOptions.from_user(device_map={"embed.*": "0-2, 7", "head.*": [5, 4], "norm.*": 3}).device_map
+    devices = PlanOptions.from_user(
+        device_map={"embed.*": "0-2, 7", "head.*": [5, 4], "norm.*": 3}
+    ).device_map
     assert devices == (("embed.*", (0, 1, 2, 7)), ("head.*", (4, 5)), ("norm.*", (3,)))
 
 
@@ -75,7 +77,10 @@ def test_wrong_options_are_named(wrong: dict, message: str) -> None:
     ("wrong", "message"),
     [
         ({"master_weights": "no"}, "master_weights='no' is neither true nor false"),
-        ({"capture": "never", "num_stages": 2}, 'capture="never" has steps run as they are written, but a pipeline'),
+        (
+            {"capture": "never", "num_stages": 2},
+            'capture="never" has steps run as they are written, but a pipeline',
+        ),
         ({"capture": "never", "parallel": "tensor"}, "but parallel='tensor' is asked for"),
         ({"batch_scope": "replica", "offload": True}, "but offload=True is asked for"),
     ],

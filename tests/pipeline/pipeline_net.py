@@ -36,7 +36,9 @@ F64 = torch.float64
 class Net(nn.Module):
     def __init__(self, num_layers: int, tied: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, dtype=F64) for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH, bias=False, dtype=F64) for _ in range(num_layers)
+        )
         self.register_buffer("count", torch.zeros((), dtype=F64))
         if tied:
             self.layers[num_layers - 1].weight = self.layers[0].weight
@@ -115,7 +117,9 @@ def program_of(case: StageCase, mesh, net, sent, is_last, rows):
     total = Reshard(summed, (INVARIANT,) * len(case.shape), (), mesh)
     means = Reshard(kept, (INVARIANT,) * len(case.shape), (rows,), mesh)
     stored = map(str, case.plan.modes)
-    used = dual_layout(" ".join("S0" if s == "T" else "R*" if s == "S0" else "R" for s in case.styles))
+    used = dual_layout(
+        " ".join("S0" if s == "T" else "R*" if s == "S0" else "R" for s in case.styles)
+    )
     from_storage = dual_layout(" ".join(m if m[0] != "G" else "R*" for m in stored))
     gather = Reshard(from_storage, used, (WIDTH, WIDTH), mesh)
 
@@ -124,7 +128,11 @@ def program_of(case: StageCase, mesh, net, sent, is_last, rows):
         if 0 in case.layers:
             h[0], h[IDS] = batch[0], batch[2]
         for i in case.layers:
-            name = "layers.0.weight" if net.layers[i].weight is net.layers[0].weight else f"layers.{i}.weight"
+            name = (
+                "layers.0.weight"
+                if net.layers[i].weight is net.layers[0].weight
+                else f"layers.{i}.weight"
+            )
             h[i + 1] = torch.tanh(out(linear(into(h[i]), gather(inputs.parameters[name]))))
             if i == num_layers - 1 and i > 0:
                 h[i + 1] = h[i + 1] + h[1]
@@ -132,7 +140,11 @@ def program_of(case: StageCase, mesh, net, sent, is_last, rows):
         if is_last:
             result = h[num_layers]
             loss = ((result - batch[1]).square().sum(1) * (1 + h[IDS] % 3)).sum() / ROWS
-            escaping = {LOSS: total(loss), ROW_MEANS: means(result.mean(1)), COUNT: inputs.buffers["count"] + 1}
+            escaping = {
+                LOSS: total(loss),
+                ROW_MEANS: means(result.mean(1)),
+                COUNT: inputs.buffers["count"] + 1,
+            }
         return escaping, {value: h[value] for value in sent}, {}
 
     return program
@@ -151,11 +163,16 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
         if num_layers - 1 in case.layers and num_layers > 1:
             needs |= {1, IDS}
         received.append(sorted(v for v in needs if makes[v] != i))
-    sent = [sorted({v for need in received for v in need if makes[v] == i}) for i in range(len(cases))]
+    sent = [
+        sorted({v for need in received for v in need if makes[v] == i}) for i in range(len(cases))
+    ]
     specs = []
     for i, case in enumerate(cases):
         layouts = dict.fromkeys((*received[i], *sent[i]), case.rows)
-        batch = {**({0: case.rows, 2: case.rows} if i == 0 else {}), **({1: case.rows} if i == last else {})}
+        batch = {
+            **({0: case.rows, 2: case.rows} if i == 0 else {}),
+            **({1: case.rows} if i == last else {}),
+        }
         specs.append(
             StageSpec(
                 ranks=case.ranks,
@@ -189,7 +206,12 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
         span = Span(program_of(case, mesh, net, sent[i], i == last, rows), tuple(received[i]))
         parameters = {n: net.get_parameter(n) for n in mine}
         own[i] = OwnStage(
-            StageProgram([span], LOSS), store.of_stage[0], mesh, parameters, {"count": net.count}, PerStepValues(())
+            StageProgram([span], LOSS),
+            store.of_stage[0],
+            mesh,
+            parameters,
+            {"count": net.count},
+            PerStepValues(()),
         )
     shared = []
     for name, stages in users.items():
@@ -203,7 +225,9 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
         BatchInput(-1, 2, TensorMeta((rows,), torch.int64), 0),
     )
     graph = StepGraph(values, (), (), batch, (), (), LOSS, None)
-    micro = MicroStep(num_microbatches, graph, states={LOSS: SUM, ROW_MEANS: State("rows", 0), COUNT: WHOLE})
+    micro = MicroStep(
+        num_microbatches, graph, states={LOSS: SUM, ROW_MEANS: State("rows", 0), COUNT: WHOLE}
+    )
     spec = PipelineSpec(micro, tuple(specs), schedule, tuple(shared), cluster)
     return net, Pipeline(spec, own, torch.device("cpu")), own
 
@@ -220,7 +244,9 @@ def rank_rows(batch):
     return [t[rank * per_rank : (rank + 1) * per_rank] for t in batch]
 
 
-def check_steps(cases, schedule, num_microbatches, num_layers, tied=False, num_steps=2, cluster=None):
+def check_steps(
+    cases, schedule, num_microbatches, num_layers, tied=False, num_steps=2, cluster=None
+):
     """Run and compare with one process; returns the most (stage, micro-batch) pairs that were in flight."""
     _, pipeline, own = build(cases, schedule, num_microbatches, num_layers, tied, cluster)
     most = count_in_flight(pipeline)

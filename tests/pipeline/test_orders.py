@@ -79,7 +79,9 @@ REASONS = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_orders_that_cannot_be_run_are_refused(case):
-    register_schedule(Schedule(f"bad: {case}", lambda num_stages, num_microbatches, num_meshes: BAD[case]))
+    register_schedule(
+        Schedule(f"bad: {case}", lambda num_stages, num_microbatches, num_meshes: BAD[case])
+    )
     try:
         with pytest.raises(PlanError, match=REASONS[case]):
             actions(f"bad: {case}", 2, 2)
@@ -96,7 +98,11 @@ def test_no_schedule_of_ours_locks_up_or_lies_elsewhere(schedule):
             for count in range(1, 13):
                 if why_not(schedule, num_meshes, count) is None:
                     orders = actions(schedule, num_meshes, count, v)
-                    meshes = {action.stage: mesh for mesh, order in enumerate(orders) for action in order}
+                    meshes = {
+                        action.stage: mesh for mesh, order in enumerate(orders) for action in order
+                    }
                     found = [meshes[stage] for stage in sorted(meshes)]
                     assert found == (folded if schedule == "ZBVZeroBubble" else looped)
-                    timeline(schedule, [1.0] * num_meshes * v, [1.0] * num_meshes * v, count, num_meshes)
+                    timeline(
+                        schedule, [1.0] * num_meshes * v, [1.0] * num_meshes * v, count, num_meshes
+                    )

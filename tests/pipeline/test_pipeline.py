@@ -80,7 +80,12 @@ def test_any_sharding_inside(pool, schedule, first, second):
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_zero_bubble_with_sharding_inside(pool, schedule):
     if schedule == "ZBVZeroBubble":
-        stages = [((0, 1), (0,), "S0", (), "S0"), ((2,), (1,)), ((2,), (2,)), ((0, 1), (3,), "S0", (), "S0")]
+        stages = [
+            ((0, 1), (0,), "S0", (), "S0"),
+            ((2,), (1,)),
+            ((2,), (2,)),
+            ((0, 1), (3,), "S0", (), "S0"),
+        ]
     else:
         stages = [((0, 1), (0,), "T"), ((2,), (1,)), ((0, 1), (2,), "T"), ((2,), (3,))]
     pool.run(3, run_case, stages, schedule, 4, 4, True)

@@ -132,7 +132,9 @@ def test_nothing_is_left_after_a_step(pool, schedule):
 def test_recomputation_keeps_the_activations_of_one_micro_batch(pool, schedule):
     num_ranks = len({stage.ranks for stage in STAGES[schedule]})
     results = pool.run(num_ranks, run_watched, schedule, True)
-    assert [most for most, _ in results[:-1]] == [1] * (num_ranks - 1)  # the last stage sends nothing
+    assert [most for most, _ in results[:-1]] == [1] * (
+        num_ranks - 1
+    )  # the last stage sends nothing
     assert all(left == 0 for _, left in results)
 
 

@@ -66,7 +66,9 @@ def random_stage(graph, ops, ranks, rng, remat):
     """Any plan of a stage on `ranks`: strategies drawn at random, the same on all ranks."""
     cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": len(ranks)})
     costs = RooflineCosts(cluster.device)
-    intra = build_problem(slice_stage(graph, *ops), OptionTables(cluster.logical_mesh((len(ranks),)), costs, ADAM))
+    intra = build_problem(
+        slice_stage(graph, *ops), OptionTables(cluster.logical_mesh((len(ranks),)), costs, ADAM)
+    )
     assignment = [
         rng.choice([k for k, seconds in enumerate(choice.cost) if seconds < float("inf")])
         for choice in intra.problem.choices
@@ -101,7 +103,9 @@ def random_stages(graph, places, rng, remat=False):
 
 def sharded(module, micro, stages, meshes):
     """This rank's stages -> their parameters, in shards."""
-    store = ParameterStore(module, micro.graph.parameters, stages, meshes, build_mesh((dist.get_world_size(),)))
+    store = ParameterStore(
+        module, micro.graph.parameters, stages, meshes, build_mesh((dist.get_world_size(),))
+    )
     store.shard()
     return store.of_stage
 
@@ -119,7 +123,9 @@ def given_values(micro, parameters, buffers, leaves):
     """What the micro-batches are given by the prologue."""
     if micro.prologue is None:
         return {}
-    found = run_step(micro.prologue, parameters, buffers, [leaves[b.leaf] for b in micro.prologue.batch])
+    found = run_step(
+        micro.prologue, parameters, buffers, [leaves[b.leaf] for b in micro.prologue.batch]
+    )
     return {value: found[source] for value, source in micro.given.items()}
 
 
@@ -132,7 +138,9 @@ def run_planned(name, options):
     if dist.get_rank() == 0:
         plan = plan_pipeline(PlanTask(case[1], cluster, PlanOptions(**options), ADAM))
     plan = broadcast_object(plan)
-    compare(name, case, microbatch(case[1], plan.num_microbatches, world), plan.stages, plan.schedule)
+    compare(
+        name, case, microbatch(case[1], plan.num_microbatches, world), plan.stages, plan.schedule
+    )
     return [(stage.first_device, stage.submesh) for stage in plan.stages]
 
 
@@ -140,21 +148,31 @@ def run_model(name, places, schedule, num_microbatches, seed, remat=False):
     """Stages drawn at random; places: ranks per stage."""
     case = captured(name, dist.get_world_size())
     micro = microbatch(case[1], num_microbatches, dist.get_world_size())
-    stages = random_stages(micro.graph, places, python_random.Random(f"{name}{places}{seed}"), remat)
+    stages = random_stages(
+        micro.graph, places, python_random.Random(f"{name}{places}{seed}"), remat
+    )
     compare(name, case, micro, stages, schedule)
 
 
 def compare(name, case, micro, stages, schedule):
     """Two steps of the pipeline against the whole step."""
     module, step, whole, mine = case
-    parameters = {p.name: module.get_parameter(p.name).detach().clone().view(p.meta.shape) for p in step.parameters}
+    parameters = {
+        p.name: module.get_parameter(p.name).detach().clone().view(p.meta.shape)
+        for p in step.parameters
+    }
     buffers = {b.name: module.get_buffer(b.name).clone() for b in step.buffers}
-    trained = {n: p.clone().requires_grad_(module.get_parameter(n).requires_grad) for n, p in parameters.items()}
+    trained = {
+        n: p.clone().requires_grad_(module.get_parameter(n).requires_grad)
+        for n, p in parameters.items()
+    }
     expected = run_step(step, trained, buffers, [whole[b.leaf] for b in step.batch])
     expected[step.loss].backward()
     pipeline, stores = prepare(module, micro, stages, schedule)
     given = given_values(micro, parameters, buffers, whole)
-    is_exact = name != "convnet" or micro.num_microbatches == 1  # BatchNorm's statistics are per micro-batch
+    is_exact = (
+        name != "convnet" or micro.num_microbatches == 1
+    )  # BatchNorm's statistics are per micro-batch
     losses = []
     for _ in range(2):
         values, gradients = pipeline.step([mine[b.leaf] for b in micro.graph.batch], given)
@@ -172,7 +190,9 @@ def compare(name, case, micro, stages, schedule):
                 want = trained[known].grad
                 want = torch.zeros_like(found) if want is None else want
                 if is_exact:
-                    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12, msg=lambda m, k=known: f"{k}: {m}")
+                    torch.testing.assert_close(
+                        found, want, rtol=1e-9, atol=1e-12, msg=lambda m, k=known: f"{k}: {m}"
+                    )
             store.after_optimizer_step()
         pipeline.set_buffers(buffers)
     assert losses[0] == losses[1]
@@ -213,7 +233,9 @@ def test_models_on_unequal_stages(pool, name, places, seed):
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
-@pytest.mark.parametrize("schedule", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+)
 def test_gpt_under_every_schedule(pool, schedule, remat):
     meshes = ((0, 1), (2,))
     places = (*meshes, *(reversed(meshes) if schedule == "ZBVZeroBubble" else meshes))
@@ -240,7 +262,9 @@ def run_in_half(places, remat):
     whole = module.example_batch(8, torch.Generator().manual_seed(2))
     rows = slice(dist.get_rank() * 4, dist.get_rank() * 4 + 4)
     mine = torch.utils._pytree.tree_map(lambda t: t[rows], whole)
-    step = capture_step(module, mine, world_size=2, context=lambda: torch.autocast("cpu", torch.bfloat16))
+    step = capture_step(
+        module, mine, world_size=2, context=lambda: torch.autocast("cpu", torch.bfloat16)
+    )
     micro = microbatch(step, 4, 2)
     stages = random_stages(micro.graph, places, python_random.Random(3), remat)
     meshes = build_stage_meshes([(stage.logical_mesh, stage_ranks(stage)) for stage in stages])
@@ -285,7 +309,9 @@ def run_and_count_softmaxes(remat):
     _, step, whole, mine = captured("derived", 1)
     micro = microbatch(step, 4, 1)
     module = MODELS["derived"]().double()
-    pipeline, _ = prepare(module, micro, random_stages(micro.graph, ((0,),), python_random.Random(0), remat), "1F1B")
+    pipeline, _ = prepare(
+        module, micro, random_stages(micro.graph, ((0,),), python_random.Random(0), remat), "1F1B"
+    )
     leaves = [mine[b.leaf] for b in micro.graph.batch]
     gc.disable()
     try:
@@ -339,12 +365,16 @@ def run_and_count(cuts):
     graph = micro.graph
     stage = random_stage(graph, (0, len(graph.ops)), (0,), python_random.Random(0), False)
     layers = cluster_layers(graph, 4)[1:-1] if cuts == "layers" else ()
-    plans = dict.fromkeys(stage.parameter_plans, ParameterPlan.parse("R"))  # nothing to gather, which has own hooks
+    plans = dict.fromkeys(
+        stage.parameter_plans, ParameterPlan.parse("R")
+    )  # nothing to gather, which has own hooks
     stage = replace(stage, parameter_plans=plans, remat=cuts is not None, remat_cuts=layers)
     pipeline, _ = prepare(module, micro, [stage], "1F1B")
     saved = SavedBytes(module.parameters())
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda holder: holder.tensor):
-        values, _ = pipeline.step([mine[b.leaf] for b in graph.batch], given_values(micro, {}, {}, whole))
+        values, _ = pipeline.step(
+            [mine[b.leaf] for b in graph.batch], given_values(micro, {}, {}, whole)
+        )
     assert saved.now == 0
     return saved.most, values[graph.loss].item()
 
@@ -381,10 +411,14 @@ def test_micro_batches_without_a_pipeline(pool, name, schedule):
 
 @pytest.mark.parametrize("places", [((0,), (1,)), ((0, 1),)], ids=["two stages", "two devices"])
 def test_dropout_is_reproducible_and_recomputed_alike(pool, places):
-    first, again, recomputed = (pool.run(2, run_with_dropout, places, "1F1B", remat) for remat in (False, False, True))
+    first, again, recomputed = (
+        pool.run(2, run_with_dropout, places, "1F1B", remat) for remat in (False, False, True)
+    )
     assert len(set(first[0][0])) == 3
     assert first == again
     for (losses, grads), (same_losses, same_grads) in zip(first, recomputed, strict=True):
         assert losses == same_losses
         for grad, same in zip(grads, same_grads, strict=True):  # summed in another order
-            torch.testing.assert_close(torch.tensor(grad), torch.tensor(same), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                torch.tensor(grad), torch.tensor(same), rtol=1e-12, atol=1e-12
+            )

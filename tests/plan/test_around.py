@@ -15,7 +15,11 @@ from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.plan_check import check_plan
 from alpa_strategy.planner.planner import make_plan
 
-ONE = {"placements": {"blocks.*": "S0 R*", "ln_f.*": "R* R*"}, "logical_mesh": (2, 2), "num_stages": 1}
+ONE = {
+    "placements": {"blocks.*": "S0 R*", "ln_f.*": "R* R*"},
+    "logical_mesh": (2, 2),
+    "num_stages": 1,
+}
 TWO = {"num_stages": 2, "num_microbatches": 4, "schedule": "1F1B", "device_map": {"wte.*": "0-0"}}
 
 
@@ -45,7 +49,12 @@ def plan(model, rows, around=None, devices=4, length=None, **options):
 
 def stored(found):
     return [
-        (stage.first_device, stage.submesh, stage.logical_mesh, dict(sorted(stage.parameter_plans.items())))
+        (
+            stage.first_device,
+            stage.submesh,
+            stage.logical_mesh,
+            dict(sorted(stage.parameter_plans.items())),
+        )
         for stage in found.stages
     ]
 
@@ -86,5 +95,7 @@ def test_what_cannot_be_is_said():
         plan("mlp", 8, first)
     with pytest.raises(PlanError, match="the plan has none of the step's parameters"):
         plan("mlp", 8, plan("gpt", 8, **ONE))
-    with pytest.raises(PlanError, match=r"for net\.0\.weight of shape \[16, 8\], the model's has \[24, 8\]"):
+    with pytest.raises(
+        PlanError, match=r"for net\.0\.weight of shape \[16, 8\], the model's has \[24, 8\]"
+    ):
         plan(lambda: MLP(d_hidden=24), 8, plan("mlp", 8, logical_mesh=(2, 2), num_stages=1))

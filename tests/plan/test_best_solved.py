@@ -12,7 +12,9 @@ from alpa_strategy.planner.search import best_solved
 def candidate(schedule: str, promised: float, solved: float | None, submesh: int = 0) -> Any:
     """`solved`: seconds of its plan; None: it does not fit."""
     job = SimpleNamespace(num_microbatches=8)
-    return SimpleNamespace(schedule=schedule, seconds=promised, solved_to=solved, submesh_of=(submesh,), job=job)
+    return SimpleNamespace(
+        schedule=schedule, seconds=promised, solved_to=solved, submesh_of=(submesh,), job=job
+    )
 
 
 def best_of(*candidates: Any) -> tuple[float | None, list[float]]:
@@ -26,7 +28,9 @@ def best_of(*candidates: Any) -> tuple[float | None, list[float]]:
         return SimpleNamespace(predicted=SimpleNamespace(step_seconds=each.solved_to))
 
     best, failures = best_solved(candidates, solve)
-    assert len(failures) == sum(each.solved_to is None for each in candidates if each.seconds in tried)
+    assert len(failures) == sum(
+        each.solved_to is None for each in candidates if each.seconds in tried
+    )
     return best and best.predicted.step_seconds, tried
 
 

@@ -55,15 +55,21 @@ def test_micro_batches_alone_are_not_for_speed():
     spec = cluster(2e10)
     with torch.device("meta"):
         module = MODELS["mlp"](d_in=2048, d_hidden=2048, d_out=2048, num_layers=8)
-        step = capture_step(module, (torch.empty(512, 2048), torch.empty(512, 2048)), batch_scope="global")
+        step = capture_step(
+            module, (torch.empty(512, 2048), torch.empty(512, 2048)), batch_scope="global"
+        )
     task = PlanTask(step, spec, PlanOptions(batch_scope="global"), OptimizerInfo())
-    warm = replace(spec.device, launch_seconds=0.0, memory_bandwidth=20 * spec.device.memory_bandwidth)
+    warm = replace(
+        spec.device, launch_seconds=0.0, memory_bandwidth=20 * spec.device.memory_bandwidth
+    )
     best = choose_plan(replace(task, stage_costs=lambda: RooflineCosts(warm)))
     assert {stage.first_device for stage in best.stages} == {0, 1}
     assert best.num_microbatches > 1
 
 
-@pytest.mark.parametrize("options", [{"parallel": "data"}, {"logical_mesh": (2,)}, {"num_microbatches": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"parallel": "data"}, {"logical_mesh": (2,)}, {"num_microbatches": 1}], ids=str
+)
 def test_options_that_speak_of_one_stage_keep_it(options):
     best = plan(2048, 2e10, **options)
     assert (len(best.stages), best.num_microbatches) == (1, 1)
@@ -80,7 +86,9 @@ def test_reduction_hides_behind_the_backward_at_most(bandwidth):
 
 def test_what_hides_behind_the_backward_is_not_paid_for():
     """All-reduces so dear that ZeRO's two halves add up to less, but they run beside the backward and it has time."""
-    slow = replace(cluster(2e10), tables=(CommTable("all_reduce", 2, 1, ((2**20, 1e-4), (2**30, 1e-1))),))
+    slow = replace(
+        cluster(2e10), tables=(CommTable("all_reduce", 2, 1, ((2**20, 1e-4), (2**30, 1e-1))),)
+    )
     best, solved = plan(8192, slow), plan(8192, slow, logical_mesh=(2,))
     assert {modes_text(p.modes) for p in best.stages[0].parameter_plans.values()} == {"R*"}
     assert any(not p.is_whole for p in solved.stages[0].parameter_plans.values())
@@ -97,10 +105,17 @@ def test_stages_on_one_mesh_see_it_as_one_grid_whatever_is_best_for_each(monkeyp
 
     monkeypatch.setattr(search, "solved_plan", unlike)
     module = MODELS["gpt"]()
-    options = PlanOptions(batch_scope="global", num_stages=4, num_microbatches=4, schedule="ZBVZeroBubble")
+    options = PlanOptions(
+        batch_scope="global", num_stages=4, num_microbatches=4, schedule="ZBVZeroBubble"
+    )
     spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1})
     found = make_plan(module, module.example_batch(16), spec, options)
-    assert [(stage.first_device, stage.logical_mesh[0]) for stage in found.stages] == [(0, 4), (4, 2), (4, 2), (0, 4)]
+    assert [(stage.first_device, stage.logical_mesh[0]) for stage in found.stages] == [
+        (0, 4),
+        (4, 2),
+        (4, 2),
+        (0, 4),
+    ]
 
 
 def on_one_device(model: str, rows: int, share: float, **options):
@@ -109,7 +124,12 @@ def on_one_device(model: str, rows: int, share: float, **options):
     module = MODELS[model]()
     batch = module.example_batch(rows)
     all_kept = make_plan(module, batch, spec, PlanOptions(memory_limit=float("inf"), remat=False))
-    return make_plan(module, batch, spec, PlanOptions(memory_limit=share * all_kept.predicted.peak_bytes, **options))
+    return make_plan(
+        module,
+        batch,
+        spec,
+        PlanOptions(memory_limit=share * all_kept.predicted.peak_bytes, **options),
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"num_stages": 1}, {"parallel": "data"}], ids=str)

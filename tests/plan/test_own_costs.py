@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from alpa_strategy import AlpaError, AlpaStrategy, ClusterSpec, OpCall, Plan, PlanOptions, RooflineCosts, make_plan
+from alpa_strategy import (
+    AlpaError,
+    AlpaStrategy,
+    ClusterSpec,
+    OpCall,
+    Plan,
+    PlanOptions,
+    RooflineCosts,
+    make_plan,
+)
 
 CLUSTER = ClusterSpec.load("p3_16xlarge_x8", {"num_nodes": 1, "devices_per_node": 2})
 
@@ -23,7 +32,9 @@ class SlowLinears(RooflineCosts):
 class Tower(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(4)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(4))
+        )
 
     def training_step(self, batch):
         return self.layers(batch).square().mean()
@@ -33,7 +44,9 @@ class Tower(L.LightningModule):
 
 
 def plan(**options) -> Plan:
-    return make_plan(Tower(), torch.zeros(4096, 512), CLUSTER, PlanOptions.from_user(parallel="data", **options))
+    return make_plan(
+        Tower(), torch.zeros(4096, 512), CLUSTER, PlanOptions.from_user(parallel="data", **options)
+    )
 
 
 def test_a_plan_is_priced_by_the_model_that_is_given():
@@ -41,7 +54,11 @@ def test_a_plan_is_priced_by_the_model_that_is_given():
     assert slow.predicted.compute_seconds > 2 * usual.predicted.compute_seconds
     assert slow.fingerprint.differences(usual.fingerprint) == ["options"]
     same = make_plan(
-        Tower(), torch.zeros(4096, 512), CLUSTER, PlanOptions(parallel="data"), costs=SlowLinears(CLUSTER.device)
+        Tower(),
+        torch.zeros(4096, 512),
+        CLUSTER,
+        PlanOptions(parallel="data"),
+        costs=SlowLinears(CLUSTER.device),
     )
     assert (same.fingerprint, same.predicted) == (slow.fingerprint, slow.predicted)
 

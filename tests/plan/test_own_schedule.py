@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from alpa_strategy import Action, AlpaError, ClusterSpec, Plan, PlanOptions, Schedule, make_plan, register_schedule
+from alpa_strategy import (
+    Action,
+    AlpaError,
+    ClusterSpec,
+    Plan,
+    PlanOptions,
+    Schedule,
+    make_plan,
+    register_schedule,
+)
 
 WAVE = 2
 
@@ -28,7 +37,9 @@ def waves(num_stages: int, num_microbatches: int, num_meshes: int) -> list[list[
 class Tower(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4))
+        )
 
     def training_step(self, batch):
         return self.layers(batch).square().mean()
@@ -41,15 +52,21 @@ CLUSTER = {"num_nodes": 1, "devices_per_node": 2}
 
 
 def plan(schedule) -> Plan:
-    options = PlanOptions.from_user(batch_scope="global", schedule=schedule, num_stages=2, num_microbatches=8)
-    return make_plan(Tower(), torch.zeros(4096, 256), ClusterSpec.load("p3_16xlarge_x8", CLUSTER), options)
+    options = PlanOptions.from_user(
+        batch_scope="global", schedule=schedule, num_stages=2, num_microbatches=8
+    )
+    return make_plan(
+        Tower(), torch.zeros(4096, 256), ClusterSpec.load("p3_16xlarge_x8", CLUSTER), options
+    )
 
 
 def test_a_function_is_a_schedule(tmp_path):
     own, gpipe, one = plan(waves), plan("GPipe"), plan("1F1B")
     assert own.schedule == "waves"
     assert one.predicted.step_seconds < own.predicted.step_seconds  # a bubble after every wave
-    assert own.predicted.peak_bytes < gpipe.predicted.peak_bytes  # two micro-batches are alive, not eight
+    assert (
+        own.predicted.peak_bytes < gpipe.predicted.peak_bytes
+    )  # two micro-batches are alive, not eight
     own.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == own
 
@@ -64,9 +81,15 @@ def test_a_schedule_by_its_name():
 
 def test_work_that_a_schedule_leaves_out_is_named():
     def forgetful(num_stages, num_microbatches, num_meshes):
-        return [[action for action in order if action != Action(1, "B", 3)] for order in waves(2, num_microbatches, 2)]
+        return [
+            [action for action in order if action != Action(1, "B", 3)]
+            for order in waves(2, num_microbatches, 2)
+        ]
 
-    with pytest.raises(AlpaError, match="does the backward of micro-batch 3 in stage 1 on mesh 1 0 times instead of 1"):
+    with pytest.raises(
+        AlpaError,
+        match="does the backward of micro-batch 3 in stage 1 on mesh 1 0 times instead of 1",
+    ):
         plan(forgetful)
 
 

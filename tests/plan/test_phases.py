@@ -33,10 +33,16 @@ class Actor(lightning.LightningModule):
 
     def iteration_phases(self, batch):
         (x_NW,) = batch
-        update = Phase(lambda x_NW: self.actor(x_NW).square().mean(), (x_NW.repeat(8, 1),), trains=True)
+        update = Phase(
+            lambda x_NW: self.actor(x_NW).square().mean(), (x_NW.repeat(8, 1),), trains=True
+        )
         judge = Phase(self.judge, (x_NW,))
         past = [x_NW.new_empty(len(x_NW), 384, x_NW.shape[1])]
-        named = {"judge": judge, "again": judge, "act": Phase(self.act, (x_NW, past), times=self.acts)}
+        named = {
+            "judge": judge,
+            "again": judge,
+            "act": Phase(self.act, (x_NW, past), times=self.acts),
+        }
         return named | {f"learn{number}": update for number in range(self.learns)}
 
     def configure_optimizers(self):
@@ -48,7 +54,9 @@ def cluster(name="pcie_8gpu"):
 
 
 def planned(name="pcie_8gpu", acts=50, **options):
-    plan = make_plan(Actor(acts), (torch.zeros(ROWS, WIDTH),), cluster(name), PlanOptions.from_user(**options))
+    plan = make_plan(
+        Actor(acts), (torch.zeros(ROWS, WIDTH),), cluster(name), PlanOptions.from_user(**options)
+    )
     return plan, {phase.name: phase for phase in plan.phases}
 
 
@@ -62,9 +70,14 @@ def test_phases_are_captured_without_gradients_but_for_the_one_that_trains():
     found = capture_phases(module, (torch.zeros(ROWS, WIDTH),), DEVICES, "rank", torch.enable_grad)
     assert list(found) == ["judge", "again", "act", "learn0"]
     for name, (phase, step) in found.items():
-        assert {p.name.split(".")[0] for p in step.parameters} == {"judge" if name in ("judge", "again") else "actor"}
+        assert {p.name.split(".")[0] for p in step.parameters} == {
+            "judge" if name in ("judge", "again") else "actor"
+        }
         made = [step.values[value] for op in step.ops for value in op.results]
-        assert any(meta.requires_grad for meta in (*made, *(p.meta for p in step.parameters))) == phase.trains
+        assert (
+            any(meta.requires_grad for meta in (*made, *(p.meta for p in step.parameters)))
+            == phase.trains
+        )
         given = step.batch if phase.trains else [step.values[value] for value in step.received]
         rows = {(entry.meta if phase.trains else entry).shape[0] for entry in given}
         assert rows == {DEVICES * ROWS * (8 if phase.trains else 1)}
@@ -78,7 +91,9 @@ def test_no_choice_is_worse_than_training_s_layout(name, options):
     plan, phases = planned(name, **options)
     for phase in phases.values():
         assert phase.total_seconds <= phase.times * phase.staying_seconds
-    assert plan.iteration_seconds == pytest.approx(sum(phase.total_seconds for phase in phases.values()))
+    assert plan.iteration_seconds == pytest.approx(
+        sum(phase.total_seconds for phase in phases.values())
+    )
     assert phases["learn0"].seconds == plan.predicted.step_seconds
     assert phases["learn0"].moved_seconds is None
 
@@ -137,7 +152,9 @@ def test_a_decoding_step_on_few_rows_is_tensor_parallel():
             module, batch = Actor(acts=500, width=8192), (torch.zeros(1, 8192),)
     finally:
         torch.set_default_dtype(torch.float32)
-    plan = make_plan(module, batch, cluster("dgx_h100"), PlanOptions.from_user(parallel="zero2", num_stages=1))
+    plan = make_plan(
+        module, batch, cluster("dgx_h100"), PlanOptions.from_user(parallel="zero2", num_stages=1)
+    )
     act = next(phase for phase in plan.phases if phase.name == "act")
     assert set(act.layout.split()[1:]) == {"S"}
     assert 0 < act.moved_seconds < act.seconds * act.times / 10
@@ -162,7 +179,14 @@ def test_what_fits_in_no_layout_is_said():
 
 
 def test_the_command_shows_a_recipe_s_phases(capsys):
-    command = ["plan", "grpo_tiny", "--cluster", "pcie_8gpu", "cluster.num_nodes=1", "cluster.devices_per_node=2"]
+    command = [
+        "plan",
+        "grpo_tiny",
+        "--cluster",
+        "pcie_8gpu",
+        "cluster.num_nodes=1",
+        "cluster.devices_per_node=2",
+    ]
     assert main([*command, "model.policy.num_layers=1"]) == 0
     shown = capsys.readouterr().out
     assert "if all parameters stay as they lie for training" in shown

@@ -11,13 +11,26 @@ from hypothesis import strategies as st
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.op import AxisStrategy
-from alpa_strategy.ir.plan import Collective, Fingerprint, ParameterMode, ParameterPlan, Plan, Predicted, StagePlan
+from alpa_strategy.ir.plan import (
+    Collective,
+    Fingerprint,
+    ParameterMode,
+    ParameterPlan,
+    Plan,
+    Predicted,
+    StagePlan,
+)
 from alpa_strategy.planner.task import PlanStore
 
 FINGERPRINT = Fingerprint("g", "p", "b", "c", "o", "1")
-MODES = st.sampled_from([ParameterMode.parse(text) for text in ("R", "R*", "S0", "S1", "G0", "G12")])
+MODES = st.sampled_from(
+    [ParameterMode.parse(text) for text in ("R", "R*", "S0", "S1", "G0", "G12")]
+)
 AXIS_STRATEGIES = st.sampled_from(
-    [AxisStrategy.parse(t) for t in ("S0,R*,R*->S0", "R*,S0,S0->S1", "R,R->P", "S0->S0@sharded_loss", "->R")]
+    [
+        AxisStrategy.parse(t)
+        for t in ("S0,R*,R*->S0", "R*,S0,S0->S1", "R,R->P", "S0->S0@sharded_loss", "->R")
+    ]
 )
 SECONDS = st.floats(0, 1e6)
 
@@ -34,8 +47,13 @@ def plans(draw: st.DrawFn) -> Plan:
         first_device=draw(st.integers(0, 64)),
         logical_mesh=tuple(draw(st.lists(st.integers(1, 8), min_size=num_axes, max_size=num_axes))),
         ops=(0, num_ops),
-        parameter_plans={n: ParameterPlan(tuple(draw(MODES) for _ in range(num_axes))) for n in draw(st.sets(names))},
-        strategies={n: tuple(draw(AXIS_STRATEGIES) for _ in range(num_axes)) for n in draw(st.sets(names))},
+        parameter_plans={
+            n: ParameterPlan(tuple(draw(MODES) for _ in range(num_axes)))
+            for n in draw(st.sets(names))
+        },
+        strategies={
+            n: tuple(draw(AXIS_STRATEGIES) for _ in range(num_axes)) for n in draw(st.sets(names))
+        },
         collectives=(Collective("all_reduce", 0, "step", 3, 12, draw(SECONDS)),),
         predicted=predicted,
         remat=remat,
@@ -55,7 +73,9 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 STRATEGIES = {"linear": (AxisStrategy.parse("S0,R*->S0"),)}
-STAGE = StagePlan((1, 2), 0, (2,), (0, 1), {"w": ParameterPlan.parse("R*")}, STRATEGIES, (), Predicted(1.0, 2))
+STAGE = StagePlan(
+    (1, 2), 0, (2,), (0, 1), {"w": ParameterPlan.parse("R*")}, STRATEGIES, (), Predicted(1.0, 2)
+)
 PLAN = Plan(FINGERPRINT, (STAGE,), Predicted(1.0, 2))
 
 

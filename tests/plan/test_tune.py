@@ -45,8 +45,21 @@ def test_nothing_fits():
 def test_the_command_shows_what_was_planned(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "plan.json"
-    command = ["plan", "gpt_tiny", "--cluster", "pcie_8gpu", "cluster.num_nodes=1", "cluster.devices_per_node=2"]
-    command += ["model.num_layers=1", "data.batch_size=3", "plan.num_microbatches=1", "--tune", "batch_size"]
+    command = [
+        "plan",
+        "gpt_tiny",
+        "--cluster",
+        "pcie_8gpu",
+        "cluster.num_nodes=1",
+        "cluster.devices_per_node=2",
+    ]
+    command += [
+        "model.num_layers=1",
+        "data.batch_size=3",
+        "plan.num_microbatches=1",
+        "--tune",
+        "batch_size",
+    ]
     assert main([*command, "-o", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "samples/s" in shown

@@ -42,7 +42,9 @@ class _Tally:
     why: dict[str, None] = field(default_factory=dict)
 
 
-def judge(calls: Iterable[CapturedCall], axis_sizes: Sequence[int] = AXIS_SIZES, most: int = 8) -> list[OpVerdict]:
+def judge(
+    calls: Iterable[CapturedCall], axis_sizes: Sequence[int] = AXIS_SIZES, most: int = 8
+) -> list[OpVerdict]:
     """Verdicts by op name. Of each op up to `most` different calls are tried, each on axes of all `axis_sizes`."""
     tallies: dict[str, _Tally] = {}
     seen: set[OpCall] = set()
@@ -58,10 +60,18 @@ def judge(calls: Iterable[CapturedCall], axis_sizes: Sequence[int] = AXIS_SIZES,
 
 
 def _verdict(name: str, tally: _Tally) -> OpVerdict:
-    reasons = [reason for reason in tally.why if not reason.startswith(NONE_EXISTS)] or list(tally.why)
+    reasons = [reason for reason in tally.why if not reason.startswith(NONE_EXISTS)] or list(
+        tally.why
+    )
     why = "" if tally.sharded else "; ".join(reasons)
     return OpVerdict(
-        name, tally.origin, tuple(tally.sharded), tally.num_calls, tally.num_proved, tuple(tally.wrong), why
+        name,
+        tally.origin,
+        tuple(tally.sharded),
+        tally.num_calls,
+        tally.num_proved,
+        tuple(tally.wrong),
+        why,
     )
 
 
@@ -95,7 +105,9 @@ def divides(strategy: AxisStrategy) -> bool:
     return any(not isinstance(p.value, Replicate) for p in (*strategy.inputs, *strategy.outputs))
 
 
-def refutation(call: OpCall, strategy: AxisStrategy, axis_size: int, operands: Sequence[Tensor]) -> str | None:
+def refutation(
+    call: OpCall, strategy: AxisStrategy, axis_size: int, operands: Sequence[Tensor]
+) -> str | None:
     """Why the strategy is wrong on this data and on the same data full of ties; None when it is right.
 
     Shards of a random op draw other numbers than the whole (`runtime.random`): only shapes are compared.
@@ -136,10 +148,14 @@ def _values_only(strategy: AxisStrategy) -> AxisStrategy:
     return replace(strategy, inputs=plain(strategy.inputs), outputs=plain(strategy.outputs))
 
 
-def _shape_refutation(call: OpCall, strategy: AxisStrategy, axis_size: int, operands: Sequence[Tensor]) -> str | None:
+def _shape_refutation(
+    call: OpCall, strategy: AxisStrategy, axis_size: int, operands: Sequence[Tensor]
+) -> str | None:
     generator = torch.Generator().manual_seed(0)
     placements = [[placement.value] for placement in strategy.inputs]
-    parts = [distribute(o, p, (axis_size,), generator) for o, p in zip(operands, placements, strict=True)]
+    parts = [
+        distribute(o, p, (axis_size,), generator) for o, p in zip(operands, placements, strict=True)
+    ]
     for device in range(axis_size):
         local = localize(call, (strategy,), (axis_size,), (device,))
         with torch.random.fork_rng(devices=[]):
@@ -163,13 +179,17 @@ def _makes_infinity(call: OpCall, data: Sequence[Tensor]) -> bool:
     """Whether a result of the whole op is infinite though the data is not."""
     results = call.call(*data)
     results = (results,) if isinstance(results, Tensor) else results
-    return any(bool(r.isinf().any()) for r in results) and not any(bool(d.isinf().any()) for d in data)
+    return any(bool(r.isinf().any()) for r in results) and not any(
+        bool(d.isinf().any()) for d in data
+    )
 
 
 def _runs(call: OpCall, data: Sequence[Tensor]) -> bool:
     """Whether the whole op takes this data, forward and backward."""
     leaves = [
-        (d.detach().double() if d.is_floating_point() else d.detach()).clone().requires_grad_(m.requires_grad)
+        (d.detach().double() if d.is_floating_point() else d.detach())
+        .clone()
+        .requires_grad_(m.requires_grad)
         for d, m in zip(data, call.operands, strict=True)
     ]
     try:
@@ -178,7 +198,9 @@ def _runs(call: OpCall, data: Sequence[Tensor]) -> bool:
         pairs = [(r, torch.ones_like(r)) for r in results if r.requires_grad]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if pairs and wanted:
-            torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+            torch.autograd.grad(
+                [r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
+            )
     except Exception:  # of any type: the op refuses the data
         return False
     return True
@@ -216,7 +238,9 @@ def save(verdicts: Iterable[OpVerdict], path: Path = STORED) -> None:
     rows = [json.dumps(asdict(v)) for v in verdicts]
     version = torch.__version__.partition("+")[0]
     content = (
-        f'{{"torch": "{version}", "figures": {json.dumps(figures(verdicts))}, "ops": [\n' + ",\n".join(rows) + "\n]}\n"
+        f'{{"torch": "{version}", "figures": {json.dumps(figures(verdicts))}, "ops": [\n'
+        + ",\n".join(rows)
+        + "\n]}\n"
     )
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         file.write(content)

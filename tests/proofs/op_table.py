@@ -15,7 +15,9 @@ from alpa_strategy.errors import OptionError
 from alpa_strategy.sharding.notation_rules import NOTATION
 from alpa_strategy.sharding.rule_table import FAMILIES, UNTAGGED_POINTWISE
 
-STORED = Path(__file__).parents[2] / "docs" / "op_coverage.json"  # what `scripts/op_coverage.py` found
+STORED = (
+    Path(__file__).parents[2] / "docs" / "op_coverage.json"
+)  # what `scripts/op_coverage.py` found
 
 
 def op_table(pattern: str = "*") -> Table:
@@ -26,8 +28,17 @@ def op_table(pattern: str = "*") -> Table:
     stored, lines = json.loads(STORED.read_text()), rule_lines()
     verdicts = {row["op"]: row for row in stored["ops"]}
     # Rules of ops that PyTorch's database has no samples of are shown as well.
-    known = {*verdicts, *(key for key in lines if not any(op == key or op.startswith(f"{key}.") for op in verdicts))}
-    names = sorted(n for n in known if fnmatch.fnmatch(n, pattern) or fnmatch.fnmatch(n, f"*{pattern}*"))
+    known = {
+        *verdicts,
+        *(
+            key
+            for key in lines
+            if not any(op == key or op.startswith(f"{key}.") for op in verdicts)
+        ),
+    }
+    names = sorted(
+        n for n in known if fnmatch.fnmatch(n, pattern) or fnmatch.fnmatch(n, f"*{pattern}*")
+    )
     if not names:
         raise OptionError(
             f"no op matches {pattern!r}",
@@ -40,13 +51,18 @@ def op_table(pattern: str = "*") -> Table:
         table.add_column(column, overflow="fold")
     table.add_column("proved", justify="right")
     for name in names:
-        table.add_row(name, *_row(verdicts.get(name), lines.get(name) or lines.get(name.rpartition(".")[0])))
+        table.add_row(
+            name, *_row(verdicts.get(name), lines.get(name) or lines.get(name.rpartition(".")[0]))
+        )
     return table
 
 
 def rule_lines() -> dict[str, tuple[str, str]]:
     """The table: op name (with or without overload) -> (origin, its line of notation where it has a fixed one)."""
-    lines = {name: ("notation", rule.line if isinstance(rule.line, str) else "") for name, rule in NOTATION.items()}
+    lines = {
+        name: ("notation", rule.line if isinstance(rule.line, str) else "")
+        for name, rule in NOTATION.items()
+    }
     lines |= dict.fromkeys(FAMILIES, ("rule", ""))
     return lines | dict.fromkeys(UNTAGGED_POINTWISE, ("pointwise", ""))
 
@@ -62,4 +78,8 @@ def _row(verdict: dict[str, Any] | None, line: tuple[str, str] | None) -> tuple[
     text = line[1] if line and line[1] else "  ".join(sharded[:4])
     if len(sharded) > 4 and not (line and line[1]):
         text += f"  and {len(sharded) - 4} more"
-    return origin, escape(text), f"[red]{len(wrong)} wrong[/red]" if wrong else f"{verdict['num_proved']} runs"
+    return (
+        origin,
+        escape(text),
+        f"[red]{len(wrong)} wrong[/red]" if wrong else f"{verdict['num_proved']} runs",
+    )

@@ -55,36 +55,57 @@ def prove(
     outputs, grads, cotangents = _run_whole(call, data, generator)
     coordinates = list(itertools.product(*map(range, mesh)))
 
-    inputs_at = _spread(data, [[s.inputs[i].value for s in strategies] for i in range(len(data))], mesh, generator)
-    output_grads = [list(grad_layout(tuple(s.outputs[i] for s in strategies))) for i in range(len(outputs))]
+    inputs_at = _spread(
+        data, [[s.inputs[i].value for s in strategies] for i in range(len(data))], mesh, generator
+    )
+    output_grads = [
+        list(grad_layout(tuple(s.outputs[i] for s in strategies))) for i in range(len(outputs))
+    ]
     cotangents_at = _spread(cotangents, output_grads, mesh, generator)
 
     def local(coordinate: Coordinate, mesh_comm: ThreadMesh | None) -> tuple[Tensors, Tensors]:
         local_call = localize(call, strategies, mesh, coordinate)
         _check_shapes(local_call, inputs_at[coordinate])
         function = _local_function(call, strategies, local_call, mesh_comm)
-        return _run_local(call, function, local_call, inputs_at[coordinate], cotangents_at[coordinate])
+        return _run_local(
+            call, function, local_call, inputs_at[coordinate], cotangents_at[coordinate]
+        )
 
     try:
         if any(s.implementation for s in strategies):
-            found = dict(zip(coordinates, run_on_threads(mesh, lambda m: local(m.coordinate, m)), strict=True))
+            found = dict(
+                zip(
+                    coordinates, run_on_threads(mesh, lambda m: local(m.coordinate, m)), strict=True
+                )
+            )
         else:
             found = {c: local(c, None) for c in coordinates}
     except ShardingError:
         raise
     except Exception as error:
-        raise ShardingError(f"{_describe(call, strategies, mesh)} cannot run on shards: {error}") from error
+        raise ShardingError(
+            f"{_describe(call, strategies, mesh)} cannot run on shards: {error}"
+        ) from error
 
     for i, whole in enumerate(outputs):
         layout = list(value_layout(tuple(s.outputs[i] for s in strategies)))
         pieces = {c: found[c][0][i] for c in coordinates}
-        _compare(whole, pieces, layout, mesh, rtol, f"result {i} of {_describe(call, strategies, mesh)}")
+        _compare(
+            whole, pieces, layout, mesh, rtol, f"result {i} of {_describe(call, strategies, mesh)}"
+        )
     for i, whole in enumerate(grads):
         if whole is None:
             continue
         layout = list(grad_layout(tuple(s.inputs[i] for s in strategies)))
         pieces = {c: found[c][1][i] for c in coordinates}
-        _compare(whole, pieces, layout, mesh, rtol, f"gradient of operand {i} of {_describe(call, strategies, mesh)}")
+        _compare(
+            whole,
+            pieces,
+            layout,
+            mesh,
+            rtol,
+            f"gradient of operand {i} of {_describe(call, strategies, mesh)}",
+        )
 
 
 def random_operands(call: OpCall, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
@@ -96,7 +117,10 @@ def random_operands(call: OpCall, generator: torch.Generator | None = None) -> t
 
 
 def distribute(
-    tensor: Tensor, layout: Sequence[Placement], mesh_shape: Sequence[int], generator: torch.Generator
+    tensor: Tensor,
+    layout: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    generator: torch.Generator,
 ) -> dict[Coordinate, Tensor]:
     """What each device of the mesh holds of `tensor`; partial values are cut into random summands."""
     if not mesh_shape:
@@ -107,7 +131,9 @@ def distribute(
             ranges = [chunk_range(tensor.shape[dim], num_chunks, i) for i in range(num_chunks)]
             parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
         case Partial():
-            parts = [_random(_meta(tensor), 8, generator).to(tensor.dtype) for _ in range(num_chunks - 1)]
+            parts = [
+                _random(_meta(tensor), 8, generator).to(tensor.dtype) for _ in range(num_chunks - 1)
+            ]
             parts.append(tensor - sum(parts))
         case _:
             parts = [tensor] * num_chunks
@@ -119,13 +145,18 @@ def distribute(
 
 
 def combine(
-    pieces: Mapping[Coordinate, Tensor], layout: Sequence[Placement], mesh_shape: Sequence[int], rtol: float = 1e-6
+    pieces: Mapping[Coordinate, Tensor],
+    layout: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    rtol: float = 1e-6,
 ) -> Tensor:
     """Inverse of `distribute`: concatenate, sum, or check that replicas are equal (ValueError when they are not)."""
     if not mesh_shape:
         return pieces[()]
     parts = [
-        combine({c[1:]: p for c, p in pieces.items() if c[0] == i}, layout[1:], mesh_shape[1:], rtol)
+        combine(
+            {c[1:]: p for c, p in pieces.items() if c[0] == i}, layout[1:], mesh_shape[1:], rtol
+        )
         for i in range(mesh_shape[0])
     ]
     match layout[0]:
@@ -141,7 +172,9 @@ def combine(
 
 def _describe(call: OpCall, strategies: Sequence[AxisStrategy], mesh: Sequence[int]) -> str:
     shapes = ", ".join(str(list(o.shape)) for o in call.operands)
-    return f"{call.target_name}({shapes}) as {' | '.join(map(str, strategies))} on mesh {tuple(mesh)}"
+    return (
+        f"{call.target_name}({shapes}) as {' | '.join(map(str, strategies))} on mesh {tuple(mesh)}"
+    )
 
 
 def _meta(tensor: Tensor) -> TensorMeta:
@@ -150,7 +183,9 @@ def _meta(tensor: Tensor) -> TensorMeta:
 
 def _random(meta: TensorMeta, limit: int, generator: torch.Generator) -> Tensor:
     if meta.dtype.is_complex:
-        return torch.complex(*(torch.rand(meta.shape, generator=generator, dtype=torch.float64) for _ in range(2)))
+        return torch.complex(
+            *(torch.rand(meta.shape, generator=generator, dtype=torch.float64) for _ in range(2))
+        )
     if meta.dtype.is_floating_point:
         return torch.rand(meta.shape, generator=generator, dtype=torch.float64) * 0.9 + 0.05
     if meta.dtype == torch.bool:
@@ -168,7 +203,9 @@ def _as_tuple(result: Any) -> tuple[Tensor, ...]:
 
 def _leaves(call: OpCall, data: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Fresh copies that require gradients where the call's operands do."""
-    return tuple(d.clone().requires_grad_(m.requires_grad) for d, m in zip(data, call.operands, strict=True))
+    return tuple(
+        d.clone().requires_grad_(m.requires_grad) for d, m in zip(data, call.operands, strict=True)
+    )
 
 
 def _gradients(
@@ -179,7 +216,10 @@ def _gradients(
     grads: list[Tensor | None] = [None] * len(leaves)
     if pairs and wanted:
         found = torch.autograd.grad(
-            [o for o, _ in pairs], [leaves[i] for i in wanted], [g for _, g in pairs], allow_unused=True
+            [o for o, _ in pairs],
+            [leaves[i] for i in wanted],
+            [g for _, g in pairs],
+            allow_unused=True,
         )
         for i, grad in zip(wanted, found, strict=True):
             grads[i] = torch.zeros_like(leaves[i]) if grad is None else grad
@@ -197,20 +237,30 @@ def _run_whole(
 
 
 def _spread(
-    tensors: Sequence[Tensor], layouts: Sequence[Sequence[Placement]], mesh: Sequence[int], generator: torch.Generator
+    tensors: Sequence[Tensor],
+    layouts: Sequence[Sequence[Placement]],
+    mesh: Sequence[int],
+    generator: torch.Generator,
 ) -> dict[Coordinate, tuple[Tensor, ...]]:
-    each = [distribute(t, layout, mesh, generator) for t, layout in zip(tensors, layouts, strict=True)]
+    each = [
+        distribute(t, layout, mesh, generator) for t, layout in zip(tensors, layouts, strict=True)
+    ]
     return {c: tuple(e[c] for e in each) for c in itertools.product(*map(range, mesh))}
 
 
 def _check_shapes(local: LocalCall, operands: Sequence[Tensor]) -> None:
     for meta, tensor in zip(local.call.operands, operands, strict=True):
         if meta.shape != tuple(tensor.shape):
-            raise ShardingError(f"local operand of {local.call.target_name} should be {meta.shape}: {tensor.shape}")
+            raise ShardingError(
+                f"local operand of {local.call.target_name} should be {meta.shape}: {tensor.shape}"
+            )
 
 
 def _local_function(
-    call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh_comm: ThreadMesh | None
+    call: OpCall,
+    strategies: tuple[AxisStrategy, ...],
+    local: LocalCall,
+    mesh_comm: ThreadMesh | None,
 ) -> Any:
     if local.implementation is None or mesh_comm is None:
         return local.call.call
@@ -218,7 +268,11 @@ def _local_function(
 
 
 def _run_local(
-    call: OpCall, function: Any, local: LocalCall, data: Sequence[Tensor], cotangents: Sequence[Tensor]
+    call: OpCall,
+    function: Any,
+    local: LocalCall,
+    data: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
 ) -> tuple[Tensors, Tensors]:
     leaves = _leaves(call, data)
     outputs = _as_tuple(function(*leaves))

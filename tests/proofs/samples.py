@@ -51,7 +51,9 @@ def database() -> tuple[Any, ...]:
     return tuple(op_db)
 
 
-def captured_calls(infos: Iterable[Any], max_samples: int = 6) -> Iterator[CapturedCall | NotCaptured]:
+def captured_calls(
+    infos: Iterable[Any], max_samples: int = 6
+) -> Iterator[CapturedCall | NotCaptured]:
     """What capture makes of up to `max_samples` samples per OpInfo, spread over all of its samples.
 
     The samples are random; the random state is seeded for each OpInfo and put back.
@@ -67,7 +69,9 @@ def _full_name(info: Any) -> str:
 
 def _samples(info: Any, max_samples: int) -> list[Any]:
     supported = info.supported_dtypes("cpu")
-    dtype = next((d for d in _DTYPES if d in supported), None) or next(iter(sorted(supported, key=str)), None)
+    dtype = next((d for d in _DTYPES if d in supported), None) or next(
+        iter(sorted(supported, key=str)), None
+    )
     if dtype is None:
         return []
     grad = bool(info.supports_autograd) and (dtype.is_floating_point or dtype.is_complex)
@@ -95,7 +99,13 @@ def _wider(sample: Any) -> Any | None:
 
 def _num_cuttable(sample: Any) -> int:
     leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
-    return sum(min(size, 4) for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape if size > 1)
+    return sum(
+        min(size, 4)
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+        for size in leaf.shape
+        if size > 1
+    )
 
 
 class _Sample(pl.LightningModule):
@@ -113,9 +123,14 @@ class _Sample(pl.LightningModule):
                 self.register_buffer(f"t{i}", leaf.detach().clone())
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        leaves = [getattr(self, f"t{i}") if isinstance(x, Tensor) else x for i, x in enumerate(self.leaves)]
+        leaves = [
+            getattr(self, f"t{i}") if isinstance(x, Tensor) else x
+            for i, x in enumerate(self.leaves)
+        ]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        results = [x for x in pytree.tree_leaves(self.op[0](*args, **kwargs)) if isinstance(x, Tensor)]
+        results = [
+            x for x in pytree.tree_leaves(self.op[0](*args, **kwargs)) if isinstance(x, Tensor)
+        ]
         loss = self.anchor * 1.0
         for result in results:
             if result.requires_grad:
@@ -135,9 +150,16 @@ def _capture(name: str, op: Any, sample: Any) -> Iterator[CapturedCall | NotCapt
             batch = torch.zeros(1)
             step = capture_step(module, batch)
             parameters = {n: p.detach() for n, p in module.named_parameters()}
-            values = run_step(step, parameters, dict(module.named_buffers()), [batch] * len(step.batch))
-        except Exception as error:  # of any type: many samples are not ops of a training step at all
-            yield NotCaptured(name, f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}")
+            values = run_step(
+                step, parameters, dict(module.named_buffers()), [batch] * len(step.batch)
+            )
+        except (
+            Exception
+        ) as error:  # of any type: many samples are not ops of a training step at all
+            yield NotCaptured(
+                name,
+                f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}",
+            )
             return
     for entry in step.ops:
         yield CapturedCall(name, entry.call, tuple(values[i] for i in entry.operands))

@@ -23,7 +23,13 @@ ALPHA = (1e-5, 5e-5)
 BANDWIDTH = (1e11, 1e10)
 FLOPS = 1e14
 
-LINEAR = (("S0", "R*", "S0"), ("S1", "R*", "S1"), ("R*", "S1", "S2"), ("S2", "S2", "P"), ("R", "R", "R"))
+LINEAR = (
+    ("S0", "R*", "S0"),
+    ("S1", "R*", "S1"),
+    ("R*", "S1", "S2"),
+    ("S2", "S2", "P"),
+    ("R", "R", "R"),
+)
 NORM = (("S0", "R*", "S0"), ("S1", "R*", "S1"), ("R", "R", "R"))
 POINTWISE = tuple((x, x) for x in ("R", "S0", "S1", "S2"))
 ATTENTION = tuple((x, x) for x in ("R", "S0", "S2"))
@@ -51,8 +57,12 @@ class _Builder:
         """Add a choice (products of `rules`, operands then result); the number of its value."""
         axes = len(AXIS_SIZES)
         strategies = list(itertools.product(rules, repeat=axes))
-        code = np.array([[_code([rule[i] for rule in s]) for i in range(len(rules[0]))] for s in strategies])
-        split = np.array([_num_parts([rule[-1] if rule[-1] != "P" else "S2" for rule in s]) for s in strategies])
+        code = np.array(
+            [[_code([rule[i] for rule in s]) for i in range(len(rules[0]))] for s in strategies]
+        )
+        split = np.array(
+            [_num_parts([rule[-1] if rule[-1] != "P" else "S2" for rule in s]) for s in strategies]
+        )
         seconds = 3 * flops / FLOPS / split + 3 * num_bytes / 1e12 / split + 1e-6
         seconds = seconds * (1 + self.noise * self.rng.random(len(seconds)))
         choice = len(self.choices)
@@ -70,7 +80,10 @@ class _Builder:
             if not uses:
                 continue
             n = len(LAYOUTS)
-            pairs = [one[0](num_bytes / 2)[:, None, :, None], one[1](num_bytes / 2)[None, :, None, :]]
+            pairs = [
+                one[0](num_bytes / 2)[:, None, :, None],
+                one[1](num_bytes / 2)[None, :, None, :],
+            ]
             cost = (pairs[0] + pairs[1]).reshape(n * n, n * n)
             parts = np.array([_num_parts(x) for x in itertools.product(LAYOUTS, repeat=2)])
             kept = np.where(np.eye(n * n, dtype=bool), 0.0, num_bytes / parts[None, :])
@@ -79,7 +92,12 @@ class _Builder:
 
 
 def gpt_like(
-    num_layers: int, memory_limit: float = float("inf"), *, hidden: int = 2048, noise: float = 0.0, seed: int = 0
+    num_layers: int,
+    memory_limit: float = float("inf"),
+    *,
+    hidden: int = 2048,
+    noise: float = 0.0,
+    seed: int = 0,
 ) -> Problem:
     """GPT-shaped, 19 choices a layer on a 4 x 8 mesh, 4 to 36 strategies a choice; `noise` makes layers differ."""
     build = _Builder(noise, seed)
@@ -103,8 +121,12 @@ def gpt_like(
         h = linear(f"{i}.qkv", norm(f"{i}.norm1", x), hidden, 3 * hidden, 3 * act)
         q, k, v = (build.op(f"{i}.{part}", POINTWISE, [h], act, 0.0, saved=0.0) for part in "qkv")
         build_attention = tuple((a, a, a, a) for a, _ in ATTENTION)
-        h = build.op(f"{i}.attention", build_attention, [q, k, v], act, 4.0 * tokens * 1024 * hidden)
-        x = build.op(f"{i}.add1", ADD, [x, linear(f"{i}.proj", h, hidden, hidden, act)], act, 0.0, saved=0.0)
+        h = build.op(
+            f"{i}.attention", build_attention, [q, k, v], act, 4.0 * tokens * 1024 * hidden
+        )
+        x = build.op(
+            f"{i}.add1", ADD, [x, linear(f"{i}.proj", h, hidden, hidden, act)], act, 0.0, saved=0.0
+        )
         h = build.op(
             f"{i}.gelu",
             POINTWISE,
@@ -112,7 +134,14 @@ def gpt_like(
             4 * act,
             0.0,
         )
-        x = build.op(f"{i}.add2", ADD, [x, linear(f"{i}.fc2", h, 4 * hidden, hidden, act)], act, 0.0, saved=0.0)
+        x = build.op(
+            f"{i}.add2",
+            ADD,
+            [x, linear(f"{i}.fc2", h, 4 * hidden, hidden, act)],
+            act,
+            0.0,
+            saved=0.0,
+        )
     build.op("loss", POINTWISE[:3], [x], act, 0.0)
     return build.problem(memory_limit)
 
@@ -133,7 +162,8 @@ def _axis_cost(n: int, alpha: float, bandwidth: float) -> Callable[[float], np.n
 
     def cost(num_bytes: float) -> np.ndarray:
         gather, reduce, move = (
-            (alpha + f * num_bytes / bandwidth) for f in ((n - 1) / n, 2 * (n - 1) / n, (n - 1) / n**2)
+            (alpha + f * num_bytes / bandwidth)
+            for f in ((n - 1) / n, 2 * (n - 1) / n, (n - 1) / n**2)
         )
         table = np.full((len(LAYOUTS), len(LAYOUTS)), np.inf)
         for i, p in enumerate(LAYOUTS):
@@ -159,4 +189,6 @@ def _axis_cost(n: int, alpha: float, bandwidth: float) -> Callable[[float], np.n
 
 def least_bytes(problem: Problem) -> float:
     """The fewest bytes of any finite-cost assignment."""
-    return solve(price_memory(replace(problem, memory_limit=np.inf), 1.0, seconds_weight=0.0)).seconds
+    return solve(
+        price_memory(replace(problem, memory_limit=np.inf), 1.0, seconds_weight=0.0)
+    ).seconds

@@ -62,7 +62,9 @@ class ThreadAxis(AxisComm):
         """See `AxisComm`."""
         gathered = torch.cat(self._share(tensor), dim)
         if gathered.shape[dim] != total:
-            raise ValueError(f"all_gather of dim {dim}: the chunks hold {gathered.shape[dim]} rows, expected {total}")
+            raise ValueError(
+                f"all_gather of dim {dim}: the chunks hold {gathered.shape[dim]} rows, expected {total}"
+            )
         self.record.append(("all_gather", gathered.nbytes))
         return gathered
 
@@ -72,11 +74,15 @@ class ThreadAxis(AxisComm):
         parts = self._share(tensor)
         return self._own_chunk(reduce(torch.add, parts[1:], parts[0].clone()), dim)
 
-    def all_to_all(self, tensor: Tensor, gather_dim: int, gather_total: int, split_dim: int) -> Tensor:
+    def all_to_all(
+        self, tensor: Tensor, gather_dim: int, gather_total: int, split_dim: int
+    ) -> Tensor:
         """See `AxisComm`."""
         gathered = torch.cat(self._share(tensor), gather_dim)
         if gathered.shape[gather_dim] != gather_total:
-            raise ValueError(f"all_to_all: chunks hold {gathered.shape[gather_dim]} rows, expected {gather_total}")
+            raise ValueError(
+                f"all_to_all: chunks hold {gathered.shape[gather_dim]} rows, expected {gather_total}"
+            )
         self.record.append(("all_to_all", gathered.nbytes))
         return self._own_chunk(gathered, split_dim)
 
@@ -88,7 +94,9 @@ class ThreadAxis(AxisComm):
             for each, splits in zip(self._share(flat), self._share(torch.tensor(sent)), strict=True)
         ]
         if [len(row) for row in rows] != list(received):
-            raise ValueError(f"exchange: {[len(row) for row in rows]} elements came, expected {list(received)}")
+            raise ValueError(
+                f"exchange: {[len(row) for row in rows]} elements came, expected {list(received)}"
+            )
         return Pending(lambda: torch.cat(rows))
 
     def start_all_gather(self, tensor: Tensor, dim: int, total: int) -> Pending:
@@ -118,7 +126,9 @@ class ThreadMesh:
     whole: ThreadAxis
 
 
-def run_on_threads(mesh_shape: Sequence[int], fn: Callable[[ThreadMesh], T], timeout_seconds: float = 60.0) -> list[T]:
+def run_on_threads(
+    mesh_shape: Sequence[int], fn: Callable[[ThreadMesh], T], timeout_seconds: float = 60.0
+) -> list[T]:
     """Run `fn(mesh)` once per rank of a logical mesh, each in its own thread; results in rank order.
 
     An exception on one rank ends all ranks and is raised here (the first cause, not the broken barriers that follow).
@@ -152,13 +162,17 @@ def run_on_threads(mesh_shape: Sequence[int], fn: Callable[[ThreadMesh], T], tim
             for each in exchanges.values():
                 each.barrier.abort()
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(meshes))]
+    threads = [
+        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(meshes))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout_seconds)
     if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        raise next(
+            (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
+        )
     if any(thread.is_alive() for thread in threads):
         raise TimeoutError(f"a rank did not end within {timeout_seconds} s")
     return results  # type: ignore[return-value]

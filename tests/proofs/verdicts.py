@@ -38,7 +38,10 @@ class OpVerdict:
 def load(path: Path = STORED) -> tuple[OpVerdict, ...]:
     """The verdicts that were stored last."""
     rows = json.loads(path.read_text())["ops"]
-    return tuple(OpVerdict(**{**row, "sharded": tuple(row["sharded"]), "wrong": tuple(row["wrong"])}) for row in rows)
+    return tuple(
+        OpVerdict(**{**row, "sharded": tuple(row["sharded"]), "wrong": tuple(row["wrong"])})
+        for row in rows
+    )
 
 
 def figures(verdicts: Sequence[OpVerdict]) -> list[str]:

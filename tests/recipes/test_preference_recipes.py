@@ -23,14 +23,20 @@ class Watch(lightning.Callback):
         self.is_written = False
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        self.metrics.append(
+            {name: float(value) for name, value in trainer.callback_metrics.items()}
+        )
         self.is_written = isinstance(getattr(trainer.strategy, "run", None), WrittenRun)
 
 
 def train(name: str, ranks: int, folder: str, overrides: list[str]) -> dict[str, Any]:
     """A recipe's metrics at each step and its last weights: under the strategy, or plain where `ranks` is 1."""
     quiet = [f"trainer.{key}={str(value).lower()}" for key, value in QUIET.items()]
-    ways = ["trainer.strategy=auto"] if ranks == 1 else ["strategy.verbose=false", "strategy.cluster=localhost"]
+    ways = (
+        ["trainer.strategy=auto"]
+        if ranks == 1
+        else ["strategy.verbose=false", "strategy.cluster=localhost"]
+    )
     where = [f"trainer.devices={ranks}", f"trainer.default_root_dir={folder}"]
     recipe = load_recipe(RECIPES / f"{name}.yaml", [*overrides, *quiet, *ways, *where])
     torch.manual_seed(0)
@@ -49,11 +55,16 @@ SHORT = {
 
 @pytest.mark.parametrize("name", SHORT)
 def test_two_ranks_compute_what_one_process_does(pool, tmp_path, name: str) -> None:
-    all_rows = [*SHORT[name], "data.num_samples=8"]  # an epoch is a batch: samplers may share rows out as they like
+    all_rows = [
+        *SHORT[name],
+        "data.num_samples=8",
+    ]  # an epoch is a batch: samplers may share rows out as they like
     plain = pool.run(1, train, name, 1, str(tmp_path), [*all_rows, "data.batch_size=8"])[0]
     found = pool.run(RANKS, train, name, RANKS, str(tmp_path), [*all_rows, "data.batch_size=4"])
     for rank in found:
-        assert rank["is_written"] == (name == "grpo_tiny")  # it generates, and updates twice a batch
+        assert rank["is_written"] == (
+            name == "grpo_tiny"
+        )  # it generates, and updates twice a batch
         for expected, metrics in zip(plain["metrics"], rank["metrics"], strict=True):
             assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-9)
         for key, value in plain["weights"].items():
@@ -61,9 +72,15 @@ def test_two_ranks_compute_what_one_process_does(pool, tmp_path, name: str) -> N
             assert torch.equal(rank["weights"][key], found[0]["weights"][key])
 
 
-@pytest.mark.parametrize(("name", "metric", "least"), [("dpo_tiny", "accuracy", 0.9), ("grpo_tiny", "reward", 0.75)])
-def test_what_is_preferred_becomes_likelier(pool, tmp_path, name: str, metric: str, least: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "metric", "least"), [("dpo_tiny", "accuracy", 0.9), ("grpo_tiny", "reward", 0.75)]
+)
+def test_what_is_preferred_becomes_likelier(
+    pool, tmp_path, name: str, metric: str, least: float
+) -> None:
     steps = {"dpo_tiny": 40, "grpo_tiny": 80}[name]
-    metrics = pool.run(RANKS, train, name, RANKS, str(tmp_path), [f"trainer.max_steps={steps}"])[0]["metrics"]
+    metrics = pool.run(RANKS, train, name, RANKS, str(tmp_path), [f"trainer.max_steps={steps}"])[0][
+        "metrics"
+    ]
     assert metrics[0][metric] < 0.55
     assert sum(each[metric] for each in metrics[-5:]) / 5 > least

@@ -45,15 +45,23 @@ def test_every_recipe_builds_the_model_it_names(path):
     recipe = load_recipe(path)
     with torch.device("meta"):
         model = build_model(recipe)
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(MILLIONS[path.stem], rel=0.01)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(
+        MILLIONS[path.stem], rel=0.01
+    )
     inputs, targets = build_data(recipe).example_batch()
     assert len(inputs) == len(targets) == recipe.data["batch_size"]
     if "sequence_length" in recipe.model:
-        assert inputs.shape == targets.shape == (recipe.data["batch_size"], recipe.model["sequence_length"])
+        assert (
+            inputs.shape
+            == targets.shape
+            == (recipe.data["batch_size"], recipe.model["sequence_length"])
+        )
 
 
 def test_loss_falls_and_biases_do_not_decay():
-    model = build_model(load_recipe(TINY, ["model.num_layers=1", "model.dropout=0", "model.warmup_steps=0"]))
+    model = build_model(
+        load_recipe(TINY, ["model.num_layers=1", "model.dropout=0", "model.warmup_steps=0"])
+    )
     data = build_data(load_recipe(TINY, ["data.batch_size=4"]))
     optimizer = model.configure_optimizers()["optimizer"]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
@@ -81,7 +89,9 @@ def test_windows_are_the_same_for_every_reader(tmp_path):
     text = tmp_path / "some.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 10)
     overrides = [f"data.path={text}", "data.sequence_length=16"]
-    one, two = (build_data(load_recipe(TINY, overrides)).train_dataloader().dataset for _ in range(2))
+    one, two = (
+        build_data(load_recipe(TINY, overrides)).train_dataloader().dataset for _ in range(2)
+    )
     assert len(one) == 450 // 16
     for index in (0, 5, len(one) - 1):
         (tokens, targets), (again, _) = one[index], two[index]
@@ -101,12 +111,16 @@ def test_token_ids_from_a_bin_file(tmp_path):
 
 
 def test_overrides_reach_their_place_and_are_typed():
-    recipe = load_recipe(TINY, ["model.lr=1e-3", "trainer.devices=2", "strategy.parallel=data", "seed=7"])
+    recipe = load_recipe(
+        TINY, ["model.lr=1e-3", "trainer.devices=2", "strategy.parallel=data", "seed=7"]
+    )
     assert recipe.model["lr"] == 1e-3
     assert recipe.trainer["devices"] == 2
     assert recipe.strategy == {"parallel": "data"}
     assert recipe.seed == 7
-    pins = load_recipe(TINY, ["strategy.placements={'blocks.*.fc.weight': S0}"]).strategy["placements"]
+    pins = load_recipe(TINY, ["strategy.placements={'blocks.*.fc.weight': S0}"]).strategy[
+        "placements"
+    ]
     assert pins == {"blocks.*.fc.weight": "S0"}
 
 
@@ -181,7 +195,10 @@ def test_two_folders_with_modules_of_one_name(tmp_path):
         (tmp_path / folder / "samename.py").write_text(f"class Model:\n    size = {size}\n")
         content = "model: {_target_: samename.Model}\ndata: {_target_: samename.Model}\n"
         (tmp_path / folder / "recipe.yaml").write_text(content)
-    sizes = [build_model(load_recipe(tmp_path / folder / "recipe.yaml")).size for folder in ("one", "two", "one")]
+    sizes = [
+        build_model(load_recipe(tmp_path / folder / "recipe.yaml")).size
+        for folder in ("one", "two", "one")
+    ]
     assert sizes == [1, 2, 1]
 
 

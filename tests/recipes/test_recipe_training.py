@@ -23,7 +23,11 @@ def train(recipe: str, overrides: list[str], plan_dir: str) -> list[float]:
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
             self.values.append(float(outputs["loss"]))
 
-    quiet = ["trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "strategy.verbose=false"]
+    quiet = [
+        "trainer.enable_progress_bar=false",
+        "trainer.enable_model_summary=false",
+        "strategy.verbose=false",
+    ]
     options = [f"strategy.plan_dir={plan_dir}", "strategy.cluster=localhost"]
     loaded = load_recipe(RECIPES / f"{recipe}.yaml", [*overrides, *quiet, *options])
     torch.manual_seed(0)
@@ -43,7 +47,8 @@ LONG = [("moe_tiny", 4, [], 2.5), ("wide_resnet_tiny", 4, [], 1.8), ("gpt_tiny",
 
 
 @pytest.mark.parametrize(
-    ("recipe", "world_size", "overrides", "fall"), [*CASES, *(pytest.param(*c, marks=pytest.mark.slow) for c in LONG)]
+    ("recipe", "world_size", "overrides", "fall"),
+    [*CASES, *(pytest.param(*c, marks=pytest.mark.slow) for c in LONG)],
 )
 def test_loss_falls(pool, tmp_path, recipe, world_size, overrides, fall):
     pytest.importorskip("sklearn")
@@ -58,7 +63,18 @@ def test_loss_falls(pool, tmp_path, recipe, world_size, overrides, fall):
 def test_experts_are_the_weighted_sum_of_each_tokens_two_best(capacity_factor, skew):
     """Dropless, or with room for everybody, whatever the load."""
     torch.manual_seed(0)
-    model = MoE(1, 16, 2, 4, 8, 16, group_size=32, capacity_factor=capacity_factor, block_size=8, init_std=0.3).double()
+    model = MoE(
+        1,
+        16,
+        2,
+        4,
+        8,
+        16,
+        group_size=32,
+        capacity_factor=capacity_factor,
+        block_size=8,
+        init_std=0.3,
+    ).double()
     experts = model.blocks[0].mlp
     x = torch.randn(4, 16, 16, dtype=torch.float64)
     x[..., 0] += skew

@@ -35,13 +35,19 @@ from searches import SEARCHES, Space, State, plan_by  # noqa: E402
 CLUSTER = ClusterSpec.load("p3_16xlarge_x8", {"num_nodes": 2, "devices_per_node": 2})
 
 
-def space_of(num_layers: int, rows: int, cluster: ClusterSpec = CLUSTER, schedule: str | None = None) -> Space:
+def space_of(
+    num_layers: int, rows: int, cluster: ClusterSpec = CLUSTER, schedule: str | None = None
+) -> Space:
     module = MODELS["gpt"](num_layers=num_layers, d_model=64, vocab_size=32)
-    step = capture_step(module, module.example_batch(rows, torch.Generator().manual_seed(0)), batch_scope="global")
+    step = capture_step(
+        module, module.example_batch(rows, torch.Generator().manual_seed(0)), batch_scope="global"
+    )
     count, options = rows // 2, PlanOptions(schedule=schedule)
     graph = microbatch(step, count).graph
     costs = RooflineCosts(cluster.device)
-    job = CostJob(graph, cluster_layers(graph), count, cluster, costs, options, OptimizerInfo(), np.inf)
+    job = CostJob(
+        graph, cluster_layers(graph), count, cluster, costs, options, OptimizerInfo(), np.inf
+    )
     meshes = submeshes(cluster)
     return Space(job, meshes, stage_costs(job, meshes))
 
@@ -75,7 +81,9 @@ def test_nothing_that_a_search_finds_is_better(space, name):
 def test_where_links_differ_every_state_is_priced_by_the_links_of_its_messages(schedule):
     """Two racks of two nodes with a slow way out, three micro-batches' worth of layers: all states are tried."""
     up = {"name": "rack", "nodes": [[0, 2], [1, 3]], "latency": 1e-4, "bandwidth": 2e8}
-    racks = ClusterSpec.from_dict({**replace(CLUSTER, num_nodes=4, devices_per_node=1).to_dict(), "levels": [up]})
+    racks = ClusterSpec.from_dict(
+        {**replace(CLUSTER, num_nodes=4, devices_per_node=1).to_dict(), "levels": [up]}
+    )
     for cluster in racks.orders():
         space = space_of(4, 8, cluster, schedule)
         solved = solve_schedules(space, math.inf)[0]
@@ -103,12 +111,16 @@ def test_states_that_leave_devices_or_layers_over_have_none(space):
 def test_layouts_changed_op_by_op_become_the_plan_and_come_near_the_optimum_of_a_stage():
     """From data parallelism, which is far from it where links are slow; the plan has the layouts that were found."""
     module = MODELS["mlp"](d_in=2048, d_hidden=4096)
-    step = capture_step(module, module.example_batch(8, torch.Generator().manual_seed(0)), batch_scope="global")
+    step = capture_step(
+        module, module.example_batch(8, torch.Generator().manual_seed(0)), batch_scope="global"
+    )
     cluster = replace(replace(CLUSTER, num_nodes=1, devices_per_node=4), intra_node=Link(5e-6, 2e9))
     task = PlanTask(step, cluster, PlanOptions(num_microbatches=1), OptimizerInfo())
     found = plan_by(task, "flexflow-like", 3.0)
     best = plan_pipeline(replace(task, options=replace(task.options, num_stages=1)))
-    plain = plan_pipeline(replace(task, options=replace(task.options, num_stages=1, parallel="data")))
+    plain = plan_pipeline(
+        replace(task, options=replace(task.options, num_stages=1, parallel="data"))
+    )
     assert len(found.stages) == 1
     assert best.predicted.step_seconds < 0.9 * plain.predicted.step_seconds
     assert best.predicted.step_seconds * (1 - TOLERANCE) <= found.predicted.step_seconds
@@ -119,14 +131,28 @@ def test_layouts_changed_op_by_op_become_the_plan_and_come_near_the_optimum_of_a
 def test_layouts_that_do_not_fit_are_left_first():
     """Data parallelism needs more than twice the memory that there is; no plan is returned that does not fit."""
     module = MODELS["mlp"](d_in=256, d_hidden=512)
-    step = capture_step(module, module.example_batch(8, torch.Generator().manual_seed(0)), batch_scope="global")
-    task = PlanTask(step, CLUSTER, PlanOptions(num_microbatches=1, parallel="data", num_stages=1), OptimizerInfo())
+    step = capture_step(
+        module, module.example_batch(8, torch.Generator().manual_seed(0)), batch_scope="global"
+    )
+    task = PlanTask(
+        step,
+        CLUSTER,
+        PlanOptions(num_microbatches=1, parallel="data", num_stages=1),
+        OptimizerInfo(),
+    )
     most = plan_pipeline(task).predicted.peak_bytes / 2.2
     limited = replace(task, options=PlanOptions(num_microbatches=1, memory_limit=most))
     assert plan_by(limited, "flexflow-like", 3.0).predicted.peak_bytes <= limited.memory_limit
 
 
-WHERE = ("plan", "gpt_tiny", "--cluster", "dgx_h100", "cluster.num_nodes=1", "plan.num_microbatches=2")
+WHERE = (
+    "plan",
+    "gpt_tiny",
+    "--cluster",
+    "dgx_h100",
+    "cluster.num_nodes=1",
+    "plan.num_microbatches=2",
+)
 
 
 @pytest.mark.parametrize("name", SEARCHES)
@@ -147,7 +173,9 @@ def test_a_search_of_ones_own_can_be_asked_for(capsys, monkeypatch, tmp_path):
     assert "Alpa plan" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "near"), [("megatrn", "megatron"), ("nobodys.search", "no module")])
+@pytest.mark.parametrize(
+    ("name", "near"), [("megatrn", "megatron"), ("nobodys.search", "no module")]
+)
 def test_a_search_that_is_not_there_is_one_error(name, near, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main([*WHERE, "--search", name]) == 2

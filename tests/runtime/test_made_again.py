@@ -58,13 +58,21 @@ class Normed(Residual):
         self.seen.append(self.count)
         self.kinds["all"].append(self.count)
         self.mean = x.mean(0)
-        return super().forward(self.norm(x)) * self.calls.sum() * len(self.seen) * len(self.kinds["all"]) + self.mean
+        return (
+            super().forward(self.norm(x))
+            * self.calls.sum()
+            * len(self.seen)
+            * len(self.kinds["all"])
+            + self.mean
+        )
 
 
 class Talkative(Residual):
     """Keyword arguments, one tensor twice, results that are no tensors, a list that it appends to."""
 
-    def forward(self, x: Tensor, *, scale: Tensor, twin: Tensor, kept: list[Any], debug: str = "no") -> Any:
+    def forward(
+        self, x: Tensor, *, scale: Tensor, twin: Tensor, kept: list[Any], debug: str = "no"
+    ) -> Any:
         kept.append(x.detach())
         sign = 1 if twin is x else -1
         return {"out": super().forward(x) * scale * sign * len(kept), "debug": debug}
@@ -114,7 +122,9 @@ def kept_tensors() -> Iterator[list[Tensor]]:
         yield kept
 
 
-def outcome(kind: type[nn.Module], again: bool, before: Callable[[nn.Module], None] | None = None) -> dict[str, Any]:
+def outcome(
+    kind: type[nn.Module], again: bool, before: Callable[[nn.Module], None] | None = None
+) -> dict[str, Any]:
     """Gradients, buffers, Python's attributes and the next random numbers after two steps; bytes that autograd kept."""
     random.seed(1)
     np.random.seed(1)
@@ -131,23 +141,32 @@ def outcome(kind: type[nn.Module], again: bool, before: Callable[[nn.Module], No
             loss.backward()
     own = {id(p) for p in net.parameters()}
     plain = {
-        f"{n}.{k}": v for n, m in net.named_modules() for k, v in vars(m).items() if k in ("count", "seen", "kinds")
+        f"{n}.{k}": v
+        for n, m in net.named_modules()
+        for k, v in vars(m).items()
+        if k in ("count", "seen", "kinds")
     }
     return {
         "grads": {name: p.grad for name, p in net.named_parameters()},
         "buffers": dict(net.named_buffers()),
         "plain": plain,
         "drawn": (torch.rand(1), np.random.rand(), random.random()),
-        "bytes": sum({t.data_ptr(): t.untyped_storage().nbytes() for t in kept if id(t) not in own}.values()),
+        "bytes": sum(
+            {t.data_ptr(): t.untyped_storage().nbytes() for t in kept if id(t) not in own}.values()
+        ),
     }
 
 
 @pytest.mark.parametrize("kind", [Residual, Drops, Normed, Talkative, Twice])
-def test_gradients_and_all_that_is_left_behind_are_the_same_bit_for_bit(kind: type[nn.Module]) -> None:
+def test_gradients_and_all_that_is_left_behind_are_the_same_bit_for_bit(
+    kind: type[nn.Module],
+) -> None:
     kept, again = outcome(kind, False), outcome(kind, True)
     for part in ("grads", "buffers"):
         assert kept[part].keys() == again[part].keys()
-        assert all(torch.equal(value, again[part][name]) for name, value in kept[part].items()), part
+        assert all(torch.equal(value, again[part][name]) for name, value in kept[part].items()), (
+            part
+        )
     assert kept["plain"] == again["plain"]
     assert kept["drawn"] == again["drawn"]
     assert again["bytes"] < 0.7 * kept["bytes"]
@@ -236,14 +255,18 @@ def test_compiled_modules_too(which: str) -> None:
         torch.manual_seed(0)
         net = Net(Residual)
         if which == "blocks":
-            net.blocks = nn.ModuleList(torch.compile(block, backend="aot_eager") for block in net.blocks)
+            net.blocks = nn.ModuleList(
+                torch.compile(block, backend="aot_eager") for block in net.blocks
+            )
         with MadeAgain(net).installed(modules_to_make_again(net, True) if remat else {}):
             if which == "net":
                 net.compile(backend="aot_eager")
             with kept_tensors() as kept:
                 loss = net(torch.ones(2, WIDTH)).sum()
         loss.backward()
-        found.append(([p.grad for p in net.parameters()], sum(t.shape == (2, 4 * WIDTH) for t in kept)))
+        found.append(
+            ([p.grad for p in net.parameters()], sum(t.shape == (2, 4 * WIDTH) for t in kept))
+        )
     (grads, num_wide), (grads_again, num_again) = found
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
     assert num_wide > num_again == 0

@@ -67,7 +67,8 @@ def inputs_of(net: Net) -> tuple[ParameterInput, ...]:
     for name, parameter in net.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return tuple(
-        ParameterInput(i, tuple(n), TensorMeta(tuple(p.shape), p.dtype, True)) for i, (p, n) in enumerate(names.items())
+        ParameterInput(i, tuple(n), TensorMeta(tuple(p.shape), p.dtype, True))
+        for i, (p, n) in enumerate(names.items())
     )
 
 
@@ -94,12 +95,19 @@ def reference(accumulate=1, max_norm=None, clear=True):
             optimizer.step()
     named = dict(net.named_parameters())
     moments = {n: optimizer.state[p]["exp_avg"] for n, p in named.items() if p in optimizer.state}
-    return {n: p.detach() for n, p in named.items()}, {n: p.grad for n, p in named.items()}, norms, moments
+    return (
+        {n: p.detach() for n, p in named.items()},
+        {n: p.grad for n, p in named.items()},
+        norms,
+        moments,
+    )
 
 
 def plan_of(mode: tuple[str, ...], shape) -> ParameterPlan:
     """`mode`, made to fit a parameter of `shape`: dims that it has not become R*, as do dims too short to be cut."""
-    return ParameterPlan.parse(" ".join(m if m[0] == "R" or int(m[1:]) < len(shape) else "R*" for m in mode))
+    return ParameterPlan.parse(
+        " ".join(m if m[0] == "R" or int(m[1:]) < len(shape) else "R*" for m in mode)
+    )
 
 
 def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, bucket_bytes=200):
@@ -110,18 +118,24 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
     plans = {p.name: plan_of(mode, p.meta.shape) for p in inputs}
     store = store_on(mesh, net, inputs, plans)
     identities = {n: id(p) for n, p in net.named_parameters()}
-    alive = loss_sum(dict(net.named_parameters(remove_duplicate=False)), batches()[0])  # knows the whole shapes
+    alive = loss_sum(
+        dict(net.named_parameters(remove_duplicate=False)), batches()[0]
+    )  # knows the whole shapes
     store.shard(bucket_bytes=bucket_bytes)
     uses = {}
     for p in inputs:
         # Where the mode says R, all devices of that axis must do the same work; elsewhere the rows are divided.
-        whole = tuple(INVARIANT if m.storage is Storage.INVARIANT else REPLICATE for m in plans[p.name].modes)
+        whole = tuple(
+            INVARIANT if m.storage is Storage.INVARIANT else REPLICATE for m in plans[p.name].modes
+        )
         uses[p.name] = Reshard(plans[p.name].step_layout(), whole, p.meta.shape, mesh)
     divided = [axis for axis, m in enumerate(mode) if m != "R"]
     for i, x in enumerate(batches()):
         for axis in divided:
             x = x.tensor_split(mesh.shape[axis])[mesh.coordinate[axis]]
-        context = store.of_stage[0].regather_hooks(ahead_bytes=0) if regather else torch.enable_grad()
+        context = (
+            store.of_stage[0].regather_hooks(ahead_bytes=0) if regather else torch.enable_grad()
+        )
         with context:
             given = store.of_stage[0].step_inputs()
             values = {name: use(given[name]) for name, use in uses.items()}
@@ -140,8 +154,14 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
     assert identities == {n: id(p) for n, p in net.named_parameters()}
     named = dict(net.named_parameters())
     values = {n: store.gather(p) for n, p in named.items()}
-    grads = {n: p.grad if p.grad is None else store.gather_like(p, p.grad) for n, p in named.items()}
-    moments = {n: store.gather_like(p, optimizer.state[p]["exp_avg"]) for n, p in named.items() if p in optimizer.state}
+    grads = {
+        n: p.grad if p.grad is None else store.gather_like(p, p.grad) for n, p in named.items()
+    }
+    moments = {
+        n: store.gather_like(p, optimizer.state[p]["exp_avg"])
+        for n, p in named.items()
+        if p in optimizer.state
+    }
     for n, p in named.items():
         assert torch.equal(store.shard_like(p, values[n]), p.detach())
     store.unshard()
@@ -149,7 +169,9 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
     assert loss.requires_grad  # knows the shards' shapes
     optimizer.zero_grad()
     assert all(torch.equal(p, values[n]) for n, p in net.named_parameters())
-    loss_sum(dict(net.named_parameters(remove_duplicate=False)), batches()[0]).backward()  # an ordinary module again
+    loss_sum(
+        dict(net.named_parameters(remove_duplicate=False)), batches()[0]
+    ).backward()  # an ordinary module again
     return values, grads, norms, moments
 
 
@@ -180,15 +202,21 @@ def test_two_axes(mode):
         assert_equals_reference(result)
 
 
-@pytest.mark.parametrize("mode", [("R*", "G0"), ("S0", "G0"), ("G0", "S0"), ("R*", "R*"), ("R", "S1")], ids=" ".join)
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clear": False}, {"accumulate": 2, "clear": False}], ids=str)
+@pytest.mark.parametrize(
+    "mode", [("R*", "G0"), ("S0", "G0"), ("G0", "S0"), ("R*", "R*"), ("R", "S1")], ids=" ".join
+)
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 2}, {"clear": False}, {"accumulate": 2, "clear": False}], ids=str
+)
 def test_accumulation(mode, options):
     for result in run_on_threads((2, 2), lambda mesh: train(mesh, mode, **options)):
         assert_equals_reference(result, **options)
 
 
 @pytest.mark.parametrize("mode", [("R*",), ("S0",), ("G0",)], ids=" ".join)
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clear": False}, {"accumulate": 2, "clear": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 2}, {"clear": False}, {"accumulate": 2, "clear": False}], ids=str
+)
 def test_accumulation_on_one_device(mode, options):
     (result,) = run_on_threads((1,), lambda mesh: train(mesh, mode, **options))
     assert_equals_reference(result, **options)
@@ -211,7 +239,9 @@ def test_one_device_leaves_gradients_where_autograd_made_them(mode):
     run_on_threads((1,), work)
 
 
-@pytest.mark.parametrize("mode", [("R*", "S0"), ("S0", "S0"), ("G1", "R"), ("R", "R*")], ids=" ".join)
+@pytest.mark.parametrize(
+    "mode", [("R*", "S0"), ("S0", "S0"), ("G1", "R"), ("R", "R*")], ids=" ".join
+)
 def test_clipping_by_norm(mode):
     options = {"max_norm": 0.3}
     for result in run_on_threads((2, 2), lambda mesh: train(mesh, mode, **options)):
@@ -261,7 +291,9 @@ def test_regather_is_exact_and_frees_the_gathered_weight(mode):
             assert torch.equal(kept[1], dropped[1])
 
 
-@pytest.mark.parametrize("read", [torch.view_as_complex, lambda w: torch.view_as_complex(w).conj().mT, torch.t])
+@pytest.mark.parametrize(
+    "read", [torch.view_as_complex, lambda w: torch.view_as_complex(w).conj().mT, torch.t]
+)
 def test_views_that_read_a_gathered_parameter_otherwise(read):
     """As complex numbers, conjugated, transposed: what autograd saves of them is made again as it was."""
 
@@ -281,7 +313,10 @@ def test_views_that_read_a_gathered_parameter_otherwise(read):
             (x * weight * weight).abs().sum().backward()
         return x.grad, module.weight.grad
 
-    kept, dropped = (run_on_threads((2,), lambda mesh, again=again: gradient(mesh, again)) for again in (False, True))
+    kept, dropped = (
+        run_on_threads((2,), lambda mesh, again=again: gradient(mesh, again))
+        for again in (False, True)
+    )
     for mine, theirs in zip(dropped, kept, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
@@ -292,7 +327,13 @@ def _rows(weight):
 
 @pytest.mark.parametrize(
     ("make", "gathers"),
-    [(torch.t, 2), (lambda w: w.bfloat16().unsqueeze(0), 2), (_rows, 1), (torch.relu, 1), (lambda w: w + 1, 1)],
+    [
+        (torch.t, 2),
+        (lambda w: w.bfloat16().unsqueeze(0), 2),
+        (_rows, 1),
+        (torch.relu, 1),
+        (lambda w: w + 1, 1),
+    ],
 )
 def test_only_views_and_casts_of_a_parameter_are_gathered_again(make, gathers):
     """What an op makes of a parameter is an activation: the plan has it kept, and its gathering paid once."""
@@ -323,7 +364,9 @@ def test_what_is_never_differentiated_does_not_stay(make):
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        store = store_on(mesh, net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs})
+        store = store_on(
+            mesh, net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs}
+        )
         store.shard()
         with store.of_stage[0].regather_hooks(ahead_bytes=0):
             result = make(torch.ones(3, requires_grad=True) * 2)
@@ -362,11 +405,15 @@ def test_a_changed_parameter_is_not_gathered_for_an_older_forward():
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        store = store_on(mesh, net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs})
+        store = store_on(
+            mesh, net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs}
+        )
         store.shard()
         gather = Reshard(ParameterPlan.parse("S0").step_layout(), (REPLICATE,), (7, 6), mesh)
         with store.of_stage[0].regather_hooks(ahead_bytes=0):
-            y = F.linear(torch.ones(3, 6, dtype=torch.float64, requires_grad=True), gather(net.first.weight))
+            y = F.linear(
+                torch.ones(3, 6, dtype=torch.float64, requires_grad=True), gather(net.first.weight)
+            )
         with torch.no_grad():
             net.first.weight.add_(1)
         with pytest.raises(RuntimeMismatchError, match="changed between the forward"):
@@ -408,7 +455,9 @@ def test_a_gradient_that_only_some_devices_have_is_zero_on_the_others():
         for _ in range(2):
             net.zero_grad()
             given = store.of_stage[0].step_inputs()
-            loss = given["first.weight"].sum() + (given["bias"] * 3 if mesh.coordinate[0] == 1 else 0)
+            loss = given["first.weight"].sum() + (
+                given["bias"] * 3 if mesh.coordinate[0] == 1 else 0
+            )
             loss.backward()
             store.finish_backward()
         return net.bias.grad, net.first.weight.grad[0, 0], net.unused.grad
@@ -450,7 +499,9 @@ def test_a_gradient_that_is_asked_for_leaves_the_reduced_one():
         loss_sum(store.of_stage[0].step_inputs(), batches()[0]).backward()
         store.finish_backward()
         reduced = net.bias.grad.clone()
-        torch.autograd.grad(loss_sum(store.of_stage[0].step_inputs(), batches()[0]), net.bias)  # leaves .grad as it is
+        torch.autograd.grad(
+            loss_sum(store.of_stage[0].step_inputs(), batches()[0]), net.bias
+        )  # leaves .grad as it is
         assert torch.equal(net.bias.grad, reduced)
 
     run_on_threads((2,), work)
@@ -467,17 +518,29 @@ def test_steps_may_use_other_parameters_than_the_first(mode):
         store = store_on(mesh, net, inputs, plans)
         store.shard()
         seen = []
-        for names in (("first.weight", "second.bias"), ("first.weight", "unused"), ("second.bias",)):
+        for names in (
+            ("first.weight", "second.bias"),
+            ("first.weight", "unused"),
+            ("second.bias",),
+        ):
             net.zero_grad()
             store.after_optimizer_step()
             given = store.of_stage[0].step_inputs()
             sum(given[name].sum() for name in names).backward()
             store.finish_backward()
-            seen.append({n: p.grad.unique().tolist() for n, p in net.named_parameters() if p.grad is not None})
+            seen.append(
+                {
+                    n: p.grad.unique().tolist()
+                    for n, p in net.named_parameters()
+                    if p.grad is not None
+                }
+            )
         return seen
 
     for seen in run_on_threads((2,), work):
-        one = [1.0 if mode == "S0" else 2.0]  # shards are used as they are stored: nothing is summed
+        one = [
+            1.0 if mode == "S0" else 2.0
+        ]  # shards are used as they are stored: nothing is summed
         assert seen == [
             {"first.weight": one, "second.bias": one},
             {"first.weight": one, "unused": one},
@@ -489,7 +552,9 @@ def test_gradients_of_subsets_and_other_values():
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        store = store_on(mesh, net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs})
+        store = store_on(
+            mesh, net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs}
+        )
         store.shard()
         for parameter in net.parameters():
             parameter.grad = torch.full_like(parameter, 2.0)

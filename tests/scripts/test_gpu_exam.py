@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_exam.py"
-PARTS = {"environment", "equality", "speed", "memory", "checkpoint", "offload", "nccl", "ranks", "streams", "roofline"}
+PARTS = {
+    "environment",
+    "equality",
+    "speed",
+    "memory",
+    "checkpoint",
+    "offload",
+    "nccl",
+    "ranks",
+    "streams",
+    "roofline",
+}
 
 
 @pytest.mark.slow
@@ -21,15 +32,21 @@ def test_the_exam_passes_on_a_cpu(tmp_path):
     command += ["--seconds", "1700", "--patience", "6"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     rows = json.loads(out.read_text(encoding="utf-8"))
-    failed = [f"{row['part']} {row['item']}: {row['text']}" for row in rows if row["verdict"] == "failed"]
+    failed = [
+        f"{row['part']} {row['item']}: {row['text']}" for row in rows if row["verdict"] == "failed"
+    ]
     assert failed == []
     assert done.returncode == 0, done.stdout[-3000:]
-    assert {row["part"] for row in rows} - {"float8"} == PARTS  # with torchao, or that it is missing
+    assert {row["part"] for row in rows} - {
+        "float8"
+    } == PARTS  # with torchao, or that it is missing
     assert sum(row["verdict"] == "ok" for row in rows) > 50
 
 
 def test_the_wrapper_takes_the_interpreter_that_it_is_given(tmp_path):
     command = ["bash", str(SCRIPT.with_suffix(".sh")), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHON": sys.executable})
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHON": sys.executable}
+    )
     assert done.returncode == 0, done.stderr
     assert "--device" in done.stdout

@@ -17,7 +17,9 @@ TODAY = int(datetime.date.today().strftime("%Y%m%d"))
 
 
 @pytest.mark.parametrize(
-    ("seed", "count"), [(1, 8), pytest.param(TODAY, 200, marks=pytest.mark.slow)], ids=["a few", "nightly"]
+    ("seed", "count"),
+    [(1, 8), pytest.param(TODAY, 200, marks=pytest.mark.slow)],
+    ids=["a few", "nightly"],
 )
 def test_random_plans_train_as_one_process_or_are_refused(pool, capsys, seed, count):
     with capsys.disabled():
@@ -27,7 +29,9 @@ def test_random_plans_train_as_one_process_or_are_refused(pool, capsys, seed, co
 
 
 @pytest.mark.parametrize(
-    ("seed", "count"), [(1, len(BASES)), pytest.param(TODAY, 300, marks=pytest.mark.slow)], ids=["a few", "nightly"]
+    ("seed", "count"),
+    [(1, len(BASES)), pytest.param(TODAY, 300, marks=pytest.mark.slow)],
+    ids=["a few", "nightly"],
 )
 def test_edited_plans_train_as_one_process_or_are_refused(pool, capsys, seed, count):
     with capsys.disabled():

@@ -30,7 +30,12 @@ def row(**changed: Any) -> dict[str, Any]:
 
 def test_a_row_is_read_as_it_was_run():
     case = rows.express(row())
-    assert (case.rows, case.num_microbatches, case.shard, case.cluster.inter_node.bandwidth) == (2, 2, 8, 280e9)
+    assert (case.rows, case.num_microbatches, case.shard, case.cluster.inter_node.bandwidth) == (
+        2,
+        2,
+        8,
+        280e9,
+    )
     assert case.seconds == pytest.approx(4 * 2048 / 50000)
 
 
@@ -38,7 +43,10 @@ def test_a_row_is_read_as_it_was_run():
     ("changed", "why"),
     [
         ({"precision": "bf16 + float8", "source": "lightning-thunder"}, "float8"),
-        ({"precision": "bf16 + float8 rowwise", "notes": "low rowwise baseline (#1207)"}, "too low"),
+        (
+            {"precision": "bf16 + float8 rowwise", "notes": "low rowwise baseline (#1207)"},
+            "too low",
+        ),
         ({"cp": 4}, "context"),
         ({"dp": 4}, "not 8"),
         ({"source": "a"}, "says"),
@@ -49,7 +57,9 @@ def test_what_cannot_be_expressed_says_why(changed: dict[str, Any], why: str):
 
 
 def test_more_work_takes_longer_and_more_memory():
-    base, deep = (price.predict(rows.express(row(arch=row()["arch"] | {"layers": n}))) for n in (8, 16))
+    base, deep = (
+        price.predict(rows.express(row(arch=row()["arch"] | {"layers": n}))) for n in (8, 16)
+    )
     assert 1.3 * base.seconds < deep.seconds < 2 * base.seconds
     assert base.num_bytes < deep.num_bytes
     full = price.predict(rows.express(row(activation_checkpointing="full")))
@@ -59,8 +69,13 @@ def test_more_work_takes_longer_and_more_memory():
 
 def test_float8_products_and_tensor_parallelism_in_chunks_are_faster():
     """A source that does not say how it shards has the program's own way."""
-    wide = {"arch": row()["arch"] | {"hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 16384}, "zero": None}
-    cases = [rows.express(row(**wide, precision=name)) for name in ("bf16", "bf16 + float8 linears")]
+    wide = {
+        "arch": row()["arch"] | {"hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 16384},
+        "zero": None,
+    }
+    cases = [
+        rows.express(row(**wide, precision=name)) for name in ("bf16", "bf16 + float8 linears")
+    ]
     divided = {**wide, "dp": 1, "tp": 8, "local_batch": 16, "global_batch": 16, "micro_batch": 8}
     cases += [rows.express(row(**divided, async_tp=chunks)) for chunks in (False, True)]
     assert all(case.zero == 3 for case in cases)

@@ -26,20 +26,30 @@ from alpa_strategy.sharding.strategies import axis_strategies
 
 FUNCTIONS = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
 
-in_number = pytest.mark.skipif(len(FUNCTIONS) < 100, reason=f"this PyTorch has {len(FUNCTIONS)} such functions only")
+in_number = pytest.mark.skipif(
+    len(FUNCTIONS) < 100, reason=f"this PyTorch has {len(FUNCTIONS)} such functions only"
+)
 
 # What only we offer, and why torch does not.
 OURS_ONLY = {
     "addmm": ("R,S1,S0->P", "the bias is added on the first device: a local implementation"),
     "addmm_scaled": ("R,S1,S0->P", "as addmm"),
     "baddbmm": ("R,S2,S1->P", "as addmm"),
-    "embedding": ("S0,R->P", "rows of the table, each device looks up its own; torch has a mask buffer for that"),
+    "embedding": (
+        "S0,R->P",
+        "rows of the table, each device looks up its own; torch has a mask buffer for that",
+    ),
     "embedding_padding": ("S0,R->P", "as embedding"),
-    "convolution": ("R,S0,S0->S1 S1,S1,R->P", "channels; torch shards images along their batch only"),
+    "convolution": (
+        "R,S0,S0->S1 S1,S1,R->P",
+        "channels; torch shards images along their batch only",
+    ),
 }
 # The same over the operator database.
 OURS_MORE = {
-    **dict.fromkeys(("aten.addmm.default", "aten.baddbmm.default", "aten.embedding.default"), "as above"),
+    **dict.fromkeys(
+        ("aten.addmm.default", "aten.baddbmm.default", "aten.embedding.default"), "as above"
+    ),
     "aten.grid_sampler_2d.default": "channels, and places of the grid",
     "aten.grid_sampler_3d.default": "channels, and places of the grid",
     "aten.cholesky_solve.default": "every right-hand side is solved by itself",

@@ -55,8 +55,13 @@ def simulate(plan, whole):
             if piece.target != rank:
                 continue
             own = plan.source_boxes[piece.source]
-            part = cut(sources[piece.source], [(a - o[0], b - o[0]) for (a, b), o in zip(piece.box, own, strict=True)])
-            place = tuple(slice(a - o[0], b - o[0]) for (a, b), o in zip(piece.box, box, strict=True))
+            part = cut(
+                sources[piece.source],
+                [(a - o[0], b - o[0]) for (a, b), o in zip(piece.box, own, strict=True)],
+            )
+            place = tuple(
+                slice(a - o[0], b - o[0]) for (a, b), o in zip(piece.box, box, strict=True)
+            )
             local[place] = part
             seen[place] += 1
         assert (seen == 1).all()
@@ -87,7 +92,8 @@ def test_every_device_gets_its_box_once_and_no_more(case):
         assert torch.equal(local, cut(whole, target.boxes(shape)[rank]))
     held = source.boxes(shape)
     bound = sum(
-        elements(box) - (overlap(box, held[rank]) if rank in held else 0) for rank, box in target.boxes(shape).items()
+        elements(box) - (overlap(box, held[rank]) if rank in held else 0)
+        for rank, box in target.boxes(shape).items()
     )
     assert num_bytes(plan) == 4 * bound
     assert plan == plan_transfer(shape, torch.float32, source, target)
@@ -130,7 +136,9 @@ def test_local_gather_sends_every_byte_once(case):
         assert set(values.tolist()) == set(cut(whole, box).flatten().tolist())
     direct = plan_transfer(shape, torch.float32, source, target)
     assert num_bytes(plan) <= num_bytes(direct)
-    replicated = math.prod(n for n, p in zip(target.shape, target.layout, strict=True) if not isinstance(p, Shard))
+    replicated = math.prod(
+        n for n, p in zip(target.shape, target.layout, strict=True) if not isinstance(p, Shard)
+    )
     if len(shape) == 1 and len(target.shape) == 1 and shape[0] >= replicated:
         assert num_bytes(plan) == 4 * math.prod(shape)
 
@@ -151,10 +159,16 @@ def test_a_replicated_target_receives_once_and_gathers_when_the_link_between_nod
 def test_seconds_follow_the_links():
     cluster = ClusterSpec.load("p3_16xlarge_x8", {"num_nodes": 2})
     near = plan_transfer(
-        (1000,), torch.float32, MeshSide((1,), (0,), Layout.parse("R")), MeshSide((1,), (1,), Layout.parse("R"))
+        (1000,),
+        torch.float32,
+        MeshSide((1,), (0,), Layout.parse("R")),
+        MeshSide((1,), (1,), Layout.parse("R")),
     )
     far = plan_transfer(
-        (1000,), torch.float32, MeshSide((1,), (0,), Layout.parse("R")), MeshSide((1,), (9,), Layout.parse("R"))
+        (1000,),
+        torch.float32,
+        MeshSide((1,), (0,), Layout.parse("R")),
+        MeshSide((1,), (9,), Layout.parse("R")),
     )
     assert transfer_seconds(near, cluster) == pytest.approx(
         cluster.intra_node.latency + 4000 / cluster.intra_node.bandwidth
@@ -163,7 +177,10 @@ def test_seconds_follow_the_links():
         cluster.inter_node.latency + 4000 / cluster.inter_node.bandwidth
     )
     same = plan_transfer(
-        (1000,), torch.float32, MeshSide((1,), (0,), Layout.parse("R")), MeshSide((1,), (0,), Layout.parse("R"))
+        (1000,),
+        torch.float32,
+        MeshSide((1,), (0,), Layout.parse("R")),
+        MeshSide((1,), (0,), Layout.parse("R")),
     )
     assert transfer_seconds(same, cluster) == 0.0
     across, inside = (boundary_link((1, n), (1, n), cluster, crosses_nodes=n == 8) for n in (8, 4))

@@ -45,7 +45,10 @@ def rows(*shape):
 ELEMENTWISE = {
     "straight through": (lambda x: x.round(), lambda grad, x: grad),
     "gradient reversal": (lambda x: x.view_as(x), lambda grad, x: -0.5 * grad),
-    "swish": (lambda x: x * x.sigmoid(), lambda grad, x: grad * x.sigmoid() * (1 + x * (1 - x.sigmoid()))),
+    "swish": (
+        lambda x: x * x.sigmoid(),
+        lambda grad, x: grad * x.sigmoid() * (1 + x * (1 - x.sigmoid())),
+    ),
     "clipped gradient": (
         lambda x: x * 2,
         lambda grad, x: torch.where(x > 1, torch.zeros_like(grad), grad.clamp(-1, 1)),
@@ -83,7 +86,10 @@ WHOLE = {
     "a count of calls": (count, lambda grad, x: grad),
     "a value read": (lambda x: x * x.max().item(), lambda grad, x: grad),
     "written in place": (change_a_corner, lambda grad, x: grad),
-    "a number made of the shape": (lambda x: x * torch.tensor(float(x.shape[0])), lambda grad, x: grad),
+    "a number made of the shape": (
+        lambda x: x * torch.tensor(float(x.shape[0])),
+        lambda grad, x: grad,
+    ),
     "as many as there are": (lambda x: x * torch.ones(x.shape[0]).sum(), lambda grad, x: grad),
 }
 
@@ -98,7 +104,9 @@ def test_anything_else_is_whole(name):
 def test_a_dim_whose_length_is_asked_for_stays_whole():
     mean_of_gradients = function(lambda x: x.clone(), lambda grad, x: grad / grad.shape[0])
     by_the_size = function(lambda x: x if x.shape[0] > 3 else -x, lambda grad, x: grad)
-    assert ways(mean_of_gradients, rows(4, 6)) == ways(by_the_size, rows(4, 6)) == {"R->R", "S1->S1"}
+    assert (
+        ways(mean_of_gradients, rows(4, 6)) == ways(by_the_size, rows(4, 6)) == {"R->R", "S1->S1"}
+    )
 
 
 def test_a_square_that_is_transposed_is_whole():
@@ -114,7 +122,11 @@ def test_what_draws_is_whole_and_said_to_draw():
 
 def test_two_operands_of_one_shape_and_a_number():
     made = function(lambda x, y, s: x * y + s, lambda grad, x, y, s: (grad * y, grad * x, None))
-    assert ways(made, rows(4, 6), rows(4, 6), torch.tensor(2.0)) == {"R,R,R->R", "S0,S0,R->S0", "S1,S1,R->S1"}
+    assert ways(made, rows(4, 6), rows(4, 6), torch.tensor(2.0)) == {
+        "R,R,R->R",
+        "S0,S0,R->S0",
+        "S1,S1,R->S1",
+    }
     shared = function(lambda x, y: x * y, lambda grad, x, y: (grad * y, (grad * x).sum(0)))
     assert ways(shared, rows(4, 6), rows(6)) == {"R,R->R"}
 
@@ -129,7 +141,9 @@ def test_a_registered_rule_cuts_it():
 
 
 def test_an_op_of_another_library_without_a_rule_is_whole_and_may_draw():
-    op = torch.library.custom_op("alpa_test::whole", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor")
+    op = torch.library.custom_op(
+        "alpa_test::whole", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
     call = make_call(torch.ops.alpa_test.whole.default, torch.rand(4, 6))
     assert set(map(str, axis_strategies(call, 2))) == {"R->R"}
     assert is_random(call)

@@ -25,7 +25,9 @@ def test_local_shapes_are_those_of_the_layouts(case: Case) -> None:
             local = localize(case.call, strategies, mesh, coordinate)
             for i, meta in enumerate(case.call.operands):
                 layout = value_layout(tuple(s.inputs[i] for s in strategies))
-                assert local.call.operands[i].shape == layout.local_shape(meta.shape, mesh, coordinate)
+                assert local.call.operands[i].shape == layout.local_shape(
+                    meta.shape, mesh, coordinate
+                )
                 assert all(size > 0 for size in local.call.operands[i].shape)
             assert local.call.returns_tuple == case.call.returns_tuple
             assert (local.implementation is None) == (not local.axes)
@@ -49,7 +51,9 @@ def test_factories_ask_for_local_sizes() -> None:
 
 
 def test_groups_are_divided_with_the_channels() -> None:
-    call, _ = call_of(aten.conv2d.default, f(2, 8, 4, 4), f(8, 2, 3, 3), None, (1, 1), (0, 0), (1, 1), 4)
+    call, _ = call_of(
+        aten.conv2d.default, f(2, 8, 4, 4), f(8, 2, 3, 3), None, (1, 1), (0, 0), (1, 1), 4
+    )
     assert localize(call, _strategies("S1,S0->S1"), (2,), (0,)).call.args[-1] == 2
     call, _ = call_of(aten.group_norm.default, f(2, 8, 4), 4)
     assert localize(call, _strategies("S1->S1"), (4,), (0,)).call.args[1] == 1
@@ -85,4 +89,6 @@ def test_ops_that_draw_no_numbers_have_no_random_axes() -> None:
 def test_attention_dropout_differs_where_queries_or_heads_are_cut() -> None:
     q = f(2, 4, 6, 8)
     call, _ = call_of(aten.scaled_dot_product_attention.default, q, q, q, None, 0.1)
-    assert localize(call, _strategies("S2,R*,R*->S2", "S1,S1,S1->S1"), (2, 2), (0, 0)).random_axes == (0, 1)
+    assert localize(
+        call, _strategies("S2,R*,R*->S2", "S1,S1,S1->S1"), (2, 2), (0, 0)
+    ).random_axes == (0, 1)

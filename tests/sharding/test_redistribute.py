@@ -44,9 +44,21 @@ def steps(src: str, dst: str, mesh_shape=(2, 2)) -> list[str]:
     [
         ("S0", "S0", []),
         ("S0", "R*", ["axis 0: S0 -> R* of 1"]),
-        ("S0 S0", "R* R*", ["axis 1: S0 -> R* of 0.5", "axis 0: S0 -> R* of 1"]),  # the later axis cut last
-        ("R S0", "S0 S0", ["axis 1: S0 -> R of 1", "axis 0: R -> S0 of 1", "axis 1: R -> S0 of 0.5"]),
-        ("S0 P", "R* S1", ["axis 1: P -> S1 of 0.5", "axis 0: S0 -> R* of 0.5"]),  # shrink first, gather last
+        (
+            "S0 S0",
+            "R* R*",
+            ["axis 1: S0 -> R* of 0.5", "axis 0: S0 -> R* of 1"],
+        ),  # the later axis cut last
+        (
+            "R S0",
+            "S0 S0",
+            ["axis 1: S0 -> R of 1", "axis 0: R -> S0 of 1", "axis 1: R -> S0 of 0.5"],
+        ),
+        (
+            "S0 P",
+            "R* S1",
+            ["axis 1: P -> S1 of 0.5", "axis 0: S0 -> R* of 0.5"],
+        ),  # shrink first, gather last
         ("P P", "S0 S0", ["axis 0: P -> S0 of 1", "axis 1: P -> S0 of 0.5"]),
     ],
 )
@@ -81,10 +93,14 @@ def test_table_prices_the_steps(data):
     sources = tuple(data.draw(st.lists(layouts, min_size=1, max_size=4)))
     targets = tuple(data.draw(st.lists(layouts, min_size=1, max_size=4)))
     meta = TensorMeta((12, 12), torch.float32, data.draw(st.booleans()))
-    forward, backward = reshard_table(sources, targets, meta.num_bytes, meta.requires_grad, mesh(2, 3))
+    forward, backward = reshard_table(
+        sources, targets, meta.num_bytes, meta.requires_grad, mesh(2, 3)
+    )
     for (p, src), (q, dst) in itertools.product(enumerate(sources), enumerate(targets)):
         expected = {"forward": 0.0, "backward": 0.0}
         for step in reshard_steps(src, dst, (2, 3)):
             for kind, phase in step.collectives(meta.requires_grad):
                 expected[phase] += VOLUME[kind] * step.share * meta.num_bytes
-        np.testing.assert_allclose((forward[p, q], backward[p, q]), (expected["forward"], expected["backward"]))
+        np.testing.assert_allclose(
+            (forward[p, q], backward[p, q]), (expected["forward"], expected["backward"])
+        )

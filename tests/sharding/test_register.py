@@ -84,7 +84,9 @@ class Outside(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         (x,) = batch
         hidden = scaled_linear(x, self.up, self.up_shift, 0.5).tanh()
-        return nn.functional.mse_loss(scaled_linear(hidden, self.down, self.down_shift, 2.0), x.sin())
+        return nn.functional.mse_loss(
+            scaled_linear(hidden, self.down, self.down_shift, 2.0), x.sin()
+        )
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -92,22 +94,39 @@ class Outside(pl.LightningModule):
 
 def train(strategy: AlpaStrategy | None, world_size: int) -> dict[str, Tensor]:
     """Parameters after four steps on the same batches, whoever runs them."""
-    register_sharding("alpa_outside::scaled_linear", RULE)  # a worker has only just imported this file
+    register_sharding(
+        "alpa_outside::scaled_linear", RULE
+    )  # a worker has only just imported this file
     module = Outside()
-    x = torch.randn(4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    x = torch.randn(
+        4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     parallel = {} if strategy is None else {"strategy": strategy}
     trainer = pl.Trainer(accelerator="cpu", devices=world_size, max_epochs=1, **parallel, **quiet)
     trainer.fit(module, DataLoader(TensorDataset(x), ROWS))
     if strategy is not None:
-        ops = {name: texts for name, texts in trainer.strategy.plan.stages[0].strategies.items() if "scaled" in name}
-        assert any("@bias_on_first" in text for texts in ops.values() for text in map(str, texts)), ops
+        ops = {
+            name: texts
+            for name, texts in trainer.strategy.plan.stages[0].strategies.items()
+            if "scaled" in name
+        }
+        assert any(
+            "@bias_on_first" in text for texts in ops.values() for text in map(str, texts)
+        ), ops
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
 def train_in_shards(folder: str) -> dict[str, Tensor]:
     placements = {"up": "S0", "down": "S1"}
-    options = {"plan_dir": folder, "verbose": False, "cluster": "pcie_8gpu", "batch_scope": "global"}
+    options = {
+        "plan_dir": folder,
+        "verbose": False,
+        "cluster": "pcie_8gpu",
+        "batch_scope": "global",
+    }
     return train(AlpaStrategy(placements=placements, **options), 2)
 
 
@@ -125,7 +144,12 @@ def plan_for_four(width: int = 2048, kind: type[Outside] = Outside):
 
 def ways(plan) -> set[str]:
     """How the custom op is divided."""
-    return {str(way) for name, ways in plan.stages[0].strategies.items() if "scaled_linear" in name for way in ways}
+    return {
+        str(way)
+        for name, ways in plan.stages[0].strategies.items()
+        if "scaled_linear" in name
+        for way in ways
+    }
 
 
 def test_a_registered_rule_divides_the_op(rule):
@@ -141,7 +165,9 @@ class Noisy(Outside):
 
 def test_the_plan_says_which_op_could_have_a_rule(rule):
     plan = plan_for_four(64, Noisy)
-    assert any('register_sharding("alpa_outside::noise", ...)' in note for note in plan.notes), plan.notes
+    assert any('register_sharding("alpa_outside::noise", ...)' in note for note in plan.notes), (
+        plan.notes
+    )
 
 
 def test_a_changed_rule_is_planned_again(rule):
@@ -162,12 +188,16 @@ def test_two_ranks_train_like_one_process(pool, tmp_path):
 
 def test_rules_are_proved_on_an_example(rule):
     def example():
-        x, weight, shift = (torch.randn(s, dtype=torch.float64).requires_grad_() for s in ((4, 5, 6), (7, 6), (7,)))
+        x, weight, shift = (
+            torch.randn(s, dtype=torch.float64).requires_grad_() for s in ((4, 5, 6), (7, 6), (7,))
+        )
         return x, weight, shift, 0.5
 
     proved = prove_sharding("alpa_outside::scaled_linear", example())
     assert {"S0,R*,R*->S0", "R*,S0,S0->S2", "S2,S1,R*->P@bias_on_first"} <= set(proved)
-    register_sharding("alpa_outside::scaled_linear", "[*b, k], [n, k], [n]? -> [*b, n]")  # the shift is added n times
+    register_sharding(
+        "alpa_outside::scaled_linear", "[*b, k], [n, k], [n]? -> [*b, n]"
+    )  # the shift is added n times
     with pytest.raises(AlpaError, match="S2,S1,R\\*->P on 2 devices"):
         prove_sharding("alpa_outside::scaled_linear", example())
     register_sharding("alpa_outside::backwards", "[n] -> [n]")  # rows change places
@@ -180,7 +210,9 @@ def test_lines_for_several_ranks_hold_together():
     assert "S1->S1" in prove_sharding("alpa_outside::backwards", (torch.randn(6, 5),))
     with pytest.raises(AlpaError, match="forward and backward"):  # it has no backward
         prove_sharding("alpa_outside::backwards", (torch.randn(6, 5).requires_grad_(),))
-    with pytest.raises(AlpaError, match=r"no sharding rule of alpa_outside::backwards fits its call on \[6, 5, 4\]"):
+    with pytest.raises(
+        AlpaError, match=r"no sharding rule of alpa_outside::backwards fits its call on \[6, 5, 4\]"
+    ):
         prove_sharding("alpa_outside::backwards", (torch.randn(6, 5, 4),))
 
 

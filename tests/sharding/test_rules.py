@@ -31,20 +31,30 @@ def _prove_all(call: OpCall, operands: tuple[torch.Tensor, ...], axis_size: int)
 
 @settings(max_examples=25, deadline=None)
 @given(b=sizes, t=sizes, k=sizes, n=sizes, axis_size=axis_sizes)
-def test_linear_of_any_size_is_right_on_any_axis(b: int, t: int, k: int, n: int, axis_size: int) -> None:
+def test_linear_of_any_size_is_right_on_any_axis(
+    b: int, t: int, k: int, n: int, axis_size: int
+) -> None:
     _prove_all(*call_of(aten.linear.default, f(b, t, k), f(n, k), f(n)), axis_size)
 
 
 @settings(max_examples=25, deadline=None)
-@given(shape=st.lists(sizes, min_size=1, max_size=3), keep=st.lists(st.booleans(), min_size=3), axis_size=axis_sizes)
-def test_broadcast_product_is_right_on_any_axis(shape: list[int], keep: list[bool], axis_size: int) -> None:
+@given(
+    shape=st.lists(sizes, min_size=1, max_size=3),
+    keep=st.lists(st.booleans(), min_size=3),
+    axis_size=axis_sizes,
+)
+def test_broadcast_product_is_right_on_any_axis(
+    shape: list[int], keep: list[bool], axis_size: int
+) -> None:
     other = [size if kept else 1 for size, kept in zip(shape, keep, strict=False)]
     _prove_all(*call_of(aten.mul.Tensor, f(*shape), f(*other)), axis_size)
 
 
 @settings(max_examples=25, deadline=None)
 @given(v=st.integers(4, 13), d=sizes, rows=sizes, axis_size=axis_sizes)
-def test_embedding_and_its_loss_are_right_for_any_vocabulary(v: int, d: int, rows: int, axis_size: int) -> None:
+def test_embedding_and_its_loss_are_right_for_any_vocabulary(
+    v: int, d: int, rows: int, axis_size: int
+) -> None:
     _prove_all(*call_of(aten.embedding.default, f(v, d), i(v, rows)), axis_size)
     loss = next(case.call.target for case in CASES.values() if case.name == "cross_entropy")
     _prove_all(*call_of(loss, f(rows, v), i(v, rows), None, -100, 0.0), axis_size)
@@ -56,7 +66,9 @@ def test_grouped_query_attention_keeps_queries_with_their_keys(
     kv: int, group: int, length: int, axis_size: int
 ) -> None:
     q, k, v = f(2, kv * group, length, 4), f(2, kv, length, 4), f(2, kv, length, 4)
-    call, operands = call_of(aten.scaled_dot_product_attention.default, q, k, v, None, 0.0, True, enable_gqa=True)
+    call, operands = call_of(
+        aten.scaled_dot_product_attention.default, q, k, v, None, 0.0, True, enable_gqa=True
+    )
     _prove_all(call, operands, axis_size)
     head_split = any(s.inputs[0].shard_dim == 1 for s in axis_strategies(call, axis_size))
     shared_keys = kv == 1 and group % axis_size == 0
@@ -65,7 +77,9 @@ def test_grouped_query_attention_keeps_queries_with_their_keys(
 
 @settings(max_examples=25, deadline=None)
 @given(shape=st.lists(sizes, min_size=2, max_size=3), dim=st.integers(0, 1), axis_size=axis_sizes)
-def test_means_over_uneven_shards_weigh_their_elements(shape: list[int], dim: int, axis_size: int) -> None:
+def test_means_over_uneven_shards_weigh_their_elements(
+    shape: list[int], dim: int, axis_size: int
+) -> None:
     _prove_all(*call_of(aten.mean.dim, f(*shape), (dim,)), axis_size)
     _prove_all(*call_of(aten.mean.default, f(*shape)), axis_size)
 
@@ -75,7 +89,9 @@ def test_a_dim_cut_by_two_axes_has_an_element_for_every_device(mesh_shape: tuple
     call, operands = call_of(aten.linear.default, f(5, 9), f(8, 9), f(8))
     for strategies in op_strategies(call, mesh_shape):
         assert len(strategies) == len(mesh_shape)
-        cut = math.prod(n for n, s in zip(mesh_shape, strategies, strict=True) if s.inputs[0].shard_dim == 0)
+        cut = math.prod(
+            n for n, s in zip(mesh_shape, strategies, strict=True) if s.inputs[0].shard_dim == 0
+        )
         assert cut <= 5
         if cut == 4:
             prove(call, strategies, mesh_shape, operands)
@@ -89,14 +105,22 @@ def test_integers_and_constants_have_one_replicated_placement() -> None:
     ):
         for strategy in axis_strategies(call, 2):
             for meta, placement in zip(call.operands, strategy.inputs, strict=True):
-                assert str(placement) != "R*" or (meta.requires_grad and call.results[0].requires_grad)
+                assert str(placement) != "R*" or (
+                    meta.requires_grad and call.results[0].requires_grad
+                )
 
 
 def test_partial_sums_are_not_rounded() -> None:
     narrow, _ = call_of(aten._to_copy.default, f(4, 5), dtype=torch.bfloat16)
     assert "P->P" not in map(str, axis_strategies(narrow, 2))
-    assert "R*->R*" in map(str, axis_strategies(narrow, 2))  # the weight's gradient is widened, not rounded
-    wide, _ = call_of(aten._to_copy.default, f(4, 5).to(torch.bfloat16).detach().requires_grad_(), dtype=torch.float32)
+    assert "R*->R*" in map(
+        str, axis_strategies(narrow, 2)
+    )  # the weight's gradient is widened, not rounded
+    wide, _ = call_of(
+        aten._to_copy.default,
+        f(4, 5).to(torch.bfloat16).detach().requires_grad_(),
+        dtype=torch.float32,
+    )
     assert "P->P" in map(str, axis_strategies(wide, 2))
     assert "R*->R*" not in map(str, axis_strategies(wide, 2))
     integers, _ = call_of(aten._to_copy.default, f(4, 5), dtype=torch.int64)
@@ -123,7 +147,9 @@ def test_inner_collectives_shrink_with_the_axes_that_cut_their_rows() -> None:
     call = CASES["cross_entropy"].call
     byte_counts = {}
     for strategies in op_strategies(call, (2, 2)):
-        byte_counts[tuple(map(str, strategies))] = [sum(c.num_bytes for c in s.collectives) for s in strategies]
+        byte_counts[tuple(map(str, strategies))] = [
+            sum(c.num_bytes for c in s.collectives) for s in strategies
+        ]
     vocab = "S1,R->R@vocab_cross_entropy"
     assert byte_counts[vocab, "R,R->R"][0] == 3 * 4 * 8
     assert byte_counts[vocab, "S0,S0->P"][0] == 3 * 4 * 8 // 2

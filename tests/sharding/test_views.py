@@ -33,18 +33,26 @@ def shape_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @given(shape_pairs())
-def test_groups_hold_equally_many_elements_and_every_dim_once(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+def test_groups_hold_equally_many_elements_and_every_dim_once(
+    pair: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
     source, target = pair
     groups = dim_groups(source, target)
     for left, right in groups:
         assert math.prod(source[d] for d in left) == math.prod(target[d] for d in right)
-    assert [d for left, _ in groups for d in left] == [d for d, size in enumerate(source) if size != 1]
-    assert [d for _, right in groups for d in right] == [d for d, size in enumerate(target) if size != 1]
+    assert [d for left, _ in groups for d in left] == [
+        d for d, size in enumerate(source) if size != 1
+    ]
+    assert [d for _, right in groups for d in right] == [
+        d for d, size in enumerate(target) if size != 1
+    ]
 
 
 @settings(max_examples=40, deadline=None)
 @given(shape_pairs(), st.integers(2, 4))
-def test_every_view_is_right_on_every_axis(pair: tuple[tuple[int, ...], tuple[int, ...]], axis_size: int) -> None:
+def test_every_view_is_right_on_every_axis(
+    pair: tuple[tuple[int, ...], tuple[int, ...]], axis_size: int
+) -> None:
     call, operands = call_of(aten.reshape.default, f(*pair[0]), pair[1])
     for strategy in axis_strategies(call, axis_size):
         prove(call, (strategy,), axis_size, operands)

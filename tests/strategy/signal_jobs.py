@@ -30,7 +30,9 @@ NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RANKS = ((0, 1), (0,), (1,))
 MOMENTS = ("planning", "first step", "steady", "pipeline", "saving", "validating")
 LAUNCHERS = ("own", "torchrun")
-PLANS: dict[str, dict[str, Any]] = {  # of moments in the midst of other runs than a captured one of one stage
+PLANS: dict[
+    str, dict[str, Any]
+] = {  # of moments in the midst of other runs than a captured one of one stage
     "pipeline": {"num_stages": 2, "num_microbatches": 2},
     "as written": {"capture": "never"},
     "as written in parts": {"capture": "never", "parallel": "zero3"},
@@ -72,13 +74,17 @@ class Model(MLP):
     weights: dict[int, dict[str, torch.Tensor]]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.moment in ("first step", "steady", *PLANS) and self.global_step == 5 * (self.moment != "first step"):
+        if self.moment in ("first step", "steady", *PLANS) and self.global_step == 5 * (
+            self.moment != "first step"
+        ):
             ready(self.root)
         if self.moment:
             time.sleep(0.02)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if (self.moment == "validating" and self.global_step > 0) or (self.moment in EVALUATIONS and batch_idx > 5):
+        if (self.moment == "validating" and self.global_step > 0) or (
+            self.moment in EVALUATIONS and batch_idx > 5
+        ):
             ready(self.root)
             time.sleep(0.05)
         self.log("val", self.net(batch[0]).mean())
@@ -114,7 +120,9 @@ class Weights(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         with trainer.strategy.whole_parameters():
-            self.after[trainer.global_step] = {k: v.detach().clone() for k, v in module.state_dict().items()}
+            self.after[trainer.global_step] = {
+                k: v.detach().clone() for k, v in module.state_dict().items()
+            }
 
 
 def ready(root: str) -> None:
@@ -171,10 +179,15 @@ def train(
     model = (ByHand if moment == "backward by hand" else Model)(num_layers=4)
     model.moment, model.root = moment if signalled else "", root
     rows = model.example_batch(NUM_BATCHES * 2 * ROWS_PER_RANK)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*rows), batch_size=ROWS_PER_RANK)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(*rows), batch_size=ROWS_PER_RANK
+    )
     strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, **PLANS.get(moment, {}))
     weights = Weights()
-    saving = [OnExceptionCheckpoint(root, "last"), ModelCheckpoint(root, "every", every_n_train_steps=3)]
+    saving = [
+        OnExceptionCheckpoint(root, "last"),
+        ModelCheckpoint(root, "every", every_n_train_steps=3),
+    ]
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_steps=max_steps, logger=False, max_epochs=10**6,
         callbacks=saving if signalled else [weights], enable_progress_bar=False, enable_model_summary=False,
@@ -220,7 +233,9 @@ OTHER_CASES = [Case(number, ranks, moment, "own") for number in NUMBERS[:2] for 
 
 
 @contextmanager
-def started(root: Path, script: str, *arguments: str, launcher: str, extra: dict[str, str] | None = None) -> Iterator:
+def started(
+    root: Path, script: str, *arguments: str, launcher: str, extra: dict[str, str] | None = None
+) -> Iterator:
     """The job while it runs; what is left of it afterwards is killed, process by process."""
     path = root / "job.py"
     path.write_text(script)
@@ -229,8 +244,15 @@ def started(root: Path, script: str, *arguments: str, launcher: str, extra: dict
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     elif launcher == "slurm":
         command += ["-c", SRUN]
-    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
-    paths = [str(TESTS / "strategy"), str(TESTS), str(TESTS.parent), environment.get("PYTHONPATH", "")]
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")
+    }
+    paths = [
+        str(TESTS / "strategy"),
+        str(TESTS),
+        str(TESTS.parent),
+        environment.get("PYTHONPATH", ""),
+    ]
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **(extra or {})}
     with (root / "output").open("w") as output:
         job = subprocess.Popen(
@@ -288,7 +310,9 @@ def run_case(case: Case, root: Path, script: str = JOB, limit: float = 10.0) -> 
         while any(map(is_alive, processes.values())) and time.monotonic() < sent + GONE_SECONDS:
             time.sleep(0.02)
         outcome.seconds = time.monotonic() - sent
-        deadline = time.monotonic() + GONE_SECONDS  # torchrun's agent looks after its ranks now and then
+        deadline = (
+            time.monotonic() + GONE_SECONDS
+        )  # torchrun's agent looks after its ranks now and then
         while (left := processes_of(root)) and time.monotonic() < deadline:
             time.sleep(0.05)
         if left:
@@ -310,18 +334,24 @@ def _look_at_checkpoints(case: Case, root: Path, outcome: Outcome) -> None:
         whole = map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.whole())
         if not all(torch.isfinite(value).all() for value in whole["state_dict"].values()):
             outcome.wrong.append(f"{path.name} holds values that are not finite")
-    could_save = case.moment in ("first step", "steady", "saving", *PLANS) and case.number == signal.SIGTERM
+    could_save = (
+        case.moment in ("first step", "steady", "saving", *PLANS) and case.number == signal.SIGTERM
+    )
     if could_save and not (root / "last.ckpt").exists():
         outcome.wrong.append("SIGTERM left no checkpoint of its moment")
 
 
 def newest(root: Path) -> tuple[Path, int] | None:
     """The checkpoint of the latest step, with its step."""
-    found = [(int(open_checkpoint(path)["global_step"]), path) for path in sorted(root.glob("*.ckpt"))]
+    found = [
+        (int(open_checkpoint(path)["global_step"]), path) for path in sorted(root.glob("*.ckpt"))
+    ]
     return None if not found else (max(found)[1], max(found)[0])
 
 
-def check_resumption(case: Case, root: Path, pool: Any, undisturbed: Any, outcome: Outcome, steps: int = 4) -> None:
+def check_resumption(
+    case: Case, root: Path, pool: Any, undisturbed: Any, outcome: Outcome, steps: int = 4
+) -> None:
     """Go on for `steps` and compare with what an undisturbed training had there, bit by bit.
 
     Args:
@@ -330,7 +360,9 @@ def check_resumption(case: Case, root: Path, pool: Any, undisturbed: Any, outcom
     found = newest(root)
     path, step = (None, 0) if found is None else (str(found[0]), found[1])
     end = min(step + steps, NUM_BATCHES - 1)
-    after = pool.run(2, train, str(root), case.moment, False, path, end, init_group=False, timeout=300)[0]
+    after = pool.run(
+        2, train, str(root), case.moment, False, path, end, init_group=False, timeout=300
+    )[0]
     expected = undisturbed(case.moment)
     outcome.resumed_from = step
     if sorted(after) != list(range(step + 1, end + 1)):
@@ -353,5 +385,7 @@ class Undisturbed:
         if kind not in self._found:
             root = self._root / f"undisturbed-{kind}"
             arguments = (str(root), kind, False, None, NUM_BATCHES - 1)
-            self._found[kind] = self._pool.run(2, train, *arguments, init_group=False, timeout=600)[0]
+            self._found[kind] = self._pool.run(2, train, *arguments, init_group=False, timeout=600)[
+                0
+            ]
         return self._found[kind]

@@ -53,7 +53,9 @@ def staged_plan(
     graph = microbatch(step, num_microbatches, world if batch_scope == "rank" else 1).graph
     cuts = cluster_layers(graph, len(places))
     costs = RooflineCosts(cluster.device)
-    solver = StageSolver(CostJob(graph, cuts, num_microbatches, cluster, costs, options, optimizer, math.inf, remat))
+    solver = StageSolver(
+        CostJob(graph, cuts, num_microbatches, cluster, costs, options, optimizer, math.inf, remat)
+    )
     stored: dict[tuple[int, ...], dict] = {ranks: {} for ranks in places}
     stages = []
     for (first, last), ranks in zip(pairwise(cuts), places, strict=True):
@@ -61,9 +63,19 @@ def staged_plan(
         inner = cluster_layers(slice_stage(graph, first, last), min(3, last - first))[1:-1]
         spans = tuple(first + cut for cut in inner) if remat else ()
         wish = StageWish(
-            first, last, (1, size), (size,), remat, num_microbatches, places.count(ranks), stored[ranks], spans
+            first,
+            last,
+            (1, size),
+            (size,),
+            remat,
+            num_microbatches,
+            places.count(ranks),
+            stored[ranks],
+            spans,
         )
-        plan = replace(solver.solve(wish).plan, remat_cuts=spans)  # so many also where fewer would need less memory
+        plan = replace(
+            solver.solve(wish).plan, remat_cuts=spans
+        )  # so many also where fewer would need less memory
         stored[ranks].update(plan.parameter_plans)
         stages.append(replace(plan, first_device=ranks[0]))
     return Plan(

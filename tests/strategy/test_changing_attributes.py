@@ -97,7 +97,10 @@ class Refitted(MLP):
         return torch.utils.data.DataLoader(torch.zeros(4, 1), 2)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        step, first = self.global_step, next(each for each in self.net.modules() if isinstance(each, torch.nn.Linear))
+        step, first = (
+            self.global_step,
+            next(each for each in self.net.modules() if isinstance(each, torch.nn.Linear)),
+        )
         if step == 1:
             self.pool.kernel_size, self.pool.stride = 2, 2
         if step == 2:
@@ -123,9 +126,13 @@ class Grown(MLP):
         last, generator = len(self.net) - 1, torch.Generator().manual_seed(5)
         if self.global_step in (1, 2):
             old = self.net[last]
-            new = torch.nn.Linear(old.out_features if self.global_step == 2 else old.in_features, old.out_features)
+            new = torch.nn.Linear(
+                old.out_features if self.global_step == 2 else old.in_features, old.out_features
+            )
             with torch.no_grad():
-                new.weight.copy_(torch.randn(new.weight.shape, generator=generator, dtype=torch.float64))
+                new.weight.copy_(
+                    torch.randn(new.weight.shape, generator=generator, dtype=torch.float64)
+                )
                 new.bias.zero_()
             if self.global_step == 1:
                 self.net[last] = new.double()
@@ -180,5 +187,8 @@ def test_a_change_on_one_rank_only_is_an_error(tmp_path: Path) -> None:
     done = run_job(tmp_path, JOB, str(tmp_path))
     assert done.returncode != 0
     assert "FINISHED" not in done.stdout
-    assert "the ranks differ in what training_step computes: rank 0: aten.mul.Tensor(Slot(index=0), 1.0)" in done.stderr
+    assert (
+        "the ranks differ in what training_step computes: rank 0: aten.mul.Tensor(Slot(index=0), 1.0)"
+        in done.stderr
+    )
     assert "rank 1: aten.mul.Tensor(Slot(index=0), 0.5)" in done.stderr

@@ -32,12 +32,21 @@ class Samples(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
         row = self.rows[index]
         generator = torch.Generator().manual_seed(row)
-        return torch.randn(WIDTH, generator=generator, dtype=torch.float64), torch.tensor(row % 3), row
+        return (
+            torch.randn(WIDTH, generator=generator, dtype=torch.float64),
+            torch.tensor(row % 3),
+            row,
+        )
 
 
 def collate(samples: list[Any]) -> dict[str, Any]:
     x, y, rows = zip(*samples, strict=True)
-    return {"x": torch.stack(x), "y": torch.stack(y), "weight": 1.0 / (1 + rows[0] // ROWS), "name": "rows"}
+    return {
+        "x": torch.stack(x),
+        "y": torch.stack(y),
+        "weight": 1.0 / (1 + rows[0] // ROWS),
+        "name": "rows",
+    }
 
 
 class Gate(nn.Module):
@@ -73,7 +82,10 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self(batch["x"])
-        loss = F.cross_entropy(logits, batch["y"]) * batch["weight"] + self.number(batch) * logits.square().mean()
+        loss = (
+            F.cross_entropy(logits, batch["y"]) * batch["weight"]
+            + self.number(batch) * logits.square().mean()
+        )
         self.log("loss", loss)
         self.log("beta", self.beta)
         return loss
@@ -159,14 +171,25 @@ def train(name: str, strategy: Any) -> tuple[dict[str, Tensor], list[dict[str, f
     finally:
         run_module.capture = capture
     is_ours = isinstance(trainer.strategy, AlpaStrategy)
-    return model.state_dict(), logged, len(captures), is_ours and trainer.strategy.plan.is_as_written
+    return (
+        model.state_dict(),
+        logged,
+        len(captures),
+        is_ours and trainer.strategy.plan.is_as_written,
+    )
 
 
 def train_sharded(name: str, root: str, options: dict[str, Any]) -> Any:
-    return train(name, AlpaStrategy(cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, **options))
+    return train(
+        name, AlpaStrategy(cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, **options)
+    )
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"parallel": "zero3"}, {"num_stages": 2, "num_microbatches": 2}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"parallel": "zero3"},
+    {"num_stages": 2, "num_microbatches": 2},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["auto", "zero3", "stages"])
@@ -181,7 +204,9 @@ def test_numbers_that_change_are_inputs(pool, tmp_path, name: str, options: dict
 
 
 @pytest.mark.parametrize(("name", "captures"), [("AsAnIndex", 4), ("Branching", 3)])
-def test_numbers_of_shapes_and_branches_are_captured_by_their_values(pool, tmp_path, name: str, captures: int) -> None:
+def test_numbers_of_shapes_and_branches_are_captured_by_their_values(
+    pool, tmp_path, name: str, captures: int
+) -> None:
     state, logged, *_ = train(name, None)
     for run in pool.run(2, train_sharded, name, str(tmp_path), {}):
         torch.testing.assert_close(run[0], state, rtol=1e-9, atol=1e-9)

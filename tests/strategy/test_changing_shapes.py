@@ -64,7 +64,9 @@ class Model(GPT):
         self.log("train_loss", loss)
         return {"loss": loss, "names": batch["names"], "number": batch["number"]}
 
-    def on_train_batch_end(self, outputs: dict[str, Any], batch: dict[str, Any], batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, outputs: dict[str, Any], batch: dict[str, Any], batch_idx: int
+    ) -> None:
         assert outputs["names"] == batch["names"]
         assert outputs["number"] == batch["number"]
         self.names += outputs["names"]
@@ -81,7 +83,12 @@ def train(root: str, strategy: dict[str, Any] | None, data: str = "Texts") -> di
     parallel: dict[str, Any] = {"devices": 1}
     sampler: Any = [s + r + i for s in range(0, len(texts), ROWS) for r in range(2) for i in (0, 2)]
     if strategy is not None:
-        options = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
+        options = {
+            "cluster": "pcie_8gpu",
+            "plan_dir": f"{root}/plans",
+            "verbose": False,
+            **strategy,
+        }
         parallel = {"devices": 2, "strategy": AlpaStrategy(**options)}
         sampler = DistributedSampler(texts, 2, torch.distributed.get_rank(), shuffle=False)
     loader = DataLoader(texts, ROWS // parallel["devices"], sampler=sampler, collate_fn=collate)
@@ -94,11 +101,19 @@ def train(root: str, strategy: dict[str, Any] | None, data: str = "Texts") -> di
         **parallel,
     )
     trainer.fit(model, loader)
-    return {"state": model.state_dict(), "loss": float(trainer.callback_metrics["train_loss"]), "names": model.names}
+    return {
+        "state": model.state_dict(),
+        "loss": float(trainer.callback_metrics["train_loss"]),
+        "names": model.names,
+    }
 
 
-@pytest.mark.parametrize("strategy", [{"parallel": "zero3"}, {"parallel": "tensor"}, PIPELINE], ids=str)
-def test_lengths_that_change_from_batch_to_batch(pool, tmp_path: Path, strategy: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "strategy", [{"parallel": "zero3"}, {"parallel": "tensor"}, PIPELINE], ids=str
+)
+def test_lengths_that_change_from_batch_to_batch(
+    pool, tmp_path: Path, strategy: dict[str, Any]
+) -> None:
     reference = train(str(tmp_path), None)
     strategy = {"capture": "require", **strategy}  # three shapes in four steps
     runs = pool.run(2, train, str(tmp_path), strategy)
@@ -112,8 +127,12 @@ def test_lengths_that_change_from_batch_to_batch(pool, tmp_path: Path, strategy:
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "plans").glob("*.json")} == plans
 
 
-def test_lengths_that_differ_between_ranks_are_an_error_where_one_batch_is_asked_for(pool, tmp_path: Path) -> None:
+def test_lengths_that_differ_between_ranks_are_an_error_where_one_batch_is_asked_for(
+    pool, tmp_path: Path
+) -> None:
     with pytest.raises(WorkerError, match=r"differ.*rank 0: \[2, 7\]; rank 1: \[2, 6\]"):
         pool.run(2, train, str(tmp_path), {"parallel": "zero3", "batch_scope": "rank"}, "Padded")
-    first, second = pool.run(2, train, str(tmp_path), {"parallel": "zero3"}, "Padded")  # as written: as under DDP
+    first, second = pool.run(
+        2, train, str(tmp_path), {"parallel": "zero3"}, "Padded"
+    )  # as written: as under DDP
     torch.testing.assert_close(first["state"], second["state"], rtol=0, atol=0)

@@ -108,11 +108,15 @@ def train(root: str, fault: str, net: str, options: dict[str, Any]) -> list[str]
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(globals()[net](1e30 if fault == "own" else 0.1), DataLoader(data, ROWS, sampler=sampler))
+        trainer.fit(
+            globals()[net](1e30 if fault == "own" else 0.1), DataLoader(data, ROWS, sampler=sampler)
+        )
     return [str(each.message) for each in caught if "alpa: step" in str(each.message)]
 
 
-def reports(pool: Any, root: Any, fault: str, options: dict[str, Any], net: str = "Net") -> list[str]:
+def reports(
+    pool: Any, root: Any, fault: str, options: dict[str, Any], net: str = "Net"
+) -> list[str]:
     first, second = pool.run(2, train, str(root), fault, net, options)
     assert not second
     return first
@@ -143,7 +147,10 @@ def test_rows_of_one_rank_are_told(pool, tmp_path, run: str) -> None:
     assert "step 3:" in said
     assert "The batch of ranks [1] holds values that are not finite" in said
     if "written" in run:
-        assert "gradients of ranks [1] alone are not finite before they are summed (rank 1: first that of last." in said
+        assert (
+            "gradients of ranks [1] alone are not finite before they are summed (rank 1: first that of last."
+            in said
+        )
 
 
 @pytest.mark.parametrize("net", ["Net", "ByHand"])
@@ -164,13 +171,18 @@ def test_a_sum_that_is_not_finite_is_told_from_its_summands(pool, tmp_path, run:
 
 @pytest.mark.parametrize("run", ["captured", "written"])
 def test_copies_of_a_gradient_that_differ_are_an_error(pool, tmp_path, run: str) -> None:
-    with pytest.raises(WorkerError, match=r"copies of the gradient of \w+\.\w+ differ at step 3: on ranks \[1\]"):
+    with pytest.raises(
+        WorkerError, match=r"copies of the gradient of \w+\.\w+ differ at step 3: on ranks \[1\]"
+    ):
         reports(pool, tmp_path, "wrong", RUNS[run])
 
 
 def test_a_loss_alone_is_named() -> None:
     said = report([(True, None, None, False), (True, None, None, False)], divided=True)
-    assert said == "the loss is not finite on ranks [0, 1]; all gradients of the ranks' own are finite."
+    assert (
+        said
+        == "the loss is not finite on ranks [0, 1]; all gradients of the ranks' own are finite."
+    )
 
 
 def test_it_is_on_or_off() -> None:

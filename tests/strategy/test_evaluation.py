@@ -21,12 +21,23 @@ from alpa_strategy import AlpaStrategy
 TOLERANCE = 1e-9
 ROWS = 8  # of the global batch
 NUM_ELEMENTS = 46_020  # of the model that is evaluated without a training
-ONE_STAGE = [{"parallel": "zero3"}, {"parallel": "tensor"}, {"parallel": "zero2"}, {"parallel": "data"}]
+ONE_STAGE = [
+    {"parallel": "zero3"},
+    {"parallel": "tensor"},
+    {"parallel": "zero2"},
+    {"parallel": "data"},
+]
 PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
-BIG = {"d_hidden": 64, "num_layers": 8}  # 206 kB of parameters, and plans that need 485 to 583 kB for a training step
+BIG = {
+    "d_hidden": 64,
+    "num_layers": 8,
+}  # 206 kB of parameters, and plans that need 485 to 583 kB for a training step
 NO_ROOM = {"memory_limit": 600e3}  # for them whole: each is gathered where it is used
 NO_ROOM_BESIDE_A_STEP = {"memory_limit": 650e3}
-SHARDED = [{**strategy, **NO_ROOM} for strategy in ({"parallel": "zero3"}, {"parallel": "tensor"}, PIPELINE)]
+SHARDED = [
+    {**strategy, **NO_ROOM}
+    for strategy in ({"parallel": "zero3"}, {"parallel": "tensor"}, PIPELINE)
+]
 
 
 def name_of(strategy: dict[str, Any]) -> str:
@@ -45,17 +56,29 @@ class Evaluated(MLP):
     def on_validation_end(self) -> None:
         self.groups.append(len(torch.distributed.distributed_c10d._world.pg_map))
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+    def validation_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> dict[str, Any]:
         x, y = batch
         prediction = self.net(x)
         loss = torch.nn.functional.mse_loss(prediction, y)
         self.log("val_loss", loss, sync_dist=True)
-        self.log("val_root", (prediction - y).square().mean(1).sqrt().mean(), on_step=True, on_epoch=True)
+        self.log(
+            "val_root", (prediction - y).square().mean(1).sqrt().mean(), on_step=True, on_epoch=True
+        )
         self.log("val_sum", (prediction > 0).sum().double(), reduce_fx="sum", sync_dist=True)
-        self.log("val_max", prediction.max(), reduce_fx="max", sync_dist=True, add_dataloader_idx=True)
-        return {"prediction": prediction, "nested": [loss, "text", (x.mean(1),)], "dataloader_idx": dataloader_idx}
+        self.log(
+            "val_max", prediction.max(), reduce_fx="max", sync_dist=True, add_dataloader_idx=True
+        )
+        return {
+            "prediction": prediction,
+            "nested": [loss, "text", (x.mean(1),)],
+            "dataloader_idx": dataloader_idx,
+        }
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         assert len(outputs["prediction"]) == len(batch[0])
         assert outputs["dataloader_idx"] == dataloader_idx
         self.seen.append((outputs["prediction"], outputs["nested"][2][0], batch[0].mean(1)))
@@ -66,10 +89,17 @@ def loaders(model: MLP, sizes: list[int], world_size: int, rank: int) -> list[Da
     """One loader a size: rows in the order of a DistributedSampler; world_size 1: the global batches of two ranks."""
     made = []
     for number, num_rows in enumerate(sizes):
-        data = TensorDataset(*model.example_batch(num_rows, torch.Generator().manual_seed(3 + number)))
+        data = TensorDataset(
+            *model.example_batch(num_rows, torch.Generator().manual_seed(3 + number))
+        )
         if world_size == 1:
             starts = range(0, num_rows, ROWS)
-            order = [i for s in starts for r in range(2) for i in range(s + r, min(s + ROWS, num_rows), 2)]
+            order = [
+                i
+                for s in starts
+                for r in range(2)
+                for i in range(s + r, min(s + ROWS, num_rows), 2)
+            ]
             made.append(DataLoader(data, batch_size=ROWS, sampler=order))
         else:
             sampler = DistributedSampler(data, world_size, rank, shuffle=False)
@@ -97,12 +127,20 @@ def fit(
     finally:
         torch.set_default_dtype(torch.float32)
     if stream:
-        validation = [DataLoader(Rows(v.dataset, world_size, rank), batch_size=ROWS // world_size) for v in validation]
+        validation = [
+            DataLoader(Rows(v.dataset, world_size, rank), batch_size=ROWS // world_size)
+            for v in validation
+        ]
     parallel: dict[str, Any] = {"devices": 1}
     if isinstance(strategy, str):
         parallel = {"devices": world_size, "strategy": strategy}
     elif strategy is not None:
-        options = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
+        options = {
+            "cluster": "pcie_8gpu",
+            "plan_dir": f"{root}/plans",
+            "verbose": False,
+            **strategy,
+        }
         parallel = {"devices": world_size, "strategy": AlpaStrategy(**options)}
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -137,12 +175,16 @@ def assert_same(runs: list[dict[str, Any]], reference: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("strategy", [*ONE_STAGE, PIPELINE, *SHARDED], ids=name_of)
-def test_validation_of_several_loaders_with_a_smaller_last_batch(pool, tmp_path: Path, strategy: dict) -> None:
+def test_validation_of_several_loaders_with_a_smaller_last_batch(
+    pool, tmp_path: Path, strategy: dict
+) -> None:
     sizes = [2 * ROWS + 4, ROWS]
     reference = fit("Evaluated", str(tmp_path), None, sizes, BIG)
     runs = pool.run(2, fit, "Evaluated", str(tmp_path), strategy, sizes, BIG)
     assert_same(runs, reference)
-    assert {"val_loss/dataloader_idx_1", "val_root_epoch/dataloader_idx_0"} <= reference["metrics"].keys()
+    assert {"val_loss/dataloader_idx_1", "val_root_epoch/dataloader_idx_0"} <= reference[
+        "metrics"
+    ].keys()
     assert all(len(run["groups"]) == 2 and len(set(run["groups"])) == 1 for run in runs)
 
 
@@ -178,7 +220,10 @@ class Uncapturable(MLP):
 def test_steps_that_no_graph_can_hold(pool, tmp_path: Path, strategy: dict) -> None:
     reference = fit("Uncapturable", str(tmp_path), None, [5 * ROWS], {"always": True, **BIG})
     assert_same(
-        pool.run(2, fit, "Uncapturable", str(tmp_path), strategy, [5 * ROWS], {"always": True, **BIG}), reference
+        pool.run(
+            2, fit, "Uncapturable", str(tmp_path), strategy, [5 * ROWS], {"always": True, **BIG}
+        ),
+        reference,
     )
 
 
@@ -188,12 +233,23 @@ class Metrics(MLP):
     def __init__(self, written: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.written = written  # whether the second validation step must run as it is written
-        kinds = {"mean": torchmetrics.MeanMetric, "sum": torchmetrics.SumMetric, "cat": torchmetrics.CatMetric}
+        kinds = {
+            "mean": torchmetrics.MeanMetric,
+            "sum": torchmetrics.SumMetric,
+            "cat": torchmetrics.CatMetric,
+        }
         kinds |= {"max": torchmetrics.MaxMetric, "mse": torchmetrics.MeanSquaredError}
         self.kinds = torch.nn.ModuleDict(
-            {f"{loop}_{name}": kind().set_dtype(torch.float64) for loop in ("t", "v") for name, kind in kinds.items()}
+            {
+                f"{loop}_{name}": kind().set_dtype(torch.float64)
+                for loop in ("t", "v")
+                for name, kind in kinds.items()
+            }
         )
-        pair = {"mse": torchmetrics.MeanSquaredError(), "rmse": torchmetrics.MeanSquaredError(squared=False)}
+        pair = {
+            "mse": torchmetrics.MeanSquaredError(),
+            "rmse": torchmetrics.MeanSquaredError(squared=False),
+        }
         self.pair = torchmetrics.MetricCollection(pair, prefix="pair_").set_dtype(torch.float64)
 
     def update(self, loop: str, batch: Any) -> tuple[Tensor, Tensor]:
@@ -238,7 +294,9 @@ def fit_with_ddp(root: str, sizes: list[int], kwargs: dict[str, Any]) -> dict[st
     ],
     ids=["zero3", "zero3-shards", "zero3-shards-then-whole", "pipeline", "pipeline-shards"],
 )
-def test_metrics_have_the_values_of_ddp(pool, tmp_path: Path, strategy: dict, written: bool) -> None:
+def test_metrics_have_the_values_of_ddp(
+    pool, tmp_path: Path, strategy: dict, written: bool
+) -> None:
     sizes, kwargs = [3 * ROWS], {"written": written, **BIG}
     expected = pool.run(2, fit_with_ddp, str(tmp_path), sizes, kwargs)
     found = pool.run(2, fit, "Metrics", str(tmp_path), strategy, sizes, kwargs)
@@ -287,7 +345,11 @@ class Predicting(Plain):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         x, _ = batch
         prediction = self.net(x)
-        return {"row": prediction, "pair": (prediction.T, [x.sum(1), "text"]), "loader": dataloader_idx}
+        return {
+            "row": prediction,
+            "pair": (prediction.T, [x.sum(1), "text"]),
+            "loader": dataloader_idx,
+        }
 
 
 def evaluate_without_fit(
@@ -308,15 +370,29 @@ def evaluate_without_fit(
         torch.set_default_dtype(torch.float32)
     parallel: dict[str, Any] = {"devices": 1}
     if strategy is not None:
-        options = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
+        options = {
+            "cluster": "pcie_8gpu",
+            "plan_dir": f"{root}/plans",
+            "verbose": False,
+            **strategy,
+        }
         parallel = {"devices": world_size, "strategy": AlpaStrategy(**options)}
     seen: list[int] = []
     trainer = pl.Trainer(
-        accelerator="cpu", precision="64-true", callbacks=[Sizes(seen)], default_root_dir=root, **QUIET, **parallel
+        accelerator="cpu",
+        precision="64-true",
+        callbacks=[Sizes(seen)],
+        default_root_dir=root,
+        **QUIET,
+        **parallel,
     )
     validated = trainer.validate(model, data, verbose=False)
     tested = trainer.test(model, data, verbose=False)
-    return {"metrics": [validated, tested], "seen": seen, "predictions": trainer.predict(model, data)}
+    return {
+        "metrics": [validated, tested],
+        "seen": seen,
+        "predictions": trainer.predict(model, data),
+    }
 
 
 class Sizes(pl.Callback):
@@ -337,7 +413,9 @@ class Sizes(pl.Callback):
 
 
 @pytest.mark.parametrize("memory_limit", [330_000, float("inf")], ids=["too_big", "fits"])
-def test_evaluation_of_a_model_that_was_never_trained(pool, tmp_path: Path, memory_limit: float) -> None:
+def test_evaluation_of_a_model_that_was_never_trained(
+    pool, tmp_path: Path, memory_limit: float
+) -> None:
     """The weights are 368 kB: with a limit of 330 kB they must lie in shards."""
     sizes = [ROWS, ROWS + 4]
     reference = evaluate_without_fit(str(tmp_path), None, sizes)
@@ -347,25 +425,36 @@ def test_evaluation_of_a_model_that_was_never_trained(pool, tmp_path: Path, memo
         assert all((size == NUM_ELEMENTS) == (memory_limit > 330_000) for size in run["seen"])
         assert [step["loader"] for loader in run["predictions"] for step in loader] == [0, 1, 1]
     name = "test_loss/dataloader_idx_1"
-    assert runs[0]["metrics"][1][1][name] == pytest.approx(reference["metrics"][1][1][name], rel=TOLERANCE)
+    assert runs[0]["metrics"][1][1][name] == pytest.approx(
+        reference["metrics"][1][1][name], rel=TOLERANCE
+    )
     for number, loader in enumerate(reference["predictions"]):
         for step, expected in enumerate(loader):
             own = [run["predictions"][number][step] for run in runs]
             same = {"rtol": TOLERANCE, "atol": TOLERANCE}
             torch.testing.assert_close(torch.cat([o["row"] for o in own]), expected["row"], **same)
-            torch.testing.assert_close(torch.cat([o["pair"][0] for o in own], dim=1), expected["pair"][0], **same)
-            torch.testing.assert_close(torch.cat([o["pair"][1][0] for o in own]), expected["pair"][1][0], **same)
+            torch.testing.assert_close(
+                torch.cat([o["pair"][0] for o in own], dim=1), expected["pair"][0], **same
+            )
+            torch.testing.assert_close(
+                torch.cat([o["pair"][1][0] for o in own]), expected["pair"][1][0], **same
+            )
 
 
 def test_ranks_whose_batches_differ(pool, tmp_path: Path) -> None:
     """On a model that was never trained and does not fit: what each rank gets is what it would get alone."""
     sizes = [13, 6]
-    expected = pool.run(2, evaluate_without_fit, str(tmp_path), {"memory_limit": float("inf")}, sizes, True)
+    expected = pool.run(
+        2, evaluate_without_fit, str(tmp_path), {"memory_limit": float("inf")}, sizes, True
+    )
     found = pool.run(2, evaluate_without_fit, str(tmp_path), {"memory_limit": 330_000}, sizes, True)
     for run, other in zip(found, expected, strict=True):
         assert all(size < NUM_ELEMENTS for size in run["seen"])
         for number, metrics in enumerate(run["metrics"][1]):  # the others are not synchronised
             name = f"test_loss/dataloader_idx_{number}"
             assert metrics[name] == pytest.approx(other["metrics"][1][number][name], rel=TOLERANCE)
-        rows = [[step["row"] for loader in one["predictions"] for step in loader] for one in (run, other)]
+        rows = [
+            [step["row"] for loader in one["predictions"] for step in loader]
+            for one in (run, other)
+        ]
         torch.testing.assert_close(*rows, rtol=TOLERANCE, atol=TOLERANCE)

@@ -18,7 +18,10 @@ class Finetuned(MLP):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone, self.head = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), nn.Linear(8, 4)
+        self.backbone, self.head = (
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)),
+            nn.Linear(8, 4),
+        )
         self.net = nn.Sequential(nn.Linear(8, 8), nn.GELU())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -37,7 +40,9 @@ def run_train(root: str, strategy: dict[str, Any]) -> Any:
     return train(Finetuned, root, strategy, max_epochs=3)
 
 
-@pytest.mark.parametrize("strategy", [{"num_stages": 2, "num_microbatches": 2}, {"parallel": "zero3"}], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [{"num_stages": 2, "num_microbatches": 2}, {"parallel": "zero3"}], ids=str
+)
 def test_layers_that_lightning_unfreezes(pool, tmp_path, strategy: dict[str, Any]) -> None:
     reference = train(Finetuned, str(tmp_path), None, max_epochs=3)
     for run in pool.run(2, run_train, str(tmp_path), strategy):

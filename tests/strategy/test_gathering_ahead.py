@@ -33,7 +33,9 @@ def train(root: str, ahead_bytes: int | None, precision: str) -> tuple[dict[str,
         add(sums, *arguments)
 
     # Where they were faster, both ranks would rather compute all.
-    slow = ClusterSpec.load("pcie_8gpu", {"device.peak_flops.bfloat16": 1e11, "device.peak_flops.float64": 1e11})
+    slow = ClusterSpec.load(
+        "pcie_8gpu", {"device.peak_flops.bfloat16": 1e11, "device.peak_flops.float64": 1e11}
+    )
     strategy = AlpaStrategy(cluster=slow, parallel="zero3", plan_dir=f"{root}/plans", verbose=False)
     if ahead_bytes is not None:
         plan = json.loads(Path(f"{root}/{precision}.json").read_text())
@@ -66,7 +68,9 @@ def train(root: str, ahead_bytes: int | None, precision: str) -> tuple[dict[str,
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
-def test_nothing_but_time_depends_on_what_is_under_way(pool, tmp_path: Path, precision: str) -> None:
+def test_nothing_but_time_depends_on_what_is_under_way(
+    pool, tmp_path: Path, precision: str
+) -> None:
     planned = pool.run(2, train, str(tmp_path), None, precision)
     assert planned[0][2] > 0
     assert planned[0][1] > 0

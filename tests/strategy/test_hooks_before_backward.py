@@ -42,16 +42,24 @@ def trained(kind: str, in_place: bool, options: dict | None, folder: str) -> lis
     """The weights after four steps; options None: under DDP."""
     torch.manual_seed(0)
     module = {"before the backward": InHook, "before zero_grad": InZeroGrad}[kind](in_place)
-    strategy = "ddp" if options is None else AlpaStrategy(**options, cluster="pcie_8gpu", plan_dir=folder)
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=4, precision="64-true", **QUIET)
-    data = TensorDataset(*(each.double() for each in MLP().example_batch(32, torch.Generator().manual_seed(1))))
+    strategy = (
+        "ddp" if options is None else AlpaStrategy(**options, cluster="pcie_8gpu", plan_dir=folder)
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_steps=4, precision="64-true", **QUIET
+    )
+    data = TensorDataset(
+        *(each.double() for each in MLP().example_batch(32, torch.Generator().manual_seed(1)))
+    )
     trainer.fit(module, DataLoader(data, batch_size=4))
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["replaced", "in place"])
 @pytest.mark.parametrize("kind", ["before the backward", "before zero_grad"])
-def test_the_backward_is_that_of_what_the_forward_used(pool, tmp_path, kind: str, in_place: bool) -> None:
+def test_the_backward_is_that_of_what_the_forward_used(
+    pool, tmp_path, kind: str, in_place: bool
+) -> None:
     expected, _ = pool.run(2, trained, kind, in_place, None, str(tmp_path))
     for parallel in ("zero2", "zero3"):
         for capture in ("require", "never"):

@@ -48,7 +48,10 @@ class Configured(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         tokens, targets = batch
         logits = self.gpt(tokens)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0 * self.mask.sum()
+        loss = (
+            nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            + 0 * self.mask.sum()
+        )
         self.log("train_loss", loss)
         return loss
 
@@ -76,11 +79,21 @@ def train(
     data = TensorDataset(*GPT(**SIZES).example_batch(2 * ROWS, torch.Generator().manual_seed(3)))
     per_rank = ROWS // world_size
     if strategy is None:
-        order = [s + r + world_size * i for s in (0, ROWS) for r in range(world_size) for i in range(per_rank)]
+        order = [
+            s + r + world_size * i
+            for s in (0, ROWS)
+            for r in range(world_size)
+            for i in range(per_rank)
+        ]
         loader = DataLoader(data, batch_size=ROWS, sampler=order)
         parallel: dict[str, Any] = {"devices": 1}
     else:
-        strategy = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
+        strategy = {
+            "cluster": "pcie_8gpu",
+            "plan_dir": f"{root}/plans",
+            "verbose": False,
+            **strategy,
+        }
         parallel = {"devices": world_size, "strategy": AlpaStrategy(**strategy)}
         sampler = DistributedSampler(data, world_size, int(os.environ["RANK"]), shuffle=False)
         loader = DataLoader(data, batch_size=per_rank, sampler=sampler)
@@ -107,7 +120,9 @@ def train(
 
 
 # The process group is left to the Trainer: modules are built before it is there.
-def run_train(root: str, kind: str, strategy: dict[str, Any], world_size: int, arguments: dict[str, Any]) -> Any:
+def run_train(
+    root: str, kind: str, strategy: dict[str, Any], world_size: int, arguments: dict[str, Any]
+) -> Any:
     seed = 3 + (int(os.environ["RANK"]) if arguments.pop("own_seeds", False) else 0)
     return train(root, globals()[kind], strategy, world_size, seed, **arguments)
 
@@ -128,7 +143,9 @@ STRATEGIES = [{"parallel": "zero3"}, {"parallel": "tensor"}, {"parallel": "data"
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.get("parallel", "pipeline"))
 def test_configure_model(pool, tmp_path: Path, strategy: dict) -> None:
     reference = train(str(tmp_path), Configured, None, 2)
-    for run in pool.run(2, run_train, str(tmp_path), "Configured", strategy, 2, {}, init_group=False):
+    for run in pool.run(
+        2, run_train, str(tmp_path), "Configured", strategy, 2, {}, init_group=False
+    ):
         assert_same(run, reference)
         assert run["deferred"] >= 8
         assert run["drawn"] == reference["drawn"]
@@ -139,7 +156,14 @@ def test_init_module_and_ranks_without_a_common_seed(pool, tmp_path: Path) -> No
     reference = train(str(tmp_path), BuiltAtOnce, None, 2, init_module=True)
     arguments = {"init_module": True, "own_seeds": True}
     for run in pool.run(
-        2, run_train, str(tmp_path), "BuiltAtOnce", {"parallel": "zero3"}, 2, arguments, init_group=False
+        2,
+        run_train,
+        str(tmp_path),
+        "BuiltAtOnce",
+        {"parallel": "zero3"},
+        2,
+        arguments,
+        init_group=False,
     ):
         assert_same(run, reference)
         assert run["deferred"] >= 8

@@ -22,7 +22,9 @@ STEPS = 2
 def slow_cluster(num_devices: int) -> ClusterSpec:
     """Devices as slow as these sequences are short: what pays for long ones on real devices pays here."""
     spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": num_devices})
-    device = replace(spec.device, memory_bandwidth=1e9, peak_flops=(("float64", 1e10),), launch_seconds=1e-6)
+    device = replace(
+        spec.device, memory_bandwidth=1e9, peak_flops=(("float64", 1e10),), launch_seconds=1e-6
+    )
     return replace(spec, device=device, intra_node=replace(spec.intra_node, latency=1e-6))
 
 
@@ -37,13 +39,19 @@ def limit_that_holds(length: int, model: dict) -> int:
     try:
         module = GPT(**{**model, "seq_len": length})
         options = PlanOptions.from_user(batch_scope="global", remat=False)
-        return make_plan(module, module.example_batch(1), slow_cluster(1), options).predicted.peak_bytes
+        return make_plan(
+            module, module.example_batch(1), slow_cluster(1), options
+        ).predicted.peak_bytes
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(("heads", "attention"), [(4, "S1,S1,S1->S1"), (1, "S2,S2,S2->S2@ring_attention")])
-def test_a_sample_four_times_as_long_as_fits_trains_on_four_ranks(pool, tmp_path: Path, heads: int, attention: str):
+@pytest.mark.parametrize(
+    ("heads", "attention"), [(4, "S1,S1,S1->S1"), (1, "S2,S2,S2->S2@ring_attention")]
+)
+def test_a_sample_four_times_as_long_as_fits_trains_on_four_ranks(
+    pool, tmp_path: Path, heads: int, attention: str
+):
     """Heads that divide evenly are exchanged for the sequence, else keys and values go around."""
     model = {"num_heads": heads, "seq_len": 512, "ignore_fraction": 0.1}
     strategy = {
@@ -57,9 +65,15 @@ def test_a_sample_four_times_as_long_as_fits_trains_on_four_ranks(pool, tmp_path
     for run in runs:
         assert_same(run, reference)
         assert run["strategies"] == runs[0]["strategies"]
-    found = {str(s[0]) for name, s in runs[0]["strategies"].items() if name.startswith("scaled_dot_product")}
+    found = {
+        str(s[0])
+        for name, s in runs[0]["strategies"].items()
+        if name.startswith("scaled_dot_product")
+    }
     assert found == {attention}
-    for name, strategies in runs[0]["strategies"].items():  # all between is cut along the sequence as well
+    for name, strategies in runs[0][
+        "strategies"
+    ].items():  # all between is cut along the sequence as well
         if name.startswith(("linear", "layer_norm", "gelu", "cross_entropy")):
             assert str(strategies[0]).partition("->")[0][:2] in ("S0", "S1"), (name, strategies)
 
@@ -75,7 +89,9 @@ class ScoresComputed(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name.startswith("_scaled_dot_product_flash_attention"):
             is_backward = name.endswith("backward")
-            query, key = args[is_backward : 2 + is_backward]  # [..., rows, width], [..., columns, width]
+            query, key = args[
+                is_backward : 2 + is_backward
+            ]  # [..., rows, width], [..., columns, width]
             causal = args[7] if is_backward else len(args) > 4 and args[4]  # defaults are left out
             scores = query.shape[:-1].numel() * key.shape[-2] * (0.5 if causal else 1.0)
             self.scores[is_backward] += scores

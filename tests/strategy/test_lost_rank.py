@@ -52,7 +52,11 @@ print("FINISHED", flush=True)
 PIPELINE = {"num_stages": 3, "schedule": "1F1B"}
 INSIDE = {"num_stages": 2, "schedule": "1F1B", "parallel": "tensor"}
 INTERLEAVED = {"num_stages": 6, "schedule": "Interleaved1F1B"}  # two on each of three ranks
-INTERLEAVED_INSIDE = {"num_stages": 4, "schedule": "Interleaved1F1B", "parallel": "zero3"}  # on two meshes of two
+INTERLEAVED_INSIDE = {
+    "num_stages": 4,
+    "schedule": "Interleaved1F1B",
+    "parallel": "zero3",
+}  # on two meshes of two
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,9 @@ def test_the_others_end_and_name_it(tmp_path, launcher, world, options, lost, mo
     start = [sys.executable]
     if launcher == "torchrun":
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")
+    }
     environment |= {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{Path(__file__).parent.parent}:{os.environ.get('PYTHONPATH', '')}",
@@ -89,7 +95,9 @@ def test_the_others_end_and_name_it(tmp_path, launcher, world, options, lost, mo
     )  # fmt: skip
     ended = time.time()
     left = "?"
-    while left and time.time() < ended + 40:  # where rank 0 is killed, the ranks that it launched outlive it
+    while (
+        left and time.time() < ended + 40
+    ):  # where rank 0 is killed, the ranks that it launched outlive it
         left = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True).stdout
         time.sleep(0.2)
     assert left == "", done.stderr

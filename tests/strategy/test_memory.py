@@ -28,11 +28,16 @@ BENCH = Path(__file__).parents[2] / "scripts" / "bench_memory.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["data", "zero3", "tensor", "1F1B", "GPipe", "large", "large, 6 layers"])
+@pytest.mark.parametrize(
+    "case", ["data", "zero3", "tensor", "1F1B", "GPipe", "large", "large, 6 layers"]
+)
 def test_measured_peaks_are_the_planned_ones(case: str) -> None:
     """Within 15 % (`data` is held to a limit), and the whole process below plan and `process_bytes` + 10 %; `large`
     does not fit on one device, and is never whole on any rank."""
-    environment = {**os.environ, "PYTHONPATH": f"{BENCH.parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{BENCH.parents[1]}:{os.environ.get('PYTHONPATH', '')}",
+    }
     command = [sys.executable, str(BENCH), "--cases", case, "--require", "0.15", "--details"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -94,7 +99,9 @@ def resident_bytes(root: str, strategy: dict[str, Any]) -> list[int]:
     [{"parallel": "zero3"}, {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}],
     ids=["zero3", "1F1B"],
 )
-def test_memory_does_not_grow_over_steps_of_changing_shapes(pool, tmp_path: Path, strategy: dict) -> None:
+def test_memory_does_not_grow_over_steps_of_changing_shapes(
+    pool, tmp_path: Path, strategy: dict
+) -> None:
     for resident in pool.run(2, resident_bytes, str(tmp_path), strategy):
         assert len(resident) == 12
         assert resident[-1] - resident[3] < 16e6
@@ -153,10 +160,20 @@ def held_under_limit(root: str, limit: float) -> tuple[int, int, int, float]:
     """(most bytes held, threads that give memory back: in the fit, and after it; bytes planned)."""
     most = Most()
     strategy = AlpaStrategy(
-        cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, memory_limit=limit, num_stages=1
+        cluster="pcie_8gpu",
+        plan_dir=f"{root}/plans",
+        verbose=False,
+        memory_limit=limit,
+        num_stages=1,
     )
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_steps=6, default_root_dir=root, callbacks=[most], **QUIET
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_steps=6,
+        default_root_dir=root,
+        callbacks=[most],
+        **QUIET,
     )
     torch.manual_seed(1)
     trainer.fit(Deep(), DataLoader(torch.randn(6 * 12288, 128), batch_size=12288))
@@ -174,10 +191,17 @@ def test_freed_memory_is_kept_within_a_limit_that_binds(pool, tmp_path: Path) ->
     assert planned <= limit / KEPT_BLOCKS  # freed blocks have room beside it
 
 
-def planned_under_limit(root: str, limit: float | None, **options: Any) -> tuple[Any, tuple[str, ...]]:
+def planned_under_limit(
+    root: str, limit: float | None, **options: Any
+) -> tuple[Any, tuple[str, ...]]:
     """What is predicted of a plan that keeps all, and its notes. options: of the Trainer."""
     strategy = AlpaStrategy(
-        cluster="pcie_8gpu", plan_dir=root, verbose=False, memory_limit=limit, num_stages=1, remat=False
+        cluster="pcie_8gpu",
+        plan_dir=root,
+        verbose=False,
+        memory_limit=limit,
+        num_stages=1,
+        remat=False,
     )
     options |= {"default_root_dir": root, **QUIET}
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, **options)

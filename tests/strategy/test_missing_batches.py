@@ -41,7 +41,9 @@ class Logging(MLP):
 
 def evaluate(root: str, rows: tuple, sync: bool, limit: float, trains: bool) -> list[str] | str:
     """Names of what was logged on this rank, or the error."""
-    strategy = AlpaStrategy(cluster="pcie_8gpu", parallel="zero3", memory_limit=limit, plan_dir=root, verbose=False)
+    strategy = AlpaStrategy(
+        cluster="pcie_8gpu", parallel="zero3", memory_limit=limit, plan_dir=root, verbose=False
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -65,13 +67,18 @@ def evaluate(root: str, rows: tuple, sync: bool, limit: float, trains: bool) -> 
 
 @pytest.mark.parametrize("trains", [False, True], ids=["validate", "fit"])
 @pytest.mark.parametrize(("rows", "loader"), [(SECOND, 1), (FIRST, 0)], ids=["second", "first"])
-def test_a_rank_without_a_batch_of_a_loader(pool, tmp_path, rows: tuple, loader: int, trains: bool) -> None:
+def test_a_rank_without_a_batch_of_a_loader(
+    pool, tmp_path, rows: tuple, loader: int, trains: bool
+) -> None:
     """Nothing is synchronised: as under DDP. Otherwise every rank says who lacks what."""
     args = (str(tmp_path), rows)
     names = pool.run(2, evaluate, *args, False, float("inf"), trains)
     assert [f"loss/dataloader_idx_{loader}" in found for found in names] == [True, False]
     for found in pool.run(2, evaluate, *args, True, float("inf"), trains):
-        assert found == f"ranks [1] have no batch of dataloader {loader} in this evaluation, the others have"
+        assert (
+            found
+            == f"ranks [1] have no batch of dataloader {loader} in this evaluation, the others have"
+        )
 
 
 def test_a_rank_without_a_batch_where_parameters_are_gathered_for_use(pool, tmp_path) -> None:
@@ -91,7 +98,9 @@ def train_unevenly(root: str, parallel: str, max_steps: int) -> Any:
     strategy = AlpaStrategy(cluster="pcie_8gpu", parallel=parallel, plan_dir=root, verbose=False)
     epochs = 1 if max_steps == -1 else -1
     steps = {"max_epochs": epochs, "max_steps": max_steps}
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=root, **steps, **QUIET)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, default_root_dir=root, **steps, **QUIET
+    )
     try:
         trainer.fit(Logging(sync=False), DataLoader(Streams()))
     except RuntimeMismatchError as error:
@@ -137,9 +146,16 @@ trainer.fit(Uneven(sync=True))
 """
 
 
-@pytest.mark.parametrize(("where", "said"), [("epoch", "the end of an epoch"), ("evaluation", "an evaluation")])
-def test_a_rank_that_waits_between_batches_for_others_that_train(tmp_path, where: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "said"), [("epoch", "the end of an epoch"), ("evaluation", "an evaluation")]
+)
+def test_a_rank_that_waits_between_batches_for_others_that_train(
+    tmp_path, where: str, said: str
+) -> None:
     """DDP's ranks wait for each other there until the process group's timeout."""
     job = run_job(tmp_path, SCRIPT, where)
     assert job.returncode
-    assert f"RuntimeMismatchError: rank 1 is at {said}, where it needs all ranks: others still train" in job.stderr
+    assert (
+        f"RuntimeMismatchError: rank 1 is at {said}, where it needs all ranks: others still train"
+        in job.stderr
+    )

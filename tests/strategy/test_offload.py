@@ -31,7 +31,9 @@ HOST = {"link_bandwidth": 25e9, "memory_bytes": 1e12, "memory_bandwidth": 100e9}
 
 def cluster_file(folder: Path, num_devices: int, **host: float) -> str:
     """A node of so many devices with a way to host memory."""
-    spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": num_devices}).to_dict()
+    spec = ClusterSpec.load(
+        "pcie_8gpu", {"num_nodes": 1, "devices_per_node": num_devices}
+    ).to_dict()
     path = folder / "cluster.yaml"
     path.write_text(json.dumps({**spec, "host": {**HOST, **host}}))
     return str(path)
@@ -46,10 +48,14 @@ LIMIT = state_bytes() / 4
 
 
 def on_host(plan: Plan) -> set[str]:
-    return {name for stage in plan.stages for name, how in stage.parameter_plans.items() if how.on_host}
+    return {
+        name for stage in plan.stages for name, how in stage.parameter_plans.items() if how.on_host
+    }
 
 
-def train(strategy: dict[str, Any] | None, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+def train(
+    strategy: dict[str, Any] | None, world_size: int, arguments: dict[str, Any]
+) -> dict[str, Any]:
     return record("llama", SIZES, strategy, 4, world_size, **arguments)
 
 
@@ -76,8 +82,12 @@ def assert_trains_as_one_device(
         pytest.param(1, {"accumulate": 2}, id="accumulated-1", marks=pytest.mark.slow),
     ],
 )
-def test_state_of_four_times_the_limit_trains(pool, tmp_path: Path, world_size: int, arguments: dict[str, Any]) -> None:
-    for plan in assert_trains_as_one_device(pool, tmp_path, world_size, {"memory_limit": LIMIT}, arguments):
+def test_state_of_four_times_the_limit_trains(
+    pool, tmp_path: Path, world_size: int, arguments: dict[str, Any]
+) -> None:
+    for plan in assert_trains_as_one_device(
+        pool, tmp_path, world_size, {"memory_limit": LIMIT}, arguments
+    ):
         assert on_host(plan)
         assert plan.predicted.peak_bytes <= LIMIT
 
@@ -96,13 +106,19 @@ def test_state_of_four_times_the_limit_trains(pool, tmp_path: Path, world_size: 
     ],
     ids=["one", "remat", "data", "zero2", "zero3", "tensor", "stages", "zero bubble"],
 )
-def test_every_parameter_in_host_memory(pool, tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
+def test_every_parameter_in_host_memory(
+    pool, tmp_path: Path, world_size: int, options: dict[str, Any]
+) -> None:
     arguments = {"accumulate": 2, "clip": 0.1}
-    for plan in assert_trains_as_one_device(pool, tmp_path, world_size, {"offload": True, **options}, arguments):
+    for plan in assert_trains_as_one_device(
+        pool, tmp_path, world_size, {"offload": True, **options}, arguments
+    ):
         assert on_host(plan) == {name for stage in plan.stages for name in stage.parameter_plans}
 
 
-def resume(folder: str, first: dict[str, Any], then: dict[str, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+def resume(
+    folder: str, first: dict[str, Any], then: dict[str, Any]
+) -> tuple[dict[int, Any], dict[int, Any]]:
     """Two steps under `first`, saved, and two more under `then`; and the four under `then`: (resumed, undisturbed)."""
     fit(folder, first, 1, 2, callbacks=[Keep(f"{folder}/kept", 2)])
     _, _, resumed = fit(folder, then, 1, 4, ckpt_path=checkpoint_at(folder, 2))
@@ -112,7 +128,10 @@ def resume(folder: str, first: dict[str, Any], then: dict[str, Any]) -> tuple[di
 
 @pytest.mark.parametrize("offloads_first", [True, False])
 def test_a_checkpoint_resumes_with_and_without(pool, tmp_path: Path, offloads_first: bool) -> None:
-    ways = [{"checkpoint": "sharded", "offload": offloads} for offloads in (offloads_first, not offloads_first)]
+    ways = [
+        {"checkpoint": "sharded", "offload": offloads}
+        for offloads in (offloads_first, not offloads_first)
+    ]
     ((resumed, undisturbed),) = pool.run(1, resume, str(tmp_path), *ways)
     assert_bitwise(resumed, undisturbed)
 
@@ -145,13 +164,26 @@ def validate(strategy: dict[str, Any] | None, world_size: int) -> dict[str, Any]
         use_distributed_sampler=False, **QUIET,
         **given,
     )  # fmt: skip
-    trainer.fit(model, *(DataLoader(data, 8 if strategy is None else 8 // world_size, shuffle=False) for _ in range(2)))
+    trainer.fit(
+        model,
+        *(
+            DataLoader(data, 8 if strategy is None else 8 // world_size, shuffle=False)
+            for _ in range(2)
+        ),
+    )
     return {"seen": model.seen, "loss": float(trainer.callback_metrics["val_loss"])}
 
 
 @pytest.mark.parametrize("limit", [None, LIMIT], ids=["room", "on use"])
-def test_evaluation_and_hooks_see_whole_parameters(pool, tmp_path: Path, limit: float | None) -> None:
-    given = {"cluster": cluster_file(tmp_path, 1), "plan_dir": str(tmp_path), "offload": True, "memory_limit": limit}
+def test_evaluation_and_hooks_see_whole_parameters(
+    pool, tmp_path: Path, limit: float | None
+) -> None:
+    given = {
+        "cluster": cluster_file(tmp_path, 1),
+        "plan_dir": str(tmp_path),
+        "offload": True,
+        "memory_limit": limit,
+    }
     (run,) = pool.run(1, validate, given, 1)
     (plain,) = pool.run(1, validate, None, 1, init_group=False)
     assert run["loss"] == pytest.approx(plain["loss"], rel=1e-9)
@@ -162,13 +194,22 @@ def test_evaluation_and_hooks_see_whole_parameters(pool, tmp_path: Path, limit: 
 
 
 def planned(
-    folder: Path, num_devices: int = 1, link_bandwidth: float = 25e9, num_layers: int = 6, **options: Any
+    folder: Path,
+    num_devices: int = 1,
+    link_bandwidth: float = 25e9,
+    num_layers: int = 6,
+    **options: Any,
 ) -> Plan:
     torch.set_default_dtype(torch.float64)
     try:
         module = MODELS["llama"](**{**SIZES, "num_layers": num_layers})
         cluster = ClusterSpec.load(cluster_file(folder, num_devices, link_bandwidth=link_bandwidth))
-        return make_plan(module, module.example_batch(8 // num_devices), cluster, PlanOptions.from_user(**options))
+        return make_plan(
+            module,
+            module.example_batch(8 // num_devices),
+            cluster,
+            PlanOptions.from_user(**options),
+        )
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -180,7 +221,9 @@ def test_nothing_is_offloaded_where_everything_fits(tmp_path: Path) -> None:
 @pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(share=st.floats(0.5, 1.2), rate=st.sampled_from([1e9, 25e9, 1e12]))
-def test_to_be_allowed_to_offload_never_costs_time(tmp_path_factory, share: float, rate: float) -> None:
+def test_to_be_allowed_to_offload_never_costs_time(
+    tmp_path_factory, share: float, rate: float
+) -> None:
     folder, limit = tmp_path_factory.mktemp("law"), share * state_bytes() / 3  # two of six layers
     common = {"memory_limit": limit, "link_bandwidth": rate, "num_stages": 1, "num_layers": 2}
     allowed = planned(folder, **common)
@@ -213,7 +256,9 @@ def test_less_of_the_host_is_used_where_it_has_less(tmp_path: Path) -> None:
 
 def test_pins_and_the_plan_file(tmp_path: Path) -> None:
     plan = planned(tmp_path, offload=["blocks.1.*", "embed.weight"])
-    assert on_host(plan) == {n for n in plan.stages[0].parameter_plans if n.startswith(("blocks.1.", "embed"))}
+    assert on_host(plan) == {
+        n for n in plan.stages[0].parameter_plans if n.startswith(("blocks.1.", "embed"))
+    }
     assert Plan.from_dict(plan.to_dict()) == plan
     assert plan.to_dict()["stages"][0]["parameters"]["embed.weight"].endswith(" on host")
     assert "in host memory" in text_of(plan)

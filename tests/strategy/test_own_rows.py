@@ -38,7 +38,13 @@ class Net(pl.LightningModule):
             "logits": logits.detach(),
             "own": logits[torch.arange(len(x)), label],
             "centred": x - x.mean(0),
-            "views": (torch.cat([x, x + 1]), x.flatten(), x.T, x[:, 0], x.unsqueeze(1).expand(-1, 2, -1)),
+            "views": (
+                torch.cat([x, x + 1]),
+                x.flatten(),
+                x.T,
+                x[:, 0],
+                x.unsqueeze(1).expand(-1, 2, -1),
+            ),
             "correct": (logits.argmax(1) == label).sum(),
             "products": x @ x.T,
             "weight": self.last.weight.detach().clone(),
@@ -51,14 +57,19 @@ class Net(pl.LightningModule):
 class Sees(pl.Callback):
     """Compares the outputs with what this rank's rows give."""
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         x, label = batch
         with trainer.strategy.whole_parameters():
             logits = module(x).detach()
         same = torch.testing.assert_close
         same(outputs["logits"], logits)
         same(outputs["own"].detach(), logits[torch.arange(len(x)), label])
-        same(list(outputs["views"]), [torch.cat([x, x + 1]), x.flatten(), x.T, x[:, 0], x[:, None].expand(-1, 2, -1)])
+        same(
+            list(outputs["views"]),
+            [torch.cat([x, x + 1]), x.flatten(), x.T, x[:, 0], x[:, None].expand(-1, 2, -1)],
+        )
         same(module.kept[-1]["logits"], logits)
         everything = module.all_gather(x).flatten(0, 1)
         same(outputs["centred"], x - everything.mean(0))
@@ -69,7 +80,9 @@ class Sees(pl.Callback):
 
 def train(strategy: dict[str, Any], root: str) -> int:
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(RANKS * ROWS * 3, WIDTH), torch.randint(0, 3, (RANKS * ROWS * 3,)))
+    data = TensorDataset(
+        torch.randn(RANKS * ROWS * 3, WIDTH), torch.randint(0, 3, (RANKS * ROWS * 3,))
+    )
     module = Net()
     chosen = AlpaStrategy(cluster="pcie_8gpu", verbose=False, capture="require", **strategy)
     trainer = pl.Trainer(

@@ -28,7 +28,10 @@ MODELS = {
     "twice": {},
 }
 EXTRA = {"frozen": {}, **{name: {} for name in pipeline_models_crossing.CROSSING}}
-BATCH_NORM = ("convnet", "resnet")  # statistics per micro-batch, as under plain gradient accumulation
+BATCH_NORM = (
+    "convnet",
+    "resnet",
+)  # statistics per micro-batch, as under plain gradient accumulation
 INSIDE = ("tensor", "data", "zero2", "zero3")
 FLAT = {"2+2": ((0, 1), (2, 3)), "1+3": ((0,), (1, 2, 3)), "2+1+1": ((0, 1), (2,), (3,))}
 
@@ -61,13 +64,25 @@ def plain(pool):
 
 
 def check(
-    pool, plain, tmp_path, model, schedule, split, inside, optimizer="adamw", clip=0.1, accumulate=1, remat=False
+    pool,
+    plain,
+    tmp_path,
+    model,
+    schedule,
+    split,
+    inside,
+    optimizer="adamw",
+    clip=0.1,
+    accumulate=1,
+    remat=False,
 ):
     places = places_of(schedule, split)
     world, num_microbatches = 4, 2 if len(places) == 2 else 4 if len(places) == 4 else 8
     kwargs = {**(MODELS | EXTRA)[model], "optimizer": optimizer}
     scope = "rank" if num_microbatches == 2 else "global"  # 8 rows on 4 ranks
-    plan = staged_plan(model, kwargs, places, schedule, num_microbatches, inside, remat is True, scope)
+    plan = staged_plan(
+        model, kwargs, places, schedule, num_microbatches, inside, remat is True, scope
+    )
     if remat == "first":
         plan = replace(plan, stages=(replace(plan.stages[0], remat=True), *plan.stages[1:]))
     elif remat:
@@ -137,7 +152,12 @@ def test_the_solvers_plans_train_as_one_device(pool, plain, tmp_path, model, wor
 
 def cases():
     """(optimizer, clip, accumulate, remat) go round with the case's number."""
-    rounds = [("adamw", 0.1, 1, False), ("sgd", None, 2, False), ("adamw", None, 1, True), ("sgd", 0.1, 2, True)]
+    rounds = [
+        ("adamw", 0.1, 1, False),
+        ("sgd", None, 2, False),
+        ("adamw", None, 1, True),
+        ("sgd", 0.1, 2, True),
+    ]
     number = 0
     for model in MODELS:
         for schedule in SCHEDULES:
@@ -145,15 +165,24 @@ def cases():
                 for inside in INSIDE:
                     if split == "2+1+1" and not SCHEDULES[schedule].has_one_stage_per_mesh:
                         continue  # six stages: more than the small models' micro-batches and layers allow
-                    yield (model, schedule, split, inside, *rounds[(number + number // len(rounds)) % len(rounds)])
+                    yield (
+                        model,
+                        schedule,
+                        split,
+                        inside,
+                        *rounds[(number + number // len(rounds)) % len(rounds)],
+                    )
                     number += 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "schedule", "split", "inside", "optimizer", "clip", "accumulate", "remat"), list(cases())
+    ("model", "schedule", "split", "inside", "optimizer", "clip", "accumulate", "remat"),
+    list(cases()),
 )
-def test_the_whole_matrix(pool, plain, tmp_path, model, schedule, split, inside, optimizer, clip, accumulate, remat):
+def test_the_whole_matrix(
+    pool, plain, tmp_path, model, schedule, split, inside, optimizer, clip, accumulate, remat
+):
     check(pool, plain, tmp_path, model, schedule, split, inside, optimizer, clip, accumulate, remat)
 
 

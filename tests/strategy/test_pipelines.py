@@ -37,14 +37,25 @@ def plain(pool):
         if key not in found:
             kwargs = {**CASES[model], "optimizer": optimizer}
             found[key] = pool.run(
-                1, record, model, kwargs, None, STEPS, world_size, clip, accumulate, init_group=False
+                1,
+                record,
+                model,
+                kwargs,
+                None,
+                STEPS,
+                world_size,
+                clip,
+                accumulate,
+                init_group=False,
             )[0]
         return found[key]
 
     return get
 
 
-def run_case(pool, plain, tmp_path, model, world_size, options, optimizer="adamw", clip=None, accumulate=1):
+def run_case(
+    pool, plain, tmp_path, model, world_size, options, optimizer="adamw", clip=None, accumulate=1
+):
     kwargs = {**CASES[model], "optimizer": optimizer}
     options = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "verbose": False, **options}
     runs = pool.run(world_size, record, model, kwargs, options, STEPS, world_size, clip, accumulate)
@@ -73,7 +84,12 @@ def test_clipping_and_accumulation(pool, plain, tmp_path, optimizer):
 @pytest.mark.parametrize("model", ["gpt", "bert"])
 def test_three_ranks(pool, plain, tmp_path, model, num_stages):
     """The harness has 8 rows a step, which 3 ranks cannot share: each brings all of them."""
-    options = {"num_stages": num_stages, "num_microbatches": 2, "schedule": "1F1B", "batch_scope": "global"}
+    options = {
+        "num_stages": num_stages,
+        "num_microbatches": 2,
+        "schedule": "1F1B",
+        "batch_scope": "global",
+    }
     run = run_case(pool, plain, tmp_path, model, 3, options, clip=0.1)
     assert run["pipeline"] == (num_stages, 2, "1F1B")
 
@@ -84,19 +100,39 @@ def test_three_ranks(pool, plain, tmp_path, model, num_stages):
         {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"},
         {"num_stages": 2, "num_microbatches": 2, "schedule": "GPipe", "parallel": "zero3"},
         {"num_stages": 2, "num_microbatches": 2, "schedule": "GPipe", "parallel": "zero2"},
-        {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B", "parallel": "tensor", "remat": True},
-        {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble", "batch_scope": "global"},
-        {"num_stages": 4, "num_microbatches": 4, "schedule": "Interleaved1F1B", "batch_scope": "global"},
+        {
+            "num_stages": 2,
+            "num_microbatches": 2,
+            "schedule": "1F1B",
+            "parallel": "tensor",
+            "remat": True,
+        },
+        {
+            "num_stages": 4,
+            "num_microbatches": 4,
+            "schedule": "ZBVZeroBubble",
+            "batch_scope": "global",
+        },
+        {
+            "num_stages": 4,
+            "num_microbatches": 4,
+            "schedule": "Interleaved1F1B",
+            "batch_scope": "global",
+        },
     ],
     ids=lambda o: o.get("parallel", o["schedule"]),
 )
 def test_four_ranks(pool, plain, tmp_path, options):
     run = run_case(pool, plain, tmp_path, "gpt", 4, options, clip=0.1)
-    assert run["pipeline"] == tuple(options[key] for key in ("num_stages", "num_microbatches", "schedule"))
+    assert run["pipeline"] == tuple(
+        options[key] for key in ("num_stages", "num_microbatches", "schedule")
+    )
 
 
 def test_micro_batches_and_recomputation_on_one_device(pool, plain, tmp_path):
-    run = run_case(pool, plain, tmp_path, "gpt", 1, {"num_microbatches": 4, "remat": True}, clip=0.1)
+    run = run_case(
+        pool, plain, tmp_path, "gpt", 1, {"num_microbatches": 4, "remat": True}, clip=0.1
+    )
     assert run["pipeline"] == (1, 4, "none")
 
 
@@ -140,13 +176,22 @@ def test_validation_and_logs(pool, tmp_path, kind):
 def test_checkpoints_are_ordinary_and_resume_anywhere(pool, tmp_path):
     root = str(tmp_path)
     reference = train(MLP, root, None, max_epochs=2)
-    pool.run(2, run_train, "MLP", root, {**PIPELINE, "checkpoint": "single"}, {"save": f"{root}/half.ckpt"})
+    pool.run(
+        2,
+        run_train,
+        "MLP",
+        root,
+        {**PIPELINE, "checkpoint": "single"},
+        {"save": f"{root}/half.ckpt"},
+    )
     again = {"ckpt_path": f"{root}/half.ckpt", "max_epochs": 2}
     same_training(train(MLP, root, None, **again), reference)
     for resumed in pool.run(2, run_train, "MLP", root, PIPELINE, again):
         same_training(resumed, reference)
         for number, state in reference["optimizer"]["state"].items():
-            torch.testing.assert_close(resumed["optimizer"]["state"][number], state, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                resumed["optimizer"]["state"][number], state, rtol=1e-9, atol=1e-9
+            )
 
 
 def run_and_save_midway(root):
@@ -216,7 +261,12 @@ def slow_network():
 
 def test_the_number_of_stages_alone_may_be_asked_for(pool, tmp_path):
     """The rest is solved; few rows, many weights, a slow network. The stored plan gives the same."""
-    options = {"cluster": slow_network(), "plan_dir": str(tmp_path), "verbose": False, "num_stages": 2}
+    options = {
+        "cluster": slow_network(),
+        "plan_dir": str(tmp_path),
+        "verbose": False,
+        "num_stages": 2,
+    }
     reference = pool.run(1, record, "mlp", WIDE, None, STEPS, 2, 0.5, init_group=False)[0]
     for _ in range(2):
         for run in pool.run(2, record, "mlp", WIDE, options, STEPS, 2, 0.5):

@@ -43,12 +43,19 @@ class WithNormScaled(MLP):
 
 
 def run(
-    kind: str, root: str, strategy: dict[str, Any], rows: tuple[int, ...] = (8, 8), hidden: int = 16, same: bool = False
+    kind: str,
+    root: str,
+    strategy: dict[str, Any],
+    rows: tuple[int, ...] = (8, 8),
+    hidden: int = 16,
+    same: bool = False,
 ) -> str:
     """Two steps; the error that this rank ended with, or "trained". rows: this rank's per batch; same: on all ranks."""
     model = globals()[kind](d_hidden=hidden)
     rank = torch.distributed.get_rank()
-    data = TensorDataset(*model.example_batch(2 * rows[rank], torch.Generator().manual_seed(0 if same else rank)))
+    data = TensorDataset(
+        *model.example_batch(2 * rows[rank], torch.Generator().manual_seed(0 if same else rank))
+    )
     strategy = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -124,7 +131,9 @@ def test_an_edited_plan_is_refused_and_a_stored_one_made_anew(pool, tmp_path: Pa
     path.write_text(json.dumps(data))
     (tmp_path / "mine.json").write_text(json.dumps(data))
     messages = pool.run(2, run, "MLP", root, {"plan": f"{root}/mine.json"})
-    assert all(f"strategies[{name!r}]" in text and "is no way to compute" in text for text in messages), messages
+    assert all(
+        f"strategies[{name!r}]" in text and "is no way to compute" in text for text in messages
+    ), messages
     assert pool.run(2, run, "MLP", root, {}) == ["trained"] * 2
     assert json.loads(path.read_text())["stages"][0]["strategies"][name] != "S0,R,R->S0"
 

@@ -23,7 +23,9 @@ class Classes(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES))
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         x, y = batch
@@ -107,7 +109,9 @@ def train(
     }
 
 
-def train_under(watch: str, strategy: dict[str, Any] | None, root: str, options: dict[str, Any]) -> Any:
+def train_under(
+    watch: str, strategy: dict[str, Any] | None, root: str, options: dict[str, Any]
+) -> Any:
     return train(WATCHES[watch](), strategy, root, 2, **options)
 
 
@@ -115,9 +119,16 @@ def train_under(watch: str, strategy: dict[str, Any] | None, root: str, options:
 @pytest.mark.parametrize("watch", WATCHES)
 def test_values_are_complete_where_they_are_read(pool, tmp_path, watch, parallel):
     plain = pool.run(1, train_under, watch, None, str(tmp_path), {}, init_group=False)[0]
-    strategy = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "verbose": False, "parallel": parallel}
+    strategy = {
+        "cluster": "pcie_8gpu",
+        "plan_dir": str(tmp_path),
+        "verbose": False,
+        "parallel": parallel,
+    }
     for run in pool.run(2, train_under, watch, strategy, str(tmp_path), {}):
-        torch.testing.assert_close(torch.tensor(run["seen"]), torch.tensor(plain["seen"]), rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(run["seen"]), torch.tensor(plain["seen"]), rtol=1e-9, atol=0
+        )
         if watch == "before":
             assert run["before"] == [seen[0] for seen in run["seen"]]
         torch.testing.assert_close(run["weight"], plain["weight"], rtol=1e-9, atol=1e-15)
@@ -125,7 +136,11 @@ def test_values_are_complete_where_they_are_read(pool, tmp_path, watch, parallel
 
 def test_the_loss_is_there_where_gradients_are_accumulated(pool, tmp_path):
     options = {"accumulate_grad_batches": 2}
-    plain = pool.run(1, train_under, "afterwards", None, str(tmp_path), options, init_group=False)[0]
+    plain = pool.run(1, train_under, "afterwards", None, str(tmp_path), options, init_group=False)[
+        0
+    ]
     strategy = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "verbose": False}
     for run in pool.run(2, train_under, "afterwards", strategy, str(tmp_path), options):
-        torch.testing.assert_close(torch.tensor(run["seen"]), torch.tensor(plain["seen"]), rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(run["seen"]), torch.tensor(plain["seen"]), rtol=1e-9, atol=0
+        )

@@ -43,7 +43,11 @@ def test_less_memory_costs_less_than_recomputing_everything(model: str) -> None:
     assert chosen.stages[0].recomputed
     assert not chosen.stages[0].remat
     assert chosen.predicted.peak_bytes <= limit
-    assert kept.predicted.step_seconds <= chosen.predicted.step_seconds < everything.predicted.step_seconds
+    assert (
+        kept.predicted.step_seconds
+        <= chosen.predicted.step_seconds
+        < everything.predicted.step_seconds
+    )
     assert Plan.from_dict(chosen.to_dict()) == chosen
 
 
@@ -65,11 +69,19 @@ def test_what_a_second_run_gathers_is_priced() -> None:
     def gathered(remat: Any) -> tuple[float, float]:
         """(bytes, seconds of all communication)"""
         found = plan("llama", devices=2, parallel="zero3", num_microbatches=1, remat=remat)
-        moved = [c.num_bytes for c in found.collectives() if (c.kind, c.phase) == ("all_gather", "backward")]
+        moved = [
+            c.num_bytes
+            for c in found.collectives()
+            if (c.kind, c.phase) == ("all_gather", "backward")
+        ]
         return sum(moved), found.predicted.communication_seconds
 
     name = "blocks.0"
-    weights = {n: p.numel() * 8 for n, p in MODELS["llama"](**SIZES).named_parameters() if n.startswith(name)}
+    weights = {
+        n: p.numel() * 8
+        for n, p in MODELS["llama"](**SIZES).named_parameters()
+        if n.startswith(name)
+    }
     kept, again = gathered(False), gathered([name])
     assert again[0] - kept[0] >= max(weights.values())
     assert again[1] > kept[1]
@@ -77,9 +89,17 @@ def test_what_a_second_run_gathers_is_priced() -> None:
 
 def test_on_many_devices_stages_of_pipelines_recompute_and_not_tensors(monkeypatch) -> None:
     """To decide tensor by tensor takes minutes there; the plan is stored under the options as they were given."""
-    module, cluster = MODELS["gpt"](**SIZES), ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
+    module, cluster = (
+        MODELS["gpt"](**SIZES),
+        ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2}),
+    )
     batch = module.example_batch(16)
-    limit = make_plan(module, batch, cluster, PlanOptions(remat=False, num_stages=1)).predicted.peak_bytes * 0.85
+    limit = (
+        make_plan(
+            module, batch, cluster, PlanOptions(remat=False, num_stages=1)
+        ).predicted.peak_bytes
+        * 0.85
+    )
     options = PlanOptions(memory_limit=limit)
     small = make_plan(module, batch, cluster, options)
     monkeypatch.setattr(planner, "EVERY_SIZE", 1)
@@ -91,11 +111,21 @@ def test_on_many_devices_stages_of_pipelines_recompute_and_not_tensors(monkeypat
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(("model", "parallel"), [("gpt", "auto"), ("llama", "auto"), ("llama", "zero3")])
-def test_what_is_made_again_is_the_same(pool, tmp_path: Path, model: str, parallel: str, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "parallel"), [("gpt", "auto"), ("llama", "auto"), ("llama", "zero3")]
+)
+def test_what_is_made_again_is_the_same(
+    pool, tmp_path: Path, model: str, parallel: str, world_size: int
+) -> None:
     """Gathered norms' weights included."""
     limit = plan(model, remat=False).predicted.peak_bytes * (0.8 if world_size == 1 else 0.45)
-    check(pool, tmp_path, model, world_size, {"memory_limit": limit, "parallel": parallel, "num_stages": 1})
+    check(
+        pool,
+        tmp_path,
+        model,
+        world_size,
+        {"memory_limit": limit, "parallel": parallel, "num_stages": 1},
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +138,9 @@ def test_what_is_made_again_is_the_same(pool, tmp_path: Path, model: str, parall
     ],
     ids=["one", "zero3", "1F1B", "zero bubble"],
 )
-def test_a_pin_changes_no_result(pool, tmp_path: Path, world_size: int, options: dict[str, Any]) -> None:
+def test_a_pin_changes_no_result(
+    pool, tmp_path: Path, world_size: int, options: dict[str, Any]
+) -> None:
     check(pool, tmp_path, "llama", world_size, {**options, "remat": "selective"})
 
 
@@ -137,7 +169,12 @@ def noted(strategy: dict[str, Any]) -> int:
 
 
 def test_micro_batches_do_not_keep_what_is_pinned(pool, tmp_path: Path) -> None:
-    strategy = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "remat": "selective", "parallel": "data"}
+    strategy = {
+        "cluster": "pcie_8gpu",
+        "plan_dir": str(tmp_path),
+        "remat": "selective",
+        "parallel": "data",
+    }
     (once,) = pool.run(1, noted, {**strategy, "num_stages": 1})
     (twice,) = pool.run(1, noted, {**strategy, "num_microbatches": 2})
     assert twice == 2 * once > 0
@@ -145,9 +182,18 @@ def test_micro_batches_do_not_keep_what_is_pinned(pool, tmp_path: Path) -> None:
 
 def test_what_is_pinned_is_made_again_and_nothing_else() -> None:
     kept, everything, selective = (plan("gpt", remat=remat) for remat in (False, True, "selective"))
-    assert {name.rpartition("_")[0] for name in selective.stages[0].recomputed} == {"layer_norm", "gelu"}
-    assert everything.predicted.peak_bytes < selective.predicted.peak_bytes < kept.predicted.peak_bytes
-    assert kept.predicted.step_seconds < selective.predicted.step_seconds < everything.predicted.step_seconds
+    assert {name.rpartition("_")[0] for name in selective.stages[0].recomputed} == {
+        "layer_norm",
+        "gelu",
+    }
+    assert (
+        everything.predicted.peak_bytes < selective.predicted.peak_bytes < kept.predicted.peak_bytes
+    )
+    assert (
+        kept.predicted.step_seconds
+        < selective.predicted.step_seconds
+        < everything.predicted.step_seconds
+    )
     assert plan("gpt", remat=["gelu_1", "ln_f"]).stages[0].recomputed == ("gelu_1", "layer_norm_4")
 
 
@@ -168,7 +214,9 @@ def test_spans_are_made_again_where_single_results_do_not_fit() -> None:
 def test_names_that_can_mean_nothing() -> None:
     with pytest.raises(OptionError, match="names no op of the step"):
         plan("gpt", remat=["nothing.*"])
-    with pytest.raises(OptionError, match="names only views, random ops and ops of several results"):
+    with pytest.raises(
+        OptionError, match="names only views, random ops and ops of several results"
+    ):
         plan("gpt", remat="view_*")
     with pytest.raises(OptionError, match="decide by themselves"):
         PlanOptions.from_user(remat="selective", compile=True)
@@ -189,7 +237,10 @@ def check(pool, tmp_path: Path, model: str, world_size: int, options: dict[str, 
 @pytest.mark.parametrize("parallel", ["data", "zero3", "tensor"])
 def test_recomputation_keeps_a_named_plan_on_all_devices(parallel: str) -> None:
     """On devices that mostly wait, stages that take turns would be faster: they are not what the name means."""
-    module, cluster = MODELS["gpt"](), ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
+    module, cluster = (
+        MODELS["gpt"](),
+        ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2}),
+    )
     options = PlanOptions.from_user(parallel=parallel, remat=True)
     found = make_plan(module, module.example_batch(8), cluster, options)
     assert [stage.logical_mesh for stage in found.stages] == [(2,)]

@@ -46,8 +46,13 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for step in range(STEPS):
-            generator = torch.Generator().manual_seed(step + (step >= self.apart) * torch.distributed.get_rank())
-            yield torch.randn(ROWS, 3, WIDTH, generator=generator, dtype=torch.float64), torch.arange(ROWS) % 3
+            generator = torch.Generator().manual_seed(
+                step + (step >= self.apart) * torch.distributed.get_rank()
+            )
+            yield (
+                torch.randn(ROWS, 3, WIDTH, generator=generator, dtype=torch.float64),
+                torch.arange(ROWS) % 3,
+            )
 
 
 def noisy(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -65,11 +70,20 @@ def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm(x_BTD)).chunk(3, -1))
-        return x_BTD + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            t.unflatten(-1, (4, -1)).transpose(1, 2)
+            for t in self.qkv(self.norm(x_BTD)).chunk(3, -1)
+        )
+        return x_BTD + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Model(pl.LightningModule):
@@ -127,7 +141,9 @@ class Model(pl.LightningModule):
         if self.apart < STEPS:
             return DataLoader(Stream(self.apart), None)
         if self.noise:
-            return DataLoader(Sequences(count, same=self.same), ROWS, collate_fn=noisy, num_workers=1)
+            return DataLoader(
+                Sequences(count, same=self.same), ROWS, collate_fn=noisy, num_workers=1
+            )
         return DataLoader(Sequences(count, self.lengths, self.same), ROWS, collate_fn=padded)
 
     def val_dataloader(self) -> DataLoader:
@@ -150,20 +166,32 @@ class Watch(pl.Callback):
         self.buffers.append([buffer.clone() for buffer in module.buffers()])
         if (run := getattr(trainer.strategy, "run", None)) is not None:
             stages = run.plan.stages
-            modes = {str(mode) for s in stages for plan in s.parameter_plans.values() for mode in plan.modes}
+            modes = {
+                str(mode)
+                for s in stages
+                for plan in s.parameter_plans.values()
+                for mode in plan.modes
+            }
             self.plan = (len(stages), sorted(modes))
         if self.save is not None and trainer.global_step == 2:
             trainer.save_checkpoint(self.save)
 
 
-def train(root: str, options: dict[str, Any] | None, model: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+def train(
+    root: str, options: dict[str, Any] | None, model: dict[str, Any], **arguments: Any
+) -> dict[str, Any]:
     """A training under DDP (`options`: None) or by replicas, on this rank."""
     pl.seed_everything(3, workers=True, verbose=False)
     module = globals()[arguments.pop("module", "Model")](**model).double()
     watch = Watch(arguments.pop("save", None))
     strategy: Any = "ddp_find_unused_parameters_true" if arguments.pop("unused", False) else "ddp"
     if options is not None:
-        given = {"batch_scope": "replica", "replicas": REPLICAS, "cluster": "pcie_8gpu", "verbose": False}
+        given = {
+            "batch_scope": "replica",
+            "replicas": REPLICAS,
+            "cluster": "pcie_8gpu",
+            "verbose": False,
+        }
         strategy = AlpaStrategy(**{**given, **options})
     resume = arguments.pop("resume", None)
     common = {
@@ -174,7 +202,12 @@ def train(root: str, options: dict[str, Any] | None, model: dict[str, Any], **ar
         "log_every_n_steps": 1,
     }
     devices = torch.distributed.get_world_size()
-    trainer = pl.Trainer(strategy=strategy, devices=devices, default_root_dir=root, **{**common, **QUIET, **arguments})
+    trainer = pl.Trainer(
+        strategy=strategy,
+        devices=devices,
+        default_root_dir=root,
+        **{**common, **QUIET, **arguments},
+    )
     trainer.fit(module, ckpt_path=resume)
     return {
         "logged": watch.logged,
@@ -195,7 +228,9 @@ def under_ddp(pool, tmp_path_factory):
     def get(model: dict[str, Any], **arguments: Any) -> list[Any]:
         key = repr((model, arguments))
         if key not in found:
-            found[key] = pool.run(REPLICAS, train_ddp, str(tmp_path_factory.mktemp("ddp")), model, arguments)
+            found[key] = pool.run(
+                REPLICAS, train_ddp, str(tmp_path_factory.mktemp("ddp")), model, arguments
+            )
         return found[key]
 
     return get
@@ -217,14 +252,20 @@ def check(found: list[Any], expected: list[Any]) -> None:
     for rank, one in enumerate(found):
         ddp = expected[rank // size]
         assert len(one["logged"]) == len(ddp["logged"]) > 0
-        for own, other in zip([*one["logged"], one["last"]], [*ddp["logged"], ddp["last"]], strict=True):
+        for own, other in zip(
+            [*one["logged"], one["last"]], [*ddp["logged"], ddp["last"]], strict=True
+        ):
             assert own.keys() == other.keys()
             assert own == pytest.approx(other, abs=1e-9), rank
         for name in ddp["weights"] if rank == 0 else ddp["parameters"]:
-            torch.testing.assert_close(one["weights"][name], ddp["weights"][name], rtol=0, atol=1e-9, msg=name)
+            torch.testing.assert_close(
+                one["weights"][name], ddp["weights"][name], rtol=0, atol=1e-9, msg=name
+            )
         torch.testing.assert_close(one["buffers"], ddp["buffers"], rtol=0, atol=1e-9)
         for step, parts in enumerate(one["parts"]):
-            for name, a, b in zip(one["parameters"], parts, found[rank % size]["parts"][step], strict=True):
+            for name, a, b in zip(
+                one["parameters"], parts, found[rank % size]["parts"][step], strict=True
+            ):
                 assert torch.equal(a, b), (step, name, rank)
 
 
@@ -260,12 +301,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_what_ddp_does_replicas_do(pool, under_ddp, tmp_path, case):
     inside, model, arguments = CASES[case]
     check(
-        pool.run(RANKS, train_replicas, str(tmp_path), INSIDE[inside], model, arguments), under_ddp(model, **arguments)
+        pool.run(RANKS, train_replicas, str(tmp_path), INSIDE[inside], model, arguments),
+        under_ddp(model, **arguments),
     )
 
 
 def test_replicas_draw_their_own_numbers_and_their_ranks_the_same(pool, tmp_path):
-    found = pool.run(RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"dropout": 0.5, "same": True}, {})
+    found = pool.run(
+        RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"dropout": 0.5, "same": True}, {}
+    )
     own = [[step["own"] for step in one["logged"]] for one in found]
     assert own[0] == own[1]
     assert own[2] == own[3]
@@ -299,8 +343,12 @@ def test_a_resumed_training_goes_on_bit_by_bit(pool, tmp_path):
     pool.run(RANKS, train_replicas, str(tmp_path), inside, model, {"save": path})
     found = pool.run(RANKS, train_replicas, str(tmp_path), inside, model, {"resume": path})
     for one, other in zip(found, whole, strict=True):
-        assert [step["own"] for step in one["logged"]] == [step["own"] for step in other["logged"][2:]]
-        assert all(torch.equal(one["weights"][name], value) for name, value in other["weights"].items())
+        assert [step["own"] for step in one["logged"]] == [
+            step["own"] for step in other["logged"][2:]
+        ]
+        assert all(
+            torch.equal(one["weights"][name], value) for name, value in other["weights"].items()
+        )
 
 
 @pytest.mark.parametrize(
@@ -328,7 +376,9 @@ def test_rows_that_differ_within_a_replica_are_refused_at_any_step(pool, tmp_pat
 
 
 def test_workers_draw_alike_within_a_replica(pool, tmp_path):
-    found = pool.run(RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"noise": True, "same": True}, {})
+    found = pool.run(
+        RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"noise": True, "same": True}, {}
+    )
     own = [[step["own"] for step in one["logged"]] for one in found]
     assert own[0] == own[1]
     assert own[2] == own[3]

@@ -37,7 +37,11 @@ class Samples(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(index)
         length = index % 3 + 1
-        return {"x": torch.randn(5, generator=generator), "tokens": torch.arange(length), "y": index % 2}
+        return {
+            "x": torch.randn(5, generator=generator),
+            "tokens": torch.arange(length),
+            "y": index % 2,
+        }
 
 
 def sizes(loader: DataLoader) -> tuple[Any, tuple[str, ...] | None]:
@@ -48,7 +52,11 @@ def sizes(loader: DataLoader) -> tuple[Any, tuple[str, ...] | None]:
 def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     length = max(len(s["tokens"]) for s in samples)
     tokens = torch.stack([F.pad(s["tokens"], (0, length - len(s["tokens"]))) for s in samples])
-    return {"x": torch.stack([s["x"] for s in samples]), "tokens": tokens, "y": torch.tensor([s["y"] for s in samples])}
+    return {
+        "x": torch.stack([s["x"] for s in samples]),
+        "tokens": tokens,
+        "y": torch.tensor([s["y"] for s in samples]),
+    }
 
 
 def packed(samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -74,7 +82,9 @@ def test_what_is_a_row_is_seen_in_the_collation(workers: int) -> None:
     _, rows = sizes(DataLoader(Samples(), ROWS, collate_fn=padded, num_workers=workers))
     assert rows == ("rows", "rows", "rows")
     for size, sampler in ((ROWS, None), (1, [1])):
-        batch, kinds = sizes(DataLoader(Samples(), size, sampler=sampler, collate_fn=packed, num_workers=workers))
+        batch, kinds = sizes(
+            DataLoader(Samples(), size, sampler=sampler, collate_fn=packed, num_workers=workers)
+        )
         assert kinds is not None
         found = dict(zip(batch, kinds, strict=True))
         assert {name for name, kind in found.items() if kind == "rows"} == {"x", "y"}
@@ -86,7 +96,11 @@ def longest_first(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def test_rows_in_another_order_are_rows() -> None:
-    assert sizes(DataLoader(Samples(), ROWS, collate_fn=longest_first))[1] == ("rows", "rows", "rows")
+    assert sizes(DataLoader(Samples(), ROWS, collate_fn=longest_first))[1] == (
+        "rows",
+        "rows",
+        "rows",
+    )
 
 
 class Counting:
@@ -109,7 +123,10 @@ GENERATOR, DRAWN = np.random.default_rng(0), {"calls": 0}
 def drawing(samples: list[dict[str, Any]], counts: dict[str, int] = DRAWN) -> dict[str, Any]:
     """A collate function that draws from a global, and counts in its default."""
     counts["calls"] += 1
-    return {"x": torch.stack([s["x"] for s in samples]) * GENERATOR.random(), "call": counts["calls"]}
+    return {
+        "x": torch.stack([s["x"] for s in samples]) * GENERATOR.random(),
+        "call": counts["calls"],
+    }
 
 
 def test_looking_leaves_no_trace_outside_of_a_function() -> None:
@@ -195,7 +212,11 @@ class Masked:
         if self.calls >= self.fault and torch.distributed.get_rank() == 1:
             mask[0, 3] = 1.0
         self.calls += 1
-        return {"x": torch.stack([s["x"] for s in samples]).double(), "mask": mask, "count": len(samples)}
+        return {
+            "x": torch.stack([s["x"] for s in samples]).double(),
+            "mask": mask,
+            "count": len(samples),
+        }
 
 
 class Scaled:
@@ -208,15 +229,21 @@ class Scaled:
 class Fault(pl.Callback):
     """Changes a weight on rank 1 by 1e-3 after a step."""
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 3 and trainer.global_rank == 1:
             with torch.no_grad():
                 module.layer.weight[2, 3] += 1e-3
 
 
-def fitted(model: Any, loader: Any, strategy: Any, root: str, **options: Any) -> tuple[list[Tensor], bool]:
+def fitted(
+    model: Any, loader: Any, strategy: Any, root: str, **options: Any
+) -> tuple[list[Tensor], bool]:
     """Final weights on two ranks, and whether the steps were run as they are written."""
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=root, **options, **QUIET)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, default_root_dir=root, **options, **QUIET
+    )
     trainer.fit(model, loader)
     as_written = strategy != "ddp" and strategy.plan.is_as_written
     return [p.detach() for p in model.parameters()], as_written
@@ -234,7 +261,14 @@ def train(
     strategy: Any = "ddp"
     if options:
         strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, **options)
-    return fitted(model, loader, strategy, root, max_epochs=2, callbacks=[globals()[name]() for name in callbacks])
+    return fitted(
+        model,
+        loader,
+        strategy,
+        root,
+        max_epochs=2,
+        callbacks=[globals()[name]() for name in callbacks],
+    )
 
 
 def train_both(root: str, use: str, fault: int | None) -> Any:
@@ -242,14 +276,20 @@ def train_both(root: str, use: str, fault: int | None) -> Any:
 
 
 @pytest.mark.parametrize("fault", [0, 3, 100])
-def test_a_mask_that_differs_on_one_rank_runs_the_step_per_replica(pool, tmp_path, fault: int) -> None:
-    for (expected, _), (weights, as_written) in pool.run(2, train_both, str(tmp_path), "mask", fault):
+def test_a_mask_that_differs_on_one_rank_runs_the_step_per_replica(
+    pool, tmp_path, fault: int
+) -> None:
+    for (expected, _), (weights, as_written) in pool.run(
+        2, train_both, str(tmp_path), "mask", fault
+    ):
         torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
         assert as_written == (fault < 100)
 
 
 @pytest.mark.parametrize("leaf", ["tokens", "cu_seqlens", "own_row", "views"])
-def test_leaves_that_count_this_ranks_rows_run_the_step_per_replica(pool, tmp_path, leaf: str) -> None:
+def test_leaves_that_count_this_ranks_rows_run_the_step_per_replica(
+    pool, tmp_path, leaf: str
+) -> None:
     for (expected, _), (weights, as_written) in pool.run(2, train_both, str(tmp_path), leaf, None):
         torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
         assert as_written
@@ -265,7 +305,9 @@ class CountsRows(Model):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         if self.hparams.where == "log":
-            assert self.trainer.world_size == torch.distributed.get_world_size()  # computes nothing with it
+            assert (
+                self.trainer.world_size == torch.distributed.get_world_size()
+            )  # computes nothing with it
         else:
             size = batch["count"] if self.hparams.where == "leaf" else self.hparams.batch_size
             loss = loss * size / len(batch["x"])
@@ -274,7 +316,9 @@ class CountsRows(Model):
 
 
 def train_counting(root: str, use: str) -> Any:
-    return train(root, use, 100, model=CountsRows), train(root, use, 100, model=CountsRows, parallel="data")
+    return train(root, use, 100, model=CountsRows), train(
+        root, use, 100, model=CountsRows, parallel="data"
+    )
 
 
 @pytest.mark.parametrize("use", ["loss", "leaf", "log"])
@@ -323,7 +367,9 @@ class ByPlace(Model):
 
 
 def train_by_place(root: str, use: str) -> Any:
-    return train(root, use, 100, model=ByPlace), train(root, use, 100, model=ByPlace, parallel="data")
+    return train(root, use, 100, model=ByPlace), train(
+        root, use, 100, model=ByPlace, parallel="data"
+    )
 
 
 @pytest.mark.parametrize("use", [*PLACES, "anchors"])
@@ -389,8 +435,12 @@ def train_both_on_batches(root: str, use: str) -> Any:
 
 
 @pytest.mark.parametrize("use", ["recurrent", "pointwise"])
-def test_where_it_can_but_be_guessed_what_is_a_row_rows_do_not_meet(pool, tmp_path, use: str) -> None:
-    for (expected, _), (weights, as_written) in pool.run(2, train_both_on_batches, str(tmp_path), use):
+def test_where_it_can_but_be_guessed_what_is_a_row_rows_do_not_meet(
+    pool, tmp_path, use: str
+) -> None:
+    for (expected, _), (weights, as_written) in pool.run(
+        2, train_both_on_batches, str(tmp_path), use
+    ):
         torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
         assert as_written == (use == "recurrent")
 
@@ -407,7 +457,9 @@ def demand(root: str, use: str, fault: int | None) -> None:
         ("views", None, "is made of this rank's"),
     ],
 )
-def test_where_a_captured_step_is_demanded_the_leaf_is_named(pool, tmp_path, leaf: str, fault: Any, what: str) -> None:
+def test_where_a_captured_step_is_demanded_the_leaf_is_named(
+    pool, tmp_path, leaf: str, fault: Any, what: str
+) -> None:
     with pytest.raises(WorkerError, match=rf"NotRowsError: the batch's leaf \['{leaf}'\] {what}"):
         pool.run(2, demand, str(tmp_path), leaf, fault)
 
@@ -424,7 +476,9 @@ def demand_with_rows_in_the_code(root: str) -> None:
 
 
 def test_where_numbers_of_rows_in_the_code_fail_it_is_said_whose_they_are(pool, tmp_path) -> None:
-    with pytest.raises(WorkerError, match=r"shape '.4, 5.' is invalid(.|\n)*alpa: all ranks' rows are one batch"):
+    with pytest.raises(
+        WorkerError, match=r"shape '.4, 5.' is invalid(.|\n)*alpa: all ranks' rows are one batch"
+    ):
         pool.run(2, demand_with_rows_in_the_code, str(tmp_path))
 
 
@@ -472,7 +526,14 @@ def test_ranks_whose_steps_differ_are_told_the_first_op(pool, tmp_path) -> None:
 
 def trainer_of(root: str) -> pl.Trainer:
     strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False)
-    return pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, default_root_dir=root, **QUIET)
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        strategy=strategy,
+        default_root_dir=root,
+        **QUIET,
+    )
 
 
 def test_a_trainer_that_has_trained_can_be_stored(tmp_path) -> None:

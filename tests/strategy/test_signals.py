@@ -25,7 +25,9 @@ from signal_jobs import (
     train,
 )
 
-LIMIT = 10.0 * (3 if os.environ.get("CI") else 2)  # the machine of the tests does other things beside
+LIMIT = 10.0 * (
+    3 if os.environ.get("CI") else 2
+)  # the machine of the tests does other things beside
 QUICK = ("SIGTERM to all, steady, own", "SIGTERM to rank 1, pipeline, own")
 
 
@@ -35,7 +37,11 @@ def undisturbed(tmp_path_factory, pool):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if str(case) in QUICK else pytest.mark.slow, id=str(case)) for case in CASES]
+    "case",
+    [
+        pytest.param(case, marks=() if str(case) in QUICK else pytest.mark.slow, id=str(case))
+        for case in CASES
+    ],
 )
 def test_every_rank_ends_and_training_goes_on(tmp_path, pool, undisturbed, case):
     outcome = run_case(case, tmp_path, limit=LIMIT)
@@ -55,7 +61,8 @@ def test_so_do_runs_of_other_kinds(tmp_path, pool, undisturbed, case):
 
 
 @pytest.mark.parametrize(
-    "ranks", [pytest.param((0, 1), id="all"), pytest.param((0,), id="rank 0", marks=pytest.mark.slow)]
+    "ranks",
+    [pytest.param((0, 1), id="all"), pytest.param((0,), id="rank 0", marks=pytest.mark.slow)],
 )
 def test_slurm_requeues_and_goes_on_bit_for_bit(tmp_path, pool, undisturbed, ranks):
     """SIGUSR1 before the time limit: Lightning's own checkpoint and `scontrol requeue`, then SIGTERM ends the job."""
@@ -83,7 +90,9 @@ def test_slurm_requeues_and_goes_on_bit_for_bit(tmp_path, pool, undisturbed, ran
     assert called.read_text() == "requeue 77\n", output
     path = tmp_path / "hpc_ckpt_1.ckpt"
     step = torch.load(path / "lightning.pt", weights_only=True)["rest"]["global_step"]
-    after = pool.run(2, train, str(tmp_path), "steady", False, str(path), step + 4, init_group=False, timeout=300)[0]
+    after = pool.run(
+        2, train, str(tmp_path), "steady", False, str(path), step + 4, init_group=False, timeout=300
+    )[0]
     for at in range(step + 1, step + 5):
         for name, value in undisturbed("steady")[at].items():
             assert torch.equal(after[at][name], value), (at, name)

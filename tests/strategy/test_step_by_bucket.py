@@ -19,7 +19,9 @@ STEPS, ROWS = 4, 4
 ADAM = sys.modules["torch.optim.adam"]  # hidden by the package
 WRITTEN = {"capture": "never"}
 WAYS = {
-    "data": {"placements": {"*": "R*"}},  # by measured costs a gradient may be summed as soon as it is made
+    "data": {
+        "placements": {"*": "R*"}
+    },  # by measured costs a gradient may be summed as soon as it is made
     "zero1": {"parallel": "zero1"},
     "zero3": {"parallel": "zero3"},
     "data, written": {**WRITTEN, "parallel": "data"},
@@ -30,7 +32,9 @@ WAYS = {
 class Net(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)), nn.Linear(8, 1))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)), nn.Linear(8, 1)
+        )
         self.double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -65,7 +69,9 @@ class Watch(pl.Callback):
 
         ADAM.adam = counted
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 0:  # planning has tried the optimizer
             self.calls = 0
         self.grads.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
@@ -77,7 +83,9 @@ class Watch(pl.Callback):
 KINDS = {kind.__name__: kind for kind in (Net, LooksAtGradients)}
 
 
-def train(kind: str, options: dict[str, Any] | None, trainer_options: dict[str, Any]) -> dict[str, Any]:
+def train(
+    kind: str, options: dict[str, Any] | None, trainer_options: dict[str, Any]
+) -> dict[str, Any]:
     torch.manual_seed(0)
     module, watch = KINDS[kind](), Watch()
     rows = torch.randn(2 * STEPS * ROWS, 8, dtype=torch.float64)
@@ -95,7 +103,11 @@ def train(kind: str, options: dict[str, Any] | None, trainer_options: dict[str, 
     data = TensorDataset(rows)
     sampler = None if alone else DistributedSampler(data, 2, int(os.environ["RANK"]), shuffle=False)
     trainer.fit(module, DataLoader(data, 2 * ROWS if alone else ROWS, sampler=sampler))
-    return {"calls": watch.calls, "weights": [p.detach() for p in module.parameters()], "grads": watch.grads}
+    return {
+        "calls": watch.calls,
+        "weights": [p.detach() for p in module.parameters()],
+        "grads": watch.grads,
+    }
 
 
 def both(
@@ -103,7 +115,10 @@ def both(
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What each of two ranks found, and what one device did."""
     alone = pool.run(1, train, kind, None, trainer_options, init_group=False)[0]
-    return [(ours, alone) for ours in pool.run(2, train, kind, WAYS[way], trainer_options, init_group=False)]
+    return [
+        (ours, alone)
+        for ours in pool.run(2, train, kind, WAYS[way], trainer_options, init_group=False)
+    ]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -128,7 +143,9 @@ def test_gradients_are_there_after_it(pool) -> None:
     [("LooksAtGradients", {}), ("Net", {"gradient_clip_val": 0.01})],
     ids=["hook", "clipping"],
 )
-def test_who_changes_gradients_before_a_step_has_them_all(pool, kind: str, trainer_options: dict[str, Any]) -> None:
+def test_who_changes_gradients_before_a_step_has_them_all(
+    pool, kind: str, trainer_options: dict[str, Any]
+) -> None:
     for ours, alone in both(pool, kind, "data", trainer_options):
         assert ours["calls"] == alone["calls"]
         torch.testing.assert_close(ours["weights"], alone["weights"], rtol=1e-9, atol=1e-12)

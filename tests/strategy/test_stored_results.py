@@ -23,20 +23,33 @@ from alpa_strategy.runtime.host_parameters import StoredTensors
 
 SIZES = {"vocab_size": 64, "d_model": 64, "d_hidden": 128, "num_layers": 4, "seq_len": 64}
 HOST = {"link_bandwidth": 25e9, "memory_bytes": 1e12, "memory_bandwidth": 100e9}
-SLOW = {"float32": 20e9, "float64": 10e9, "bfloat16": 40e9, "float16": 40e9}  # FLOP/s: products are dear to make again
+SLOW = {
+    "float32": 20e9,
+    "float64": 10e9,
+    "bfloat16": 40e9,
+    "float16": 40e9,
+}  # FLOP/s: products are dear to make again
 ROWS = 16
 
 
 def cluster(num_devices: int, host: dict[str, float] | None = HOST) -> dict[str, Any]:
     """A node of slow devices, with or without a way to host memory."""
-    spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": num_devices}).to_dict()
+    spec = ClusterSpec.load(
+        "pcie_8gpu", {"num_nodes": 1, "devices_per_node": num_devices}
+    ).to_dict()
     spec["device"]["peak_flops"] = SLOW
-    return {**spec, "host": host} if host else {key: value for key, value in spec.items() if key != "host"}
+    return (
+        {**spec, "host": host}
+        if host
+        else {key: value for key, value in spec.items() if key != "host"}
+    )
 
 
 def planned(limit: float, num_devices: int = 1, host: dict[str, float] | None = HOST) -> Plan:
     model, batch = inputs()
-    options = PlanOptions(memory_limit=limit, num_stages=1, num_microbatches=1, batch_scope="global")
+    options = PlanOptions(
+        memory_limit=limit, num_stages=1, num_microbatches=1, batch_scope="global"
+    )
     return make_plan(model, batch, ClusterSpec.from_dict(cluster(num_devices, host)), options)
 
 
@@ -79,13 +92,19 @@ def test_a_plan_that_stores_what_is_no_memory_of_its_own_is_refused() -> None:
             check_plan(replace(plan, stages=(replace(stage, stored=stored),)), graph, 1)
 
 
-def train(strategy: dict[str, Any] | None, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+def train(
+    strategy: dict[str, Any] | None, world_size: int, arguments: dict[str, Any]
+) -> dict[str, Any]:
     return record("llama", SIZES, strategy, 3, world_size, samples=ROWS, **arguments)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("arguments", [{}, {"accumulate": 2, "clip": 0.1}], ids=["plain", "accumulated"])
-def test_training_with_them_is_one_devices(pool, tmp_path: Path, world_size: int, arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [{}, {"accumulate": 2, "clip": 0.1}], ids=["plain", "accumulated"]
+)
+def test_training_with_them_is_one_devices(
+    pool, tmp_path: Path, world_size: int, arguments: dict[str, Any]
+) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(json.dumps(cluster(world_size)))
     strategy = {
@@ -104,7 +123,9 @@ def test_training_with_them_is_one_devices(pool, tmp_path: Path, world_size: int
     [
         lambda x: x * 2,
         lambda x: (x * 2).to(memory_format=torch.channels_last),
-        lambda x: torch.nn.functional.conv2d(x.to(memory_format=torch.channels_last), torch.ones(4, 3, 2, 2).double()),
+        lambda x: torch.nn.functional.conv2d(
+            x.to(memory_format=torch.channels_last), torch.ones(4, 3, 2, 2).double()
+        ),
     ],
     ids=["contiguous", "channels last", "convolution"],
 )
@@ -113,7 +134,9 @@ def test_what_is_saved_comes_back_as_it_lay(result) -> None:
     given = torch.randn(2, 3, 5, 6, dtype=torch.float64, requires_grad=True)
 
     def loss(made: Tensor) -> Tensor:
-        return (made.sin() * made.transpose(2, 3).exp().transpose(2, 3)).sum() + (made[:, 1:] ** 2).sum()
+        return (made.sin() * made.transpose(2, 3).exp().transpose(2, 3)).sum() + (
+            made[:, 1:] ** 2
+        ).sum()
 
     (expected,) = torch.autograd.grad(loss(result(given)), given)
     regather = Regather((), StoredTensors().store)

@@ -41,7 +41,9 @@ def test_public_names_resolve() -> None:
 class Bare(pl.LightningModule):
     """Configurable in what makes it unfit."""
 
-    def __init__(self, *, parameters: bool = True, automatic: bool = True, optimizers: int = 1) -> None:
+    def __init__(
+        self, *, parameters: bool = True, automatic: bool = True, optimizers: int = 1
+    ) -> None:
         import torch
 
         super().__init__()
@@ -70,7 +72,9 @@ class Bare(pl.LightningModule):
 def test_modules_that_cannot_train_are_refused(model: Bare, message: str, tmp_path) -> None:
     import torch
 
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(4, 2)), batch_size=2)
+    data = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(4, 2)), batch_size=2
+    )
     trainer = pl.Trainer(
         strategy=AlpaStrategy(capture="require"),  # else manual optimization runs as written
         accelerator="cpu",
@@ -86,7 +90,13 @@ def test_modules_that_cannot_train_are_refused(model: Bare, message: str, tmp_pa
 
 def test_ranks_are_known_before_fit(monkeypatch) -> None:
     """Under torchrun `rank_zero_only` functions of the user's script run before fit, too."""
-    for name, value in {"RANK": 3, "LOCAL_RANK": 3, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "GROUP_RANK": 0}.items():
+    for name, value in {
+        "RANK": 3,
+        "LOCAL_RANK": 3,
+        "WORLD_SIZE": 4,
+        "LOCAL_WORLD_SIZE": 4,
+        "GROUP_RANK": 0,
+    }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     for each in (rank_zero_only, utils_rank_zero_only):

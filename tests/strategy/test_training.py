@@ -76,7 +76,12 @@ def train(
         loader = DataLoader(data, batch_size=ROWS, sampler=order)
         parallel: dict[str, Any] = {"devices": 1}
     else:
-        strategy = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False, **strategy}
+        strategy = {
+            "cluster": "pcie_8gpu",
+            "plan_dir": f"{root}/plans",
+            "verbose": False,
+            **strategy,
+        }
         parallel = {"devices": world_size, "strategy": AlpaStrategy(**strategy)}
         if strategy.get("batch_scope") == "global":
             loader = DataLoader(data, batch_size=ROWS)
@@ -91,7 +96,9 @@ def train(
         default_root_dir=root,
         **{"max_epochs": 1, **parallel, **trainer_arguments},
     )
-    trainer.fit(model, loader, loader if validate else None, ckpt_path=ckpt_path, weights_only=False)
+    trainer.fit(
+        model, loader, loader if validate else None, ckpt_path=ckpt_path, weights_only=False
+    )
     if save:
         trainer.save_checkpoint(save)
     return {
@@ -118,7 +125,9 @@ def assert_same(run: dict[str, Any], reference: dict[str, Any]) -> None:
 ZERO3, TENSOR = {"parallel": "zero3"}, {"parallel": "tensor"}
 
 
-@pytest.mark.parametrize("strategy", [ZERO3, {"parallel": "zero2"}, TENSOR], ids=lambda s: s["parallel"])
+@pytest.mark.parametrize(
+    "strategy", [ZERO3, {"parallel": "zero2"}, TENSOR], ids=lambda s: s["parallel"]
+)
 @pytest.mark.parametrize(
     "arguments",
     [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}],
@@ -157,7 +166,9 @@ def test_checkpoints_are_ordinary_and_resume_anywhere(pool, tmp_path: Path, stra
     resumed = pool.run(2, run_train, "MLP", root, strategy, again)[0]
     assert_same(resumed, reference)
     for number, state in reference["optimizer"]["state"].items():
-        torch.testing.assert_close(resumed["optimizer"]["state"][number], state, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(
+            resumed["optimizer"]["state"][number], state, rtol=TOLERANCE, atol=TOLERANCE
+        )
 
 
 def test_a_checkpoint_in_the_middle_of_training(pool, tmp_path: Path) -> None:
@@ -189,7 +200,9 @@ def test_global_batches(pool, tmp_path: Path, parallel: str) -> None:
         assert_same(run, reference)
 
 
-def run_train(kind: str, root: str, strategy: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def run_train(
+    kind: str, root: str, strategy: dict[str, Any], arguments: dict[str, Any]
+) -> dict[str, Any]:
     return train(globals()[kind], root, strategy, **arguments)
 
 
@@ -210,8 +223,13 @@ class Measured(MLP):
         super().__init__(**kwargs)
         self.mean_error = torchmetrics.MeanMetric().set_dtype(torch.float64)
         self.worst = torchmetrics.MaxMetric()
-        errors = {"mse": torchmetrics.MeanSquaredError(), "rmse": torchmetrics.MeanSquaredError(squared=False)}
-        self.errors = torchmetrics.MetricCollection(errors, prefix="train_").set_dtype(torch.float64)
+        errors = {
+            "mse": torchmetrics.MeanSquaredError(),
+            "rmse": torchmetrics.MeanSquaredError(squared=False),
+        }
+        self.errors = torchmetrics.MetricCollection(errors, prefix="train_").set_dtype(
+            torch.float64
+        )
         self.last = self.errors.clone(prefix="last_")
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
@@ -238,7 +256,9 @@ class Viewed(MLP):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         weight = next(p for p in self.parameters() if p.dim() == 2)
-        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]) + (weight * self.view).mean()
+        loss = (
+            torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]) + (weight * self.view).mean()
+        )
         self.log("train_loss", loss)
         return loss
 
@@ -247,7 +267,9 @@ class Viewed(MLP):
 
 
 @pytest.mark.parametrize("strategy", [{}, ZERO3, TENSOR], ids=str)
-def test_a_view_of_a_weight_shows_what_the_weight_is(pool, tmp_path: Path, strategy: dict[str, Any]) -> None:
+def test_a_view_of_a_weight_shows_what_the_weight_is(
+    pool, tmp_path: Path, strategy: dict[str, Any]
+) -> None:
     reference = train(Viewed, str(tmp_path), None)
     for run in pool.run(2, run_train, "Viewed", str(tmp_path), strategy, {}):
         assert_same(run, reference)
@@ -266,7 +288,9 @@ def fit_twice_and_validate(root: str) -> tuple[float, float, tuple[int, ...]]:
     torch.manual_seed(7)
     model = Validated()
     data = TensorDataset(*model.example_batch(16, torch.Generator().manual_seed(3)))
-    strategy = AlpaStrategy(cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, parallel="zero3")
+    strategy = AlpaStrategy(
+        cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, parallel="zero3"
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -305,7 +329,9 @@ class Remembers(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
         z = self.net(x)
-        loss = (z - y).square().mean() + self.level.clone() * (z @ self.queue.clone().T).square().mean()
+        loss = (z - y).square().mean() + self.level.clone() * (
+            z @ self.queue.clone().T
+        ).square().mean()
         self.log("train_loss", loss)
         self.log("level", self.level)
         with torch.no_grad():
@@ -319,8 +345,12 @@ def run_remembers(root: str, strategy: dict[str, Any]) -> dict[str, Any]:
     return train(Remembers, root, strategy)
 
 
-@pytest.mark.parametrize("strategy", [{"parallel": "data"}, {"num_stages": 2}], ids=["data", "stages"])
-def test_buffers_are_as_they_were_until_the_backward(pool, tmp_path: Path, strategy: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "strategy", [{"parallel": "data"}, {"num_stages": 2}], ids=["data", "stages"]
+)
+def test_buffers_are_as_they_were_until_the_backward(
+    pool, tmp_path: Path, strategy: dict[str, Any]
+) -> None:
     reference = train(Remembers, str(tmp_path), None)
     for run in pool.run(2, run_remembers, str(tmp_path), strategy):
         assert_same(run, reference)
@@ -332,10 +362,19 @@ def test_micro_batches_of_a_training_without_a_seed(tmp_path: Path) -> None:
     model = Phased()
     loader = DataLoader(TensorDataset(*model.example_batch(16)), batch_size=ROWS)
     strategy = AlpaStrategy(
-        num_microbatches=2, batch_scope="global", cluster="pcie_8gpu", plan_dir=str(tmp_path), verbose=False
+        num_microbatches=2,
+        batch_scope="global",
+        cluster="pcie_8gpu",
+        plan_dir=str(tmp_path),
+        verbose=False,
     )
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, default_root_dir=str(tmp_path), **QUIET
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        default_root_dir=str(tmp_path),
+        **QUIET,
     )
     trainer.fit(model, loader)
     assert trainer.global_step == 2

@@ -84,7 +84,12 @@ class MixedUp(Net):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         x, y = batch
         factor, order = torch.rand((), dtype=x.dtype), torch.randperm(len(x))
-        return {"x": factor * x + (1 - factor) * x[order], "y": y, "other": y[order], "factor": factor}
+        return {
+            "x": factor * x + (1 - factor) * x[order],
+            "y": y,
+            "other": y[order],
+            "factor": factor,
+        }
 
     def loss(self, batch: Any, each: Tensor) -> Tensor:
         other = F.cross_entropy(self.net(batch["x"]), batch["other"])
@@ -150,7 +155,10 @@ class Weighted(Net):
     """By class: the same for all rows."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return {**super().on_after_batch_transfer(batch, dataloader_idx), "weights": torch.tensor([1.0, 2.0, 0.5])}
+        return {
+            **super().on_after_batch_transfer(batch, dataloader_idx),
+            "weights": torch.tensor([1.0, 2.0, 0.5]),
+        }
 
     def loss(self, batch: Any, each: Tensor) -> Tensor:
         return (batch["weights"][batch["y"]] * each).mean()
@@ -221,7 +229,9 @@ class Tokenized(Net):
     """The loader gives texts."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        codes = torch.tensor([[float(letter) for letter in text] for text in batch], dtype=torch.float64)
+        codes = torch.tensor(
+            [[float(letter) for letter in text] for text in batch], dtype=torch.float64
+        )
         return codes, codes[:, 0].long() % 3
 
     def train_dataloader(self) -> DataLoader:
@@ -258,7 +268,9 @@ class NamedAsAMethod(Net):
     """A callback keeps what it calls as the module calls a method of its own."""
 
     class Keeps(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             self.loss = float(outputs["loss"]) * len(batch["x"])
 
     def configure_callbacks(self) -> Any:
@@ -279,7 +291,9 @@ class RowsOfACallback(RowsOfTheStep):
     on_train_batch_start = pl.LightningModule.on_train_batch_start
 
     class Counts(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, module: Any, batch: Any, batch_idx: int
+        ) -> None:
             setattr(module, "n", 3.0 * batch["x"].shape[0])  # noqa: B010
 
     def configure_callbacks(self) -> Any:
@@ -349,7 +363,9 @@ class DividedByACallback(RowsOfTheGradient):
     on_after_backward = pl.LightningModule.on_after_backward
 
     class Divides(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, module: Any, batch: Any, batch_idx: int
+        ) -> None:
             self.rows = len(batch["x"])
 
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
@@ -476,14 +492,18 @@ class AveragesOutside(Net):
         self.counts += 1
         self.tracker.calls += 1
         self.mean.data.add_(1.0)
-        self.mean[1:4] = torch.tensor([float(self.seen["steps"]), self.counts[0], self.tracker.calls])
+        self.mean[1:4] = torch.tensor(
+            [float(self.seen["steps"]), self.counts[0], self.tracker.calls]
+        )
 
     def move(self) -> None:
         for own, mean in zip(self.net.parameters(), self.teachers[0].parameters(), strict=True):
             mean.data.mul_(0.5).add_(own.data, alpha=0.5)
 
     def loss(self, batch: Any, each: Tensor) -> Tensor:
-        return each.mean() + self.factor * F.mse_loss(self.net(batch["x"]), self.teachers[0](batch["x"]))
+        return each.mean() + self.factor * F.mse_loss(
+            self.net(batch["x"]), self.teachers[0](batch["x"])
+        )
 
 
 class AveragesInOtherMemory(AveragesOutside):
@@ -520,7 +540,9 @@ class ChangesFarAway(Net):
         data.pace = getattr(data, "pace", 1.0) * 0.9
 
     def loss(self, batch: Any, each: Tensor) -> Tensor:
-        far = getattr(self.trainer, "pace", 1.0) * getattr(self.trainer.train_dataloader.dataset, "pace", 1.0)
+        far = getattr(self.trainer, "pace", 1.0) * getattr(
+            self.trainer.train_dataloader.dataset, "pace", 1.0
+        )
         return paced(each.mean()) * Pace.of_all * self.pace.now * far
 
 
@@ -610,7 +632,9 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def train(name: str, strategy: Any, root: str) -> tuple[dict[str, Tensor], list[float], bool, list[str]]:
+def train(
+    name: str, strategy: Any, root: str
+) -> tuple[dict[str, Tensor], list[float], bool, list[str]]:
     """Final state, losses by step, whether steps ran as written, and the lines that the package says."""
     torch.manual_seed(5)
     model = globals()[name]().double()
@@ -640,14 +664,30 @@ def train(name: str, strategy: Any, root: str) -> tuple[dict[str, Tensor], list[
 
 
 def train_both(name: str, root: str) -> Any:
-    return train(name, "ddp", root), train(name, AlpaStrategy(cluster="pcie_8gpu", verbose=False), root)
+    return train(name, "ddp", root), train(
+        name, AlpaStrategy(cluster="pcie_8gpu", verbose=False), root
+    )
 
 
 CAPTURED = ["Flipped", "MixedUp", "Weighted", "Cropped", "Tokenized"]
-PER_REPLICA = ["TwoViews", "Indexed", "RandomNegatives", "HardNegatives", "Counted", "RunningMean", "OnlySixRows"]
+PER_REPLICA = [
+    "TwoViews",
+    "Indexed",
+    "RandomNegatives",
+    "HardNegatives",
+    "Counted",
+    "RunningMean",
+    "OnlySixRows",
+]
 PER_REPLICA += ["Standardised", "Shares", "RandomShares"]
 CAPTURED += ["AsManyByChance"]
-PER_REPLICA += ["RowsOfTheStep", "RowsOfTheTransfer", "RowsOfACallback", "RowsInABuffer", "RowsOfTheLastBatch"]
+PER_REPLICA += [
+    "RowsOfTheStep",
+    "RowsOfTheTransfer",
+    "RowsOfACallback",
+    "RowsInABuffer",
+    "RowsOfTheLastBatch",
+]
 PER_REPLICA += [
     "OnlySixRowsInTheStep",
     "OnlySixRowsAfterAChange",
@@ -655,7 +695,12 @@ PER_REPLICA += [
     "RowsOfTheGradient",
     "DividedByACallback",
 ]
-PER_REPLICA += ["DividedByTheBatchSize", "TimesTheRanks", "NumberInTheBatch", "NumberOfTheCollation"]
+PER_REPLICA += [
+    "DividedByTheBatchSize",
+    "TimesTheRanks",
+    "NumberInTheBatch",
+    "NumberOfTheCollation",
+]
 CAPTURED += ["SameNumberInTheBatch"]
 PER_REPLICA += ["RowsFromTheLoader", "Normalised", "RowsInAContainer", "RowsUpdated"]
 CAPTURED += ["TakesTheNext", "CallbackOfAThread", "DatasetOfAThread"]
@@ -666,7 +711,9 @@ CAPTURED += ["NamedAsAMethod", "AveragesOutside", "AveragesInOtherMemory", "Chan
 def test_what_a_hook_makes_of_rows_is_known(pool, tmp_path, name: str) -> None:
     (expected, found), (_, second) = pool.run(2, train_both, name, str(tmp_path))
     torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-9, atol=1e-9)  # all numbers at random are the same ones
+    torch.testing.assert_close(
+        found[1], expected[1], rtol=1e-9, atol=1e-9
+    )  # all numbers at random are the same ones
     assert found[2] == (name not in CAPTURED)
     assert all(torch.equal(found[0][key], second[0][key]) for key in found[0] if key != "mean")
     said = " ".join(found[3])

@@ -117,7 +117,9 @@ class PerturbsItsWeights(Program):
                     parameter.mul_(factor)
                 losses.append(self.loss(*batch).item())
         loss = self.loss(*batch) * (1 + losses[0] - losses[1])
-        self.log_dict({"train_loss": loss, "sharpness": losses[0] + losses[1] - 2 * losses[2]}, sync_dist=True)
+        self.log_dict(
+            {"train_loss": loss, "sharpness": losses[0] + losses[1] - 2 * losses[2]}, sync_dist=True
+        )
         return loss
 
 
@@ -195,7 +197,9 @@ class LearnsToLearn(Program):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, label = batch
         learner = self._learner(self.net)
-        places = [(each._parameters, name) for each in learner.modules() for name in each._parameters]
+        places = [
+            (each._parameters, name) for each in learner.modules() for name in each._parameters
+        ]
         loss = F.cross_entropy(learner(x[::2]), label[::2])
         weights = [weights[name] for weights, name in places]
         slopes = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
@@ -300,7 +304,9 @@ class OtherShapes(Program):
 
     class Packed:
         def __init__(self, rows: list[Any]) -> None:
-            self.x = torch.cat([x.repeat(1 + int(label) + i % 3, 1) for i, (x, label) in enumerate(rows)])
+            self.x = torch.cat(
+                [x.repeat(1 + int(label) + i % 3, 1) for i, (x, label) in enumerate(rows)]
+            )
             self.sizes = [1 + int(label) + i % 3 for i, (_, label) in enumerate(rows)]
             self.label = torch.stack([label for _, label in rows])
 
@@ -324,7 +330,9 @@ class Normalized(Program):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, CLASSES))
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, CLASSES)
+        )
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -366,7 +374,11 @@ class Recurrent(Program):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val", self.head(self.embed(self.rnn(batch[0][:, None])[0][:, 0])).square().mean(), sync_dist=True)
+        self.log(
+            "val",
+            self.head(self.embed(self.rnn(batch[0][:, None])[0][:, 0])).square().mean(),
+            sync_dist=True,
+        )
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(Rows(2 * ROWS * 2, 2), batch_size=ROWS)
@@ -380,7 +392,9 @@ class Gan(Program):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, WIDTH))
+        self.generator = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, WIDTH)
+        )
         self.critic = nn.Sequential(nn.Linear(WIDTH, 8), nn.LeakyReLU(), nn.Linear(8, 1))
         del self.net
 
@@ -395,7 +409,10 @@ class Gan(Program):
         first.zero_grad()
         self.untoggle_optimizer(first)
         self.toggle_optimizer(second)
-        told = F.softplus(-self.critic(x)).mean() + F.softplus(self.critic(self.generator(z).detach())).mean()
+        told = (
+            F.softplus(-self.critic(x)).mean()
+            + F.softplus(self.critic(self.generator(z).detach())).mean()
+        )
         self.manual_backward(told)
         self.clip_gradients(second, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
         second.step()
@@ -433,7 +450,9 @@ class FrozenCritic(Gan):
         fake = self.generator(torch.randn(len(x), 4, dtype=x.dtype))
         self.critic.requires_grad_(True)
         second.zero_grad()
-        self.manual_backward(F.softplus(-self.critic(x)).mean() + F.softplus(self.critic(fake.detach())).mean())
+        self.manual_backward(
+            F.softplus(-self.critic(x)).mean() + F.softplus(self.critic(fake.detach())).mean()
+        )
         second.step()
         for parameter in self.critic.parameters():
             parameter.requires_grad = False
@@ -488,7 +507,9 @@ class ClipsByHand(AccumulatesByHand):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(*batch))
-        before = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        before = torch.nn.utils.get_total_norm(
+            [p.grad for p in self.parameters() if p.grad is not None]
+        )
         clip_grad_norm_(self.parameters(), 0.05)
         largest = clip_grad_norm_(self.net.parameters(), 0.01, norm_type=float("inf"))
         for p in self.parameters():
@@ -547,19 +568,25 @@ class ActorCritic(Program):
         x, label = batch
         policy = torch.distributions.Categorical(logits=self.net(x))
         action = policy.sample()
-        reward = torch.tensor([1.0 if int(a) == int(b) else -0.5 for a, b in zip(action, label, strict=True)]).to(x)
+        reward = torch.tensor(
+            [1.0 if int(a) == int(b) else -0.5 for a, b in zip(action, label, strict=True)]
+        ).to(x)
         value = self.critic(x).squeeze(1)
         advantage = (reward - value).detach()
         actor, critic = self.optimizers()
         actor.zero_grad()
         critic.zero_grad()
-        self.manual_backward(-(policy.log_prob(action) * advantage).mean() + F.mse_loss(value, reward))
+        self.manual_backward(
+            -(policy.log_prob(action) * advantage).mean() + F.mse_loss(value, reward)
+        )
         actor.step()
         critic.step()
         self.log("reward", reward.mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.net.parameters(), lr=0.02), torch.optim.SGD(self.critic.parameters(), lr=0.1)
+        return torch.optim.Adam(self.net.parameters(), lr=0.02), torch.optim.SGD(
+            self.critic.parameters(), lr=0.1
+        )
 
 
 class TwoKindsOfOptimizer(Program):
@@ -581,9 +608,13 @@ class TwoKindsOfOptimizer(Program):
         self.log("train_loss", loss, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        matrices = torch.optim.SGD([p for p in self.parameters() if p.ndim > 1], lr=0.1, momentum=0.9)
+        matrices = torch.optim.SGD(
+            [p for p in self.parameters() if p.ndim > 1], lr=0.1, momentum=0.9
+        )
         vectors = torch.optim.AdamW([p for p in self.parameters() if p.ndim == 1], lr=0.02)
-        return [matrices, vectors], [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (matrices, vectors)]
+        return [matrices, vectors], [
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (matrices, vectors)
+        ]
 
 
 class CapturableAtFirst(Program):
@@ -653,7 +684,9 @@ class Annealed(Program):
         self.temperatures, self.length = [2.0], 20
 
     def loss(self, x: Tensor, label: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(x) / self.temperatures[0] + 0 * x.new_ones(self.length).sum(), label)
+        return F.cross_entropy(
+            self.net(x) / self.temperatures[0] + 0 * x.new_ones(self.length).sum(), label
+        )
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.temperatures[0] *= 0.95
@@ -673,7 +706,9 @@ class Functions(Program):
 
     def loss(self, x: Tensor, label: Tensor) -> Tensor:
         def inner(weights: Any, x: Tensor, label: Tensor) -> Tensor:
-            return F.cross_entropy(torch.func.functional_call(self.net, weights, (x[None],)), label[None])
+            return F.cross_entropy(
+                torch.func.functional_call(self.net, weights, (x[None],)), label[None]
+            )
 
         def task(x: Tensor, label: Tensor) -> Tensor:
             weights = dict(self.net.named_parameters())
@@ -682,7 +717,11 @@ class Functions(Program):
 
         _, tangent = torch.func.jvp(self.net, (x,), (x.flip(0),))
         jacobian = torch.func.vmap(torch.func.jacrev(self.net))(x)
-        return torch.func.vmap(task)(x, label).mean() + tangent.square().mean() + jacobian.square().mean()
+        return (
+            torch.func.vmap(task)(x, label).mean()
+            + tangent.square().mean()
+            + jacobian.square().mean()
+        )
 
 
 class Scripted(Program):
@@ -717,7 +756,10 @@ class TimesRanks(Program):
 
 class TimesRanksByGroup(Program):
     def loss(self, x: Tensor, label: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(x), label, reduction="sum") * torch.distributed.get_world_size()
+        return (
+            F.cross_entropy(self.net(x), label, reduction="sum")
+            * torch.distributed.get_world_size()
+        )
 
 
 class LengthsLater(Program):
@@ -775,11 +817,15 @@ class SparseTables(Program):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.ModuleList([nn.Embedding(30, WIDTH, sparse=True), nn.Embedding(CLASSES, WIDTH, sparse=True)])
+        self.net = nn.ModuleList(
+            [nn.Embedding(30, WIDTH, sparse=True), nn.Embedding(CLASSES, WIDTH, sparse=True)]
+        )
 
     def loss(self, x: Tensor, label: Tensor) -> Tensor:
         words = (x * 4).long().clamp(-10, 10) + 10  # [rows, WIDTH]
-        return F.cross_entropy(self.net[0](words).mean(1) @ self.net[1](torch.arange(CLASSES)).T, label)
+        return F.cross_entropy(
+            self.net[0](words).mean(1) @ self.net[1](torch.arange(CLASSES)).T, label
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SparseAdam(list(self.parameters()), lr=0.02)
@@ -943,7 +989,11 @@ class CountsRecords(CountsNames):
     def train_dataloader(self) -> DataLoader:
         def collate(samples: Any) -> Any:
             x, label, _ = zip(*samples, strict=True)
-            return torch.stack(x), torch.stack(label), [{"kind": "image", "weight": 1.0} for _ in samples]
+            return (
+                torch.stack(x),
+                torch.stack(label),
+                [{"kind": "image", "weight": 1.0} for _ in samples],
+            )
 
         return DataLoader(Named(2 * ROWS * BATCHES, 1), batch_size=ROWS, collate_fn=collate)
 
@@ -975,7 +1025,9 @@ class WritesAnswers(AccumulatesByHand):
             logits = self.net(written)
             with torch.no_grad():  # as it is now, in the midst of what a backward needs
                 sure = self.net(x).softmax(1).amax(1)
-            loss = (F.cross_entropy(logits, label, reduction="none") * sure).mean() + F.mse_loss(logits, liked)
+            loss = (F.cross_entropy(logits, label, reduction="none") * sure).mean() + F.mse_loss(
+                logits, liked
+            )
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(loss)

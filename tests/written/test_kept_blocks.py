@@ -41,7 +41,12 @@ class Wide(pl.LightningModule):
 def faults_of_a_step(root: str) -> float:
     strategy = AlpaStrategy(capture="never", parallel="data", cluster="pcie_8gpu")
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_steps=STEPS, default_root_dir=root, **QUIET
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_steps=STEPS,
+        default_root_dir=root,
+        **QUIET,
     )
     module = Wide()
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(ROWS * STEPS, 1)), ROWS))

@@ -33,13 +33,17 @@ class Padded(IterableDataset):
         draw = random.Random(torch.distributed.get_rank() if self.seed is None else self.seed)
         for step in range(STEPS):
             in_order = step * LENGTHS // STEPS
-            yield torch.randn(8, 24 + (in_order if self.seed == IN_ORDER else draw.randrange(LENGTHS)), 64)
+            yield torch.randn(
+                8, 24 + (in_order if self.seed == IN_ORDER else draw.randrange(LENGTHS)), 64
+            )
 
 
 class Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True), 2)
+        self.net = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(64, 4, 256, batch_first=True), 2
+        )
 
     def training_step(self, x_BTD: Any, batch_idx: int) -> Any:
         return F.mse_loss(self.net(x_BTD), x_BTD)
@@ -95,6 +99,8 @@ def train(root: str, seed: int | None) -> tuple[float, float, float]:
 @pytest.mark.parametrize("seed", [None, 0, 1, 2, IN_ORDER])
 def test_new_lengths_do_not_hold_up_a_run(pool, tmp_path, seed: int | None) -> None:
     for total, prepared, late in pool.run(2, train, str(tmp_path), seed):
-        print(f"{total:.1f} s, {prepared:.2f} s for preparing steps, {late:.2f} s of it after step {BEGINNING}")
+        print(
+            f"{total:.1f} s, {prepared:.2f} s for preparing steps, {late:.2f} s of it after step {BEGINNING}"
+        )
         assert prepared > 0
         assert late < 0.05 * total

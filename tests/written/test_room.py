@@ -27,7 +27,9 @@ class Block(nn.Module):
         self.fc, self.proj = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
-        return x + self.drop(self.proj(F.gelu(self.fc(self.norm(x.flatten(0, 1)))))).view_as(x) * scale
+        return (
+            x + self.drop(self.proj(F.gelu(self.fc(self.norm(x.flatten(0, 1)))))).view_as(x) * scale
+        )
 
 
 class Matching(pl.LightningModule):
@@ -71,21 +73,34 @@ class Kept(pl.Callback):
     def __init__(self) -> None:
         self.num_bytes: list[int] = []
 
-    def on_before_backward(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor
+    ) -> None:
         self.num_bytes.append(kept_bytes(loss, (), [*module.parameters(), *module.buffers()]))
 
 
 def train(root: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(3)
     module, kept, said = Matching().double(), Kept(), list[str]()
-    used: Any = strategy if strategy == "ddp" else AlpaStrategy(cluster="pcie_8gpu", verbose=False, **options)
+    used: Any = (
+        strategy
+        if strategy == "ddp"
+        else AlpaStrategy(cluster="pcie_8gpu", verbose=False, **options)
+    )
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(handler)
-    common: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS, "max_epochs": 1, "precision": "64-true"}
+    common: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": RANKS,
+        "max_epochs": 1,
+        "precision": "64-true",
+    }
     try:
-        trainer = pl.Trainer(strategy=used, default_root_dir=root, callbacks=[kept], **common, **QUIET)
+        trainer = pl.Trainer(
+            strategy=used, default_root_dir=root, callbacks=[kept], **common, **QUIET
+        )
         trainer.fit(module)
     finally:
         logger.removeHandler(handler)
@@ -101,12 +116,18 @@ def train(root: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
 def check_equal(expected: list[Any], found: list[Any]) -> None:
     for one, other in zip(expected, found, strict=True):
         for part in ("weights", "buffers"):
-            assert all(torch.allclose(v, other[part][k], rtol=0, atol=1e-9) for k, v in one[part].items()), part
-    assert all(torch.equal(value, found[1]["weights"][key]) for key, value in found[0]["weights"].items())
+            assert all(
+                torch.allclose(v, other[part][k], rtol=0, atol=1e-9) for k, v in one[part].items()
+            ), part
+    assert all(
+        torch.equal(value, found[1]["weights"][key]) for key, value in found[0]["weights"].items()
+    )
 
 
 # Under ZeRO-2 modules run again on whole parameters, as in "data".
-@pytest.mark.parametrize("parallel", ["data", pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize(
+    "parallel", ["data", pytest.param("zero2", marks=pytest.mark.slow), "zero3"]
+)
 def test_what_does_not_fit_runs_again(pool, tmp_path, parallel: str) -> None:
     root = str(tmp_path)
     expected = pool.run(RANKS, train, root, "ddp", {})
@@ -114,12 +135,16 @@ def test_what_does_not_fit_runs_again(pool, tmp_path, parallel: str) -> None:
     assert not any(each["said"] for each in whole)
     every = whole[0]["bytes"][-1]
     limit = whole[0]["peak"] + every // 2
-    found = pool.run(RANKS, train, root, "alpa", {"parallel": parallel, "memory_limit": float(limit)})
+    found = pool.run(
+        RANKS, train, root, "alpa", {"parallel": parallel, "memory_limit": float(limit)}
+    )
     again = pool.run(RANKS, train, root, "alpa", {"parallel": parallel, "remat": True})
     for each in (whole, found, again):
         check_equal(expected, each)
     for rank in range(RANKS):
-        kept = found[rank]["bytes"][1:]  # in the first step nobody knows what the step keeps outside of the blocks
+        kept = found[rank]["bytes"][
+            1:
+        ]  # in the first step nobody knows what the step keeps outside of the blocks
         assert max(kept) <= every // 2
         assert min(kept) > 2 * again[rank]["bytes"][-1]
         assert found[rank]["bytes"][0] < every
@@ -135,13 +160,18 @@ def test_a_name_that_is_no_modules_is_an_error(pool, tmp_path) -> None:
 
 
 def test_what_only_a_captured_step_can_meet_is_left_to_the_room(pool, tmp_path) -> None:
-    kept, asked = (pool.run(RANKS, train, str(tmp_path), "alpa", {"remat": remat}) for remat in (None, "selective"))
+    kept, asked = (
+        pool.run(RANKS, train, str(tmp_path), "alpa", {"remat": remat})
+        for remat in (None, "selective")
+    )
     assert asked[0]["bytes"] == kept[0]["bytes"]
     assert not asked[0]["said"]
 
 
 def test_all_is_kept_where_that_is_asked_for(pool, tmp_path) -> None:
     kept = pool.run(RANKS, train, str(tmp_path), "alpa", {"remat": None})
-    forced = pool.run(RANKS, train, str(tmp_path), "alpa", {"remat": False, "memory_limit": kept[0]["peak"] + 1e3})
+    forced = pool.run(
+        RANKS, train, str(tmp_path), "alpa", {"remat": False, "memory_limit": kept[0]["peak"] + 1e3}
+    )
     assert forced[0]["bytes"] == kept[0]["bytes"]
     assert not forced[0]["said"]

@@ -23,7 +23,10 @@ class Talk:
         self.group, said = dist.new_group(), dist.new_group()
         self.rounds = Rounds(self.start, lambda unit, ahead: unit != 5 and len(ahead) < depth, said)
         spoken = self.rounds._said
-        self.rounds._said = lambda *args: (setattr(self, "num_said", self.num_said + 1), spoken(*args))[1]
+        self.rounds._said = lambda *args: (
+            setattr(self, "num_said", self.num_said + 1),
+            spoken(*args),
+        )[1]
 
     def start(self, unit: int) -> Callable[[], list[torch.Tensor]]:
         found = torch.empty(dist.get_world_size(), dtype=torch.int64)
@@ -62,7 +65,11 @@ def same_steps(depth: int) -> tuple[list[tuple[int, int]], int]:
 
 def other_steps(seed: int) -> None:
     """Each rank departs from what all do, now and then, for a step or for good."""
-    talk, common, own = Talk(seed), random.Random(seed), random.Random(1000 * seed + dist.get_rank())
+    talk, common, own = (
+        Talk(seed),
+        random.Random(seed),
+        random.Random(1000 * seed + dist.get_rank()),
+    )
     asked = [0]
     for _ in range(60):
         if common.random() < 0.3:
@@ -70,14 +77,20 @@ def other_steps(seed: int) -> None:
             asked = [common.choice([*range(UNITS), PAUSE]) for _ in range(common.randrange(9))]
         mine = list(asked)
         if own.random() < 0.3:
-            mine[own.randrange(len(mine) + 1) :] = [own.choice([*range(UNITS), PAUSE]) for _ in range(own.randrange(6))]
+            mine[own.randrange(len(mine) + 1) :] = [
+                own.choice([*range(UNITS), PAUSE]) for _ in range(own.randrange(6))
+            ]
         talk.step(mine)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_is_repeated_is_agreed_on_once_and_gathered_ahead(pool, depth: int) -> None:
     for steps, ahead in pool.run(2, same_steps, depth):
-        assert steps == [(9, 7), (4, 7), (4, 7)]  # a round for each half of the step, and one to end each
+        assert steps == [
+            (9, 7),
+            (4, 7),
+            (4, 7),
+        ]  # a round for each half of the step, and one to end each
         assert ahead == 1 + depth
 
 

@@ -28,7 +28,11 @@ TWO = {"logical_mesh": (2, 2), "parallel": ("data", "tensor")}
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -65,7 +69,9 @@ class Matches(Program):
 
     def __init__(self) -> None:
         super().__init__()
-        self.other = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+        self.other = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = self.embed(batch[0]).mean(1)
@@ -100,7 +106,9 @@ class Gan(Program):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.judge = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.LeakyReLU(0.2), nn.Linear(2 * WIDTH, 1))
+        self.judge = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.LeakyReLU(0.2), nn.Linear(2 * WIDTH, 1)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         of_net, of_judge = self.optimizers()
@@ -114,7 +122,10 @@ class Gan(Program):
         of_net.step()
         self.untoggle_optimizer(of_net)
         self.toggle_optimizer(of_judge)
-        other = F.softplus(-self.judge(real)).mean() + F.softplus(self.judge(self.net(z).detach())).mean()
+        other = (
+            F.softplus(-self.judge(real)).mean()
+            + F.softplus(self.judge(self.net(z).detach())).mean()
+        )
         of_judge.zero_grad()
         if isinstance(self.trainer.strategy, AlpaStrategy):
             other.backward()
@@ -126,8 +137,15 @@ class Gan(Program):
         self.log("other", other, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        net = [*self.net.parameters(), *self.embed.parameters(), *self.norm.parameters(), *self.head.parameters()]
-        return torch.optim.AdamW(net, lr=0.02, eps=1e-3), torch.optim.SGD(self.judge.parameters(), lr=0.1)
+        net = [
+            *self.net.parameters(),
+            *self.embed.parameters(),
+            *self.norm.parameters(),
+            *self.head.parameters(),
+        ]
+        return torch.optim.AdamW(net, lr=0.02, eps=1e-3), torch.optim.SGD(
+            self.judge.parameters(), lr=0.1
+        )
 
 
 class Penalized(Gan):
@@ -190,7 +208,9 @@ class Unruly(Program):
         self.embed.requires_grad_(self.global_step < 3)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.head(self.net(self.embed(batch[0]))).square().mean(), sync_dist=True)
+        self.log(
+            "val_loss", self.head(self.net(self.embed(batch[0]))).square().mean(), sync_dist=True
+        )
 
 
 class Changes(Program):
@@ -220,9 +240,14 @@ class Watch(pl.Callback):
             self.modes = {name: str(plan.modes[0]) for name, plan in plans.items()}
 
 
-def train(name: str, root: str, options: dict[str, Any] | None, loaders: int, arguments: dict[str, Any]) -> dict:
+def train(
+    name: str, root: str, options: dict[str, Any] | None, loaders: int, arguments: dict[str, Any]
+) -> dict:
     """The outcome on this rank of a training with so many loaders; no options: of DDP."""
-    program = {each.__name__: each for each in (Program, Matches, Masked, Gan, Penalized, Unruly, Changes, Looks)}[name]
+    program = {
+        each.__name__: each
+        for each in (Program, Matches, Masked, Gan, Penalized, Unruly, Changes, Looks)
+    }[name]
     torch.manual_seed(5)
     torch.set_default_dtype(torch.float64)
     module = program()
@@ -272,7 +297,11 @@ def assert_same(found: list[dict], expected: list[dict]) -> None:
 def test_one_replica_of_two_ranks(pool, tmp_path, name):
     found = pool.run(2, train, name, str(tmp_path), TENSOR, 2, {})
     assert_same(found, pool.run(1, train, name, str(tmp_path), None, 1, {}))
-    assert {mode[0] for key, mode in found[0]["modes"].items() if key.startswith("net") and "weight" in key} >= {"S"}
+    assert {
+        mode[0]
+        for key, mode in found[0]["modes"].items()
+        if key.startswith("net") and "weight" in key
+    } >= {"S"}
 
 
 @pytest.mark.parametrize("name", ["Program", "Matches", "Masked", "Gan", "Penalized", "Unruly"])
@@ -285,13 +314,26 @@ def test_two_replicas_of_two_ranks(pool, tmp_path, name):
     ("options", "loaders"),
     [
         ({"capture": "submodules"}, 2),  # a replica on each device
-        ({"capture": "submodules", "batch_scope": "replica", "replicas": 1, "placements": {"net.*weight": "S0"}}, 1),
-        ({"capture": "submodules", "batch_scope": "global", "logical_mesh": (2,), "remat": True}, 1),
+        (
+            {
+                "capture": "submodules",
+                "batch_scope": "replica",
+                "replicas": 1,
+                "placements": {"net.*weight": "S0"},
+            },
+            1,
+        ),
+        (
+            {"capture": "submodules", "batch_scope": "global", "logical_mesh": (2,), "remat": True},
+            1,
+        ),
     ],
 )
 def test_whose_rows_a_replica_has(pool, tmp_path, options, loaders):
     found = pool.run(2, train, "Program", str(tmp_path), options, loaders, {"accumulate": 2})
-    assert_same(found, pool.run(loaders, train, "Program", str(tmp_path), None, loaders, {"accumulate": 2}))
+    assert_same(
+        found, pool.run(loaders, train, "Program", str(tmp_path), None, loaders, {"accumulate": 2})
+    )
 
 
 def test_a_resumed_training_goes_on(pool, tmp_path):

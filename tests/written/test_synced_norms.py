@@ -52,12 +52,15 @@ class Reads(Images):
         return loss if loss.item() > -1.0 else 2 * loss
 
 
-def train(name: str, root: str, ranks: int, options: dict[str, Any], converted: bool, asked: bool) -> Any:
+def train(
+    name: str, root: str, ranks: int, options: dict[str, Any], converted: bool, asked: bool
+) -> Any:
     """Final state, the losses, and whether steps ran as written."""
     torch.manual_seed(3)
     model = globals()[name](converted).double()
     rows = TensorDataset(
-        torch.randn(RANKS * ROWS * STEPS, 3, 8, 8).double(), torch.randn(RANKS * ROWS * STEPS, 6).double()
+        torch.randn(RANKS * ROWS * STEPS, 3, 8, 8).double(),
+        torch.randn(RANKS * ROWS * STEPS, 6).double(),
     )
     losses: list[float] = []
 
@@ -72,7 +75,11 @@ def train(name: str, root: str, ranks: int, options: dict[str, Any], converted: 
     )  # fmt: skip
     loader = DataLoader(rows, ROWS * RANKS // ranks)  # the Trainer deals them out: in turn
     trainer.fit(model, loader, loader)
-    return {n: v.clone() for n, v in model.state_dict().items()}, losses, strategy.plan.is_as_written
+    return (
+        {n: v.clone() for n, v in model.state_dict().items()},
+        losses,
+        strategy.plan.is_as_written,
+    )
 
 
 def alone(name: str, root: str) -> Any:

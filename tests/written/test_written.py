@@ -40,14 +40,21 @@ class Watch(pl.Callback):
         self.modes: dict[str, str] = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        self.metrics.append(
+            {name: float(value) for name, value in trainer.callback_metrics.items()}
+        )
         run = getattr(trainer.strategy, "run", None)
         self.is_written.append(isinstance(run, WrittenRun))
         if run is not None:
-            self.modes = {name: str(plan.modes[0]) for name, plan in run.plan.stages[0].parameter_plans.items()}
+            self.modes = {
+                name: str(plan.modes[0])
+                for name, plan in run.plan.stages[0].parameter_plans.items()
+            }
 
 
-def train(name: str, kind: str, root: str, parallel: str = "auto", remat: Any = None) -> dict[str, Any]:
+def train(
+    name: str, kind: str, root: str, parallel: str = "auto", remat: Any = None
+) -> dict[str, Any]:
     """The outcome of a program under "ddp" or "alpa" on this rank."""
     program = getattr(programs, name)
     random.seed(5)
@@ -63,8 +70,16 @@ def train(name: str, kind: str, root: str, parallel: str = "auto", remat: Any = 
     logger.addHandler(said)
     options = {"cluster": "pcie_8gpu", "verbose": False, "parallel": parallel, "remat": remat}
     strategy: Any = program.ddp if kind == "ddp" else AlpaStrategy(**options)
-    common = {"accelerator": "cpu", "devices": RANKS, "max_epochs": 2, "precision": "64-true", "callbacks": [watch]}
-    trainer = pl.Trainer(strategy=strategy, default_root_dir=root, **{**common, **QUIET, **program.arguments})
+    common = {
+        "accelerator": "cpu",
+        "devices": RANKS,
+        "max_epochs": 2,
+        "precision": "64-true",
+        "callbacks": [watch],
+    }
+    trainer = pl.Trainer(
+        strategy=strategy, default_root_dir=root, **{**common, **QUIET, **program.arguments}
+    )
     trainer.fit(module)
     logger.removeHandler(said)
     state = {key: value.detach().clone() for key, value in module.state_dict().items()}
@@ -96,7 +111,9 @@ class Said(logging.Handler):
 
 def check_equal(expected: list[Any], found: list[Any]) -> None:
     parts = ("weights", "buffers", "metrics", "steps")
-    of_both = [[{part: rank[part] for part in parts} for rank in each] for each in (expected, found)]
+    of_both = [
+        [{part: rank[part] for part in parts} for rank in each] for each in (expected, found)
+    ]
     assert not differences(*of_both)
     for key, value in found[0]["weights"].items():
         assert torch.equal(value, found[1]["weights"][key]), key
@@ -123,20 +140,37 @@ def under_ddp(pool, tmp_path_factory):
 
 
 # Optimizers that look at all of a parameter, and steps that work on gradients themselves, need parameters whole.
-IN_SHARDS = sorted(PROGRAMS.keys() - {"Lbfgs", "Sam", "Pruned", "LotteryTickets", "SparseTables", "Adversarial"})
+IN_SHARDS = sorted(
+    PROGRAMS.keys() - {"Lbfgs", "Sam", "Pruned", "LotteryTickets", "SparseTables", "Adversarial"}
+)
 
 
 # Parameters that are gathered once a step (ZeRO-2) are whole in all of it, as those of plain data parallelism: what
 # can go wrong is when they are gathered and when gradients are cut up. These programs step, freeze, look or begin at
 # other moments than most, or have gradients of other kinds; ZeRO-3 is tried with all.
 AT_OTHER_MOMENTS = {
-    *("LooksAtItsWeights", "FreezesInItsStep", "RankDependent", "Normalized", "Recurrent", "Gan", "AccumulatesByHand"),
-    *("SeveralBackwards", "ClipsByHand", "TwoKindsOfOptimizer", "CapturableAtFirst", "AveragesWeights"),
+    *(
+        "LooksAtItsWeights",
+        "FreezesInItsStep",
+        "RankDependent",
+        "Normalized",
+        "Recurrent",
+        "Gan",
+        "AccumulatesByHand",
+    ),
+    *(
+        "SeveralBackwards",
+        "ClipsByHand",
+        "TwoKindsOfOptimizer",
+        "CapturableAtFirst",
+        "AveragesWeights",
+    ),
     *("SparseTablesBySgd", "SetsItsGradients"),
 }
 CASES_IN_SHARDS = [("zero3", name) for name in IN_SHARDS]
 CASES_IN_SHARDS += [
-    pytest.param("zero2", name, marks=() if name in AT_OTHER_MOMENTS else pytest.mark.slow) for name in IN_SHARDS
+    pytest.param("zero2", name, marks=() if name in AT_OTHER_MOMENTS else pytest.mark.slow)
+    for name in IN_SHARDS
 ]
 
 
@@ -165,9 +199,16 @@ def gatherings(root: str, memory: float) -> list[int]:
     cluster = ClusterSpec.load("pcie_8gpu")
     cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory))
     strategy = AlpaStrategy(cluster=cluster, verbose=False, parallel="zero3")
-    common: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS, "max_steps": 6, "precision": "64-true"}
+    common: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": RANKS,
+        "max_steps": 6,
+        "precision": "64-true",
+    }
     with patched([(GatherOnUse, "_start", counted)]):
-        pl.Trainer(strategy=strategy, callbacks=[Steps()], default_root_dir=root, **{**common, **QUIET}).fit(module)
+        pl.Trainer(
+            strategy=strategy, callbacks=[Steps()], default_root_dir=root, **{**common, **QUIET}
+        ).fit(module)
     return counts
 
 
@@ -197,7 +238,9 @@ def warnings_of_nan(parallel: str, folder: str) -> int:
     return sum("the first loss is nan" in str(each.message) for each in said)
 
 
-def test_what_is_reached_past_its_module_has_no_values_in_shards_and_that_is_said(pool, tmp_path) -> None:
+def test_what_is_reached_past_its_module_has_no_values_in_shards_and_that_is_said(
+    pool, tmp_path
+) -> None:
     assert pool.run(RANKS, warnings_of_nan, "zero3", str(tmp_path)) == [1, 0]
     assert pool.run(RANKS, warnings_of_nan, "data", str(tmp_path)) == [0, 0]
 
@@ -205,7 +248,15 @@ def test_what_is_reached_past_its_module_has_no_values_in_shards_and_that_is_sai
 # Penalties differentiate twice, experts have shapes of their own, recurrent nets keep weights in lists, queues and
 # norms have buffers, GANs run several backward passes, some checkpoint by themselves.
 MADE_AGAIN = [
-    *("GradientPenalty", "LoopsOverExperts", "Recurrent", "MoCo", "Normalized", "Gan", "SeveralBackwards"),
+    *(
+        "GradientPenalty",
+        "LoopsOverExperts",
+        "Recurrent",
+        "MoCo",
+        "Normalized",
+        "Gan",
+        "SeveralBackwards",
+    ),
     *("Checkpointed", "RankDependent", "Functions", "CapturableAtFirst", "LearnsToLearn"),
 ]
 
@@ -236,22 +287,39 @@ def captured_warnings(name: str, root: str, options: dict[str, Any]) -> list[str
     """What rank 0 is warned of where a step must be captured."""
     module = getattr(programs, name)().double()
     strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, **options)
-    arguments = {**QUIET, **module.arguments, "max_epochs": 1, "max_steps": 1, "precision": "64-true"}
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=RANKS, default_root_dir=root, **arguments)
+    arguments = {
+        **QUIET,
+        **module.arguments,
+        "max_epochs": 1,
+        "max_steps": 1,
+        "precision": "64-true",
+    }
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=RANKS, default_root_dir=root, **arguments
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module)
     assert not strategy.plan.is_as_written
-    return [str(each.message) for each in caught if "for the 4 rows of this rank" in str(each.message)]
+    return [
+        str(each.message) for each in caught if "for the 4 rows of this rank" in str(each.message)
+    ]
 
 
 @pytest.mark.parametrize(
-    "options", [{"capture": "require"}, {"batch_scope": "rank"}, {"placements": {"*": "R*"}}], ids=str
+    "options",
+    [{"capture": "require"}, {"batch_scope": "rank"}, {"placements": {"*": "R*"}}],
+    ids=str,
 )
-def test_where_a_step_must_be_captured_lists_of_a_ranks_rows_are_warned_of(pool, tmp_path, options) -> None:
+def test_where_a_step_must_be_captured_lists_of_a_ranks_rows_are_warned_of(
+    pool, tmp_path, options
+) -> None:
     (said, others) = pool.run(RANKS, captured_warnings, "CountsNames", str(tmp_path), options)
     assert len(said) == 1, said
-    assert "computes with the batch's [2], for the 4 rows of this rank, and would have the 8 of all 2" in said[0]
+    assert (
+        "computes with the batch's [2], for the 4 rows of this rank, and would have the 8 of all 2"
+        in said[0]
+    )
     assert not others
     assert pool.run(RANKS, captured_warnings, "LooksAtNames", str(tmp_path), options) == [[], []]
 
@@ -262,12 +330,16 @@ def test_shards_cannot_be_pruned(pool, tmp_path) -> None:
 
 
 def test_a_backward_of_ones_own_that_works_on_gradients_is_refused(pool, tmp_path) -> None:
-    with pytest.raises(WorkerError, match=r"SetupError: ClipsInBackward\.backward works on gradients"):
+    with pytest.raises(
+        WorkerError, match=r"SetupError: ClipsInBackward\.backward works on gradients"
+    ):
         pool.run(RANKS, train, "ClipsInBackward", "alpa", str(tmp_path))
 
 
 def test_what_fails_on_parts_of_parameters_is_told_of_whole_ones(pool, tmp_path) -> None:
-    with pytest.raises(WorkerError, match=r"must match the size(.|\n)*with trainer.strategy.whole_parameters\(\):"):
+    with pytest.raises(
+        WorkerError, match=r"must match the size(.|\n)*with trainer.strategy.whole_parameters\(\):"
+    ):
         pool.run(RANKS, train, "AveragesParts", "alpa", str(tmp_path), "zero3")
 
 
@@ -280,8 +352,16 @@ def groups_after_each(root: str, uneven: bool) -> list[int]:
     counts = []
     for fails in (False, True, False):
         trainer = pl.Trainer(
-            strategy=AlpaStrategy(cluster="pcie_8gpu", verbose=False, capture="never", parallel="zero3"),
-            **{"accelerator": "cpu", "devices": RANKS, "max_steps": 2, "default_root_dir": root, **QUIET},
+            strategy=AlpaStrategy(
+                cluster="pcie_8gpu", verbose=False, capture="never", parallel="zero3"
+            ),
+            **{
+                "accelerator": "cpu",
+                "devices": RANKS,
+                "max_steps": 2,
+                "default_root_dir": root,
+                **QUIET,
+            },
             callbacks=[Fails(uneven)] if fails else [],
         )
         with pytest.raises(ArithmeticError) if fails else nullcontext():
@@ -305,7 +385,9 @@ class Fails(pl.Callback):
 @pytest.mark.parametrize("uneven", [False, True], ids=["", "uneven"])
 def test_trainings_in_one_process_use_the_same_process_groups(pool, tmp_path, uneven: bool) -> None:
     """But for those in which one that failed has left a collective under way."""
-    for first, failed, next_one in pool.run(RANKS, groups_after_each, str(tmp_path), uneven, init_group=False):
+    for first, failed, next_one in pool.run(
+        RANKS, groups_after_each, str(tmp_path), uneven, init_group=False
+    ):
         assert first == failed
         assert (first < next_one) == uneven
 
@@ -313,7 +395,12 @@ def test_trainings_in_one_process_use_the_same_process_groups(pool, tmp_path, un
 def left_by_a_failure(parallel: str, capture: str, root: str) -> int:
     """How many parameters of a training that failed there are when it is gone."""
     strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, capture=capture, parallel=parallel)
-    common: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS, "max_steps": 2, "default_root_dir": root}
+    common: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": RANKS,
+        "max_steps": 2,
+        "default_root_dir": root,
+    }
     trainer = pl.Trainer(strategy=strategy, callbacks=[Fails()], **{**common, **QUIET})
     with pytest.raises(ArithmeticError):
         trainer.fit(programs.Program().double())
@@ -322,9 +409,16 @@ def left_by_a_failure(parallel: str, capture: str, root: str) -> int:
     return sum(type(each) is ShardedParameter for each in gc.get_objects())
 
 
-@pytest.mark.parametrize(("parallel", "capture"), [("data", "auto"), ("data", "never"), ("zero3", "never")])
-def test_nothing_stays_of_a_training_that_failed(pool, tmp_path, parallel: str, capture: str) -> None:
-    assert pool.run(RANKS, left_by_a_failure, parallel, capture, str(tmp_path), init_group=False) == [0] * RANKS
+@pytest.mark.parametrize(
+    ("parallel", "capture"), [("data", "auto"), ("data", "never"), ("zero3", "never")]
+)
+def test_nothing_stays_of_a_training_that_failed(
+    pool, tmp_path, parallel: str, capture: str
+) -> None:
+    assert (
+        pool.run(RANKS, left_by_a_failure, parallel, capture, str(tmp_path), init_group=False)
+        == [0] * RANKS
+    )
 
 
 def resume(root: str) -> tuple[list[str], int]:
@@ -356,7 +450,11 @@ def warned(name: str, root: str) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         train(name, "alpa", root)
-    return [str(each.message) for each in found if "that follow run as they are written" in str(each.message)]
+    return [
+        str(each.message)
+        for each in found
+        if "that follow run as they are written" in str(each.message)
+    ]
 
 
 @pytest.mark.parametrize(("name", "times"), [("CapturableAtFirst", 1), ("ReadsItsLoss", 0)])

@@ -47,13 +47,18 @@ def network_of(problem: Problem) -> Network | None:
             continue
         ends = [transfer.producer, *(use.choice for use in transfer.uses)]
         scope = tuple(dict.fromkeys(ends))
-        if np.prod([float(sizes[v]) for v in scope]) <= MAX_DIRECT_ENTRIES or len(transfer.uses) == 1:
+        if (
+            np.prod([float(sizes[v]) for v in scope]) <= MAX_DIRECT_ENTRIES
+            or len(transfer.uses) == 1
+        ):
             key = (
                 id(transfer.cost), id(transfer.memory), id(transfer.source), *(id(use.layout) for use in transfer.uses),
                 *(scope.index(v) for v in ends), *(sizes[v] for v in scope),
             )  # fmt: skip
             if key not in known:
-                at = dict(zip(scope, np.ix_(*(range(sizes[v]) for v in scope)), strict=True))  # an axis of its own each
+                at = dict(
+                    zip(scope, np.ix_(*(range(sizes[v]) for v in scope)), strict=True)
+                )  # an axis of its own each
                 targets = [np.asarray(use.layout)[at[use.choice]] for use in transfer.uses]
                 source = np.asarray(transfer.source)[at[transfer.producer]]
                 known[key] = _paid_once(cost, source, targets, [sizes[v] for v in scope])
@@ -101,7 +106,11 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
     if not np.isfinite(total):
         return [np.full(size, np.inf) for size in network.sizes[: network.num_choices]]
     # outside[v]: what the rest of the network adds to bucket v: its parent's belief less what v itself told it.
-    outside = {v: np.array(total - float(message.table)) for v, message in inward.items() if not message.scope}
+    outside = {
+        v: np.array(total - float(message.table))
+        for v, message in inward.items()
+        if not message.scope
+    }
     marginals: list[np.ndarray] = [np.zeros(0)] * len(network.sizes)
     for v in reversed(order):
         scope = (v, *inward[v].scope)
@@ -110,8 +119,12 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
         for child in children[v]:
             finite = np.isfinite(inward[child].table)
             # Scopes are in the order of elimination: what is left has the axes of the child's message.
-            seen = belief.min(axis=tuple(i for i, u in enumerate(scope) if u not in inward[child].scope))
-            outside[child] = np.where(finite, seen - np.where(finite, inward[child].table, 0.0), 0.0)
+            seen = belief.min(
+                axis=tuple(i for i, u in enumerate(scope) if u not in inward[child].scope)
+            )
+            outside[child] = np.where(
+                finite, seen - np.where(finite, inward[child].table, 0.0), 0.0
+            )
         holding[v] = []
     return marginals[: network.num_choices]
 
@@ -127,7 +140,9 @@ def _passed_on(
     constant = 0.0
     known: dict[tuple, np.ndarray] = {}
     for v in order:
-        rest = tuple(sorted({u for f in holding[v] for u in f.scope} - {v}, key=position.__getitem__))
+        rest = tuple(
+            sorted({u for f in holding[v] for u in f.scope} - {v}, key=position.__getitem__)
+        )
         axis = {u: i for i, u in enumerate((v, *rest))}
         # Equal for buckets that join the same tables in the same way, as layers of one kind do: worked out once.
         key = tuple(sorted((id(f.table), *(axis[u] for u in f.scope)) for f in holding[v]))
@@ -145,7 +160,9 @@ def _buckets(network: Network, position: dict[int, int]) -> list[list[Factor]]:
     """Every factor in the bucket of the variable of its scope that is eliminated first."""
     holding: list[list[Factor]] = [[] for _ in network.sizes]
     equal: dict[tuple[tuple[int, ...], bytes], np.ndarray] = {}
-    seen: dict[int, np.ndarray] = {}  # by identity: to compare contents costs as much as the table is large
+    seen: dict[
+        int, np.ndarray
+    ] = {}  # by identity: to compare contents costs as much as the table is large
     for factor in network.factors:
         table = seen.get(id(factor.table))
         if table is None:
@@ -177,7 +194,9 @@ def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
     return total if total.shape == whole else np.broadcast_to(total, whole).copy()
 
 
-def _paid_once(cost: np.ndarray, source: np.ndarray, targets: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
+def _paid_once(
+    cost: np.ndarray, source: np.ndarray, targets: Sequence[np.ndarray], shape: Sequence[int]
+) -> np.ndarray:
     """What the distinct ones of `targets` cost from `source`; the indices broadcast to `shape`."""
     table = np.zeros(shape)
     for i, target in enumerate(targets):
@@ -189,7 +208,11 @@ def _paid_once(cost: np.ndarray, source: np.ndarray, targets: Sequence[np.ndarra
 
 
 def _through_layouts(
-    transfer: Transfer, cost: np.ndarray, sizes: list[int], factors: list[Factor], known: dict[tuple, np.ndarray]
+    transfer: Transfer,
+    cost: np.ndarray,
+    sizes: list[int],
+    factors: list[Factor],
+    known: dict[tuple, np.ndarray],
 ) -> bool:
     """Variables for the distinct layouts at both ends, tied to the choices, and one table over them."""
     ends = [(transfer.producer, np.asarray(transfer.source))]
@@ -230,7 +253,9 @@ def plan_order(
 ) -> list[int] | None:
     """An order of elimination whose tables have no more entries than that; None where none is found."""
     for smallest_table in (False, True):
-        order = elimination_order(network.sizes, [f.scope for f in network.factors], kept, smallest_table)
+        order = elimination_order(
+            network.sizes, [f.scope for f in network.factors], kept, smallest_table
+        )
         entries = [size for _, size in order]
         if max(entries, default=0.0) <= most_a_table and sum(entries) <= most_in_all:
             return [v for v, _ in order]
@@ -238,7 +263,10 @@ def plan_order(
 
 
 def elimination_order(
-    sizes: Sequence[int], scopes: Iterable[Sequence[int]], kept: Collection[int] = (), smallest_table: bool = False
+    sizes: Sequence[int],
+    scopes: Iterable[Sequence[int]],
+    kept: Collection[int] = (),
+    smallest_table: bool = False,
 ) -> list[tuple[int, float]]:
     """(variable, entries of the table that its elimination joins), in order; all but `kept`.
 

@@ -12,7 +12,9 @@ import numpy as np
 
 from alpa_strategy.intra_op.problem import Choice, Problem, Solution, Transfer, evaluate
 
-HULL = 3e-5  # relative distance from the best possible bound at which the search for the price stops
+HULL = (
+    3e-5  # relative distance from the best possible bound at which the search for the price stops
+)
 MAX_PRICES = 25
 MAX_SWEEPS = 20
 
@@ -39,14 +41,18 @@ def price_memory(problem: Problem, price: float, seconds_weight: float = 1.0) ->
     def priced(cost: np.ndarray, memory: np.ndarray) -> np.ndarray:
         key = (id(cost), id(memory))
         if key not in shared:
-            base = np.where(np.isfinite(cost), seconds_weight * np.where(np.isfinite(cost), cost, 0.0), np.inf)
+            base = np.where(
+                np.isfinite(cost), seconds_weight * np.where(np.isfinite(cost), cost, 0.0), np.inf
+            )
             shared[key] = base + price * memory
         return shared[key]
 
     def free(memory: np.ndarray) -> np.ndarray:
         return shared.setdefault((id(memory), 0), np.zeros(np.shape(memory)))
 
-    choices = tuple(Choice(x.name, priced(x.cost, x.memory), free(x.memory)) for x in problem.choices)
+    choices = tuple(
+        Choice(x.name, priced(x.cost, x.memory), free(x.memory)) for x in problem.choices
+    )
     transfers = tuple(
         Transfer(t.name, t.producer, t.source, t.uses, priced(t.cost, t.memory), free(t.memory))
         for t in problem.transfers
@@ -158,10 +164,17 @@ class Neighbourhood:
             source = np.broadcast_to(transfer.source[of_producer], strategies.shape)
             used = np.zeros((len(strategies), transfer.cost.shape[1]), dtype=bool)
             for use in transfer.uses:
-                used[strategies, use.layout if use.choice == c else use.layout[assignment[use.choice]]] = True
+                used[
+                    strategies,
+                    use.layout if use.choice == c else use.layout[assignment[use.choice]],
+                ] = True
             rows, columns = np.nonzero(used)
-            seconds += np.bincount(rows, weights=transfer.cost[source[rows], columns], minlength=len(seconds))
-            num_bytes += np.bincount(rows, weights=transfer.memory[source[rows], columns], minlength=len(seconds))
+            seconds += np.bincount(
+                rows, weights=transfer.cost[source[rows], columns], minlength=len(seconds)
+            )
+            num_bytes += np.bincount(
+                rows, weights=transfer.memory[source[rows], columns], minlength=len(seconds)
+            )
         return seconds, num_bytes
 
 
@@ -183,7 +196,9 @@ def repair(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> 
         for c, taken in enumerate(current):
             s, b = near.totals(current, c)
             useful = (b < b[taken]) & np.isfinite(s)
-            rate = np.full(len(s), np.inf)  # seconds for each byte of the excess that a move takes away
+            rate = np.full(
+                len(s), np.inf
+            )  # seconds for each byte of the excess that a move takes away
             rate[useful] = (s[useful] - s[taken]) / np.minimum(b[taken] - b[useful], excess)
             moves.append((float(rate.min()), c, int(rate.argmin())))
         least, c, k = min(moves)

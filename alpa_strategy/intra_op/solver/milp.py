@@ -15,7 +15,9 @@ from highspy import Highs, HighsLp, HighsModelStatus, HighsVarType, MatrixFormat
 from alpa_strategy.intra_op.problem import Problem
 
 STARVED = 1.5  # wall seconds per CPU second above which a time-out is not the solver's own
-TARGET_OBJECTIVE = 1e3  # the solver's tolerances (1e-7) are absolute: costs are scaled to about this sum
+TARGET_OBJECTIVE = (
+    1e3  # the solver's tolerances (1e-7) are absolute: costs are scaled to about this sum
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ def formulate(problem: Problem) -> LinearProgram:
         several = len(transfer.uses) > 1
         source = np.asarray(transfer.source)
         sources = first[transfer.producer] + np.arange(len(source))
-        shared = np.full(cost.shape, -1)  # [source, target] column of z: whether this resharding is paid, -1: free
+        shared = np.full(
+            cost.shape, -1
+        )  # [source, target] column of z: whether this resharding is paid, -1: free
         if several:  # a target that several uses ask for is paid once
             z_p, z_q = np.nonzero(paid & np.isfinite(cost))
             shared[z_p, z_q] = num_columns + np.arange(len(z_p))
@@ -141,7 +145,9 @@ def solve_program(
     limit = wall = max(time_limit, 0.1)
     num_strategies = int(program.first[-1])
     columns = np.arange(num_strategies, dtype=np.int32)
-    for _ in range(2):  # HiGHS counts wall time: where others had the processor, once more with their time added
+    for _ in range(
+        2
+    ):  # HiGHS counts wall time: where others had the processor, once more with their time added
         started = time.process_time()
         highs = Highs()
         highs.silent()
@@ -172,7 +178,11 @@ def solve_program(
 
 def _unit(problem: Problem) -> float:
     """Seconds per unit of the scaled objective: a total of medians, the optimum's order of size."""
-    least = sum(float(np.median(x.cost[np.isfinite(x.cost)])) for x in problem.choices if np.isfinite(x.cost).any())
+    least = sum(
+        float(np.median(x.cost[np.isfinite(x.cost)]))
+        for x in problem.choices
+        if np.isfinite(x.cost).any()
+    )
     for transfer in problem.transfers:
         finite = transfer.cost[np.isfinite(transfer.cost)]
         least += float(np.median(finite)) if finite.size else 0.0

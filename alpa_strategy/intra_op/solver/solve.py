@@ -12,7 +12,13 @@ import numpy as np
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate, presolve, with_shared_arrays
 from alpa_strategy.intra_op.solver import lagrangian
-from alpa_strategy.intra_op.solver.elimination import Network, eliminate, min_marginals, network_of, plan_order
+from alpa_strategy.intra_op.solver.elimination import (
+    Network,
+    eliminate,
+    min_marginals,
+    network_of,
+    plan_order,
+)
 from alpa_strategy.intra_op.solver.lagrangian import Dual
 from alpa_strategy.intra_op.solver.milp import Mass, formulate, num_columns, solve_program
 from alpa_strategy.options import PROPAGATION
@@ -21,7 +27,11 @@ from alpa_strategy.units import format_bytes
 PROVED = 1e-6  # relative gap below which an incumbent counts as optimal
 GOOD = 1e-3  # below this gap it is not worth the time to search a large program
 POOR = 0.05  # above this gap even a large program is tried
-CORES = (0.1, 0.4, 1.0)  # parts of the gap by which a strategy may exceed the priced minimum to be in the program
+CORES = (
+    0.1,
+    0.4,
+    1.0,
+)  # parts of the gap by which a strategy may exceed the priced minimum to be in the program
 PATIENCE = 4.0  # seconds for one program while the gap is not poor
 SMALL_COLUMNS = 20_000  # a program that is solved to proof in a second or so
 MAX_COLUMNS = 150_000  # the relaxation of a program of this size takes a few seconds
@@ -96,14 +106,21 @@ def propagate(problem: Problem) -> Solution:
     Raises:
         PlanError: an op has no strategy for its operands as they lie.
     """
-    consumed: dict[int, dict[int, list[np.ndarray]]] = {}  # choice -> transfer -> the layouts that it asks for, [k]
+    consumed: dict[
+        int, dict[int, list[np.ndarray]]
+    ] = {}  # choice -> transfer -> the layouts that it asks for, [k]
     for index, transfer in enumerate(problem.transfers):
         for use in transfer.uses:
             consumed.setdefault(use.choice, {}).setdefault(index, []).append(use.layout)
-    costs = [np.array(transfer.cost) for transfer in problem.transfers]  # 0 for targets that are there already
+    costs = [
+        np.array(transfer.cost) for transfer in problem.transfers
+    ]  # 0 for targets that are there already
     taken: dict[int, int] = {}
     for c, reads in sorted(consumed.items()):
-        every, operands = np.arange(len(problem.choices[c].cost)), dict[int, np.ndarray]()  # [producer's strategy, k]
+        every, operands = (
+            np.arange(len(problem.choices[c].cost)),
+            dict[int, np.ndarray](),
+        )  # [producer's strategy, k]
         for index, layouts in reads.items():
             p, source = problem.transfers[index].producer, problem.transfers[index].source
             asked = np.zeros((len(every), costs[index].shape[1]), dtype=bool)  # [k, target]
@@ -124,7 +141,9 @@ def propagate(problem: Problem) -> Solution:
             taken.setdefault(p, int(table[:, k].argmin()))
         for index, layouts in reads.items():
             costs[index][:, [layout[k] for layout in layouts]] = 0.0
-    assignment = tuple(taken.get(c, int(choice.cost.argmin())) for c, choice in enumerate(problem.choices))
+    assignment = tuple(
+        taken.get(c, int(choice.cost.argmin())) for c, choice in enumerate(problem.choices)
+    )
     return Solution(assignment, *evaluate(problem, assignment), 0.0, PROPAGATION)
 
 
@@ -138,20 +157,36 @@ def _minimise(problem: Problem, deadline: float, only_elimination: bool = False)
         assignment = [int(value) for value in values[: len(problem.choices)]]
         found = _Found(assignment if np.isfinite(minimum) else None, float(minimum), "elimination")
     else:
-        found = _Found(None, -np.inf, "none") if only_elimination else _by_program(reduced.problem, deadline)
-    return found if found.assignment is None else replace(found, assignment=reduced.expand(found.assignment))
+        found = (
+            _Found(None, -np.inf, "none")
+            if only_elimination
+            else _by_program(reduced.problem, deadline)
+        )
+    return (
+        found
+        if found.assignment is None
+        else replace(found, assignment=reduced.expand(found.assignment))
+    )
 
 
 def _least(problem: Problem, deadline: float) -> _Found:
     """The assignment with the fewest bytes among those of finite cost (ties: fewest seconds)."""
     scale = sum(float(np.max(x.memory)) for x in problem.choices) or 1.0
-    total = sum(float(np.max(x.cost, where=np.isfinite(x.cost), initial=0.0)) for x in problem.choices) or 1.0
+    total = (
+        sum(float(np.max(x.cost, where=np.isfinite(x.cost), initial=0.0)) for x in problem.choices)
+        or 1.0
+    )
     bytes_first = lagrangian.price_memory(problem, 1.0, seconds_weight=1e-9 * scale / total)
     return _minimise(bytes_first, deadline)
 
 
 def _solve_limited(
-    problem: Problem, free: _Found, least: Solution, deadline: float, cutoff: float, tolerance: float
+    problem: Problem,
+    free: _Found,
+    least: Solution,
+    deadline: float,
+    cutoff: float,
+    tolerance: float,
 ) -> Solution:
     """With the memory limit binding: price, splice, prune by reduced cost, then the MIP on what is left."""
     assert free.assignment is not None
@@ -160,11 +195,16 @@ def _solve_limited(
         found = _minimise(lagrangian.price_memory(problem, price), deadline, only_elimination=True)
         return None if found.assignment is None else (found.assignment, found.bound)
 
-    dual = lagrangian.best_price(problem, minimise, lagrangian.point(problem, free.assignment), least, deadline)
+    dual = lagrangian.best_price(
+        problem, minimise, lagrangian.point(problem, free.assignment), least, deadline
+    )
     if dual.bound >= cutoff:
         raise NotCheaper
     near = lagrangian.Neighbourhood(problem)
-    found = min((least, dual.under, lagrangian.splice(problem, dual.over, dual.under, near)), key=lambda x: x.seconds)
+    found = min(
+        (least, dual.under, lagrangian.splice(problem, dual.over, dual.under, near)),
+        key=lambda x: x.seconds,
+    )
     found = replace(found, bound=max(free.bound, dual.bound))
     if found.gap <= tolerance or np.isinf(found.bound) or time.process_time() > deadline:
         return found
@@ -176,7 +216,9 @@ def _solve_limited(
         reach = (found.seconds - dual.bound) * fraction
         core = reduced
         if excess is not None:
-            core = reduced.restrict([np.flatnonzero(e <= max(reach, e.min()) * (1 + PROVED)) for e in excess])
+            core = reduced.restrict(
+                [np.flatnonzero(e <= max(reach, e.min()) * (1 + PROVED)) for e in excess]
+            )
         if num_columns(core.problem) > MAX_COLUMNS:
             break
         left = deadline - time.process_time()
@@ -189,7 +231,11 @@ def _solve_limited(
         bound = exact.bound if excess is None else min(exact.bound, dual.bound + reach)
         best = found
         if exact.assignment is not None:
-            best = min(found, lagrangian.point(problem, core.expand(exact.assignment)), key=lambda x: x.seconds)
+            best = min(
+                found,
+                lagrangian.point(problem, core.expand(exact.assignment)),
+                key=lambda x: x.seconds,
+            )
         found = replace(best, bound=max(found.bound, min(bound, best.seconds)), method=exact.method)
         if found.gap <= tolerance:
             break
@@ -224,15 +270,23 @@ def _by_program(
     left = deadline - time.process_time()
     if incumbent is not None and (left <= 0.2 or _solution(problem, found).gap <= tolerance):
         return found
-    exact, mass = solve_program(program, integer=True, time_limit=left, hint=incumbent, tolerance=tolerance)
+    exact, mass = solve_program(
+        program, integer=True, time_limit=left, hint=incumbent, tolerance=tolerance
+    )
     if np.isposinf(exact):
         return _Found(None, np.inf, "mip")
-    return _Found(_best(problem, incumbent, _round(problem, mass, near)), max(relaxed, exact), "mip")
+    return _Found(
+        _best(problem, incumbent, _round(problem, mass, near)), max(relaxed, exact), "mip"
+    )
 
 
 def _round(problem: Problem, mass: Mass | None, near: lagrangian.Neighbourhood) -> list[int] | None:
     """The best assignment near a (fractional) solution that is finite and within the memory limit."""
-    start = [int(m.argmax()) for m in mass] if mass is not None else [int(x.cost.argmin()) for x in problem.choices]
+    start = (
+        [int(m.argmax()) for m in mass]
+        if mass is not None
+        else [int(x.cost.argmin()) for x in problem.choices]
+    )
     if not np.isfinite(problem.memory_limit):
         result = lagrangian.improve(problem, start, near)
         return result if np.isfinite(evaluate(problem, result)[0]) else None
@@ -263,5 +317,6 @@ def _forbidden(problem: Problem) -> PlanError:
 
 def _out_of_time(time_limit: float) -> PlanError:
     return PlanError(
-        f"No assignment of strategies was found within the solver's {time_limit:g} s.", "Raise the solver's time limit."
+        f"No assignment of strategies was found within the solver's {time_limit:g} s.",
+        "Raise the solver's time limit.",
     )
