@@ -1,4 +1,6 @@
-"""What pyproject.toml cannot say: the top-level folders of recipes and clusters are data of the package in a wheel."""
+"""What pyproject.toml cannot say: the top-level folders of recipes and clusters are data of the
+package in a wheel.
+"""
 
 from setuptools import find_packages, setup
 

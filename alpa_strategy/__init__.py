@@ -1,6 +1,8 @@
-"""Automatic parallelism for PyTorch Lightning: `import alpa_strategy`, then `Trainer(strategy="alpa")`.
+"""Automatic parallelism for PyTorch Lightning: `import alpa_strategy`, then
+`Trainer(strategy="alpa")`.
 
-The import registers the strategy; capture and the planner are loaded by the first use of a name, or the first step.
+The import registers the strategy; capture and the planner are loaded by the first use of a name, or
+the first step.
 """
 
 import importlib
@@ -59,7 +61,9 @@ _LAZY = {
 
 
 class NoFabric:
-    """Registered as the "alpa" of Fabric, whose users write the loop themselves: there is no step to capture."""
+    """Registered as the "alpa" of Fabric, whose users write the loop themselves: there is no step
+    to capture.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> NoReturn:
         raise AlpaError(

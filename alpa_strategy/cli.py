@@ -60,7 +60,8 @@ SEARCHES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own); returns the exit code.
 
-    An AlpaError is a message on stderr and exit code 2; anything else is a defect and keeps its stack trace.
+    An AlpaError is a message on stderr and exit code 2; anything else is a defect and keeps its
+    stack trace.
     """
     arguments = _parse(argv)
     command: Callable[[argparse.Namespace], int] = arguments.run
@@ -80,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    # argparse ends a list of positionals at the first option: `alpa plan R --cluster C key=value` leaves one over.
+    # argparse ends a list of positionals at the first option: `alpa plan R --cluster C key=value`
+    # leaves one over.
     unknown = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:
         parser.error(
@@ -178,7 +180,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    # Lightning 2.6 against PyTorch 2.13, once per process and step kind: nothing that a user could act upon.
+    # Lightning 2.6 against PyTorch 2.13, once per process and step kind: nothing that a user could
+    # act upon.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if recipe.seed is not None:
@@ -284,9 +287,11 @@ def _search(name: str) -> Callable[..., Plan]:
 def _tuned(
     arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str], console: Console
 ) -> Plan:
-    """The plan of the best batch size around the recipe's; a table of all that were planned is printed.
+    """The plan of the best batch size around the recipe's; a table of all that were planned is
+    printed.
 
-    A number of micro-batches that the recipe pins is for its own batch size: only what the command line pins holds.
+    A number of micro-batches that the recipe pins is for its own batch size: only what the command
+    line pins holds.
     """
     from alpa_strategy.planner.planner import best_batch, tune_batch
 
@@ -312,7 +317,9 @@ def _tuned(
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Garbage is looked for less often, and not in what is imported: a sixth of the time of planning."""
+    """Garbage is looked for less often, and not in what is imported: a sixth of the time of
+    planning.
+    """
     thresholds = gc.get_threshold()
     gc.freeze()  # what is imported is no garbage, and there is much of it
     gc.set_threshold(100_000)
@@ -347,7 +354,9 @@ def _writing(path: str) -> Iterator[Path]:
 
 
 def plan_options(recipe: Recipe) -> PlanOptions:
-    """The recipe's strategy options that planning depends on; what only the runtime uses is left out."""
+    """The recipe's strategy options that planning depends on; what only the runtime uses is left
+    out.
+    """
     names = {f.name for f in fields(PlanOptions)}
     given = {key: value for key, value in recipe.strategy.items() if key in names}
     if "accumulate_grad_batches" in recipe.trainer:
@@ -356,7 +365,9 @@ def plan_options(recipe: Recipe) -> PlanOptions:
 
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """`cluster.*` overrides (field -> value), and the recipe's, where `plan.*` is written `strategy.*`."""
+    """`cluster.*` overrides (field -> value), and the recipe's, where `plan.*` is written
+    `strategy.*`.
+    """
     to_cluster: dict[str, Any] = {}
     to_recipe: list[str] = []
     for text in overrides:
@@ -373,7 +384,9 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
 
 
 def _example_batch(data: Any, recipe: Recipe) -> Any:
-    """A batch of the right shapes: the data module's own `example_batch()`, else the first rows of its data."""
+    """A batch of the right shapes: the data module's own `example_batch()`, else the first rows of
+    its data.
+    """
     if hasattr(data, "example_batch"):
         return data.example_batch()
     data.prepare_data()
@@ -391,7 +404,9 @@ def _example_batch(data: Any, recipe: Recipe) -> Any:
 
 
 def precision_plugin(recipe: Recipe) -> Precision:
-    """The Trainer's for the recipe's precision, of a step captured on the CPU, whatever the cluster's devices are."""
+    """The Trainer's for the recipe's precision, of a step captured on the CPU, whatever the
+    cluster's devices are.
+    """
     given = str(recipe.trainer.get("precision") or "32-true")
     precision = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(
         given, given

@@ -32,12 +32,16 @@ class AlpaError(RuntimeError):
 
 
 def _shown(text: str) -> str:
-    """Text for a terminal, whatever names of files and keys it quotes: no control characters, no endless words."""
+    """Text for a terminal, whatever names of files and keys it quotes: no control characters, no
+    endless words.
+    """
     return _LONG_WORD.sub(r"\1...", UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text))
 
 
 class SetupError(AlpaError, MisconfigurationException):
-    """The Trainer, module or options are put together in a way that cannot train: Lightning's kind of error as well."""
+    """The Trainer, module or options are put together in a way that cannot train: Lightning's kind
+    of error as well.
+    """
 
 
 class OptionError(SetupError):
@@ -53,7 +57,9 @@ class CaptureError(AlpaError):
 
 
 class NotRowsError(CaptureError):
-    """The batches of all ranks are no one batch: a leaf that has no row per sample differs between them."""
+    """The batches of all ranks are no one batch: a leaf that has no row per sample differs between
+    them.
+    """
 
 
 class ShardingError(AlpaError):
@@ -91,7 +97,9 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def check_names(names: Iterable[str], known: Iterable[str], problem: str) -> None:
-    """OptionError `problem 'name'` at the first of `names` that is not known; it says the nearest, and all that are."""
+    """OptionError `problem 'name'` at the first of `names` that is not known; it says the nearest,
+    and all that are.
+    """
     allowed = list(known)
     for name in names:
         if name not in allowed:

@@ -1,7 +1,9 @@
-"""Files that people edit and other jobs write: read within limits, written whole or not at all; shipped ones by name.
+"""Files that people edit and other jobs write: read within limits, written whole or not at all;
+shipped ones by name.
 
-A plan, a cluster, a recipe or a store of measured times is input like any other: it may be cut off, nested a million
-deep or hold `1e999`. `read_json` and `read_yaml` say so in a line (`BadFileError`) before anything is made of it.
+A plan, a cluster, a recipe or a store of measured times is input like any other: it may be cut off,
+nested a million deep or hold `1e999`. `read_json` and `read_yaml` say so in a line (`BadFileError`)
+before anything is made of it.
 """
 
 import errno
@@ -40,7 +42,8 @@ def read_json(path: str | Path) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        BadFileError: it is no JSON, or larger, deeper or with other numbers than a file of ours can be.
+        BadFileError: it is no JSON, or larger, deeper or with other numbers than a file of ours can
+            be.
     """
     return parse_json(_text(Path(path), MAX_BYTES))
 
@@ -82,14 +85,18 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def write_json(path: str | Path, data: Any) -> None:
-    """Write so that a reader sees the old file or the new one, never a part; readable as the umask says."""
+    """Write so that a reader sees the old file or the new one, never a part; readable as the umask
+    says.
+    """
     with replacing(Path(path)) as temporary:
         temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path`, to be written in the context, that takes its place at the end. Its folder is made."""
+    """A file beside `path`, to be written in the context, that takes its place at the end. Its
+    folder is made.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not `tempfile`: it makes files that only their owner can read, and teammates share a store.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
@@ -144,7 +151,8 @@ def _finite(text: str) -> float:
 
 
 def _check_values(data: Any, most: float = math.inf, most_digits: float = math.inf) -> None:
-    """Depth, number of values, and texts: they are shown on terminals, where an escape sequence would be a command.
+    """Depth, number of values, and texts: they are shown on terminals, where an escape sequence
+    would be a command.
 
     Args:
         most: values, each counted as often as it stands in another.
@@ -171,14 +179,17 @@ def _check_values(data: Any, most: float = math.inf, most_digits: float = math.i
 
 
 def shipped_folder(folder: str) -> Path:
-    """Where `RECIPES` or `CLUSTERS` lies: inside the installed package, or beside it in a checkout."""
+    """Where `RECIPES` or `CLUSTERS` lies: inside the installed package, or beside it in a
+    checkout.
+    """
     package = Path(__file__).resolve().parent
     inside = package / folder
     return inside if inside.is_dir() else package.parent / folder
 
 
 def find_named(name: str | Path, folder: str) -> Path | None:
-    """The YAML file that `name` means: a path as given, else the shipped one of that name; None where there is neither.
+    """The YAML file that `name` means: a path as given, else the shipped one of that name; None
+    where there is neither.
 
     A name has no folder and may come without `.yaml`. A file of the user's own goes first.
     """

@@ -30,7 +30,8 @@ BUCKET_BYTES = 25 * 2**20  # gradients reduced at once; costs are worked out for
 CHECK_REPLICAS_EVERY = (
     50  # steps: a digest of a training's parameters costs a thousandth of them or less
 )
-# Even a small model's gradients are reduced while its backward runs: in several buckets, none below this size.
+# Even a small model's gradients are reduced while its backward runs: in several buckets, none below
+# this size.
 SEVERAL_BUCKETS, LEAST_BUCKET_BYTES = 8, 2**20
 
 
@@ -39,43 +40,60 @@ class PlanOptions:
     """What planning depends on (part of the fingerprint).
 
     Attributes:
-        parallel: one name for every mesh axis, or one per axis of `logical_mesh`: `auto` (solved), `data`,
+        parallel: one name for every mesh axis, or one per axis of `logical_mesh`: `auto` (solved),
+            `data`,
             `zero1` / `zero2`, `zero3`, `tensor`. Restricts the space; what is left open is solved.
         logical_mesh: shape of the device grid, or None to try all.
-        placements: glob pattern of parameter names -> modes on the mesh axes such as `"S0"` or `"R S1"`
-            (see `ParameterPlan`). Later patterns win.
-        device_map: glob pattern of parameter names -> ranks: every stage that uses such a parameter lies on exactly
-            these devices. Later patterns win. Where links differ, devices are then in the order of their numbers.
-        solver: of layouts: `ilp`, or `propagation`: op by op, the cheapest strategy as its operands lie; a parameter
-            that nothing pins lies as is cheapest for its first use.
-        memory_limit: bytes per device, None for the device's own memory; `float("inf")` switches the limit off.
-        memory_fraction: share of the device's memory that a plan may use when `memory_limit` is None.
-        batch_scope: whose batch a step computes. `rank`: every rank loads its own rows (as under DDP), and the step is
-            that of one device on all of them; `global`: the same, and the loader yields the whole batch on every rank;
-            `replica`: every rank steps on its own batch, and gradients are averaged (DDP's contract); `auto`: `rank`
-            where the step can be captured, else `replica`.
+        placements: glob pattern of parameter names -> modes on the mesh axes such as `"S0"` or `"R
+            S1"` (see `ParameterPlan`). Later patterns win.
+        device_map: glob pattern of parameter names -> ranks: every stage that uses such a parameter
+            lies on exactly these devices. Later patterns win. Where links differ, devices are then
+            in the order of their numbers.
+        solver: of layouts: `ilp`, or `propagation`: op by op, the cheapest strategy as its operands
+            lie; a parameter that nothing pins lies as is cheapest for its first use.
+        memory_limit: bytes per device, None for the device's own memory; `float("inf")` switches
+            the limit off.
+        memory_fraction: share of the device's memory that a plan may use when `memory_limit` is
+            None.
+        batch_scope: whose batch a step computes. `rank`: every rank loads its own rows (as under
+            DDP), and the step is that of one device on all of them; `global`: the same, and the
+            loader yields the whole batch on every rank;
+            `replica`: every rank steps on its own batch, and gradients are averaged (DDP's
+            contract); `auto`: `rank` where the step can be captured, else `replica`.
         solver_seconds: time limit of one ILP solve; the gap is reported when it strikes.
-        accumulate_grad_batches: training steps per optimizer step; what happens once per optimizer step is shared by
-            them (the Trainer's own setting, filled in by the strategy).
-        baselines: also predict data, zero2, zero3 and tensor plans for comparison (data is always predicted).
+        accumulate_grad_batches: training steps per optimizer step; what happens once per optimizer
+            step is shared by them (the Trainer's own setting, filled in by the strategy).
+        baselines: also predict data, zero2, zero3 and tensor plans for comparison (data is always
+            predicted).
         num_microbatches, num_stages: whole numbers to pin, None to solve.
-        stages: what every stage holds, by modules: `"embed, blocks.0-11"`; others join a stage beside. Empty: solved.
-        schedule: a name to pin (see schedules.py), for at least two stages; None to solve. `from_user` also takes a
+        stages: what every stage holds, by modules: `"embed, blocks.0-11"`; others join a stage
+            beside. Empty: solved.
+        schedule: a name to pin (see schedules.py), for at least two stages; None to solve.
+            `from_user` also takes a
             `Schedule`, or a function that writes its orders, and registers it.
-        remat: whether stages recompute their activations in the backward, span by span; None: solved stage by stage.
-            Or names: results of these ops and modules (glob patterns) are made again one by one and all others kept;
-            "selective": of norms and pointwise ops, not of products, convolutions and attention. In a step that runs
-            as it is written whole modules are made again: those named, or the items of their lists, the first ones.
-        compile: whether stages run compiled: chains of pointwise ops are one kernel. `from_user`: as AlpaStrategy's.
-        offload: whether parameters, with their gradients and optimizer state, lie in host memory: all of them, none, or
-            those that names (glob patterns) say. None: solved where not everything fits and the cluster has a `host`.
-        costs: a cost model of your own (`alpa_strategy.OpCosts`); None: measured op times where the cluster is
-            measured, else the roofline of its device.
-        fp32_reduction: whether gradients are summed over devices in fp32 at least, where steps compute in bf16 or fp16:
-            twice the bytes. Else they are summed in the precision in which their parameters are gathered.
-        completes: gradients are to be complete when the backward has made them: parameters are whole, with the same
-            work on all devices, or in shards (`R`, `S<dim>`; filled in for calls of submodules).
-        kept_whole: names of parameters that stay whole, in the memory where they are (filled in by a running job).
+        remat: whether stages recompute their activations in the backward, span by span; None:
+            solved stage by stage.
+            Or names: results of these ops and modules (glob patterns) are made again one by one and
+                all others kept;
+            "selective": of norms and pointwise ops, not of products, convolutions and attention. In
+            a step that runs
+            as it is written whole modules are made again: those named, or the items of their lists,
+                the first ones.
+        compile: whether stages run compiled: chains of pointwise ops are one kernel. `from_user`:
+            as AlpaStrategy's.
+        offload: whether parameters, with their gradients and optimizer state, lie in host memory:
+            all of them, none, or those that names (glob patterns) say. None: solved where not
+            everything fits and the cluster has a `host`.
+        costs: a cost model of your own (`alpa_strategy.OpCosts`); None: measured op times where the
+            cluster is measured, else the roofline of its device.
+        fp32_reduction: whether gradients are summed over devices in fp32 at least, where steps
+            compute in bf16 or fp16: twice the bytes. Else they are summed in the precision in which
+            their parameters are gathered.
+        completes: gradients are to be complete when the backward has made them: parameters are
+            whole, with the same work on all devices, or in shards (`R`, `S<dim>`; filled in for
+            calls of submodules).
+        kept_whole: names of parameters that stay whole, in the memory where they are (filled in by
+            a running job).
     """
 
     parallel: str | tuple[str, ...] = "auto"
@@ -103,7 +121,8 @@ class PlanOptions:
 
     @classmethod
     def from_user(cls, **given: object) -> "PlanOptions":
-        """Validate and freeze what a user wrote; OptionError names the option, the value and the allowed ones.
+        """Validate and freeze what a user wrote; OptionError names the option, the value and the
+        allowed ones.
 
         `memory_limit` may also be written as a text such as `"16GB"` or `"80GiB"`.
         """
@@ -148,7 +167,8 @@ class PlanOptions:
 
 
 def compile_options(value: object) -> dict[str, Any] | None:
-    """What `compile=` says as keyword arguments of `torch.compile`, None where nothing is to be compiled.
+    """What `compile=` says as keyword arguments of `torch.compile`, None where nothing is to be
+    compiled.
 
     Raises:
         OptionError: it is neither true, false, None nor a dict of such arguments.
@@ -217,7 +237,8 @@ def _contradictions(options: PlanOptions) -> Iterator[tuple[str, str]]:
         yield problem, "leave one of remat and compile out, or write remat=True"
 
 
-# What each option may be: a function that gives its frozen value, or raises; what is wrong then, and what to write
+# What each option may be: a function that gives its frozen value, or raises; what is wrong then,
+# and what to write
 
 
 def _read(name: str, value: object) -> Any:
@@ -444,21 +465,26 @@ _SOLVED = {f.name for f in fields(PlanOptions) if f.default is None}
 class OptimizerInfo:
     """What planning needs to know of the optimizer."""
 
-    # bytes of optimizer state per parameter element, in the dtype that the optimizer has (Adam on fp32: 8, on bf16: 4)
+    # bytes of optimizer state per parameter element, in the dtype that the optimizer has (Adam on
+    # fp32: 8, on bf16: 4)
     state_bytes: float = 8.0
     element_wise: bool = True  # True when its update of a shard equals the shard of its update
     name: str = "Adam"  # class name, for messages
-    # True when it updates every parameter by its own gradient alone: a stage of a pipeline has only its own parameters
+    # True when it updates every parameter by its own gradient alone: a stage of a pipeline has only
+    # its own parameters
     parameter_wise: bool = True
     # bytes of a gradient's element where it is reduced and accumulated; None: the parameter's own
     gradient_itemsize: int | None = None
     moved_bytes: float | None = (
         None  # that a step reads and writes per element; None: all once, as fused kernels do
     )
-    scratch: float = 0.0  # bytes per byte of gradient that a step of all parameters at once makes (`foreach` on GPUs)
+    # bytes per byte of gradient that a step of all parameters at once makes (`foreach` on GPUs)
+    scratch: float = 0.0
 
     def update_bytes(self, itemsize: int) -> float:
-        """Bytes that a step reads and writes per element of a parameter, whose elements have `itemsize`."""
+        """Bytes that a step reads and writes per element of a parameter, whose elements have
+        `itemsize`.
+        """
         return 3 * itemsize + 2 * self.state_bytes if self.moved_bytes is None else self.moved_bytes
 
     def gradient_scale(self, itemsize: int) -> float:

@@ -1,4 +1,5 @@
-"""Recipes: a YAML file that names a model, its data, the Trainer's arguments and the strategy's options.
+"""Recipes: a YAML file that names a model, its data, the Trainer's arguments and the strategy's
+options.
 
     model: {_target_: gpt.GPT, num_layers: 4, ...}      a LightningModule
     data: {_target_: text.TextData, batch_size: 8, ...}  a LightningDataModule
@@ -6,8 +7,8 @@
     strategy: {parallel: auto, ...}                      options of AlpaStrategy
     seed: 0
 
-`_target_` is looked up beside the recipe file first, then as an importable name. Everything is checked when the recipe
-is read, so that a misspelt key is an error before anything is built.
+`_target_` is looked up beside the recipe file first, then as an importable name. Everything is
+checked when the recipe is read, so that a misspelt key is an error before anything is built.
 """
 
 import importlib
@@ -40,7 +41,9 @@ SECTIONS = ("model", "data", "trainer", "strategy")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as read and checked. The sections are plain data; `model` and `data` carry their `_target_`."""
+    """A recipe as read and checked. The sections are plain data; `model` and `data` carry their
+    `_target_`.
+    """
 
     path: Path
     model: Mapping[str, Any]
@@ -55,7 +58,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     `path` is a file, or the name of a recipe that comes with the package, such as `gpt_tiny`.
 
-    Raises OptionError: no file, a YAML mistake (with its line), an unknown key (with the nearest), a wrong type.
+    Raises OptionError: no file, a YAML mistake (with its line), an unknown key (with the nearest),
+    a wrong type.
     """
     path = find_named(path, RECIPES) or Path(path)  # neither: `read_yaml` says what there is
     content = read_yaml(path)
@@ -80,7 +84,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if type(rows) is int and rows < 1:
         raise OptionError(f"{path}: data.batch_size is {rows}", "give a whole number of at least 1")
     _check_call(lightning.Trainer, recipe.trainer, f"{path}: trainer", required=False)
-    # The Trainer tells the strategy how many batches it accumulates; `alpa plan` takes it as an option.
+    # The Trainer tells the strategy how many batches it accumulates; `alpa plan` takes it as an
+    # option.
     check_names(
         recipe.strategy,
         [*OPTION_NAMES, "accumulate_grad_batches"],
@@ -90,7 +95,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """A YAML mapping as plain data, interpolations as written; OptionError with file and line if it is not valid."""
+    """A YAML mapping as plain data, interpolations as written; OptionError with file and line if it
+    is not valid.
+    """
     path = Path(path)
     try:
         content = files.read_yaml(path)
@@ -118,7 +125,9 @@ def _nearest_recipe(path: Path) -> str:
 
 
 def build_model(recipe: Recipe) -> lightning.LightningModule:
-    """The recipe's model (on the default device of the caller: under `torch.device("meta")` no weight is made)."""
+    """The recipe's model (on the default device of the caller: under `torch.device("meta")` no
+    weight is made).
+    """
     return _instantiate(recipe, recipe.model, "model")
 
 
@@ -128,7 +137,9 @@ def build_data(recipe: Recipe) -> lightning.LightningDataModule:
 
 
 def build_trainer(recipe: Recipe) -> lightning.Trainer:
-    """The Trainer with `AlpaStrategy(**strategy)`; `trainer.strategy` (`ddp`, ...) replaces it, for comparison."""
+    """The Trainer with `AlpaStrategy(**strategy)`; `trainer.strategy` (`ddp`, ...) replaces it, for
+    comparison.
+    """
     arguments = {
         key: _instantiate(recipe, value, f"trainer.{key}") for key, value in recipe.trainer.items()
     }
@@ -142,7 +153,9 @@ def build_trainer(recipe: Recipe) -> lightning.Trainer:
 
 
 def resolve_target(target: str, folder: Path, what: str = TARGET) -> Any:
-    """The class (or function) that `module.Name` means: a file in `folder` first, then an importable module."""
+    """The class (or function) that `module.Name` means: a file in `folder` first, then an
+    importable module.
+    """
     if not _TARGET_NAME.fullmatch(str(target)):
         raise OptionError(
             f"{what}: {target!r} is no name in Python", "write file.Class, for example gpt.GPT"
@@ -180,15 +193,19 @@ def resolve_target(target: str, folder: Path, what: str = TARGET) -> Any:
 
 
 def _import_file(name: str, file: Path) -> types.ModuleType:
-    """Import a file by its path, once. Its folder joins the end of sys.path, for neighbours and loader workers."""
+    """Import a file by its path, once. Its folder joins the end of sys.path, for neighbours and
+    loader workers.
+    """
     loaded = sys.modules.get(name)
     if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() == file:
         return loaded
-    # Another module of that name may be in use (`text`, `random`): it keeps its name, ours gets one with its folder.
+    # Another module of that name may be in use (`text`, `random`): it keeps its name, ours gets one
+    # with its folder.
     key = name if loaded is None else f"{name}@{file.parent}"
     if key in sys.modules:
         return sys.modules[key]
-    # At the end, so that a recipe's neighbour called `random.py` hides nothing. Loader workers import by name.
+    # At the end, so that a recipe's neighbour called `random.py` hides nothing. Loader workers
+    # import by name.
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     spec = importlib.util.spec_from_file_location(key, file)
@@ -264,7 +281,9 @@ def _checked_target(recipe: Recipe, node: Mapping[str, Any], where: str) -> Any:
 def _check_call(
     factory: Callable[..., Any], arguments: Mapping[str, Any], where: str, *, required: bool
 ) -> None:
-    """OptionError unless `factory(**arguments)` would find every name known, present and of its simple type."""
+    """OptionError unless `factory(**arguments)` would find every name known, present and of its
+    simple type.
+    """
     parameters = {n: p for n, p in inspect.signature(factory).parameters.items() if n != "self"}
     name = getattr(factory, "__name__", str(factory))
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -298,7 +317,9 @@ def _check_call(
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a YAML value may be meant for a hint; anything but plain numbers, strings and their unions passes."""
+    """Whether a YAML value may be meant for a hint; anything but plain numbers, strings and their
+    unions passes.
+    """
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(_fits(value, option) for option in typing.get_args(hint))
     if hint is float:  # YAML reads `1` as a whole number where 1.0 is meant; `true` is neither
@@ -311,7 +332,9 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _instantiate(recipe: Recipe, node: Any, where: str) -> Any:
-    """Build `node` and every mapping with a `_target_` inside it (callbacks, loggers, parts of a model)."""
+    """Build `node` and every mapping with a `_target_` inside it (callbacks, loggers, parts of a
+    model).
+    """
     if isinstance(node, dict):
         factory = _checked_target(recipe, node, where) if TARGET in node else None
         built = {

@@ -1,9 +1,12 @@
-"""Pipeline schedules as data: who does what in which order, how long a step takes, how much is alive meanwhile.
+"""Pipeline schedules as data: who does what in which order, how long a step takes, how much is
+alive meanwhile.
 
-The built-in orders are those of `torch.distributed.pipelining` (names too); nothing here runs anything. A schedule of
-one's own is a function from numbers to orders (`schedule=`, `register_schedule`); memory and time follow from these.
+The built-in orders are those of `torch.distributed.pipelining` (names too); nothing here runs
+anything. A schedule of one's own is a function from numbers to orders (`schedule=`,
+`register_schedule`); memory and time follow from these.
 
-With `v` stages per mesh, stage s of N = v * num_meshes is on mesh s % num_meshes, or folded (ZBV): m and N - 1 - m.
+With `v` stages per mesh, stage s of N = v * num_meshes is on mesh s % num_meshes, or folded (ZBV):
+m and N - 1 - m.
 """
 
 import itertools
@@ -22,7 +25,9 @@ WEIGHT_SHARE = 0.5  # of a backward's time that is the weights' gradients, where
 
 @dataclass(frozen=True)
 class Action:
-    """One piece of work: kind `F` forward, `B` whole backward, `I` backward to the inputs, `W` to the weights."""
+    """One piece of work: kind `F` forward, `B` whole backward, `I` backward to the inputs, `W` to
+    the weights.
+    """
 
     stage: int
     kind: str
@@ -39,8 +44,8 @@ class Schedule:
     """An order of work, for `schedule=` and `register_schedule`."""
 
     name: str  # as plans and options name it
-    # (num_stages, num_microbatches, num_meshes) -> every mesh's actions in order: each of its stages does `F` and `B`
-    # (or `I` and later `W`) of every micro-batch once
+    # (num_stages, num_microbatches, num_meshes) -> every mesh's actions in order: each of its
+    # stages does `F` and `B` (or `I` and later `W`) of every micro-batch once
     orders: Callable[[int, int, int], Orders]
     stages_per_mesh: tuple[int, ...] = (1,)  # how many stages a mesh may have; several are tried
     is_folded: bool = False  # where the stages lie, see the module's docstring
@@ -50,7 +55,8 @@ class Schedule:
     bubble: float | None = (
         None  # of the closed form of a step's time (see `terms`); None: equal stages are simulated
     )
-    # (num_meshes, num_microbatches, stages per mesh) -> what `in_flight` is, in closed form; None: counted
+    # (num_meshes, num_microbatches, stages per mesh) -> what `in_flight` is, in closed form; None:
+    # counted
     alive: Callable[[int, int, int], Sequence[int]] | None = None
 
     @property
@@ -63,7 +69,8 @@ SCHEDULES: dict[str, Schedule] = {}  # by name: the only list of schedules
 
 
 def register_schedule(schedule: Schedule | Callable[[int, int, int], Orders]) -> Schedule:
-    """Make a schedule known by its name, for options and plan files; a function is one with one stage per mesh.
+    """Make a schedule known by its name, for options and plan files; a function is one with one
+    stage per mesh.
 
     Raises:
         OptionError: another schedule has this name.
@@ -90,7 +97,9 @@ class TimedAction(Action):
 
 @dataclass(frozen=True)
 class Terms:
-    """A step takes fill * sum_s t_s + run * max_s t_s, with t_s the seconds of one micro-batch in stage s."""
+    """A step takes fill * sum_s t_s + run * max_s t_s, with t_s the seconds of one micro-batch in
+    stage s.
+    """
 
     fill: float
     run: float
@@ -114,12 +123,14 @@ def mesh_of(schedule: str, num_meshes: int, stage: int) -> int:
 def terms(
     schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, splits: bool = True
 ) -> Terms:
-    """The closed form of a step's time; exact for equal stages with backward = 2 x forward, see the tests.
+    """The closed form of a step's time; exact for equal stages with backward = 2 x forward, see the
+    tests.
 
-    GPipe and 1F1B: sum + (B - 1) max (Alpa, section 5.2), an upper bound for unequal stages under 1F1B. With v stages
-    on a mesh the pipeline fills v times as fast (Narayanan et al. 2021, section 2.2): sum / v + (B v - 1) max.
-    Zero-bubble schedules fill the drain with weight gradients (Qi et al. 2023): what is left of a bubble is one
-    forward, t / 3, per hop and stage-sized chunk; nothing is gained without `splits` (as where stages recompute).
+    GPipe and 1F1B: sum + (B - 1) max (Alpa, section 5.2), an upper bound for unequal stages under
+    1F1B. With v stages on a mesh the pipeline fills v times as fast (Narayanan et al. 2021, section
+    2.2): sum / v + (B v - 1) max. Zero-bubble schedules fill the drain with weight gradients (Qi et
+    al. 2023): what is left of a bubble is one forward, t / 3, per hop and stage-sized chunk;
+    nothing is gained without `splits` (as where stages recompute).
     """
     _check(schedule, num_meshes, num_microbatches)
     total, bubble = num_microbatches * v, SCHEDULES[schedule].bubble
@@ -144,7 +155,9 @@ def _equal_seconds(schedule: str, num_meshes: int, num_microbatches: int, v: int
 
 
 def in_flight(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> tuple[int, ...]:
-    """Per mesh: the most (micro-batch, stage) pairs of its stages whose activations are alive at once."""
+    """Per mesh: the most (micro-batch, stage) pairs of its stages whose activations are alive at
+    once.
+    """
     _check(schedule, num_meshes, num_microbatches)
     alive = SCHEDULES[schedule].alive
     if alive is not None:
@@ -161,7 +174,9 @@ def in_flight_by_stage(
 
 
 def splits_backward(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> bool:
-    """Whether weights' gradients are made apart (`W`): stages that recompute gain nothing by that."""
+    """Whether weights' gradients are made apart (`W`): stages that recompute gain nothing by
+    that.
+    """
     if SCHEDULES[schedule].bubble == 1.0:
         return False
     return any(
@@ -232,12 +247,14 @@ def timeline(
     num_meshes: int | None = None,
     boundary: Sequence[float] = (),
 ) -> list[TimedAction]:
-    """When everything happens: each mesh works through its actions, each as soon as what it needs has arrived.
+    """When everything happens: each mesh works through its actions, each as soon as what it needs
+    has arrived.
 
     Args:
         forward, backward: seconds of one micro-batch per stage, in pipeline order.
         num_meshes: meshes (default: one per stage); stages are laid on them as the schedule does.
-        boundary: seconds between stage s and s + 1, each way; one message after the other: a slow link holds them up.
+        boundary: seconds between stage s and s + 1, each way; one message after the other: a slow
+            link holds them up.
     """
     num_stages = len(forward)
     meshes = num_meshes or num_stages
@@ -257,9 +274,11 @@ def seconds_of_many(
     num_meshes: int,
     boundary: np.ndarray,
 ) -> np.ndarray:
-    """[pipeline] seconds until the last action of each is done; arguments as those of `timeline`, [pipeline, stage].
+    """[pipeline] seconds until the last action of each is done; arguments as those of `timeline`,
+    [pipeline, stage].
 
-    Who waits for whom does not depend on the seconds, so pipelines of as many stages are timed side by side.
+    Who waits for whom does not depend on the seconds, so pipelines of as many stages are timed side
+    by side.
     """
     order = _in_order(schedule, num_meshes, num_microbatches, forward.shape[1] // num_meshes)
     if len(forward) == 1:  # plain numbers are faster
@@ -282,9 +301,11 @@ def _in_order(
 def _topological(
     schedule: str, orders: tuple[tuple[Action, ...], ...], num_stages: int
 ) -> tuple[tuple[int, Action, Source | None], ...]:
-    """All actions, each after those it waits for: (mesh, action, what it needs); PlanError where all stand still.
+    """All actions, each after those it waits for: (mesh, action, what it needs); PlanError where
+    all stand still.
 
-    Sends never hold up the sender, so a circle of actions that wait for each other is the only way to lock up.
+    Sends never hold up the sender, so a circle of actions that wait for each other is the only way
+    to lock up.
     """
     position, waiting = [0] * len(orders), sum(map(len, orders))
     made: set[Source | None] = {None}
@@ -384,7 +405,8 @@ def _check(schedule: str, num_meshes: int, num_microbatches: int) -> None:
         )
 
 
-# --- The built-in schedules: orders of one mesh (S meshes, B micro-batches, v stages per mesh), and their entries.
+# --- The built-in schedules: orders of one mesh (S meshes, B micro-batches, v stages per mesh), and
+# their entries.
 
 
 Work = list[tuple[int, str]]  # (stage, kind) pairs: of each, the micro-batches come in order
@@ -426,7 +448,9 @@ def _looped_bfs(num_stages: int, B: int, S: int) -> Orders:
 
 
 def _interleaved(S: int, B: int, v: int, mesh: int, zero_bubble: bool = False) -> Work:
-    """Depth first over the local stages; with zero bubbles, weight gradients wait `mesh` micro-batches (ZB1P)."""
+    """Depth first over the local stages; with zero bubbles, weight gradients wait `mesh`
+    micro-batches (ZB1P).
+    """
     # So many micro-batches go through a stage before the mesh's next stage has its turn.
     per_round = B // max(1, B // S)
     warmup = min(B * v, (v - 1) * per_round + (1 if zero_bubble else 2) * (S - 1 - mesh))

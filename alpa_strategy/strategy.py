@@ -1,7 +1,8 @@
 """AlpaStrategy: the life of a run, as the list of hooks that the Trainer calls, in its order.
 
-The Trainer sets up, runs its sanity check and restores checkpoints on the whole module; the first training batch then
-brings the plan and the shards (`lightning/session.py`). Everything heavy is in `alpa_strategy.lightning`.
+The Trainer sets up, runs its sanity check and restores checkpoints on the whole module; the first
+training batch then brings the plan and the shards (`lightning/session.py`). Everything heavy is in
+`alpa_strategy.lightning`.
 """
 
 import inspect
@@ -59,36 +60,47 @@ if TYPE_CHECKING:
 
 
 class AlpaStrategy(ParallelJob):
-    """Plans how an ordinary LightningModule is sharded, shards it, and trains it: same results as on one device.
+    """Plans how an ordinary LightningModule is sharded, shards it, and trains it: same results as
+    on one device.
 
     Args:
         plan: a plan file to run; None: a stored plan that fits, or a new one.
         plan_dir: folder of stored plans; None: `<default_root_dir>/.alpa/plans`.
-        cluster: costs to plan with: a YAML file, the name of one in configs/clusters, or a ClusterSpec;
+        cluster: costs to plan with: a YAML file, the name of one in configs/clusters, or a
+            ClusterSpec;
             None: measured on the job's devices, once.
-        parallel, logical_mesh, placements, device_map, solver, memory_limit, memory_fraction, batch_scope,
-            solver_seconds, baselines, num_microbatches, schedule, num_stages, stages, remat, offload, costs,
+        parallel, logical_mesh, placements, device_map, solver, memory_limit, memory_fraction,
+        batch_scope,
+            solver_seconds, baselines, num_microbatches, schedule, num_stages, stages, remat,
+            offload, costs,
             fp32_reduction: see `PlanOptions`.
-        capture: `auto`: a step that cannot be captured runs as it is written, each rank on its own batch, gradients
-            averaged (DDP's contract); `require`: that is an error; `never`: every step runs so; `submodules`: too, but
-            forwards of submodules that can be captured are planned (so does `auto`, where a plan is asked for).
-        compile: whether stages run through `torch.compile`; a dict: with these of its arguments (`backend`, `mode`,
+        capture: `auto`: a step that cannot be captured runs as it is written, each rank on its own
+            batch, gradients averaged (DDP's contract); `require`: that is an error; `never`: every
+            step runs so; `submodules`: too, but forwards of submodules that can be captured are
+            planned (so does `auto`, where a plan is asked for).
+        compile: whether stages run through `torch.compile`; a dict: with these of its arguments
+            (`backend`, `mode`,
             `options`); None: where the module, or a part of it, was given to `torch.compile`.
-        master_weights: with `precision="bf16-true"`: parameters, gradients and the state of the optimizer stay fp32,
-            and steps compute with bf16 copies of the parameters.
+        master_weights: with `precision="bf16-true"`: parameters, gradients and the state of the
+            optimizer stay fp32, and steps compute with bf16 copies of the parameters.
         backend: library of the collectives: `auto`, `torch` or `deepspeed`.
         bucket_bytes: gradients are reduced in buckets of this many bytes.
-        checkpoint: `sharded`: directories that all ranks write; `single`: ordinary files that rank 0 writes (whole
-            tensors in every rank's memory); `auto`: sharded on several devices.
-        async_checkpoint: training goes on while a sharded checkpoint is written (as with AsyncCheckpointIO).
-        check_replicas_every: steps between checks that what several ranks hold copies of (parameters, buffers) is the
-            same in all of them, besides the first steps and checkpoints; 0: never.
-        replicas: with `batch_scope="replica"`: into how many replicas the devices are divided, neighbours together.
-            Each runs captured steps on its own batch, which all of its ranks load, planned for its devices; gradients
-            are averaged over the replicas. None: every device is one, and steps run as they are written.
-        check_gradients: look at every step's gradients before and after they are summed over the ranks: a warning says
-            where the first is not finite (one rank's own, a sum, or all ranks', as on one device), and gradients of
-            which several ranks hold copies must be the same. A pass over them, and a wait for the device, a step.
+        checkpoint: `sharded`: directories that all ranks write; `single`: ordinary files that rank
+            0 writes (whole tensors in every rank's memory); `auto`: sharded on several devices.
+        async_checkpoint: training goes on while a sharded checkpoint is written (as with
+            AsyncCheckpointIO).
+        check_replicas_every: steps between checks that what several ranks hold copies of
+            (parameters, buffers) is the same in all of them, besides the first steps and
+            checkpoints; 0: never.
+        replicas: with `batch_scope="replica"`: into how many replicas the devices are divided,
+            neighbours together. Each runs captured steps on its own batch, which all of its ranks
+            load, planned for its devices; gradients
+            are averaged over the replicas. None: every device is one, and steps run as they are
+                written.
+        check_gradients: look at every step's gradients before and after they are summed over the
+            ranks: a warning says where the first is not finite (one rank's own, a sum, or all
+            ranks', as on one device), and gradients of which several ranks hold copies must be the
+            same. A pass over them, and a wait for the device, a step.
         plan_timeout_seconds: how long the other ranks wait for rank 0's plan.
         collective_timeout_seconds: timeout of the process group.
         verbose: show phases, the plan, and predicted against measured step time (on rank 0).
@@ -182,12 +194,16 @@ class AlpaStrategy(ParallelJob):
 
     @property
     def process_bytes(self) -> int:
-        """Host memory of this process beside `plan.predicted.peak_bytes`: resident are both. 0 on GPUs."""
+        """Host memory of this process beside `plan.predicted.peak_bytes`: resident are both. 0 on
+        GPUs.
+        """
         return self._session.process_bytes
 
     @property
     def run(self) -> "PlacedModule | None":
-        """What runs the module's steps while its parameters lie in shards, None while they are whole."""
+        """What runs the module's steps while its parameters lie in shards, None while they are
+        whole.
+        """
         return self._session.run
 
     @property
@@ -201,7 +217,8 @@ class AlpaStrategy(ParallelJob):
 
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:
-        """The Trainer refuses modules that went through `torch.compile` for strategies it does not know: here the
+        """The Trainer refuses modules that went through `torch.compile` for strategies it does not
+        know: here the
         captured step is what is compiled, so the module goes back to what was written."""
         if module is not None and module._compiler_ctx is not None:
             self._compiled_in = module._compiler_ctx["dynamo_ctx"]
@@ -295,7 +312,9 @@ class AlpaStrategy(ParallelJob):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Around `configure_model` and in `trainer.init_module()`: what is built here is made in shards, later."""
+        """Around `configure_model` and in `trainer.init_module()`: what is built here is made in
+        shards, later.
+        """
         if self.num_nodes * self.num_processes > 1:
             self._session.deferred_init.begin(self.root_device)
         with super().tensor_init_context(empty_init), self._session.deferred_init.recording():
@@ -352,7 +371,9 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """The first batch brings the plan: it is the loader's own, so none is lost and no random state is touched."""
+        """The first batch brings the plan: it is the loader's own, so none is lost and no random
+        state is touched.
+        """
         self._session.before_training_batch(self._module, self.optimizers, batch, batch_idx)
 
     @override
@@ -414,7 +435,9 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def on_train_end(self) -> None:
-        """The module leaves the training whole, and so does the optimizer, unless that would not fit."""
+        """The module leaves the training whole, and so does the optimizer, unless that would not
+        fit.
+        """
         if self._signals is not None:
             self._signals.meet(ENDS)
         self._session.end_training()
@@ -468,7 +491,9 @@ class AlpaStrategy(ParallelJob):
         self._checkpoints.load_optimizers(self.optimizers, checkpoint["optimizer_states"])
 
     def whole_parameters(self) -> AbstractContextManager[None]:
-        """Context in which the module's parameters are whole, for user code; changes are kept. Collective on entry."""
+        """Context in which the module's parameters are whole, for user code; changes are kept.
+        Collective on entry.
+        """
         return nullcontext() if self.run is None else self.run.whole.entered()
 
     @property
@@ -479,7 +504,9 @@ class AlpaStrategy(ParallelJob):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which rows a rank loads: those of its replica, where a training has such, else its own."""
+        """Which rows a rank loads: those of its replica, where a training has such, else its
+        own.
+        """
         if (share := self._share) is None:
             return super().distributed_sampler_kwargs
         return {"num_replicas": share.count, "rank": share.index}
@@ -488,7 +515,9 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the ranks' distinct data: with `batch_scope="global"` every rank holds the same value already."""
+        """Over the ranks' distinct data: with `batch_scope="global"` every rank holds the same
+        value already.
+        """
         if group is None and self.run is not None:
             group = self.run.peers
         if group == REPLICAS:

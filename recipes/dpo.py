@@ -1,5 +1,5 @@
-"""Direct preference optimization (Rafailov et al. 2023) as an ordinary LightningModule: a policy learns which of two
-answers is preferred, held to a frozen copy of itself.
+"""Direct preference optimization (Rafailov et al. 2023) as an ordinary LightningModule: a policy
+learns which of two answers is preferred, held to a frozen copy of itself.
 
 Nothing in it knows of parallelism. Shapes: B pairs, T tokens of prompt and answer, P of the prompt.
 """
@@ -78,7 +78,9 @@ class DPO(lightning.LightningModule):
         return loss
 
     def preference(self, tokens_BT: Tensor) -> Tensor:
-        """log policy(answer) - log reference(answer) [B]: the reward that DPO implies, over beta."""
+        """log policy(answer) - log reference(answer) [B]: the reward that DPO implies, over
+        beta.
+        """
         P = self.hparams.prompt_length
         return (
             answer_log_probs(self.policy, tokens_BT, P)

@@ -1,4 +1,5 @@
-"""A GPT as an ordinary LightningModule: learned positions, pre-norm blocks, causal attention, tied head.
+"""A GPT as an ordinary LightningModule: learned positions, pre-norm blocks, causal attention, tied
+head.
 
 Nothing in it knows of parallelism. Shapes: B batch, T sequence, D hidden, H heads, V vocabulary.
 """
@@ -16,7 +17,8 @@ from torch.nn import functional as F
 
 
 class KeyValues:
-    """Keys and values of the tokens that one attention has seen: [B, H, S, D / H] each. Fill it from the first token
+    """Keys and values of the tokens that one attention has seen: [B, H, S, D / H] each. Fill it
+    from the first token
     on, then add one token at a time."""
 
     def __init__(self, k_BHSK: Tensor | None = None, v_BHSK: Tensor | None = None) -> None:
@@ -92,7 +94,9 @@ class Block(nn.Module):
 
 
 def init_weights(model: nn.Module, num_layers: int, std: float) -> None:
-    """GPT-2's: the residual branches (`proj`) start small, so that depth does not grow the stream."""
+    """GPT-2's: the residual branches (`proj`) start small, so that depth does not grow the
+    stream.
+    """
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
@@ -117,9 +121,11 @@ class GPT(lightning.LightningModule):
     Args:
         num_layers, hidden, num_heads, vocab_size, sequence_length: the size.
         dropout: on embeddings, attention weights and both residual branches.
-        init_std: of the weights at the start; 0.02 suits a hidden size of about 1000, smaller models want more.
+        init_std: of the weights at the start; 0.02 suits a hidden size of about 1000, smaller
+            models want more.
         lr, weight_decay, betas: AdamW (see `decay_groups`).
-        warmup_steps, max_steps: linear warm-up, then a cosine down to a tenth of `lr` at `max_steps`; constant if None.
+        warmup_steps, max_steps: linear warm-up, then a cosine down to a tenth of `lr` at
+            `max_steps`; constant if None.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""Group relative policy optimization (Shao et al. 2024, DeepSeekMath) as an ordinary LightningModule: the policy
-writes several answers to a prompt, each is scored, and those better than their group's mean become likelier.
+"""Group relative policy optimization (Shao et al. 2024, DeepSeekMath) as an ordinary
+LightningModule: the policy writes several answers to a prompt, each is scored, and those better
+than their group's mean become likelier.
 
-Nothing in it knows of parallelism. Shapes: B prompts, G answers to each, N = B G, P tokens of a prompt, A of an answer,
-V vocabulary.
+Nothing in it knows of parallelism. Shapes: B prompts, G answers to each, N = B G, P tokens of a
+prompt, A of an answer, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from alpa_strategy import Phase
 
 
 def ascending(prompts_NP: Tensor, answers_NA: Tensor) -> Tensor:
-    """The reward [N] of the tiny task: the share of the answer's tokens that are above the token before them."""
+    """The reward [N] of the tiny task: the share of the answer's tokens that are above the token
+    before them.
+    """
     before_NA = torch.cat([prompts_NP[:, -1:], answers_NA[:, :-1]], 1)
     return (answers_NA > before_NA).float().mean(1)
 
 
 def gumbel_noise(seeds_B: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """[B, *shape] whose row is drawn from its seed alone, so that what a prompt is answered depends on no other."""
+    """[B, *shape] whose row is drawn from its seed alone, so that what a prompt is answered depends
+    on no other.
+    """
     noise = [
         torch.rand(shape, generator=torch.Generator().manual_seed(seed))
         for seed in seeds_B.tolist()
@@ -44,7 +49,8 @@ class GRPO(lightning.LightningModule):
         answer_length: A.
         group_size: G.
         num_updates: optimizer steps on one batch of answers.
-        clip: how far the probability of a token may go from what it was when it was written, as a ratio.
+        clip: how far the probability of a token may go from what it was when it was written, as a
+            ratio.
         beta: weight of the divergence from the reference, a frozen copy of the first policy.
         temperature: of the answers; 0: the likeliest token always.
         lr: AdamW.
@@ -80,7 +86,9 @@ class GRPO(lightning.LightningModule):
     def next_token(
         self, tokens_NT: Tensor, noise_NV: Tensor, caches: Sequence[KeyValues]
     ) -> Tensor:
-        """The token [N, 1] after `tokens_NT`, which go on where `caches` end and are added to them."""
+        """The token [N, 1] after `tokens_NT`, which go on where `caches` end and are added to
+        them.
+        """
         logits_NV = self.policy(tokens_NT, caches)[:, -1]
         # The largest of logits / temperature + Gumbel noise is a draw from their softmax.
         return (logits_NV + self.hparams.temperature * noise_NV).argmax(-1, keepdim=True)
@@ -113,7 +121,9 @@ class GRPO(lightning.LightningModule):
     def loss(
         self, new_NA: Tensor, old_NA: Tensor, reference_NA: Tensor, advantages_N1: Tensor
     ) -> Tensor:
-        """The clipped surrogate and `beta` times an unbiased estimate of KL(policy || reference)."""
+        """The clipped surrogate and `beta` times an unbiased estimate of KL(policy ||
+        reference).
+        """
         ratio_NA = torch.exp(new_NA - old_NA)
         clipped_NA = ratio_NA.clamp(1 - self.hparams.clip, 1 + self.hparams.clip)
         surrogate = torch.minimum(ratio_NA * advantages_N1, clipped_NA * advantages_N1).mean()
@@ -121,7 +131,9 @@ class GRPO(lightning.LightningModule):
         return self.hparams.beta * (torch.exp(away_NA) - away_NA - 1).mean() - surrogate
 
     def iteration_phases(self, batch: tuple[Tensor, Tensor]) -> dict[str, Phase]:
-        """What a training step consists of, for `alpa plan`. A token is written after half of the answer, typically."""
+        """What a training step consists of, for `alpa plan`. A token is written after half of the
+        answer, typically.
+        """
         h, heads = self.hparams, self.hparams.policy["num_heads"]
         prompts_NP = batch[0].repeat_interleave(h.group_size, 0)
         (N, P), A = prompts_NP.shape, h.answer_length

@@ -1,4 +1,6 @@
-"""Images as LightningDataModules: handwritten digits that come with scikit-learn, and shapes alone for planning."""
+"""Images as LightningDataModules: handwritten digits that come with scikit-learn, and shapes alone
+for planning.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Digits(lightning.LightningDataModule):
-    """Batches of (images [B, 1, 8, 8] from 0 to 1, labels [B]): 1797 scans (UCI ML repository), no download.
+    """Batches of (images [B, 1, 8, 8] from 0 to 1, labels [B]): 1797 scans (UCI ML repository), no
+    download.
 
     Args:
-        batch_size: rows that the loader yields: one rank's, or the whole batch under `strategy.batch_scope: global`.
+        batch_size: rows that the loader yields: one rank's, or the whole batch under
+            `strategy.batch_scope: global`.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -38,10 +42,12 @@ class Digits(lightning.LightningDataModule):
 
 
 class ImageShapes(lightning.LightningDataModule):
-    """Batches of (images [B, 3, H, H], labels [B]) of ImageNet's shapes, of noise: for planning and measuring.
+    """Batches of (images [B, 3, H, H], labels [B]) of ImageNet's shapes, of noise: for planning and
+    measuring.
 
     Args:
-        batch_size: rows that the loader yields: one rank's, or the whole batch under `strategy.batch_scope: global`.
+        batch_size: rows that the loader yields: one rank's, or the whole batch under
+            `strategy.batch_scope: global`.
         image_size: H.
         num_classes: of the labels.
         num_samples: images in an epoch.

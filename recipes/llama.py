@@ -1,6 +1,8 @@
-"""A LLaMA as an ordinary LightningModule: RMSNorm, rotary positions, grouped queries, SwiGLU, a head of its own.
+"""A LLaMA as an ordinary LightningModule: RMSNorm, rotary positions, grouped queries, SwiGLU, a
+head of its own.
 
-Nothing in it knows of parallelism. Shapes: B batch, T sequence, D hidden, H heads, G key and value heads, K = D / H.
+Nothing in it knows of parallelism. Shapes: B batch, T sequence, D hidden, H heads, G key and value
+heads, K = D / H.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""A mixture-of-experts language model as an ordinary LightningModule: the GPT of gpt.py, experts in every other block.
+"""A mixture-of-experts language model as an ordinary LightningModule: the GPT of gpt.py, experts in
+every other block.
 
-GShard's routing (arXiv 2006.16668, section 2): two experts a token, a capacity per expert and group of tokens, a loss
-that keeps the experts evenly loaded; or dropless routing, which sorts tokens by expert. Nothing in it knows of
-parallelism.
+GShard's routing (arXiv 2006.16668, section 2): two experts a token, a capacity per expert and group
+of tokens, a loss that keeps the experts evenly loaded; or dropless routing, which sorts tokens by
+expert. Nothing in it knows of parallelism.
 
-Shapes: B batch, T sequence, D hidden, F expert's hidden, E experts, G groups of S tokens each, K = 2 choices,
-C places of an expert in a group, N blocks of P places.
+Shapes: B batch, T sequence, D hidden, F expert's hidden, E experts, G groups of S tokens each, K =
+2 choices, C places of an expert in a group, N blocks of P places.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ NUM_CHOICES = 2
 
 
 class Experts(nn.Module):
-    """E expert MLPs, of which every token takes two. Returns the result and the load-balancing loss.
+    """E expert MLPs, of which every token takes two. Returns the result and the load-balancing
+    loss.
 
-    Groups are whole rows of the batch (or equal parts of a row), and every group is routed by itself: the result is the
-    same however the batch is cut.
+    Groups are whole rows of the batch (or equal parts of a row), and every group is routed by
+    itself: the result is the same however the batch is cut.
     """
 
     def __init__(
@@ -50,7 +52,8 @@ class Experts(nn.Module):
         gates_GSE = self.gate(x_GSD).softmax(-1)
         weights_GSK, experts_GSK = gates_GSE.topk(NUM_CHOICES, dim=-1)
         mask_GSKE = F.one_hot(experts_GSK, gates_GSE.shape[-1])
-        # GShard's loss: the share of tokens whose first choice an expert is, times its mean gate; 1 when all are even.
+        # GShard's loss: the share of tokens whose first choice an expert is, times its mean gate; 1
+        # when all are even.
         load_GE = mask_GSKE[:, :, 0].to(gates_GSE.dtype).mean(1)
         balance = (load_GE * gates_GSE.mean(1)).sum(-1).mean() * gates_GSE.shape[-1]
         if self.capacity_factor is None:
@@ -60,7 +63,9 @@ class Experts(nn.Module):
         return y_GSD.reshape(x_BTD.shape), balance
 
     def _with_capacity(self, x_GSD: Tensor, weights_GSK: Tensor, mask_GSKE: Tensor) -> Tensor:
-        """Experts take `capacity_factor` x 2 S / E tokens of a group, first choices first; the others are left out."""
+        """Experts take `capacity_factor` x 2 S / E tokens of a group, first choices first; the
+        others are left out.
+        """
         G, S, K, E = mask_GSKE.shape
         capacity = math.ceil(self.capacity_factor * K * S / E)
         mask_GKSE = mask_GSKE.transpose(1, 2)
@@ -85,8 +90,10 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Tokens sorted by expert fill blocks that belong to one expert each; no token is left out.
 
-        The number of blocks is that of the worst case, so all shapes are known before; each block brings its expert's
-        weights along, which costs memory: for small models, and as a statement of what dropless routing computes.
+        The number of blocks is that of the worst case, so all shapes are known before; each block
+        brings its expert's
+        weights along, which costs memory: for small models, and as a statement of what dropless
+        routing computes.
         """
         G, S, K, E = mask_GSKE.shape
         P = self.block_size
@@ -110,7 +117,8 @@ class Experts(nn.Module):
             torch.zeros_like(x_GSD[:, :1]).expand(-1, N * P, -1).scatter(1, index_GAD, sorted_GAD)
         )
         inputs_GNPD = inputs_GQD.view(G, N, P, -1)
-        # An einsum brings the weights: its letters say how experts may be cut, which indices of `fc` do not.
+        # An einsum brings the weights: its letters say how experts may be cut, which indices of
+        # `fc` do not.
         chosen_GNE = F.one_hot(expert_GN, E).to(self.fc.dtype)
         fc_GNDF = torch.einsum("gne,edf->gndf", chosen_GNE, self.fc)
         proj_GNFD = torch.einsum("gne,efd->gnfd", chosen_GNE, self.proj)
@@ -149,10 +157,14 @@ class MoE(lightning.LightningModule):
     """Next-token prediction. A batch is (tokens [B, T], targets [B, T]), both int64.
 
     Args:
-        num_layers, hidden, num_heads, vocab_size, sequence_length: the size; blocks 0, 2, 4, ... have experts.
-        num_experts, mlp_factor: experts of a block; how much wider MLPs and experts are between their layers.
-        group_size: tokens that are routed together: a multiple of the sequence length, or a part of it.
-        capacity_factor: an expert takes so many times its even share of a group; None: all that choose it (dropless).
+        num_layers, hidden, num_heads, vocab_size, sequence_length: the size; blocks 0, 2, 4, ...
+            have experts.
+        num_experts, mlp_factor: experts of a block; how much wider MLPs and experts are between
+            their layers.
+        group_size: tokens that are routed together: a multiple of the sequence length, or a part of
+            it.
+        capacity_factor: an expert takes so many times its even share of a group; None: all that
+            choose it (dropless).
         balance_weight: of the load-balancing loss (mean over the blocks with experts).
         dropout, init_std, lr, weight_decay, betas: as in gpt.py.
         optimizer: `adamw`, or `sgd` without momentum, which keeps no state.

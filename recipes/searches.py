@@ -1,17 +1,22 @@
-"""Other ways to search, on the same stage costs and in the same space as the stage DP: what they find, and how soon.
+"""Other ways to search, on the same stage costs and in the same space as the stage DP: what they
+find, and how soon.
 
     alpa plan gpt_1_3b --cluster p3_16xlarge_x8 cluster.num_nodes=1 --search mcmc
 
-They are for comparison: nothing that trains needs them. One of your own is a function `(task, seconds) -> Plan` in a
-file or module, asked for as `--search my_search.annealing`.
+They are for comparison: nothing that trains needs them. One of your own is a function `(task,
+seconds) -> Plan` in a file or module, asked for as `--search my_search.annealing`.
 
-A state is a schedule and stages, each so many layers on a submesh; its price is the simulated step of
-`inter_op/candidates.py`, every stage by its cheapest layouts that fit into memory. Searches are functions from a
-`Space` and a number of seconds to a `Trace`; they read the clock, so unlike the planner they may find something else
-every time. `megatron` tries equal stages of one shape, `exhaustive` every state in turn, `greedy` takes the best change
-while there is one, `mcmc` changes at random and takes what is better, or slightly worse. `flexflow-like` has no stages:
-it changes how one op is divided at a time, from data parallelism on, and takes changes likewise (FlexFlow, arXiv
-1807.05358, section 6); a parameter lies as is best for its ops. What it finds is planned as it found it.
+A state is a schedule and stages, each so many layers on a submesh; its price is the simulated step
+of
+`inter_op/candidates.py`, every stage by its cheapest layouts that fit into memory. Searches are
+functions from a
+`Space` and a number of seconds to a `Trace`; they read the clock, so unlike the planner they may
+find something else every time. `megatron` tries equal stages of one shape, `exhaustive` every state
+in turn, `greedy` takes the best change while there is one, `mcmc` changes at random and takes what
+is better, or slightly worse. `flexflow-like` has no stages: it changes how one op is divided at a
+time, from data parallelism on, and takes changes likewise (FlexFlow, arXiv
+1807.05358, section 6); a parameter lies as is best for its ops. What it finds is planned as it
+found it.
 """
 
 from __future__ import annotations
@@ -41,12 +46,15 @@ from alpa_strategy.schedules import SCHEDULES, in_flight, why_not
 
 HEAT = 0.02  # by what share a change may be worse to be taken once in e times
 LOOKS = 20  # at what a chain of layouts has come to
-TOO_LARGE = 1e12  # seconds, times bytes / limit, of layouts that do not fit: fewer bytes are better first of all
+# seconds, times bytes / limit, of layouts that do not fit: fewer bytes are better first of all
+TOO_LARGE = 1e12
 
 
 @dataclass(frozen=True)
 class State:
-    """Stages in pipeline order: (layers, submesh) each; with several a mesh, all submeshes are the same."""
+    """Stages in pipeline order: (layers, submesh) each; with several a mesh, all submeshes are the
+    same.
+    """
 
     schedule: str
     stages_per_mesh: int
@@ -55,7 +63,9 @@ class State:
 
 @dataclass
 class Trace:
-    """The best that was found: `history` has (seconds since the start, seconds of a step) at every improvement."""
+    """The best that was found: `history` has (seconds since the start, seconds of a step) at every
+    improvement.
+    """
 
     best: Candidate | None = None
     history: list[tuple[float, float]] = field(default_factory=list)
@@ -81,7 +91,8 @@ class Space(StageSpace):
         return [(name, v) for name in names for v in SCHEDULES[name].stages_per_mesh]
 
     def price(self, state: State) -> Candidate | None:
-        """Every stage by its cheapest candidate; None where it cannot be: devices left over, a schedule that does not
+        """Every stage by its cheapest candidate; None where it cannot be: devices left over, a
+        schedule that does not
         go, no memory."""
         if state not in self._priced:
             self._priced[state] = self._price(state)
@@ -119,7 +130,9 @@ class Space(StageSpace):
         return self.candidates(self.tables, left, schedule, 1, [choice], alive)[0]
 
     def equal(self, mesh: int, schedule: str, v: int) -> State | None:
-        """Stages of about equally many layers on equal meshes; None where there are more stages than layers."""
+        """Stages of about equally many layers on equal meshes; None where there are more stages
+        than layers.
+        """
         ranks, rest = divmod(self.job.cluster.num_devices, self.sizes[mesh])
         count = ranks * v
         if (
@@ -133,7 +146,9 @@ class Space(StageSpace):
         return State(schedule, v, tuple((b - a, mesh) for a, b in pairwise(cuts)))
 
     def changes(self, state: State) -> Iterator[State]:
-        """Neighbours: a layer to the next stage, a stage cut into two on half the devices each, two made one."""
+        """Neighbours: a layer to the next stage, a stage cut into two on half the devices each, two
+        made one.
+        """
         stages = state.stages
         for i, ((n, mesh), (m, other)) in enumerate(pairwise(stages)):
             for moved in (-1, 1):
@@ -243,9 +258,11 @@ def _is_taken(price: float, now: float, heat: float, rng: random.Random) -> bool
 
 
 def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
-    """One stage on all devices: random changes of how an op is divided, from data parallelism on every logical mesh.
+    """One stage on all devices: random changes of how an op is divided, from data parallelism on
+    every logical mesh.
 
-    The tables in which changes are priced are made outside of `seconds`, as those of the other searches are.
+    The tables in which changes are priced are made outside of `seconds`, as those of the other
+    searches are.
     """
     job, watch, rng = space.job, _Watch(space, seconds), random.Random(seed)
     whole = len(space.meshes) - 1
@@ -303,7 +320,9 @@ class _Chain:
         return np.where(num_bytes <= self.limit, seconds, TOO_LARGE * num_bytes / self.limit)
 
     def change(self) -> None:
-        """Another strategy for an op, and the modes that are best for it for its parameters; or none of it."""
+        """Another strategy for an op, and the modes that are best for it for its parameters; or
+        none of it.
+        """
         op, at = self.rng.choice(self.ops), list(self.at)
         new = self.rng.randrange(len(self.problem.choices[op].cost))
         seconds, num_bytes = self.seconds, self.num_bytes
@@ -392,7 +411,8 @@ SEARCHES: dict[str, Callable[[Space, float, int], Trace]] = {
 
 
 def plan_by(task: PlanTask, name: str, seconds: float = 10.0) -> Plan:
-    """The best plan that a search finds, with `seconds` for each number of micro-batches that is looked at.
+    """The best plan that a search finds, with `seconds` for each number of micro-batches that is
+    looked at.
 
     Raises:
         PlanError: it finds none that fits.

@@ -1,6 +1,8 @@
-"""Text as a LightningDataModule: windows of tokens from a file, or from the English that comes with Python.
+"""Text as a LightningDataModule: windows of tokens from a file, or from the English that comes with
+Python.
 
-Tokens are UTF-8 bytes, or the uint16 ids of a `.bin` file (as nanoGPT's `prepare.py` writes them; memory-mapped).
+Tokens are UTF-8 bytes, or the uint16 ids of a `.bin` file (as nanoGPT's `prepare.py` writes them;
+memory-mapped).
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def load_tokens(path: str | Path | None) -> np.ndarray:
-    """Tokens [N] of a text file (uint8), of a `.bin` file (uint16) or, without a path, of Python's own help topics."""
+    """Tokens [N] of a text file (uint8), of a `.bin` file (uint16) or, without a path, of Python's
+    own help topics.
+    """
     if path is None:
         from pydoc_data.topics import topics
 
@@ -28,7 +32,9 @@ def load_tokens(path: str | Path | None) -> np.ndarray:
 
 
 class Windows(Dataset):
-    """Sample i is (tokens [T], the same shifted by one [T]) at a place drawn from (seed, i): the same on every rank."""
+    """Sample i is (tokens [T], the same shifted by one [T]) at a place drawn from (seed, i): the
+    same on every rank.
+    """
 
     def __init__(
         self, tokens: np.ndarray, sequence_length: int, num_samples: int, seed: int
@@ -54,9 +60,11 @@ class TextData(lightning.LightningDataModule):
     """Batches of (tokens [B, T], targets [B, T]), int64.
 
     Args:
-        batch_size: rows that the loader yields: one rank's, or the whole batch under `strategy.batch_scope: global`.
+        batch_size: rows that the loader yields: one rank's, or the whole batch under
+            `strategy.batch_scope: global`.
         sequence_length: T.
-        path: a text file or a `.bin` of uint16 token ids; None: Python's help topics, about 0.7 MB of English.
+        path: a text file or a `.bin` of uint16 token ids; None: Python's help topics, about 0.7 MB
+            of English.
         num_samples: windows in an epoch; None: as many as fit into the text without overlap.
         seed: chooses the windows.
         num_workers: loader processes.
@@ -90,6 +98,8 @@ class TextData(lightning.LightningDataModule):
         )
 
     def example_batch(self) -> tuple[Tensor, Tensor]:
-        """A batch of the right shapes that needs no data: what a plan is made for when nothing is trained."""
+        """A batch of the right shapes that needs no data: what a plan is made for when nothing is
+        trained.
+        """
         shape = (self.hparams.batch_size, self.hparams.sequence_length)
         return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)

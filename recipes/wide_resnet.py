@@ -1,4 +1,5 @@
-"""A Wide-ResNet (Zagoruyko and Komodakis, arXiv 1605.07146, with bottlenecks) as an ordinary LightningModule.
+"""A Wide-ResNet (Zagoruyko and Komodakis, arXiv 1605.07146, with bottlenecks) as an ordinary
+LightningModule.
 
 Nothing in it knows of parallelism. Shapes: B batch, C channels, H x W pixels.
 """
@@ -16,12 +17,16 @@ DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}  # blocks of each of the four re
 
 
 def conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
-    """A convolution that keeps the image's size but for its stride, without bias (a BatchNorm follows)."""
+    """A convolution that keeps the image's size but for its stride, without bias (a BatchNorm
+    follows).
+    """
     return nn.Conv2d(in_channels, out_channels, size, stride, padding=size // 2, bias=False)
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut: `channels`, `width` times that, and four times that."""
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut: `channels`, `width` times that, and four
+    times that.
+    """
 
     def __init__(self, in_channels: int, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -51,7 +56,8 @@ class WideResNet(lightning.LightningModule):
         channels: of the first blocks; doubled at every further resolution.
         width: of a block's 3x3 convolution, in multiples of its channels.
         num_classes, in_channels: of the labels and images.
-        small_images: a 3x3 stem, instead of the 7x7 one and the pooling that make a quarter of the image's size.
+        small_images: a 3x3 stem, instead of the 7x7 one and the pooling that make a quarter of the
+            image's size.
         lr, momentum, weight_decay: SGD with Nesterov's momentum.
     """
 

@@ -1,4 +1,5 @@
-"""Seconds that the check of a stored plan takes, against a whole warm start: process start to the first step's end.
+"""Seconds that the check of a stored plan takes, against a whole warm start: process start to the
+first step's end.
 
     python scripts/bench_check.py [RECIPE] [--options num_stages=2 num_microbatches=4] [--rounds 3]
 

@@ -1,8 +1,10 @@
-"""Seconds per GB that a sharded checkpoint's checksums (CRC-32) take, against writing and reading it.
+"""Seconds per GB that a sharded checkpoint's checksums (CRC-32) take, against writing and reading
+it.
 
     python scripts/bench_checksum.py [--gigabytes 1] [--rounds 3] [--folder /tmp]
 
-Of one process; wall seconds with the disk's, and processor seconds, of which other load says nothing.
+Of one process; wall seconds with the disk's, and processor seconds, of which other load says
+nothing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""Compiled training: `compile=True` against DDP + `torch.compile`, steps and second starts, as ratios within one run.
+"""Compiled training: `compile=True` against DDP + `torch.compile`, steps and second starts, as
+ratios within one run.
 
     python scripts/bench_compile.py                        # GPT 4 x 512, a LLaMA-like model and a ResNet on 2 CPU ranks
     python scripts/bench_compile.py --models gpt --rounds 1 --steps 6
 
-Jobs take turns (`--rounds` times). A round's first figure is its quickest step after warm-up (a busy machine only adds
-to a step: medians of one round after the other differ by 10 %), and a strategy's is that of its quickest round. The
-second is the seconds from the job's launch to the end of its first step. Each strategy has an Inductor cache of its
+Jobs take turns (`--rounds` times). A round's first figure is its quickest step after warm-up (a
+busy machine only adds
+to a step: medians of one round after the other differ by 10 %), and a strategy's is that of its
+quickest round. The second is the seconds from the job's launch to the end of its first step. Each
+strategy has an Inductor cache of its
 own: empty in the first round, filled afterwards (the second start).
 """
 

@@ -1,10 +1,12 @@
-"""A GPT on one sample four times as long as a device's memory holds, on four ranks; nothing is pinned but the limit.
+"""A GPT on one sample four times as long as a device's memory holds, on four ranks; nothing is
+pinned but the limit.
 
     python scripts/bench_long_sequences.py                       # 16384 tokens, heads exchanged and keys going around
     python scripts/bench_long_sequences.py --length 4096 --hidden 128
 
-The limit is what a plan for one device needs for a quarter of the sequence, all activations kept. Costs are measured
-on the spot. `cpu` is the work of a rank's process in a step: the balance of the causal mask's halves.
+The limit is what a plan for one device needs for a quarter of the sequence, all activations kept.
+Costs are measured on the spot. `cpu` is the work of a rank's process in a step: the balance of the
+causal mask's halves.
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
-"""Peak memory of every rank against the plan's prediction; and a model of three times a device's memory, on four.
+"""Peak memory of every rank against the plan's prediction; and a model of three times a device's
+memory, on four.
 
     python scripts/bench_memory.py                          # the table: one stage and pipelines, 500 MB and more
     python scripts/bench_memory.py --cases large            # parameters and Adam state are 3 x memory_limit, 4 ranks
     python scripts/bench_memory.py --require 0.15           # exit 1 where they differ by more
 
-`ru_maxrss` is what the system says of the whole process, libraries included, from its start to the last step (then a
-module that fits is made whole again); it is compared with the plan's bytes and `AlpaStrategy.process_bytes`. On CPUs
-what a plan puts into host memory lies in the same memory, and is planned as well. A single stage of whole parameters is
-held to its limit, not to its plan: far from the limit freed blocks are kept. Apart from it, measured is resident memory
-beyond what the process held when its imports were done, every few milliseconds: the highest from there on, and the
-highest during the training steps after the first. Pages of files (the libraries' code) do not count there: the kernel
-takes them and gives them back as it likes, 200 MB and more of them.
+`ru_maxrss` is what the system says of the whole process, libraries included, from its start to the
+last step (then a module that fits is made whole again); it is compared with the plan's bytes and
+`AlpaStrategy.process_bytes`. On CPUs what a plan puts into host memory lies in the same memory, and
+is planned as well. A single stage of whole parameters is
+held to its limit, not to its plan: far from the limit freed blocks are kept. Apart from it,
+measured is resident memory
+beyond what the process held when its imports were done, every few milliseconds: the highest from
+there on, and the highest during the training steps after the first. Pages of files (the libraries'
+code) do not count there: the kernel takes them and gives them back as it likes, 200 MB and more of
+them.
 """
 
 from __future__ import annotations
@@ -116,7 +120,9 @@ def resident_bytes() -> tuple[int, int]:
 
 
 class Watch(threading.Thread):
-    """Remembers the highest resident memory since `peak` was set, and the most pages of files of all."""
+    """Remembers the highest resident memory since `peak` was set, and the most pages of files of
+    all.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -237,7 +243,9 @@ def own_peak(plan: Any, rank: int) -> int:
 
 
 def host_bytes(plan: Any, whole: dict[str, int]) -> float:
-    """Of a rank's parts of what lies in host memory: with its gradient and Adam's two moments. whole: bytes by name."""
+    """Of a rank's parts of what lies in host memory: with its gradient and Adam's two moments.
+    whole: bytes by name.
+    """
     total = 0.0
     for stage in plan.stages:
         for name, how in stage.parameter_plans.items():

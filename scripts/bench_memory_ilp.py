@@ -1,15 +1,18 @@
-"""Memory by the tensor: plans under 40, 60 and 80 % of what keeping all activations needs, against uniform choices.
+"""Memory by the tensor: plans under 40, 60 and 80 % of what keeping all activations needs, against
+uniform choices.
 
     python scripts/bench_memory_ilp.py                      # a LLaMA-like model of 8 layers in one process
     python scripts/bench_memory_ilp.py --require            # exit 1 where a goal is missed
 
-Goals: a step is within 10 % of its prediction; under each limit the solver's plan is no slower than recomputing
-everything, and than the best uniform choice that is planned to fit (remat="selective", or the first k of 8 layers), run
-under the same limit; its peak is within the limit. Under a limit that binds, a rank gives freed memory back to the
-system, and page faults take their part of the step: only runs under one limit compare. Ops are timed once for all jobs.
-Both they and steps count in CPU seconds of the one thread, and the quickest counts, of all rounds, as what else a
-machine does only adds to it; rounds go through the jobs to and fro. Peaks are resident memory beyond what the process
-held before the model, as in bench_memory.py.
+Goals: a step is within 10 % of its prediction; under each limit the solver's plan is no slower than
+recomputing everything, and than the best uniform choice that is planned to fit (remat="selective",
+or the first k of 8 layers), run under the same limit; its peak is within the limit. Under a limit
+that binds, a rank gives freed memory back to the
+system, and page faults take their part of the step: only runs under one limit compare. Ops are
+timed once for all jobs. Both they and steps count in CPU seconds of the one thread, and the
+quickest counts, of all rounds, as what else a machine does only adds to it; rounds go through the
+jobs to and fro. Peaks are resident memory beyond what the process held before the model, as in
+bench_memory.py.
 """
 
 from __future__ import annotations
@@ -106,7 +109,8 @@ def run(folder: Path, remat: Any, limit: float, sizes: list[str]) -> dict[str, A
         "--out",
         str(out),
     ]
-    # Memory that is given back at once comes again in pages of 2 MB, not of 4 KB (PyTorch's own switch).
+    # Memory that is given back at once comes again in pages of 2 MB, not of 4 KB (PyTorch's own
+    # switch).
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     if done.returncode:

@@ -1,11 +1,13 @@
-"""Seconds of a GRPO iteration as it runs against what `iteration_phases` has it priced at, on the CPUs of this machine.
+"""Seconds of a GRPO iteration as it runs against what `iteration_phases` has it priced at, on the
+CPUs of this machine.
 
     python scripts/bench_phases.py              # one process and two ranks, a small and a larger policy
     python scripts/bench_phases.py --ranks 1
 
-A job trains `recipes/grpo.py` under the strategy (its steps run as they are written), and times whole training steps
-and the writing of answers within. Beside it the cluster is measured, as jobs do, the phases are captured and their ops
-timed for at most `--budget` seconds; rank 0 prices the iteration with parameters whole, as they lie there.
+A job trains `recipes/grpo.py` under the strategy (its steps run as they are written), and times
+whole training steps and the writing of answers within. Beside it the cluster is measured, as jobs
+do, the phases are captured and their ops timed for at most `--budget` seconds; rank 0 prices the
+iteration with parameters whole, as they lie there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Seconds and memory from recipe to plan, no devices: the paper's GPT sizes on its p3.16xlarge cluster.
+"""Seconds and memory from recipe to plan, no devices: the paper's GPT sizes on its p3.16xlarge
+cluster.
 
     python scripts/bench_planning.py                         # 2.6B on 8 and 39B on 64 devices
-    python scripts/bench_planning.py gpt_6_7b:2 gpt_15b:4:90 # recipe:number of nodes (of 8 devices):most seconds
+    python scripts/bench_planning.py gpt_6_7b:2 gpt_15b:4:90 # recipe:number of nodes (of 8
+    devices):most seconds
 
-Every plan is made by `alpa plan` in a process of its own; the chosen plan is set against every named baseline.
+Every plan is made by `alpa plan` in a process of its own; the chosen plan is set against every
+named baseline.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
     python scripts/bench_scale.py gpt_175b:128:120:2 moe_70b:64      # recipe:nodes[:most CPU-s[:most GiB]]
     python scripts/bench_scale.py --regular gpt_1_3b:2               # every regular plan beside the chosen one
 
-Each plan is made by `alpa plan` in a process of its own (CPU seconds, memory at the peak, distance from the bound); a
-picture of the growth is written to docs/pictures/scale.svg. Fails over a limit, where the bound is further than 5 %,
-and with `--regular` where a regular plan (equal stages, every p x d x t) is better than the chosen one.
+Each plan is made by `alpa plan` in a process of its own (CPU seconds, memory at the peak, distance
+from the bound); a picture of the growth is written to docs/pictures/scale.svg. Fails over a limit,
+where the bound is further than 5 %, and with `--regular` where a regular plan (equal stages, every
+p x d x t) is better than the chosen one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ TOLERANCE = 1.005
 
 
 def plan(recipe: str, nodes: int, cluster: str, pins: tuple[str, ...] = ()) -> dict | None:
-    """The plan file of one planning, with `cpu` seconds and `gib` at the peak; None where nothing fits."""
+    """The plan file of one planning, with `cpu` seconds and `gib` at the peak; None where nothing
+    fits.
+    """
     made = run_plan(ROOT, recipe, cluster, f"cluster.num_nodes={nodes}", *pins)
     if made.plan is None:
         print(

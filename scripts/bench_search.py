@@ -1,11 +1,12 @@
-"""What other searches find beside the stage DP, on the same costs, after how many seconds: twelve cells.
+"""What other searches find beside the stage DP, on the same costs, after how many seconds: twelve
+cells.
 
     python scripts/bench_search.py                                  # all cells, 10 x the DP's time for MCMC
     python scripts/bench_search.py gpt_350m:p3_16xlarge_x8:1:64     # recipe:cluster:nodes:micro-batches
 
-Stage costs are made once per cell and shared. The picture (docs/pictures/search.svg) shows, per search, its step
-against the solved one. Fails where any search finds something better than the solved stages (by more than 0.1 %),
-and where nothing fits.
+Stage costs are made once per cell and shared. The picture (docs/pictures/search.svg) shows, per
+search, its step against the solved one. Fails where any search finds something better than the
+solved stages (by more than 0.1 %), and where nothing fits.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def space_of(cell: str) -> Space:
 
 
 def picture(found: dict[str, dict[str, float]]) -> str:
-    """A dot per cell and search: its step as a multiple of the solved one; at the right edge where it found nothing."""
+    """A dot per cell and search: its step as a multiple of the solved one; at the right edge where
+    it found nothing.
+    """
     height, left, width = 24 * len(found) + 50, 240, 700
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'

@@ -1,6 +1,8 @@
-"""How long the intra-op solver takes on GPT-shaped instances: python scripts/bench_solver.py [num_layers ...].
+"""How long the intra-op solver takes on GPT-shaped instances: python scripts/bench_solver.py
+[num_layers ...].
 
-One row per size and memory limit (as a share of the way from the least bytes to those of the fastest assignment).
+One row per size and memory limit (as a share of the way from the least bytes to those of the
+fastest assignment).
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     python scripts/bench_speed.py --devices 1          # 1 rank: alpa against the plain Trainer
     python scripts/bench_speed.py --strategies ddp alpa alpa:zero2
 
-Every strategy runs the same module on the same data for the same steps, in jobs of their own that take turns
-(`--rounds` times), so that a busy machine slows all of them alike; the figure is the median over steps and rounds.
+Every strategy runs the same module on the same data for the same steps, in jobs of their own that
+take turns (`--rounds` times), so that a busy machine slows all of them alike; the figure is the
+median over steps and rounds.
 """
 
 from __future__ import annotations

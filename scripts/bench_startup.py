@@ -1,8 +1,10 @@
-"""Seconds from process start to the end of the first training step: `alpa` with a stored plan against `ddp`.
+"""Seconds from process start to the end of the first training step: `alpa` with a stored plan
+against `ddp`.
 
     python scripts/bench_startup.py [RECIPE] [--rounds 5]
 
-The plan is made by one run that is not timed. Then the strategies take turns; the ratio is that of the medians.
+The plan is made by one run that is not timed. Then the strategies take turns; the ratio is that of
+the medians.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""How long ranks wait for a small collective between computations: gloo's, or through shared memory.
+"""How long ranks wait for a small collective between computations: gloo's, or through shared
+memory.
 
     python scripts/bench_waits.py [--ranks 2 4] [--milliseconds 5] [--rounds 3]
 
-The handle's own `wait` sleeps until gloo's thread wakes it, `comm.mesh.Pending` asks every 50 microseconds, ranks of
-one host look at each other's memory. The ways take turns. The ideal time is that of the computations alone, where each
-rank has a core.
+The handle's own `wait` sleeps until gloo's thread wakes it, `comm.mesh.Pending` asks every 50
+microseconds, ranks of one host look at each other's memory. The ways take turns. The ideal time is
+that of the computations alone, where each rank has a core.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Seconds of a step as written on 2 ranks (gloo, CPU): data parallel against DDP, ZeRO-3 against FSDP2.
+"""Seconds of a step as written on 2 ranks (gloo, CPU): data parallel against DDP, ZeRO-3 against
+FSDP2.
 
     python scripts/bench_written.py            # a GPT and a ResNet
     python scripts/bench_written.py --require  # exits 1 above 1.03 x DDP, or above 1.05 x FSDP2
 
-One pair of processes trains the same module on the same data under every strategy in turn, `--rounds` times; ratios are
-taken within a round, their median counts. FSDP2 is `fully_shard` on each block and on the root.
+One pair of processes trains the same module on the same data under every strategy in turn,
+`--rounds` times; ratios are taken within a round, their median counts. FSDP2 is `fully_shard` on
+each block and on the root.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ HELD = {"alpa data": ("ddp", 1.03), "alpa zero3": ("fsdp2", 1.05)}
 
 
 def modules() -> dict[str, Any]:
-    """By name: (what makes the module, the names of the containers of its blocks, what makes a loader's batches)."""
+    """By name: (what makes the module, the names of the containers of its blocks, what makes a
+    loader's batches).
+    """
     import lightning.pytorch as pl
     import torch
     from torch import nn
@@ -91,7 +95,9 @@ def modules() -> dict[str, Any]:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Both ranks: all trainings, one after the other; rank 0 writes model -> strategy -> rounds -> steps, seconds."""
+    """Both ranks: all trainings, one after the other; rank 0 writes model -> strategy -> rounds ->
+    steps, seconds.
+    """
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.strategies import ModelParallelStrategy

@@ -1,4 +1,5 @@
-"""The models of bench_cluster.py: ordinary LightningModules, and how a user would shard each by hand for Lightning's
+"""The models of bench_cluster.py: ordinary LightningModules, and how a user would shard each by
+hand for Lightning's
 ModelParallelStrategy (`configure_model`). Nothing in them knows of alpa."""
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Net(nn.Module):
 class Task(pl.LightningModule):
     """Trains `net` by `loss(net(x), y)`; batches are (x, y).
 
-    `shard` is what a user of ModelParallelStrategy writes into `configure_model`, after Lightning's documentation:
-    tensor parallel on one mesh axis, FSDP on the other.
+    `shard` is what a user of ModelParallelStrategy writes into `configure_model`, after Lightning's
+    documentation: tensor parallel on one mesh axis, FSDP on the other.
     """
 
     def __init__(self, net: Net, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -175,7 +176,8 @@ class ResNet(Net):
 class Case:
     """A task, a row of its data (from a generator), and the rows of the global batch.
 
-    `tokens`: what a row counts for in tokens/s. `tensor_parallel`: whether the model has a tensor parallel plan.
+    `tokens`: what a row counts for in tokens/s. `tensor_parallel`: whether the model has a tensor
+    parallel plan.
     """
 
     task: Callable[[], Task]

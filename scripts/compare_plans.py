@@ -1,13 +1,15 @@
-"""Plans of two checkouts, side by side: predicted seconds, bytes, and what planning took. No devices.
+"""Plans of two checkouts, side by side: predicted seconds, bytes, and what planning took. No
+devices.
 
     python scripts/compare_plans.py ../before .                                    # thirteen pairs
-    python scripts/compare_plans.py ../before . gpt_2_6b:p3_16xlarge_x8:2 moe_1_3b # recipe[:cluster[:nodes]]
+    python scripts/compare_plans.py ../before . gpt_2_6b:p3_16xlarge_x8:2 moe_1_3b #
+    recipe[:cluster[:nodes]]
 
-Every plan is made by `alpa plan` of its checkout, in a process and an empty folder of its own, at the rates of the
-first checkout's cluster files: a fitted rate makes a plan neither better nor worse. What a checkout gave once is kept
-in `--kept` (a JSON file) by its commit, so that only the new side need run again. Fails where the second
-checkout has no plan, or one that is predicted to be slower by more than 0.1 %, or where planning took more than 5 %
-more CPU seconds in all.
+Every plan is made by `alpa plan` of its checkout, in a process and an empty folder of its own, at
+the rates of the first checkout's cluster files: a fitted rate makes a plan neither better nor
+worse. What a checkout gave once is kept in `--kept` (a JSON file) by its commit, so that only the
+new side need run again. Fails where the second checkout has no plan, or one that is predicted to be
+slower by more than 0.1 %, or where planning took more than 5 % more CPU seconds in all.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Two checkouts side by side: seconds to plan, to the first step and of a step, and memory, as ratios of one run.
+"""Two checkouts side by side: seconds to plan, to the first step and of a step, and memory, as
+ratios of one run.
 
     python scripts/compare_versions.py ../before .             # rounds take turns; ratios are new / old, of medians
     python scripts/compare_versions.py ../before . --most 1.05 # exit 1 where one is larger
 
-The job is a GPT of 4 x 512 in float32 (4 rows of 256 tokens a rank), on one rank and on two. `plan` is the CPU seconds
-of the first start, from the first batch to the first step's end, with ops that were measured before; `first step` the
-seconds of a later start, with that plan stored, from the process's start; `memory` the most that rank 0 held.
+The job is a GPT of 4 x 512 in float32 (4 rows of 256 tokens a rank), on one rank and on two. `plan`
+is the CPU seconds of the first start, from the first batch to the first step's end, with ops that
+were measured before; `first step` the seconds of a later start, with that plan stored, from the
+process's start; `memory` the most that rank 0 held.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ def run(checkout: Path, devices: int, folder: Path) -> dict[str, float]:
 
 
 def compare(checkouts: list[Path], devices: int, rounds: int, root: Path) -> dict[str, float]:
-    """Ratios new / old. The first start of each measures ops, the next plans with them, later ones have the plan."""
+    """Ratios new / old. The first start of each measures ops, the next plans with them, later ones
+    have the plan.
+    """
     rows: dict[str, dict[Path, list[float]]] = {
         name: {each: [] for each in checkouts} for name in FIGURES
     }

@@ -1,10 +1,12 @@
 #!/usr/bin/env python
-"""Plans edited as a person with an editor might, in real trainings on two ranks: each is refused, or trains right.
+"""Plans edited as a person with an editor might, in real trainings on two ranks: each is refused,
+or trains right.
 
-The plans of a GPT, a convnet and others are made by the planner (one stage in several layouts, pipelines of several
-schedules). One to three edits each: strategies swapped, a `*` dropped, placements, modes, dims, meshes, stage cuts,
-devices, schedules, micro-batches, what is sent and received. Losses, gradients and weights of what runs equal one
-process's to 1e-9; the rest is refused with one clear error on every rank.
+The plans of a GPT, a convnet and others are made by the planner (one stage in several layouts,
+pipelines of several schedules). One to three edits each: strategies swapped, a `*` dropped,
+placements, modes, dims, meshes, stage cuts, devices, schedules, micro-batches, what is sent and
+received. Losses, gradients and weights of what runs equal one process's to 1e-9; the rest is
+refused with one clear error on every rank.
 
     python scripts/edited_plans.py --cases 1000 --seed 7
 """
@@ -214,7 +216,9 @@ def devices(plan: dict[str, Any], rng: random.Random) -> None:
 
 
 def a_cut(plan: dict[str, Any], rng: random.Random) -> None:
-    """Two stages meet somewhere else; often with the strategies and parameters that the ops take with them."""
+    """Two stages meet somewhere else; often with the strategies and parameters that the ops take
+    with them.
+    """
     if len(plan["stages"]) < 2:
         plan["stages"][0]["ops"][rng.randrange(2)] += rng.choice([-1, 1])
         return

@@ -1,9 +1,11 @@
 #!/usr/bin/env python
-"""Throw damaged files at everything that reads one: plans, clusters, recipes, stores of measured times, checkpoints.
+"""Throw damaged files at everything that reads one: plans, clusters, recipes, stores of measured
+times, checkpoints.
 
-Each case is a good file with a few things changed, as text (bytes flipped, cut, repeated) or as data (fields removed,
-replaced by odd values, nested), given to the public reader and, where it passes, shown as `alpa show` does. A case is
-good when the reader returns or raises an `AlpaError`, in time, and no code of the file's has run.
+Each case is a good file with a few things changed, as text (bytes flipped, cut, repeated) or as
+data (fields removed, replaced by odd values, nested), given to the public reader and, where it
+passes, shown as `alpa show` does. A case is good when the reader returns or raises an `AlpaError`,
+in time, and no code of the file's has run.
 
     python scripts/fuzz.py --cases 20000 --seed 1
 """

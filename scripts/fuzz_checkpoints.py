@@ -1,9 +1,12 @@
-"""Damaged and planted checkpoints for `fuzz.py`: sharded (two ranks, one, in the background) and ordinary files.
+"""Damaged and planted checkpoints for `fuzz.py`: sharded (two ranks, one, in the background) and
+ordinary files.
 
-Accidents (bits, cuts, files that are missing, mixed up, doubled) must be refused as a CheckpointError or change
-nothing that is read. Attacks (pickles, metadata and markers rewritten to fit) must run no code and be refused or read.
-What is left to Lightning: the plain values deep inside what it wrote itself (its loops, a module's hyper-parameters),
-where its own errors count as refusals, and the values of ordinary files, whose checksums torch does not read.
+Accidents (bits, cuts, files that are missing, mixed up, doubled) must be refused as a
+CheckpointError or change nothing that is read. Attacks (pickles, metadata and markers rewritten to
+fit) must run no code and be refused or read.
+What is left to Lightning: the plain values deep inside what it wrote itself (its loops, a module's
+hyper-parameters), where its own errors count as refusals, and the values of ordinary files, whose
+checksums torch does not read.
 """
 
 from __future__ import annotations
@@ -239,7 +242,8 @@ def planted_in(path: Path, name: str, canary: str) -> None:
     elif name == COMPLETE:
         file.write_bytes(pickle.dumps(planted))
         return
-    else:  # the tensors' file: every tensor's archive gets another pickle of the same length or is one
+    else:
+        # the tensors' file: every tensor's archive gets another pickle of the same length or is one
         file.write_bytes(_with_planted_tensors(file.read_bytes(), planted))
     if path.is_dir():
         marked_again(path)
@@ -353,7 +357,8 @@ class Checkpoints:
         self._loader = rng.choice(OFTEN) if rng.random() < 0.8 else rng.choice(sorted(LOADERS))
         is_accident = rng.random() < 0.5
         accident(path, rng) if is_accident else attack(path, rng, self._canary)
-        # Nothing in an ordinary file of torch tells of changed values: its reader does not look at its checksums.
+        # Nothing in an ordinary file of torch tells of changed values: its reader does not look at
+        # its checksums.
         self._expected = self._values[kind] if is_accident and path.is_dir() else None
         self._is_lightnings = not (is_accident and path.is_dir())
         return path

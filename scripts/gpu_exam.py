@@ -1,12 +1,14 @@
-"""One GPU examines `strategy="alpa"`: equality, speed, memory, predictions, streams, checkpoints. One table, one JSON.
+"""One GPU examines `strategy="alpa"`: equality, speed, memory, predictions, streams, checkpoints.
+One table, one JSON.
 
     scripts/gpu_exam.sh                                    # all of it, under nine minutes on one GPU
     scripts/gpu_exam.sh --device cpu --small               # the same code on a CPU (the slow tests do this)
     scripts/gpu_exam.sh --parts speed ranks --out now.json
 
-Every part runs in processes of its own under a time limit, and what it has found until it fails counts: one failure
-hides no other. Several ranks share the one device over gloo (NCCL refuses that), so that the collectives' code path
-runs on CUDA tensors. Exit code 1 where a verdict is not "ok".
+Every part runs in processes of its own under a time limit, and what it has found until it fails
+counts: one failure hides no other. Several ranks share the one device over gloo (NCCL refuses
+that), so that the collectives' code path runs on CUDA tensors. Exit code 1 where a verdict is not
+"ok".
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ from gpu_exam_models import (
 import alpa_strategy
 from alpa_strategy.units import format_bytes, format_seconds
 
-# Relative differences of weights and losses after a few steps; four times as much where two plain runs differ as well.
+# Relative differences of weights and losses after a few steps; four times as much where two plain
+# runs differ as well.
 TOLERANCES = {"32-true": 1e-5, "64-true": 1e-9, "bf16-mixed": 5e-3, "16-mixed": 5e-3}
 Row = dict[str, Any]
 Add = Callable[..., None]  # add(item, verdict, text, **figures)
@@ -82,7 +85,9 @@ def environment(exam: Exam, add: Add) -> None:
 
 
 def equality(exam: Exam, add: Add) -> None:
-    """Losses and weights of eight steps: alpa against the plain Trainer, and this against itself."""
+    """Losses and weights of eight steps: alpa against the plain Trainer, and this against
+    itself.
+    """
     makers: list[Callable[[Exam], Made]] = [gpt, moe, wide_resnet, llama]
     torch.backends.cudnn.allow_tf32 = False  # as matrix products by default
     precisions = ["32-true", "bf16-mixed", "16-mixed"] if exam.on_gpu else ["32-true", "bf16-mixed"]
@@ -103,7 +108,8 @@ def _as_plain(
     precision: str,
     plain_runs: int = 2,
 ) -> None:
-    """A row: losses and weights under `strategy` against the plain Trainer's, and of two plain runs this against itself
+    """A row: losses and weights under `strategy` against the plain Trainer's, and of two plain runs
+    this against itself
     as well."""
     with deterministic():
         plain, *again, mine = [
@@ -126,7 +132,9 @@ def _as_plain(
 
 
 def speed(exam: Exam, add: Add) -> None:
-    """A GPT of 350 M parameters, in turns: tokens/s, host and device time, and what the planner had said of both."""
+    """A GPT of 350 M parameters, in turns: tokens/s, host and device time, and what the planner had
+    said of both.
+    """
     can_compile = "compile" in inspect.signature(alpa_strategy.AlpaStrategy.__init__).parameters
     names = ["plain", "alpa", "plain + compile", *(["alpa + compile"] if can_compile else [])]
     for precision in ("bf16-mixed", "32-true"):
@@ -197,7 +205,9 @@ def _speed_text(found: Row) -> str:
 
 
 def memory(exam: Exam, add: Add) -> None:
-    """Planned bytes against the allocator's peak: all kept, recomputed, in micro-batches, under half of the limit."""
+    """Planned bytes against the allocator's peak: all kept, recomputed, in micro-batches, under
+    half of the limit.
+    """
     cases: list[tuple[str, Row]] = [
         ("kept", {"remat": False}),
         ("recomputed", {"remat": True}),
@@ -229,7 +239,9 @@ def memory(exam: Exam, add: Add) -> None:
 
 
 def offload(exam: Exam, add: Add) -> None:
-    """All state in host memory, on one device: losses and weights as the plain Trainer's, fp16's scaler included."""
+    """All state in host memory, on one device: losses and weights as the plain Trainer's, fp16's
+    scaler included.
+    """
     for precision in (
         ("32-true", "bf16-mixed", "16-mixed") if exam.on_gpu else ("32-true", "bf16-mixed")
     ):
@@ -238,7 +250,9 @@ def offload(exam: Exam, add: Add) -> None:
 
 
 def float8(exam: Exam, add: Add) -> None:
-    """Blocks with torchao's float8 linears: as in the plain Trainer, and tokens/s against bf16, both compiled."""
+    """Blocks with torchao's float8 linears: as in the plain Trainer, and tokens/s against bf16,
+    both compiled.
+    """
     if importlib.util.find_spec("torchao") is None:
         add("float8", "left out", "needs torchao")
         return
@@ -301,7 +315,9 @@ PLANS: dict[str, Row] = {
 
 
 def ranks(exam: Exam, add: Add) -> None:
-    """Two ranks on the one device over gloo, in float64: equal to one process; sharded checkpoints, resumed."""
+    """Two ranks on the one device over gloo, in float64: equal to one process; sharded checkpoints,
+    resumed.
+    """
     jobs = [{"plan": name, "steps": 5, "precision": "64-true", "resume": False} for name in PLANS]
     # In float32: Lightning reads a checkpoint into float32 parameters before it makes them float64.
     again = {"precision": "32-true", "resume": True}
@@ -325,7 +341,9 @@ def ranks(exam: Exam, add: Add) -> None:
 
 
 def streams(exam: Exam, add: Add) -> None:
-    """Twenty steps with every asynchronous path in use, with and without CUDA_LAUNCH_BLOCKING: the same numbers."""
+    """Twenty steps with every asynchronous path in use, with and without CUDA_LAUNCH_BLOCKING: the
+    same numbers.
+    """
     names = (
         "data",
         "zero2",
@@ -348,7 +366,9 @@ def streams(exam: Exam, add: Add) -> None:
 
 
 def nccl(exam: Exam, add: Add) -> None:
-    """Each collective of the communication layer on NCCL with one rank, and a training beside its group."""
+    """Each collective of the communication layer on NCCL with one rank, and a training beside its
+    group.
+    """
     if not exam.on_gpu:
         add("nccl", "left out", "needs a GPU")
         return
@@ -439,7 +459,8 @@ PARTS: dict[str, tuple[Callable[[Exam, Add], None], int]] = {
 def _two_ranks(
     exam: Exam, jobs: Sequence[Row], environment: dict[str, str] | None = None
 ) -> Iterator[tuple[Row, Row | str]]:
-    """Each job with the losses and weights of its two ranks under one of `PLANS`, or with what went wrong.
+    """Each job with the losses and weights of its two ranks under one of `PLANS`, or with what went
+    wrong.
 
     All in one pair of processes; those after one that fails in another pair.
     """
@@ -477,7 +498,8 @@ def rank_jobs(exam: Exam, jobs: Sequence[Row]) -> None:
     """One of the two ranks."""
     import torch.distributed as dist
 
-    # Both on device 0: NCCL refuses that, so the group is gloo's, made before the strategy looks for one.
+    # Both on device 0: NCCL refuses that, so the group is gloo's, made before the strategy looks
+    # for one.
     dist.init_process_group("gloo")
     for number, job in enumerate(jobs):
         started = time.perf_counter()
@@ -580,7 +602,8 @@ def _run(
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine without a network has no other
     log = Path(folder) / "log"
     with log.open("w") as file:
-        # A session of its own, so that all that it starts ends with it; torchrun ends its ranks itself when asked.
+        # A session of its own, so that all that it starts ends with it; torchrun ends its ranks
+        # itself when asked.
         job = subprocess.Popen(
             command,
             env=variables,
@@ -606,7 +629,9 @@ def _run(
 def examine(
     exam: Exam, parts: Sequence[str], seconds: float, patience: float, out: Path
 ) -> list[Row]:
-    """All parts, each in a process of its own, within `seconds`; `out` has what is known after each."""
+    """All parts, each in a process of its own, within `seconds`; `out` has what is known after
+    each.
+    """
     rows: list[Row] = []
     end = time.perf_counter() + seconds
     for name in parts:

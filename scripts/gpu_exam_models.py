@@ -1,4 +1,6 @@
-"""What `gpu_exam.py` trains, times and compares: models of every kind, one way to fit them, their differences."""
+"""What `gpu_exam.py` trains, times and compares: models of every kind, one way to fit them, their
+differences.
+"""
 
 from __future__ import annotations
 
@@ -136,10 +138,12 @@ class Losses(pl.Callback):
 
 
 class Clock(pl.Callback):
-    """Steps after `warmup`: seconds of all, the host's seconds of each, the device's memory, kernels of two more.
+    """Steps after `warmup`: seconds of all, the host's seconds of each, the device's memory,
+    kernels of two more.
 
-    Phases: warm-up; `timed` steps with one synchronisation at each end; `probed` steps, each begun with an idle device:
-    what the host needs for one if nothing holds it up; two steps under the profiler.
+    Phases: warm-up; `timed` steps with one synchronisation at each end; `probed` steps, each begun
+    with an idle device: what the host needs for one if nothing holds it up; two steps under the
+    profiler.
     """
 
     def __init__(
@@ -234,14 +238,18 @@ def fit(
 
 
 def alpa(**options: Any) -> alpa_strategy.AlpaStrategy:
-    """Captured, or an error: a step that quietly runs as it is written equals the plain Trainer's whatever we do."""
+    """Captured, or an error: a step that quietly runs as it is written equals the plain Trainer's
+    whatever we do.
+    """
     return alpa_strategy.AlpaStrategy(
         **{"verbose": False, "cluster": str(COSTS), "capture": "require", **options}
     )
 
 
 def compile_blocks(model: Any) -> None:
-    """A GPT's blocks, compiled: one compilation serves all (`torch.compile(module)` trips over the Trainer)."""
+    """A GPT's blocks, compiled: one compilation serves all (`torch.compile(module)` trips over the
+    Trainer).
+    """
     for block in model.blocks:
         block.compile()
 

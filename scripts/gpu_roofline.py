@@ -1,9 +1,12 @@
-"""What a device reaches: matrix products, attention, pointwise ops, copies and launches, as figures for cost curves.
+"""What a device reaches: matrix products, attention, pointwise ops, copies and launches, as figures
+for cost curves.
 
     python scripts/gpu_roofline.py --device cuda --out roofline.json
 
-Part of `scripts/gpu_exam.py`. Every figure is the median of several timed batches of calls after a warm-up; on a GPU
-they are timed by events, so that a call shorter than its launch shows the launch: what an eager program pays.
+Part of `scripts/gpu_exam.py`. Every figure is the median of several timed batches of calls after a
+warm-up; on a GPU
+they are timed by events, so that a call shorter than its launch shows the launch: what an eager
+program pays.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ DTYPES = {
 
 
 class Timer:
-    """Seconds of a call on `device`, in batches long enough that neither clock nor synchronisation counts."""
+    """Seconds of a call on `device`, in batches long enough that neither clock nor synchronisation
+    counts.
+    """
 
     def __init__(self, device: torch.device, batch_seconds: float) -> None:
         self.device, self._batch_seconds = device, batch_seconds
@@ -44,7 +49,9 @@ class Timer:
         return statistics.median(self._timed(fn, count) / count for _ in range(batches))
 
     def host_seconds(self, fn: Callable[[], object], count: int = 200) -> float:
-        """How long the host is busy with one call: few enough calls that the device's queue never fills."""
+        """How long the host is busy with one call: few enough calls that the device's queue never
+        fills.
+        """
         for _ in range(3):
             fn()
         found = []
@@ -130,7 +137,9 @@ def fp8_products(timer: Timer, small: bool) -> Iterator[Figures]:
 
 
 def attention(timer: Timer, small: bool) -> Iterator[Figures]:
-    """Scaled dot product attention, forward and backward; FLOPs are those that are needed (half under a mask)."""
+    """Scaled dot product attention, forward and backward; FLOPs are those that are needed (half
+    under a mask).
+    """
     dtype = torch.float32 if small else torch.bfloat16
     for length in (128, 256) if small else (512, 1024, 2048, 4096, 8192, 16384):
         for width in (64,) if small else (64, 128):
@@ -175,7 +184,8 @@ def attention(timer: Timer, small: bool) -> Iterator[Figures]:
 
 
 def pointwise(timer: Timer, small: bool) -> Iterator[Figures]:
-    """Bytes/s of ops that are bound by memory: each operand read once, each result written once, as the planner counts.
+    """Bytes/s of ops that are bound by memory: each operand read once, each result written once, as
+    the planner counts.
 
     Sizes from what fits the cache to what does not.
     """
@@ -205,7 +215,9 @@ def pointwise(timer: Timer, small: bool) -> Iterator[Figures]:
 
 
 def optimizers(timer: Timer, small: bool) -> Iterator[Figures]:
-    """AdamW over 300 parameters: seven passes over each element (p, g, m, v read; p, m, v written)."""
+    """AdamW over 300 parameters: seven passes over each element (p, g, m, v read; p, m, v
+    written).
+    """
     sizes = [2**12 if small else 2**20] * 300
     for fused in (False, True):
         parameters = [torch.zeros(n, device=timer.device, requires_grad=True) for n in sizes]
@@ -226,7 +238,9 @@ def optimizers(timer: Timer, small: bool) -> Iterator[Figures]:
 
 
 def launches(timer: Timer, small: bool) -> Iterator[Figures]:
-    """Host seconds of an eager call on tensors of eight elements: the op alone, and as autograd sees it."""
+    """Host seconds of an eager call on tensors of eight elements: the op alone, and as autograd
+    sees it.
+    """
     x = torch.ones(8, device=timer.device)
     y = torch.ones(8, 8, device=timer.device)
     w = torch.ones(8, 8, device=timer.device, requires_grad=True)

@@ -1,16 +1,22 @@
-"""Lightning's own tests that train on two CPU ranks, under "ddp" and under "alpa": what passes there must pass here.
+"""Lightning's own tests that train on two CPU ranks, under "ddp" and under "alpa": what passes
+there must pass here.
 
     git clone --depth 1 --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning /tmp/pl
-    .venv/bin/python scripts/lightning_tests.py /tmp/pl/tests [--only NAME] [--jobs 2] [--out results.json]
+    .venv/bin/python scripts/lightning_tests.py /tmp/pl/tests [--only NAME] [--jobs 2] [--out
+    results.json]
 
-Each test that names a form of DDP runs by itself, first with Lightning's DDPStrategy, then, where it passed and really
-had two ranks, with AlpaStrategy in its place. Spawned and forked forms are started as scripts in both: a test looks at
-results, and how processes begin is not what is compared. Nothing of the tests is edited.
+Each test that names a form of DDP runs by itself, first with Lightning's DDPStrategy, then, where
+it passed and really
+had two ranks, with AlpaStrategy in its place. Spawned and forked forms are started as scripts in
+both: a test looks at results, and how processes begin is not what is compared. Nothing of the tests
+is edited.
 
-Their own requirements are wanted as well (`pip install pytest-rerunfailures`); files whose imports are missing are left
-out, with a line. Known to differ, of 2.6.5: assertions on DDPStrategy as a class (test_ddp_cpu, six of
-test_trainer_config_strategy), a mock of Strategy.backward, which ours overrides (test_swa_callback_ddp_cpu), and "only
-rank 0 calls torch.save" (test_model_checkpoint_no_extraneous_invocations): all ranks write our checkpoints.
+Their own requirements are wanted as well (`pip install pytest-rerunfailures`); files whose imports
+are missing are left
+out, with a line. Known to differ, of 2.6.5: assertions on DDPStrategy as a class (test_ddp_cpu, six
+of test_trainer_config_strategy), a mock of Strategy.backward, which ours overrides
+(test_swa_callback_ddp_cpu), and "only rank 0 calls torch.save"
+(test_model_checkpoint_no_extraneous_invocations): all ranks write our checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +34,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Not compared: files that are about the choice of a strategy, or about DDPStrategy's and DistributedDataParallel's own.
+# Not compared: files that are about the choice of a strategy, or about DDPStrategy's and
+# DistributedDataParallel's own.
 ABOUT_DDP = (
     "strategies/test_ddp.py",
     "strategies/test_ddp_integration_comm_hook.py",
@@ -40,7 +47,8 @@ ABOUT_DDP = (
 )
 SECONDS = 240  # of one test; the ranks' imports are most of it
 
-# Read by the `pytest` of every rank: puts the strategy in place and says how many ranks a Trainer had.
+# Read by the `pytest` of every rank: puts the strategy in place and says how many ranks a Trainer
+# had.
 PLUGIN = '''
 import os
 import threading
@@ -116,7 +124,9 @@ def _source(text: str, node: ast.FunctionDef) -> str:
 
 
 def run(root: Path, tests: list[str], under: str, plugin: Path, *arguments: str) -> dict[str, Any]:
-    """Pytest in a process of its own: whether it `passed`, whether a Trainer had two `ranks`, its output as `text`."""
+    """Pytest in a process of its own: whether it `passed`, whether a Trainer had two `ranks`, its
+    output as `text`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ranks = Path(folder, "ranks")
         env = os.environ | {
@@ -128,7 +138,8 @@ def run(root: Path, tests: list[str], under: str, plugin: Path, *arguments: str)
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "TMPDIR": folder,
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # which we set, and a fixture of theirs takes for a leak
+            # which we set, and a fixture of theirs takes for a leak
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         options = [
             "-p",

@@ -1,10 +1,12 @@
-"""The planner's free choice beside the best of nanotron's 4,100 runs, cell by cell: model x number of H100.
+"""The planner's free choice beside the best of nanotron's 4,100 runs, cell by cell: model x number
+of H100.
 
     python scripts/nanotron.py                                   # all cells of ../shared/published_results.json
     python scripts/nanotron.py rows.json --cells 574 580 --out docs
 
-Both are planned on the cluster, program and precision of `published_price.py`, without recomputation, under 1F1B or
-AFAB (GPipe), as nanotron had: once with the published degrees, ZeRO and micro-batches pinned, once with nothing pinned.
+Both are planned on the cluster, program and precision of `published_price.py`, without
+recomputation, under 1F1B or AFAB (GPipe), as nanotron had: once with the published degrees, ZeRO
+and micro-batches pinned, once with nothing pinned.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def planned(case: Case, **pins: object) -> Plan:
 
 
 def choose(task: PlanTask) -> Plan:
-    """The faster of the best single stage on the whole batch and the best stages on micro-batches."""
+    """The faster of the best single stage on the whole batch and the best stages on
+    micro-batches.
+    """
     plans: list[Plan] = []
     with suppress(PlanError):
         if not task.options.asks_for_pipeline:
@@ -85,7 +89,9 @@ def published(case: Case) -> Plan:
 
 
 def in_words(plan: Plan) -> str:
-    """`2 stages of 8, 32 micro-batches, 1F1B; G0`: of unequal stages every mesh; how most parameters lie."""
+    """`2 stages of 8, 32 micro-batches, 1F1B; G0`: of unequal stages every mesh; how most
+    parameters lie.
+    """
     meshes = ["x".join(map(str, stage.logical_mesh)) for stage in plan.stages]
     stages = f"{len(meshes)} of {meshes[0]}" if len(set(meshes)) == 1 else " + ".join(meshes)
     modes = Counter(

@@ -1,7 +1,9 @@
-"""How much of PyTorch's operator database the sharding rules cover, proved by running shards. Minutes on one core.
+"""How much of PyTorch's operator database the sharding rules cover, proved by running shards.
+Minutes on one core.
 
-`--write` stores the findings, `--show linear` prints them. In parts: `--part 0/4 --write part0.json` does a quarter of
-the database, and `--merge part*.json` stores the findings of all of them.
+`--write` stores the findings, `--show linear` prints them. In parts: `--part 0/4 --write
+part0.json` does a quarter of the database, and `--merge part*.json` stores the findings of all of
+them.
 """
 
 from __future__ import annotations

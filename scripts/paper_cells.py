@@ -1,4 +1,6 @@
-"""What the Alpa paper planned and measured (OSDI 2022, tables 4 to 6 and figure 7): models, batches, throughputs."""
+"""What the Alpa paper planned and measured (OSDI 2022, tables 4 to 6 and figure 7): models,
+batches, throughputs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ MICROBATCHES = {
     "moe": (512, 32, 32, 16, 128, 64),
     "wide_resnet": (24, 24, 24, 32, 32, 38),
 }
-# PFLOPS at 8, 16, 32 and 64 devices, read off the figure (+-3 %); 0: out of memory, None: not given.
+# PFLOPS at 8, 16, 32 and 64 devices, read off the figure (+-3 %); 0: out of memory, None: not
+# given.
 FIGURE = {
     "gpt": {
         "solved": (0.47, 0.94, 1.89, 3.63),
@@ -42,7 +45,9 @@ FIGURE = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One model on one cluster, with the paper's figures (PFLOPS; 0: out of memory, absent: not given)."""
+    """One model on one cluster, with the paper's figures (PFLOPS; 0: out of memory, absent: not
+    given).
+    """
 
     family: str
     size: str
@@ -71,7 +76,9 @@ def cells() -> Iterator[Cell]:
 
 
 def model_flops(cell: Cell, model: torch.nn.Module, forward_flops: float) -> float:
-    """FLOPs of a step as the paper counts them; `forward_flops`: of the captured step (Wide-ResNet has no formula)."""
+    """FLOPs of a step as the paper counts them; `forward_flops`: of the captured step (Wide-ResNet
+    has no formula).
+    """
     if cell.family == "wide_resnet":
         return 4 * forward_flops
     h = model.hparams

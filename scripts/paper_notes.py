@@ -1,7 +1,9 @@
-"""Why cells of scripts/paper_table.py are more than a quarter off the paper's figure: by family, column and direction.
+"""Why cells of scripts/paper_table.py are more than a quarter off the paper's figure: by family,
+column and direction.
 
-Reasons are derived from the plans' parts (compute, communication, memory), counts of bytes and the paper's other
-columns; they were not measured on V100s. The shares of each plan are printed beside them.
+Reasons are derived from the plans' parts (compute, communication, memory), counts of bytes and the
+paper's other columns; they were not measured on V100s. The shares of each plan are printed beside
+them.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ REASONS: dict[tuple[str, str, str], str] = {
 
 
 def difference(value: dict | None, paper: float) -> str | None:
-    """`fast` or `slow` by over a quarter, `fits` or `out of memory` unlike the paper (0 there), or None."""
+    """`fast` or `slow` by over a quarter, `fits` or `out of memory` unlike the paper (0 there), or
+    None.
+    """
     if (value is None) != (paper == 0):
         return "out of memory" if value is None else "fits"
     if value is None or 0.75 <= value["pflops"] / paper <= 1.25:

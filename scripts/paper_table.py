@@ -1,15 +1,18 @@
-"""The Alpa paper's weak-scaling figures: GPT, MoE, Wide-ResNet on 1 to 64 V100, planned, beside what others do.
+"""The Alpa paper's weak-scaling figures: GPT, MoE, Wide-ResNet on 1 to 64 V100, planned, beside
+what others do.
 
     python scripts/paper_table.py                                  # every cell that is not in the results yet
     python scripts/paper_table.py --family moe --devices 8 16      # some of them
     python scripts/paper_table.py --report                         # the table and docs/paper_table.md, nothing planned
 
-Every column is priced by the same costs under the same memory limit, with the paper's batch, number of micro-batches
-and recomputation everywhere (its authors' suites set `use_remat` for all models), its stages solved exactly and timed
-on the simulated clock. Results are kept cell by cell (docs/paper_table.json), so an interrupted run goes on.
+Every column is priced by the same costs under the same memory limit, with the paper's batch, number
+of micro-batches and recomputation everywhere (its authors' suites set `use_remat` for all models),
+its stages solved exactly and timed on the simulated clock. Results are kept cell by cell
+(docs/paper_table.json), so an interrupted run goes on.
 
-PFLOPS are the paper's: the work of a step as its authors count it (alpa/util.py: forward, backward, and one more
-forward for recomputation, whether a plan recomputes or not) by the step's seconds: throughput in other words.
+PFLOPS are the paper's: the work of a step as its authors count it (alpa/util.py: forward, backward,
+and one more forward for recomputation, whether a plan recomputes or not) by the step's seconds:
+throughput in other words.
 """
 
 from __future__ import annotations
@@ -144,7 +147,8 @@ class Planner:
     def stages(
         self, wanted: Callable[[int, int, int], bool], num_layers: int = 0, **options: object
     ) -> Plan:
-        """The best stages under 1F1B of those that `wanted(submesh index, first layer, last)` allows.
+        """The best stages under 1F1B of those that `wanted(submesh index, first layer, last)`
+        allows.
 
         `num_layers`: at least so many layers for stages to be made of.
         """
@@ -182,7 +186,9 @@ class Planner:
         return self.stages(lambda m, a, b: True, parallel="data")
 
     def megatron(self) -> Plan:
-        """As many layers (or one more) on each of equal meshes: the best data x tensor grid, tensor within a node."""
+        """As many layers (or one more) on each of equal meshes: the best data x tensor grid, tensor
+        within a node.
+        """
         found = []
         L, D = self.job.num_layers, self.cluster.num_devices
         for m, mesh in enumerate(self.meshes):
@@ -208,7 +214,9 @@ class Planner:
         return fastest(found)
 
     def deepspeed(self) -> Plan:
-        """One stage on the flat mesh: experts over all devices, ZeRO for the rest (the best of its stages 2 and 3)."""
+        """One stage on the flat mesh: experts over all devices, ZeRO for the rest (the best of its
+        stages 2 and 3).
+        """
         L, whole, D = self.job.num_layers, len(self.meshes) - 1, self.cluster.num_devices
         experts = {}
         for name, parameter in self.model.named_parameters():
@@ -260,10 +268,11 @@ def plan_text(plan: Plan) -> str:
 
 
 def plan_cell(cell: Cell, columns: tuple[str, ...], store_dir: Path, known: dict) -> Iterator[dict]:
-    """{column: its entry, or None where nothing fits}, after each column; one device has only solved.
+    """{column: its entry, or None where nothing fits}, after each column; one device has only
+    solved.
 
-    All columns have the same number of micro-batches: the paper's, or, where nothing at all fits with that, twice,
-    four or eight times as many.
+    All columns have the same number of micro-batches: the paper's, or, where nothing at all fits
+    with that, twice, four or eight times as many.
     """
     found: dict = dict(known)
     counts = [
@@ -291,7 +300,9 @@ def plan_cell(cell: Cell, columns: tuple[str, ...], store_dir: Path, known: dict
 
 
 def at_least_as_good(entry: dict) -> dict:
-    """What the search can express, it may take: where a restricted plan is faster, it is the solved plan (`from`)."""
+    """What the search can express, it may take: where a restricted plan is faster, it is the solved
+    plan (`from`).
+    """
     entry = dict(entry)
     if "solved" in entry:
         for other in COLUMNS[1:]:
@@ -358,7 +369,9 @@ def rows_of(results: dict) -> Iterator[list[str]]:
 
 
 def complaints(results: dict) -> Iterator[str]:
-    """Cells more than a quarter off the paper's figure, each with its reason, and baselines that the search missed."""
+    """Cells more than a quarter off the paper's figure, each with its reason, and baselines that
+    the search missed.
+    """
     for cell in cells():
         entry = results.get(cell.key, {})
         solved = entry.get("solved")

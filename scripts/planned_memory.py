@@ -1,11 +1,13 @@
-"""Bytes planned for a device against those of the storages that are alive in a step, followed op by op on a CPU.
+"""Bytes planned for a device against those of the storages that are alive in a step, followed op by
+op on a CPU.
 
     python scripts/planned_memory.py                         # a table; exit 1 where a ratio is out of bounds
     python scripts/planned_memory.py --models gpt --out planned_memory.json
 
-One process, plans for a GPU's costs: what autograd keeps is then flash attention's, as it is on this CPU. What neither
-plans nor storages know (a library's workspaces, blocks that an allocator holds free) is in `gpu_exam.py`'s memory part
-for GPUs, and in bench_memory.py for processes on CPUs.
+One process, plans for a GPU's costs: what autograd keeps is then flash attention's, as it is on
+this CPU. What neither plans nor storages know (a library's workspaces, blocks that an allocator
+holds free) is in `gpu_exam.py`'s memory part for GPUs, and in bench_memory.py for processes on
+CPUs.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 class AliveBytes(TorchDispatchMode):
-    """The most bytes that were alive at once: of `held`, and of what ops read or made since; each storage once."""
+    """The most bytes that were alive at once: of `held`, and of what ops read or made since; each
+    storage once.
+    """
 
     def __init__(self, held: list[torch.Tensor]) -> None:
         super().__init__()
@@ -68,7 +72,9 @@ class AliveBytes(TorchDispatchMode):
 
 
 class Follow(pl.Callback):
-    """The fourth step, with parameters, gradients and the optimizer's state; nothing that holds itself is collected."""
+    """The fourth step, with parameters, gradients and the optimizer's state; nothing that holds
+    itself is collected.
+    """
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         if index == 3:

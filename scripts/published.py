@@ -4,8 +4,9 @@
     python scripts/published.py rows.json --out docs/figures     # other rows of the same form
     python scripts/published.py --source nanotron -v             # some of them, row by row
 
-Every row that can be expressed is priced in its own configuration (data, tensor and pipeline parallel degrees, ZeRO,
-micro-batch, recomputation, schedule pinned) by the functions that the planner uses; the others are listed with why.
+Every row that can be expressed is priced in its own configuration (data, tensor and pipeline
+parallel degrees, ZeRO, micro-batch, recomputation, schedule pinned) by the functions that the
+planner uses; the others are listed with why.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from published_rows import Case, express
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT.parent / "shared" / "published_results.json"
-# Sources on which the constants of configs/clusters and of cost/model.py were fitted; the others are held out.
+# Sources on which the constants of configs/clusters and of cost/model.py were fitted; the others
+# are held out.
 FITTED = ("torchtitan H100", "llm-foundry H100 80GB BF16", "llm-foundry A100 80GB", "nanotron")
 RANK = 0.95  # wanted of every source
 Priced = list[tuple[Case, Prediction]]
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's, ties given their mean rank; nan for fewer than three pairs, or where all of one are equal."""
+    """Spearman's, ties given their mean rank; nan for fewer than three pairs, or where all of one
+    are equal.
+    """
     if len(pairs) < 3:
         return math.nan
 
@@ -173,7 +177,9 @@ def markdown(lines: list[list[str]], header: Sequence[str] = HEADER) -> str:
 
 
 def ties(priced: Priced) -> list[str]:
-    """A line a source in which one configuration was published with several values: the rank that is possible there."""
+    """A line a source in which one configuration was published with several values: the rank that
+    is possible there.
+    """
     lines = []
     for source in dict.fromkeys(case.source for case, _ in priced):
         rows = [(c.tokens / c.seconds / c.cluster.num_devices, p.seconds / c.tokens, c)

@@ -1,9 +1,11 @@
-"""Fits the constants of the cluster files on some published sources: coordinate descent, one constant at a time.
+"""Fits the constants of the cluster files on some published sources: coordinate descent, one
+constant at a time.
 
     python scripts/published.py --fit
 
-Every case is solved once (its layouts are pinned) and priced again for other constants by the package's own functions.
-What is printed goes into configs/clusters by hand, rounded, where it makes sense physically.
+Every case is solved once (its layouts are pinned) and priced again for other constants by the
+package's own functions. What is printed goes into configs/clusters by hand, rounded, where it makes
+sense physically.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from published_rows import REACHED, Case
 from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec
 
 KINDS = ("matmul", "attention", "attention_backward")
-CAP = 0.5  # a row that is further off counts as if it were so far: it is another thing that is wrong there
+# a row that is further off counts as if it were so far: it is another thing that is wrong there
+CAP = 0.5
 
 
 def family(device: DeviceSpec) -> str:
@@ -28,7 +31,9 @@ def family(device: DeviceSpec) -> str:
 
 
 def starting_point(cases: Sequence[Case]) -> dict[str, float]:
-    """The constants as the cluster files have them; shares of data sheets where those would not be comparable."""
+    """The constants as the cluster files have them; shares of data sheets where those would not be
+    comparable.
+    """
     found = {"bandwidth": 1.0, "line rate": REACHED, "overlap": cases[0].cluster.overlap}
     for case in cases:
         device = case.cluster.device
@@ -38,7 +43,9 @@ def starting_point(cases: Sequence[Case]) -> dict[str, float]:
 
 
 def with_constants(cluster: ClusterSpec, constants: dict[str, float]) -> ClusterSpec:
-    """A cluster whose device and links have other constants; `bandwidth` is relative to the file's."""
+    """A cluster whose device and links have other constants; `bandwidth` is relative to the
+    file's.
+    """
     device = cluster.device
     shares = {kind: constants[f"{family(device)} {kind}"] for kind in KINDS}
     device = replace(

@@ -1,4 +1,6 @@
-"""The two kinds of transformer that published runs train: LLaMA-like and GPT-like, with any number of equal blocks."""
+"""The two kinds of transformer that published runs train: LLaMA-like and GPT-like, with any number
+of equal blocks.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,8 @@ class Block(nn.Module):
 
 
 class Transformer(lightning.LightningModule):
-    """Next-token loss of `num_blocks` blocks; logits in float32 unless the loss is one kernel (`fused_loss`).
+    """Next-token loss of `num_blocks` blocks; logits in float32 unless the loss is one kernel
+    (`fused_loss`).
 
     float8: a recipe of torchao's for the blocks' linears; empty: none.
     """

@@ -1,7 +1,9 @@
-"""What the planner predicts for a published configuration: its own layouts pinned, priced by the planner's own costs.
+"""What the planner predicts for a published configuration: its own layouts pinned, priced by the
+planner's own costs.
 
-Blocks are equal, so models of one block and of two are solved as stages (`StageSolver`, as for any plan), and the
-difference stands for every further block. Stages of a pipeline are then put on the simulated clock as any plan's.
+Blocks are equal, so models of one block and of two are solved as stages (`StageSolver`, as for any
+plan), and the difference stands for every further block. Stages of a pipeline are then put on the
+simulated clock as any plan's.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ FIELDS = ("forward", "backward", "once", "always", "saved", "kept")
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a step: seconds, bytes of the device that needs most, whether it has them, and what they are made of."""
+    """Of a step: seconds, bytes of the device that needs most, whether it has them, and what they
+    are made of.
+    """
 
     seconds: float
     num_bytes: float
@@ -61,7 +65,9 @@ def _name_of(call: OpCall) -> str:
 
 
 class ProgramCosts(RooflineCosts):
-    """What a case's program makes of ops: compiled or not, and float8 products as its library has them."""
+    """What a case's program makes of ops: compiled or not, and float8 products as its library has
+    them.
+    """
 
     def __init__(self, case: Case) -> None:
         super().__init__(case.cluster.device, compiled=case.compiled)
@@ -93,7 +99,9 @@ def predict(case: Case) -> Prediction:
 
 
 class Repricer:
-    """A case solved once, priced for other constants of its cluster: what `--fit` needs thousands of times."""
+    """A case solved once, priced for other constants of its cluster: what `--fit` needs thousands
+    of times.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -131,10 +139,12 @@ class Repricer:
 def _beside_compute(
     intra: IntraOp, assignment: Sequence[int], cost: StageCost, async_tp: int
 ) -> StageCost:
-    """`cost`, whose seconds are sums, without what is hidden: parameters are gathered and their gradients reduced
-    beside the compute of other blocks, a block at once, as FSDP does; our runtime gathers where it uses.
+    """`cost`, whose seconds are sums, without what is hidden: parameters are gathered and their
+    gradients reduced beside the compute of other blocks, a block at once, as FSDP does; our runtime
+    gathers where it uses.
 
-    async_tp: chunks of a tensor parallel collective, all but one of which run beside a product; 1: it is whole.
+    async_tp: chunks of a tensor parallel collective, all but one of which run beside a product; 1:
+    it is whole.
     """
     alone: dict[tuple[str, bool], float] = defaultdict(float)
     together: dict[str, float] = defaultdict(float)
@@ -169,7 +179,9 @@ def _beside_compute(
 
 
 def _local_calls(case: Case, solved: _Solved) -> Iterator[tuple[OpCall, bool]]:
-    """What one device runs of every op, and whether it runs again; the optimizer's time is left out."""
+    """What one device runs of every op, and whether it runs again; the optimizer's time is left
+    out.
+    """
     intra, products = solved.intra, 0
     for index, op in enumerate(intra.step.ops):
         strategy = intra.ops[index].strategies[solved.assignment[len(intra.parameters) + index]]
@@ -189,7 +201,9 @@ def _of_blocks(case: Case, one: _Solved, two: _Solved) -> Prediction:
 
 @dataclass(frozen=True)
 class _Solved:
-    """`cost` without recomputation; of all blocks: seconds to recompute what is, bytes that are kept nevertheless."""
+    """`cost` without recomputation; of all blocks: seconds to recompute what is, bytes that are
+    kept nevertheless.
+    """
 
     cost: StageCost
     seconds_again: float
@@ -271,7 +285,8 @@ def _as_programmed(
 ) -> StageCost:
     """`cost` without bytes that our runtime needs and the case's program does not.
 
-    A fused loss overwrites the logits by their gradient. FSDP that keeps gathered parameters (ZeRO-2) reduces gradients
+    A fused loss overwrites the logits by their gradient. FSDP that keeps gathered parameters
+    (ZeRO-2) reduces gradients
     block by block: where there is one micro-batch, they are never all there.
     """
     always, saved, working = cost.always, cost.saved, cost.working
@@ -301,7 +316,9 @@ def _as_programmed(
 
 
 def _again(case: Case, intra: IntraOp, assignment: Sequence[int]) -> tuple[float, float]:
-    """(seconds to recompute what the case recomputes, bytes that it keeps nevertheless) in all blocks together."""
+    """(seconds to recompute what the case recomputes, bytes that it keeps nevertheless) in all
+    blocks together.
+    """
     seconds = kept = 0.0
     offset, products = len(intra.parameters), 0
     again: set[int] = set()
@@ -347,7 +364,9 @@ def _again(case: Case, intra: IntraOp, assignment: Sequence[int]) -> tuple[float
 
 
 def is_recomputed(policy: str, name: str, module: str, products: int) -> bool:
-    """Whether an op of a block runs again in the backward; `products`: linears up to and with this one."""
+    """Whether an op of a block runs again in the backward; `products`: linears up to and with this
+    one.
+    """
     if policy == "op":
         return name != "scaled_dot_product_attention" and not (
             name in PRODUCTS and products % 2 == 1
@@ -415,7 +434,9 @@ def _pipelined(
 def _blocks_of_stages(
     case: Case, stages: int, block: dict[str, float], rest: dict[str, float]
 ) -> list[int]:
-    """Equal numbers, or the last stage as many fewer as the head takes time, where the program cuts by time."""
+    """Equal numbers, or the last stage as many fewer as the head takes time, where the program cuts
+    by time.
+    """
     last = case.num_blocks // stages
     if case.program.balanced and stages > 1:
         head = (rest["forward"] + rest["backward"]) / (block["forward"] + block["backward"])

@@ -1,7 +1,8 @@
-"""Rows of published results as cases that can be priced: the model, the cluster, the configuration, what was measured.
+"""Rows of published results as cases that can be priced: the model, the cluster, the configuration,
+what was measured.
 
-A row gives the configuration; what it leaves out (which kernels, how many bytes the optimizer keeps) follows from the
-program that was run (`PROGRAMS`). Nothing here is about a single row.
+A row gives the configuration; what it leaves out (which kernels, how many bytes the optimizer
+keeps) follows from the program that was run (`PROGRAMS`). Nothing here is about a single row.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ class Program:
 
     Attributes:
         fused_attention: flash attention or one like it; before 2022 attention was written out.
-        compiled: pointwise ops fused, by a compiler or by hand; rows that say `compile` overrule it.
-        state_bytes: of the optimizer's per parameter, beside a bf16 parameter and its gradient: fp32 master weights and
-            two moments are 12.
+        compiled: pointwise ops fused, by a compiler or by hand; rows that say `compile` overrule
+            it.
+        state_bytes: of the optimizer's per parameter, beside a bf16 parameter and its gradient:
+            fp32 master weights and two moments are 12.
         gradient_bytes: of an element of a gradient where it is reduced and accumulated.
-        alibi, fused_loss, balanced: attention with a bias; a loss that makes no float32 logits; stages of a pipeline
-            that are cut by time and not by blocks.
-        recomputes_blocks: "selective" recomputation is that of whole blocks, evenly spaced; HFU / MFU tells how many.
-        gathers_again: sequence-parallel activations are kept in shards and gathered again in the backward.
+        alibi, fused_loss, balanced: attention with a bias; a loss that makes no float32 logits;
+            stages of a pipeline that are cut by time and not by blocks.
+        recomputes_blocks: "selective" recomputation is that of whole blocks, evenly spaced; HFU /
+            MFU tells how many.
+        gathers_again: sequence-parallel activations are kept in shards and gathered again in the
+            backward.
         flops: how tokens/s follow from published FLOP/s (`measured_seconds`).
-        fused_casts: float8 products scale and cast in kernels of their own library's, whatever else is compiled.
+        fused_casts: float8 products scale and cast in kernels of their own library's, whatever else
+            is compiled.
         keeps_float8: what a float8 product read is kept so.
         shards: parameters are always in shards (FSDP), gathered once a step where there are stages.
     """
@@ -50,11 +55,12 @@ class Program:
 
 
 PROGRAMS: tuple[tuple[str, Program], ...] = (  # the first pattern that a source matches
-    # No gathering again for a pipeline's micro-batches (parallelize_llama.py); the loss compiled since 2025 (loss.py).
+    # No gathering again for a pipeline's micro-batches (parallelize_llama.py); the loss compiled
+    # since 2025 (loss.py).
     ("torchtitan.*(asyncTP|h200)", Program(shards=True, fused_loss=True)),
     ("torchtitan", Program(shards=True)),
-    # MPT: ALiBi, fused cross-entropy; composer gathers in bf16 and reduces in fp32, but for `mp_mode PURE` (in notes)
-    # float8 by TransformerEngine
+    # MPT: ALiBi, fused cross-entropy; composer gathers in bf16 and reduces in fp32, but for
+    # `mp_mode PURE` (in notes) float8 by TransformerEngine
     (
         "llm-foundry",
         Program(bias=False, alibi=True, fused_loss=True, fused_casts=True, keeps_float8=True),
@@ -88,16 +94,18 @@ CLUSTERS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A row that can be priced. Sizes are counts; `model` are the arguments of `Transformer` without `num_blocks`.
+    """A row that can be priced. Sizes are counts; `model` are the arguments of `Transformer`
+    without `num_blocks`.
 
     Attributes:
         rows: sequences of one replica's micro-batch.
         num_microbatches: of a step, per replica.
         shard: devices among which ZeRO cuts a parameter (fewer than `dp`: the rest keeps replicas).
-        recompute: `none`, `full`, `layer` (whole blocks), `attention`, or `op` (all but attention and every other
-            product).
+        recompute: `none`, `full`, `layer` (whole blocks), `attention`, or `op` (all but attention
+            and every other product).
         share: of the blocks that recompute so.
-        async_tp: tensor parallel collectives are cut into chunks that run beside the products they are for.
+        async_tp: tensor parallel collectives are cut into chunks that run beside the products they
+            are for.
         seconds, num_bytes: of a step, as measured; None: not published.
     """
 
@@ -257,7 +265,9 @@ def _cluster(row: dict[str, Any]) -> ClusterSpec:
 
 
 def _measured_seconds(row: dict[str, Any], case: Case) -> float:
-    """Of a step: as published, or from tokens/s, or from FLOP/s or MFU as the program counts FLOPs."""
+    """Of a step: as published, or from tokens/s, or from FLOP/s or MFU as the program counts
+    FLOPs.
+    """
     if row["step_seconds"]:
         return float(row["step_seconds"])
     if row["tokens_per_s_per_gpu"]:
@@ -270,7 +280,9 @@ def _measured_seconds(row: dict[str, Any], case: Case) -> float:
 
 
 def step_flops(case: Case) -> float:
-    """FLOPs of a step as Megatron counts them: attention as if it were not causal, recomputation where it says so."""
+    """FLOPs of a step as Megatron counts them: attention as if it were not causal, recomputation
+    where it says so.
+    """
     m = case.model
     width = m["kv_heads"] * m["dim"] // m["heads"]
     block = 2 * m["dim"] * (2 * m["dim"] + 2 * width + (3 if m["gated"] else 2) * m["ffn"])

@@ -1,8 +1,10 @@
 #!/usr/bin/env python
-"""Random plans in real trainings: models x meshes x pins x schedules x micro-batches x device orders on 2 to 4 ranks.
+"""Random plans in real trainings: models x meshes x pins x schedules x micro-batches x device
+orders on 2 to 4 ranks.
 
-Each case draws what a user may ask for and trains two steps in fp64. Losses, gradients, metrics and weights equal one
-process's to 1e-9, or the options are refused with one clear error. The seed is printed; without one it is the date.
+Each case draws what a user may ask for and trains two steps in fp64. Losses, gradients, metrics and
+weights equal one process's to 1e-9, or the options are refused with one clear error. The seed is
+printed; without one it is the date.
 
     python scripts/random_plans.py --cases 200 --seed 20261122
 """

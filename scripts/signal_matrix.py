@@ -1,8 +1,10 @@
 #!/usr/bin/env python
-"""Send signals to jobs of two ranks: 3 signals x 3 choices of ranks x 6 moments x 2 launchers, a line each.
+"""Send signals to jobs of two ranks: 3 signals x 3 choices of ranks x 6 moments x 2 launchers, a
+line each.
 
-A case is good when every rank is gone within the limit, no process is left, checkpoints are whole, no partial one lies
-about, and training that goes on from the newest has bit for bit the weights of an undisturbed one.
+A case is good when every rank is gone within the limit, no process is left, checkpoints are whole,
+no partial one lies about, and training that goes on from the newest has bit for bit the weights of
+an undisturbed one.
 
     python scripts/signal_matrix.py --match SIGTERM steady --limit 10
 """

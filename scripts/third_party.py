@@ -40,7 +40,9 @@ TOLERANCE = 1e-6  # libraries keep some constants in fp32
 
 
 class Trained(pl.LightningModule):
-    """`loss(self, batch)` trained by AdamW; what the loss needs beside `net` are further modules."""
+    """`loss(self, batch)` trained by AdamW; what the loss needs beside `net` are further
+    modules.
+    """
 
     def __init__(self, net: nn.Module, loss: Callable[..., Tensor], **others: nn.Module) -> None:
         super().__init__()
@@ -263,7 +265,8 @@ def diffusers_vae() -> Made:
     ), images()
 
 
-# --- Metric learning and self-supervision: losses over all pairs of a batch, some over those of all ranks
+# --- Metric learning and self-supervision: losses over all pairs of a batch, some over those of all
+# ranks
 
 
 def embedder() -> nn.Module:

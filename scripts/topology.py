@@ -1,14 +1,17 @@
 #!/usr/bin/env python
-"""Does it matter which devices are neighbours? Plans with the searched device order against the order of the numbers.
+"""Does it matter which devices are neighbours? Plans with the searched device order against the
+order of the numbers.
 
     python scripts/topology.py                          # all cells; takes minutes
     python scripts/topology.py gpt_350m:p3_16xlarge_cube:1 gpt_1_3b:two_racks:8:4x8:data,tensor:16
 
-A cell is recipe:cluster:nodes, then a logical mesh, what its axes are for and micro-batches where these are pinned.
-`two_racks` is a100_40gb with four devices a node, whose nodes a scheduler has numbered by turns over two racks that are
-joined by what one node sends (oversubscribed 4 : 1). Prints first the rates of mesh axes in both orders, to be checked
-by hand on the links; then the predicted step of the best plan of each. Fails where the searched order is slower by
-more than 1 % (what the search over stages leaves open: no mesh of it has slower links).
+A cell is recipe:cluster:nodes, then a logical mesh, what its axes are for and micro-batches where
+these are pinned.
+`two_racks` is a100_40gb with four devices a node, whose nodes a scheduler has numbered by turns
+over two racks that are joined by what one node sends (oversubscribed 4 : 1). Prints first the rates
+of mesh axes in both orders, to be checked by hand on the links; then the predicted step of the best
+plan of each. Fails where the searched order is slower by more than 1 % (what the search over stages
+leaves open: no mesh of it has slower links).
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ def plan_on(recipe_name: str, cluster: ClusterSpec, options: PlanOptions) -> Pla
 
 
 def rates(cluster: ClusterSpec) -> Table:
-    """A row a logical mesh of all devices: GB/s of its axes in every order that is planned in, and as numbered.
+    """A row a logical mesh of all devices: GB/s of its axes in every order that is planned in, and
+    as numbered.
 
     Then a row a size of meshes: GB/s of messages between the first of that size and the next one.
     """

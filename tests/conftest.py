@@ -21,7 +21,8 @@ from worker_pool import WorkerPool
 settings.register_profile("alpa", deadline=None)
 settings.load_profile("alpa")
 
-# Tests without process groups that take seconds each all the same: scripts/test.sh runs them, test_quick.sh does not.
+# Tests without process groups that take seconds each all the same: scripts/test.sh runs them,
+# test_quick.sh does not.
 NOT_QUICK = {
     "test_a_broken_contract_fails",
     "test_damaged_files_are_refused",
@@ -54,7 +55,9 @@ NOT_QUICK_FOLDERS = {"checkpoint", "conformance", "equality", "install", "strate
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as `quick` what scripts/test_quick.sh runs: tests of one process, about a second at most."""
+    """Marks as `quick` what scripts/test_quick.sh runs: tests of one process, about a second at
+    most.
+    """
     for item in items:
         names = getattr(item, "fixturenames", ())
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
@@ -73,7 +76,9 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(autouse=True)
 def unchanged_environment() -> Iterator[None]:
-    """What a test leaves in the environment (seed_everything: PL_GLOBAL_SEED) would reach workers that start later."""
+    """What a test leaves in the environment (seed_everything: PL_GLOBAL_SEED) would reach workers
+    that start later.
+    """
     before = dict(os.environ)
     yield
     os.environ.clear()

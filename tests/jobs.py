@@ -1,4 +1,6 @@
-"""Scripts that start their own ranks, run as a user runs them: in processes of their own, without the worker pool."""
+"""Scripts that start their own ranks, run as a user runs them: in processes of their own, without
+the worker pool.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ TESTS = Path(__file__).parent
 def run_job(
     folder: Path, script: str, *arguments: str, launcher: tuple[str, ...] = (), timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script` as `folder / "job.py"`, where the modules of tests/ and this package can be imported.
+    """Run `script` as `folder / "job.py"`, where the modules of tests/ and this package can be
+    imported.
 
     Args:
         launcher: what stands before the script, such as ("-m", "torch.distributed.run", ...).

@@ -1,6 +1,7 @@
 """Small LightningModules that the tests share: MLP, GPT, LLaMA-style, BERT-style, ConvNet.
 
-Ordinary user code: nothing here knows of alpa_strategy. Sizes are tiny by default; `example_batch` makes seeded data.
+Ordinary user code: nothing here knows of alpa_strategy. Sizes are tiny by default; `example_batch`
+makes seeded data.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class GPTBlock(nn.Module):
 
 
 class GPT(TestModel):
-    """GPT with learned positions and a head tied to the embedding. Batch: (tokens [B, T], targets [B, T]).
+    """GPT with learned positions and a head tied to the embedding. Batch: (tokens [B, T], targets
+    [B, T]).
 
     `ignore_fraction` of the targets, unevenly over the rows, are -100.
     """
@@ -291,7 +293,8 @@ class BertBlock(nn.Module):
 
 
 class Bert(TestModel):
-    """Masked-language-model encoder. Batch: dict of input_ids, token_type_ids, attention_mask, labels, all [B, T].
+    """Masked-language-model encoder. Batch: dict of input_ids, token_type_ids, attention_mask,
+    labels, all [B, T].
 
     Labels are -100 except at masked positions, whose number differs from row to row.
     """
@@ -354,7 +357,9 @@ class Bert(TestModel):
 
 
 class ConvNet(TestModel):
-    """Residual convnet with BatchNorm and in-place ReLU. Batch: (images [B, 3, S, S], classes [B])."""
+    """Residual convnet with BatchNorm and in-place ReLU. Batch: (images [B, 3, S, S], classes
+    [B]).
+    """
 
     def __init__(
         self,
@@ -404,7 +409,9 @@ class ConvNet(TestModel):
 
 
 class Spectral(TestModel):
-    """Complex linear layers on a spectrum, conjugates and adjoints. Batch: (x [B, 8], y [B, 10])."""
+    """Complex linear layers on a spectrum, conjugates and adjoints. Batch: (x [B, 8], y [B,
+    10]).
+    """
 
     def __init__(self, optimizer: str = "adamw", lr: float = 1e-2) -> None:
         super().__init__(optimizer, lr)

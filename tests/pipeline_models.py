@@ -1,4 +1,5 @@
-"""More small LightningModules for pipelines: skips over several stages, encoder-decoder, parameters used twice.
+"""More small LightningModules for pipelines: skips over several stages, encoder-decoder, parameters
+used twice.
 
 Importing this file adds them to `models.MODELS`. Ordinary user code, as in models.py.
 """
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 
 class UNet(TestModel):
-    """Every level of the way down is read by one of the way up. Batch: (images [B, 3, S, S], labels [B, S, S])."""
+    """Every level of the way down is read by one of the way up. Batch: (images [B, 3, S, S], labels
+    [B, S, S]).
+    """
 
     def __init__(
         self,
@@ -135,10 +138,12 @@ class ResNet(TestModel):
 
 
 class Translator(TestModel):
-    """Encoder and decoder of torch.nn, one embedding for both ends and the head; the encoder's result is read by every
+    """Encoder and decoder of torch.nn, one embedding for both ends and the head; the encoder's
+    result is read by every
     decoder layer. Batch: {"source": [B, T], "target": [B, T + 1]}; padding is 0 and uneven.
 
-    Without biases: the gradient of a key's is zero but for rounding, which Adam makes into a step of any size.
+    Without biases: the gradient of a key's is zero but for rounding, which Adam makes into a step
+    of any size.
     """
 
     def __init__(
@@ -195,7 +200,9 @@ class Translator(TestModel):
 
 
 class Twice(TestModel):
-    """One linear layer at both ends, a sum for a loss, a schedule of learning rates. Batch: (x [B, D], y [B, D])."""
+    """One linear layer at both ends, a sum for a loss, a schedule of learning rates. Batch: (x [B,
+    D], y [B, D]).
+    """
 
     def __init__(
         self, width: int = 6, depth: int = 4, optimizer: str = "adamw", lr: float = 1e-2

@@ -1,4 +1,5 @@
-"""LightningModules whose values cross many stages: read everywhere, complex, integers, parameters used three times.
+"""LightningModules whose values cross many stages: read everywhere, complex, integers, parameters
+used three times.
 
 Importing this file adds them to `models.MODELS`. Ordinary user code, as in models.py.
 """
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 
 class Everywhere(TestModel):
-    """Every layer reads the outputs of all before it, a condition and a scalar gate. Batch: (x [B, D], c [B, 3], y)."""
+    """Every layer reads the outputs of all before it, a condition and a scalar gate. Batch: (x [B,
+    D], c [B, 3], y).
+    """
 
     def __init__(
         self, width: int = 6, depth: int = 6, optimizer: str = "adamw", lr: float = 1e-2
@@ -45,8 +48,10 @@ class Everywhere(TestModel):
 
 
 class ThreeTimes(TestModel):
-    """A linear layer at the beginning, in the middle and at the end, one norm everywhere, a head tied to the embedding
-    with a bias of its own; a weighted sum for a loss. Batch: {"tokens" [B, T], "labels" [B, T] with -100}."""
+    """A linear layer at the beginning, in the middle and at the end, one norm everywhere, a head
+    tied to the embedding
+    with a bias of its own; a weighted sum for a loss. Batch: {"tokens" [B, T], "labels" [B, T] with
+    -100}."""
 
     def __init__(
         self,
@@ -103,7 +108,9 @@ class ThreeTimes(TestModel):
 
 
 class Fourier(TestModel):
-    """Filters in the frequency domain: complex values cross stages, weights are real pairs. Batch: (x, y) [B, 3, D]."""
+    """Filters in the frequency domain: complex values cross stages, weights are real pairs. Batch:
+    (x, y) [B, 3, D].
+    """
 
     def __init__(
         self, width: int = 8, depth: int = 4, optimizer: str = "adamw", lr: float = 1e-2
@@ -132,7 +139,8 @@ class Fourier(TestModel):
 
 
 class Derived(TestModel):
-    """Weights made of parameters: weight norm, a product of two, one shared by all layers, a penalty on the loss; some
+    """Weights made of parameters: weight norm, a product of two, one shared by all layers, a
+    penalty on the loss; some
     parameters are used as they are, too, and one is frozen. Batch: (x [B, D], y [B, D])."""
 
     def __init__(
@@ -174,7 +182,9 @@ class Derived(TestModel):
 
 
 class Routed(TestModel):
-    """Integers, booleans and indices made in the first stage are read by the last. Batch: (tokens, labels) [B, T]."""
+    """Integers, booleans and indices made in the first stage are read by the last. Batch: (tokens,
+    labels) [B, T].
+    """
 
     def __init__(
         self, vocab_size: int = 11, width: int = 8, optimizer: str = "adamw", lr: float = 1e-2

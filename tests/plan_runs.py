@@ -1,8 +1,10 @@
-"""Many plans, each in a real training on several ranks, in processes that stay: ran right, refused, or bad.
+"""Many plans, each in a real training on several ranks, in processes that stay: ran right, refused,
+or bad.
 
-A run is `equality.harness.record` under a Trainer with the strategy's options or a plan file; the reference is one
-process's training on the same rows. A refusal is an AlpaError on every rank; anything else is bad: other numbers,
-another exception, a process that dies, a rank that waits for another until the collective's timeout.
+A run is `equality.harness.record` under a Trainer with the strategy's options or a plan file; the
+reference is one process's training on the same rows. A refusal is an AlpaError on every rank;
+anything else is bad: other numbers, another exception, a process that dies, a rank that waits for
+another until the collective's timeout.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ SAMPLES = 24  # of a step on all ranks: 12, 8 or 6 on each of 2, 3 or 4
 
 @dataclass(frozen=True)
 class Case:
-    """One training: a model, the strategy's options (or a plan, as its file's data), and how many ranks."""
+    """One training: a model, the strategy's options (or a plan, as its file's data), and how many
+    ranks.
+    """
 
     name: str
     model: str

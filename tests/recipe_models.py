@@ -1,4 +1,6 @@
-"""The recipes' models, small, in the form that `equality.harness.record` trains (with an `example_batch`)."""
+"""The recipes' models, small, in the form that `equality.harness.record` trains (with an
+`example_batch`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Persistent worker processes that play the ranks of a job: imports are paid for once in a whole test session.
+"""Persistent worker processes that play the ranks of a job: imports are paid for once in a whole
+test session.
 
-`pool.run(world_size, fn, *args)` runs a top-level function of a test module on the first `world_size` workers, each
-with the environment that torchrun would give and, unless `init_group=False`, a fresh gloo process group.
+`pool.run(world_size, fn, *args)` runs a top-level function of a test module on the first
+`world_size` workers, each with the environment that torchrun would give and, unless
+`init_group=False`, a fresh gloo process group.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from typing import Any
 
 MAX_WORKERS = 4
 GRACE_SECONDS = 1.0
-# What jobs import, once for all workers: torch.optim imports Dynamo at the first optimizer, this package its planner at
-# the first step.
+# What jobs import, once for all workers: torch.optim imports Dynamo at the first optimizer, this
+# package its planner at the first step.
 IMPORTED = (
     "lightning.pytorch",
     "torch._dynamo",
@@ -46,7 +48,8 @@ class WorkerError(AssertionError):
 
 
 class WorkerPool:
-    """Up to `MAX_WORKERS` worker processes, forked when first needed from a template process that has done the imports.
+    """Up to `MAX_WORKERS` worker processes, forked when first needed from a template process that
+    has done the imports.
 
     A worker that hangs is killed with all others; new ones are there in milliseconds.
     """
@@ -71,7 +74,8 @@ class WorkerPool:
             fn: a top-level function of a file (a test module); it is sent by file path and name.
             args: picklable, the same for every rank.
             timeout: seconds until all workers are killed (they start again at the next call).
-            init_group: False leaves process-group creation to `fn` (a Lightning Trainer, for example).
+            init_group: False leaves process-group creation to `fn` (a Lightning Trainer, for
+                example).
 
         Raises:
             WorkerError: with the traceback of the rank that failed first.
@@ -94,7 +98,8 @@ class WorkerPool:
                 connection.send_bytes(message)
             return self._collect(connections, timeout)
         except BaseException:
-            # A rank that failed leaves others inside a collective: only new workers are sure to be clean.
+            # A rank that failed leaves others inside a collective: only new workers are sure to be
+            # clean.
             self._kill_workers()
             raise
 
@@ -123,7 +128,8 @@ class WorkerPool:
                     results[rank] = value
                     continue
                 failures.append((when, rank, value))
-                # The others are likely to fail because of it: the first failure in time is the cause.
+                # The others are likely to fail because of it: the first failure in time is the
+                # cause.
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if failures:
             _, rank, text = min(failures)
@@ -259,7 +265,9 @@ def _worker_main(rank: int, file_descriptor: int) -> None:
 
 
 def _template_main(file_descriptor: int) -> None:
-    """Import once, then fork a worker per message (its rank, with a pipe's descriptor) until the pool goes away."""
+    """Import once, then fork a worker per message (its rank, with a pipe's descriptor) until the
+    pool goes away.
+    """
     _die_with_parent()
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 

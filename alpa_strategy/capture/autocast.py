@@ -1,7 +1,9 @@
-"""Autocast made explicit: which operands of a call would be cast, found by running the call once under autocast.
+"""Autocast made explicit: which operands of a call would be cast, found by running the call once
+under autocast.
 
-The trace is taken above autocast, so its ops still see uncast operands. Replaying an op on fake tensors with autocast
-on shows the casts of PyTorch's own policy; `Autocast` puts them into the graph as ops, which runs without autocast.
+The trace is taken above autocast, so its ops still see uncast operands. Replaying an op on fake
+tensors with autocast on shows the casts of PyTorch's own policy; `Autocast` puts them into the
+graph as ops, which runs without autocast.
 """
 
 import logging
@@ -51,11 +53,14 @@ Casts = tuple[torch.dtype | None, ...]  # of each operand; None: left alone
 
 @lru_cache(maxsize=4096)
 def done_by_autocast(call: OpCall, state: AutocastState) -> tuple[Casts, torch.dtype | None] | None:
-    """Casts of the operands with which the call does without autocast what it does under it; and what autocast has it
-    compute in by its `dtype`, casting none: on GPUs sum, cumsum, prod and float16's softmax (`fp32_set_opt_dtype`).
+    """Casts of the operands with which the call does without autocast what it does under it; and
+    what autocast has it compute in by its `dtype`, casting none: on GPUs sum, cumsum, prod and
+    float16's softmax (`fp32_set_opt_dtype`).
 
-    None: there are none such; what autocast casts inside of an op without a policy of its own is made of the operands
-    by more than moving elements. On GPUs these are known: cross entropy (`loss_dtype`), pairwise_distance, trapezoid.
+    None: there are none such; what autocast casts inside of an op without a policy of its own is
+    made of the operands
+    by more than moving elements. On GPUs these are known: cross entropy (`loss_dtype`),
+    pairwise_distance, trapezoid.
     """
     is_policy = has_policy(call.target, state.device_type)
     as_they_are, low, full = (
@@ -65,7 +70,8 @@ def done_by_autocast(call: OpCall, state: AutocastState) -> tuple[Casts, torch.d
     under_autocast, seen = _work(call, state, as_they_are, True)
     if state.dtype in seen:  # other casts are of the op's own making: attention adds up in fp32
         seen = tuple(dtype if dtype == state.dtype else None for dtype in seen)
-    # Of operands of several dtypes the backward may not do what the forward does for them (mse_loss, torch 2.11): last.
+    # Of operands of several dtypes the backward may not do what the forward does for them
+    # (mse_loss, torch 2.11): last.
     are_alike = len({m.dtype for m in call.operands if m.dtype.is_floating_point}) < 2
     candidates = [seen] if is_policy else [seen, low, full]
     for casts in (
@@ -95,7 +101,8 @@ _PRODUCTS = {
 def _work(
     call: OpCall, state: AutocastState, casts: Casts, enabled: bool
 ) -> tuple[list[Any], Casts]:
-    """What a call computes, by op and dtypes, and last the dtypes of its results; casts and moves of elements are left
+    """What a call computes, by op and dtypes, and last the dtypes of its results; casts and moves
+    of elements are left
     out, as they commute. And to what dtype each operand was cast first on the way."""
     work: list[Any] = []
     seen: dict[int, torch.dtype] = {}
@@ -140,7 +147,8 @@ _AUTOCAST_INSIDE = ("alpa", FUNCTIONS)  # their ops run under their call's autoc
 
 
 class Autocast:
-    """Open autocast regions of the walk, innermost last, and the parameters already cast in the outermost.
+    """Open autocast regions of the walk, innermost last, and the parameters already cast in the
+    outermost.
 
     Args:
         parameters: value indices of the parameters; filled while the inputs are added.
@@ -219,7 +227,8 @@ class Autocast:
         )  # in the order of `call_of`
 
     def loss_dtype(self, target: OpOverload, args: tuple[Any, ...]) -> torch.dtype | None:
-        """In what a cross entropy sums logarithms of another dtype: on GPUs autocast sees to its nll_loss alone.
+        """In what a cross entropy sums logarithms of another dtype: on GPUs autocast sees to its
+        nll_loss alone.
 
         None: in that of its operands when `operands` is done with them.
         """

@@ -1,7 +1,8 @@
 """capture_step: an ordinary LightningModule and one batch in, the training step as a StepGraph out.
 
-`trace` runs the step; here the raw fx trace becomes the StepGraph: one walk over the nodes, then removal of what has no
-effect. Factories (arange, zeros, ...) and conversions to the capture device lose their `device`: lowering has its own.
+`trace` runs the step; here the raw fx trace becomes the StepGraph: one walk over the nodes, then
+removal of what has no effect. Factories (arange, zeros, ...) and conversions to the capture device
+lose their `device`: lowering has its own.
 """
 
 import operator
@@ -40,20 +41,24 @@ def capture_step(
     rows: tuple[bool, ...] | None = None,
     numbers: tuple[ir.Place, ...] = (),
 ) -> ir.StepGraph:
-    """Capture `module.training_step(batch, batch_idx)`. Nothing real is computed and the module is left as it was.
+    """Capture `module.training_step(batch, batch_idx)`. Nothing real is computed and the module is
+    left as it was.
 
     Args:
         module: parameters on any device, meta included; with or without a trainer.
         batch: one rank's batch, any pytree of tensors (real, fake or meta) and constants.
         world_size: number of ranks that load rows.
-        batch_scope: `rank`: leaves of rows are `world_size` times longer in the graph; `global`: it is the whole batch.
+        batch_scope: `rank`: leaves of rows are `world_size` times longer in the graph; `global`: it
+            is the whole batch.
         batch_idx: what the step sees as batch_idx; comparisons with it become guards.
         context: the precision plugin's `train_step_context`, so that autocast's casts are captured.
-        rows: of every tensor leaf whether it has one row per sample; None: those do whose dim 0 is the most frequent.
+        rows: of every tensor leaf whether it has one row per sample; None: those do whose dim 0 is
+            the most frequent.
         numbers: attributes and leaves that are other numbers at other steps.
 
     Raises:
-        CaptureError: with the user's line and a way out. Errors of the user's own code pass unchanged.
+        CaptureError: with the user's line and a way out. Errors of the user's own code pass
+            unchanged.
     """
     if batch_scope not in ("rank", "global"):
         raise OptionError(f"batch_scope={batch_scope!r}", "use 'rank' or 'global'")
@@ -82,9 +87,11 @@ def capture_step(
 def _after_first_call(
     call: StepCall, graph: ir.StepGraph, stored: Mapping[str, Any]
 ) -> ir.StepGraph:
-    """The step of a module that sets flags in its first call (libraries install their hooks so), captured once more.
+    """The step of a module that sets flags in its first call (libraries install their hooks so),
+    captured once more.
 
-    It counts as initialization if the second call stores nothing and does the same tensor work; else CaptureError.
+    It counts as initialization if the second call stores nothing and does the same tensor work;
+    else CaptureError.
     """
     with initialized(stored):
         trace = trace_step(call)
@@ -157,13 +164,15 @@ class _Converter:
                     f"a tensor of the step is used in a way that capture does not see ({self._source_of(node)})",
                     "make it with functions of torch, and leave no tensor of an earlier step in use",
                 )
-            # torch.func (vmap, grad) leaves its wrapper as a constant of the graph: its layers are no ops.
+            # torch.func (vmap, grad) leaves its wrapper as a constant of the graph: its layers are
+            # no ops.
             if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 raise CaptureError(
                     f"the step transforms a function by torch.func ({self._source_of(node)})",
                     "write the mapped dim out: broadcasting, einsum, torch.bmm",
                 )
-            where = f"the memory of a tensor that is no buffer ({self._source_of(node)})"  # `teacher.weight.data = ...`
+            # `teacher.weight.data = ...`
+            where = f"the memory of a tensor that is no buffer ({self._source_of(node)})"
             self.memory_guards.append(
                 ValueGuard(where, name, {name: tensor}, Same(tensor, Tensor.data_ptr))
             )
@@ -292,14 +301,17 @@ class _Converter:
         self._bind(node, result, args, kwargs)
 
     def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The node's arguments, with the values of its operands now, and without those that say where it runs."""
+        """The node's arguments, with the values of its operands now, and without those that say
+        where it runs.
+        """
 
         def read(n: fx.Node) -> Any:
             return self._read(self.views[n])
 
         args: Any = fx.map_arg(node.args, read)
         kwargs: Any = fx.map_arg(node.kwargs, read)
-        # The run sets its own device around the ops; the trace has seen that the step asks for no other.
+        # The run sets its own device around the ops; the trace has seen that the step asks for no
+        # other.
         dropped = ("device", "pin_memory", "layout", "non_blocking", "sparse_grad")
         return args, {k: v for k, v in kwargs.items() if k not in dropped and v is not None}
 
@@ -357,7 +369,9 @@ class _Converter:
     def _bind(
         self, node: fx.Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Give the node its views: of an operand when it shares that one's memory (the fake tensors know), else new."""
+        """Give the node its views: of an operand when it shares that one's memory (the fake tensors
+        know), else new.
+        """
         traced = node.meta["val"]
         many = isinstance(result, tuple)
         traced_items = list(traced) if many else [traced]
@@ -416,7 +430,9 @@ class _Converter:
     # The end
 
     def finish(self) -> ir.StepGraph:
-        """The graph of the ops that have an effect: dead code is left out, values are numbered anew, ops named."""
+        """The graph of the ops that have an effect: dead code is left out, values are numbered
+        anew, ops named.
+        """
         found = map_refs(
             self.trace.results, lambda ref: self.outputs[ref.index]
         )  # what the step left behind
@@ -497,7 +513,9 @@ class _Converter:
         )
 
     def _buffer_updates(self, reassigned: dict[str, ir.ValueRef]) -> dict[int, int]:
-        """Value of a buffer -> its new value: written in place, or another tensor (`reassigned`, by name)."""
+        """Value of a buffer -> its new value: written in place, or another tensor (`reassigned`, by
+        name).
+        """
         updates: dict[int, int] = {}
         for entry, view in zip(self.trace.inputs, self.input_views, strict=True):
             if isinstance(entry, ir.BufferInput) and view.storage.version:

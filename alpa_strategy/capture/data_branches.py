@@ -1,10 +1,11 @@
 """What Python's questions about the values of tensors get while the step runs on fake tensors.
 
-Known values (masks, position tables: made of constants and buffers alone) are computed for real, by running the traced
-nodes; a buffer that was asked for is guarded: when it changes, capture again. So are comparisons that random numbers
-cannot decide (`torch.rand([]) < self.layerdrop`, which is 0). Branches that do nothing but raise
-(`assert mask.any()`, `if torch.any(var < 0): raise ValueError(...)`) do not decide what the step computes: the capture
-goes on as if the check had passed, and its condition becomes a value of the graph that is looked at after every step.
+Known values (masks, position tables: made of constants and buffers alone) are computed for real, by
+running the traced nodes; a buffer that was asked for is guarded: when it changes, capture again. So
+are comparisons that random numbers cannot decide (`torch.rand([]) < self.layerdrop`, which is 0).
+Branches that do nothing but raise (`assert mask.any()`, `if torch.any(var < 0): raise
+ValueError(...)`) do not decide what the step computes: the capture goes on as if the check had
+passed, and its condition becomes a value of the graph that is looked at after every step.
 """
 
 import dis
@@ -47,7 +48,8 @@ UNKNOWN = object()
 
 
 class ConstantValues:
-    """Runs the nodes of the growing trace that depend on constants and buffers only, in order, when a value is asked.
+    """Runs the nodes of the growing trace that depend on constants and buffers only, in order, when
+    a value is asked.
 
     Args:
         buffers: placeholder number -> (name, real buffer); those on the meta device are unknown.
@@ -92,7 +94,9 @@ class ConstantValues:
         return slot.proxy.node if slot.proxy.node in self._values else None
 
     def told_to_libraries(self) -> AbstractContextManager[None]:
-        """Context in which transformers asks, instead of building causal masks that fast kernels do not take."""
+        """Context in which transformers asks, instead of building causal masks that fast kernels do
+        not take.
+        """
         if (library := sys.modules.get("transformers.utils.import_utils")) is None:
             return patched([])
         return patched([(vars(library), "is_fake_tensor", lambda x: self.known_node(x) is None)])
@@ -160,7 +164,9 @@ class ConstantValues:
 
 
 def _decided(node: fx.Node) -> bool | None:
-    """What a comparison of numbers drawn from [0, 1) with another number gives, where that is the same for all."""
+    """What a comparison of numbers drawn from [0, 1) with another number gives, where that is the
+    same for all.
+    """
     compare = _COMPARISONS.get(node.target)
     drawn, limit = node.args if compare is not None else (None, None)
     if (
@@ -189,14 +195,17 @@ def _writes(node: fx.Node) -> bool:
 def passing_answer(frame: FrameType) -> bool | None:
     """What a tensor that `frame` is asking for its truth must say so that nothing is raised.
 
-    Both ways of the code from there are followed: one does nothing but raise. None when the answer decides more.
+    Both ways of the code from there are followed: one does nothing but raise. None when the answer
+    decides more.
     """
     raises = [_raises_after(frame.f_code, frame.f_lasti, truth) for truth in (False, True)]
     return None if raises[0] == raises[1] else raises[0]
 
 
 def _raises_after(code: CodeType, offset: int, truth: bool) -> bool:
-    """Whether the code ends in a raise, whatever else it finds, where the truth asked for at `offset` is this one."""
+    """Whether the code ends in a raise, whatever else it finds, where the truth asked for at
+    `offset` is this one.
+    """
     instructions, places = _instructions(code)
     place = places.get(offset, len(instructions))
     while place < len(instructions):

@@ -1,11 +1,14 @@
-"""Builds the StepGraph: values numbered, ops inferred on fake tensors one by one; and views and in-place ops made
-functional, single assignment out of a program that mutates tensors.
+"""Builds the StepGraph: values numbered, ops inferred on fake tensors one by one; and views and
+in-place ops made functional, single assignment out of a program that mutates tensors.
 
-Identical calls (same target, arguments and operand metadata) are inferred once, so identical layers cost nothing.
+Identical calls (same target, arguments and operand metadata) are inferred once, so identical layers
+cost nothing.
 
-A `Storage` holds the current value of a whole tensor; a `View` is a chain of view ops from it. Reading a stale view
-replays its chain; writing to a view scatters the new value back through the chain. Dead write-backs are removed later.
-`write_of` says what a call writes into (`x.op_(...)`, `op(..., out=x)`), `new_value` computes it out of place.
+A `Storage` holds the current value of a whole tensor; a `View` is a chain of view ops from it.
+Reading a stale view replays its chain; writing to a view scatters the new value back through the
+chain. Dead write-backs are removed later.
+`write_of` says what a call writes into (`x.op_(...)`, `op(..., out=x)`), `new_value` computes it
+out of place.
 """
 
 from collections.abc import Callable
@@ -35,8 +38,11 @@ def _inference_mode() -> FakeTensorMode:
 def run_fake(
     call: OpCall, run: Callable[[list[Tensor]], Any] | None = None, device: str = "cpu"
 ) -> Any:
-    """Call on contiguous fake operands in grad mode; `run`, if given, is called with the operands instead."""
-    # In grad mode, whatever the step's is: `requires_grad` of the results must come out as in training.
+    """Call on contiguous fake operands in grad mode; `run`, if given, is called with the operands
+    instead.
+    """
+    # In grad mode, whatever the step's is: `requires_grad` of the results must come out as in
+    # training.
     with _inference_mode(), torch.enable_grad():
         operands = without_data(call, device)
         return call.call(*operands) if run is None else run(operands)
@@ -44,7 +50,9 @@ def run_fake(
 
 @lru_cache(maxsize=4096)
 def infer(call: OpCall) -> tuple[OpCall, tuple[int | None, ...]]:
-    """The call with its results, requires_grad included; and the tensor's number of each result, None of others."""
+    """The call with its results, requires_grad included; and the tensor's number of each result,
+    None of others.
+    """
     out = run_fake(call)
     returned = list(out) if isinstance(out, tuple | list) else [out]
     tensors = [item for item in returned if isinstance(item, Tensor)]
@@ -77,7 +85,9 @@ class Builder:
     def call_of(
         self, target: Any, args: Any, kwargs: dict[str, Any] | None = None
     ) -> tuple[OpCall, list[ValueRef]]:
-        """The OpCall without results, and its operands: equal calls of other tensors are equal OpCalls."""
+        """The OpCall without results, and its operands: equal calls of other tensors are equal
+        OpCalls.
+        """
         operands: list[ValueRef] = []
         own_args = with_slots(tuple(args), ValueRef, operands)
         own_kwargs = tuple(
@@ -111,7 +121,9 @@ def map_refs(tree: Any, fn: Callable[[ValueRef], Any]) -> Any:
 
 @dataclass
 class Storage:
-    """A tensor that owns memory. `parameter`: its name, or ""; `is_outside`: no input of the graph, not written to."""
+    """A tensor that owns memory. `parameter`: its name, or ""; `is_outside`: no input of the graph,
+    not written to.
+    """
 
     value: ValueRef
     parameter: str = ""
@@ -121,9 +133,11 @@ class Storage:
 
 @dataclass(frozen=True)
 class ViewStep:
-    """One view op: `target(*args, **kwargs)` with `position` of args replaced by the tensor; `item` of its results.
+    """One view op: `target(*args, **kwargs)` with `position` of args replaced by the tensor; `item`
+    of its results.
 
-    `position` is None when the tensor is not a plain argument: such a view can be read, but not changed.
+    `position` is None when the tensor is not a plain argument: such a view can be read, but not
+    changed.
     """
 
     target: Any
@@ -162,14 +176,18 @@ class Memory:
         return View(base.storage, self.read(base), base.chain, base.storage.version)
 
     def read(self, view: View) -> ValueRef:
-        """The view's value now: made anew where its memory was written to since it was read last."""
+        """The view's value now: made anew where its memory was written to since it was read
+        last.
+        """
         if view.version != view.storage.version:
             view.value = self._prefixes(view)[-1]
             view.version = view.storage.version
         return view.value
 
     def write(self, view: View, value: ValueRef) -> None:
-        """`view` now holds `value` (same shape and dtype), and so does every tensor that shares its memory."""
+        """`view` now holds `value` (same shape and dtype), and so does every tensor that shares its
+        memory.
+        """
         if view.storage.is_outside:
             raise CaptureError(
                 f"the step changes a tensor that is no buffer in place ({self.builder.source})",
@@ -254,7 +272,9 @@ class Memory:
     def _place(
         self, scatter: Any, before: ValueRef, changed: ValueRef, dim: int = 0, *where: Any
     ) -> ValueRef:
-        """`scatter` along `dim`; complex numbers as pairs of real ones, the only ones of which autograd knows it."""
+        """`scatter` along `dim`; complex numbers as pairs of real ones, the only ones of which
+        autograd knows it.
+        """
         emit, meta = self.builder.emit, self.builder.meta(before)
         if not meta.dtype.is_complex:
             return emit(scatter, before, changed, dim, *where)
@@ -280,7 +300,9 @@ def storages_of(value: Any) -> set[int]:
 
 
 def sharing_node(result: Any, node: fx.Node) -> fx.Node | None:
-    """The operand of `node` whose memory a result uses, as the traced (fake) tensors know; None: memory of its own."""
+    """The operand of `node` whose memory a result uses, as the traced (fake) tensors know; None:
+    memory of its own.
+    """
     storages, schema = storages_of(result), getattr(node.target, "_schema", None)
     is_view = schema is not None and any(
         returned.alias_info is not None for returned in schema.returns
@@ -312,7 +334,9 @@ _HIDDEN_WRITES = {  # write into running statistics without saying so in their s
 
 @dataclass(frozen=True)
 class Write:
-    """One call of an op that writes: into the tensor of node `into`; `is_out`: by an `out=` argument."""
+    """One call of an op that writes: into the tensor of node `into`; `is_out`: by an `out=`
+    argument.
+    """
 
     into: fx.Node
     target: OpOverload
@@ -334,7 +358,8 @@ def write_of(node: fx.Node, target: OpOverload, source: str) -> Write | None:
         f"{target} ({source}) writes into its arguments in a way that capture does not follow",
         "use the form that returns a new tensor",
     )
-    # F.batch_norm is fine: it is one op of the trace (`rewrite_norm`). `t_`: views of its argument stay as they are.
+    # F.batch_norm is fine: it is one op of the trace (`rewrite_norm`). `t_`: views of its argument
+    # stay as they are.
     if target in _HIDDEN_WRITES or torch.Tag.inplace_view in target.tags:
         raise refused
     written = _written(target)
@@ -363,7 +388,9 @@ def _written(target: OpOverload) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _without_writing(packet: Any, target: OpOverload) -> OpOverload | None:
-    """The overload with the same arguments as `target` except `out`: of other names it may be, as `pow_`'s."""
+    """The overload with the same arguments as `target` except `out`: of other names it may be, as
+    `pow_`'s.
+    """
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
     for overload in (getattr(packet, name) for name in packet.overloads()):
         if [(a.name, str(a.type)) for a in overload._schema.arguments] == wanted and not _written(

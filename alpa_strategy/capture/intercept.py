@@ -1,6 +1,8 @@
-"""What is intercepted while the step is captured: self.log, metrics, counters, the trainer, forbidden calls.
+"""What is intercepted while the step is captured: self.log, metrics, counters, the trainer,
+forbidden calls.
 
-`recording(module)` makes the module record instead of act, and puts everything back on exit. Communication that the
+`recording(module)` makes the module record instead of act, and puts everything back on exit.
+Communication that the
 step does by itself is refused: the captured step has the rows of all ranks already.
 """
 
@@ -78,7 +80,9 @@ class Recording:
 
 
 class MetricValue:
-    """What a torchmetrics call gives back during capture: it can be logged, but not computed with."""
+    """What a torchmetrics call gives back during capture: it can be logged, but not computed
+    with.
+    """
 
     def __init__(self, name: str, key: str | None = None) -> None:
         self._metric_name, self._metric_key = name, key
@@ -105,9 +109,11 @@ class MetricValue:
 
 
 class AppendedList:
-    """What the step sees in place of a list of the module that it only appends to (`self.outputs.append(loss)`).
+    """What the step sees in place of a list of the module that it only appends to
+    (`self.outputs.append(loss)`).
 
-    What is appended becomes a result of the graph. Nothing can be read, so the list's content does not matter to it.
+    What is appended becomes a result of the graph. Nothing can be read, so the list's content does
+    not matter to it.
     """
 
     def __init__(self, label: str) -> None:
@@ -152,11 +158,15 @@ _CHANGING = {
     "logged_metrics",
     "progress_bar_metrics",
 }
-_INSTEAD_OF_CHANGING = "read it in a callback or in on_train_batch_end; the learning rate is logged by the callback LearningRateMonitor"
+_INSTEAD_OF_CHANGING = (
+    "read it in a callback or in on_train_batch_end; the learning rate is logged by the callback"
+    " LearningRateMonitor"
+)
 
 
 class _View:
-    """An object of Lightning, the Trainer first of all, that notes which of its values are read, by dotted path.
+    """An object of Lightning, the Trainer first of all, that notes which of its values are read, by
+    dotted path.
 
     Counters are given as StepCounters; everything else is the object's own.
     """
@@ -215,14 +225,16 @@ def recording(
     appended: Iterable[Place] = (),
     namespaces: Iterable[dict[str, Any]] = (),
 ) -> Iterator[Recording]:
-    """Record logs, metrics and counters of `module` while the block runs; everything is restored on exit.
+    """Record logs, metrics and counters of `module` while the block runs; everything is restored on
+    exit.
 
     appended, namespaces: see `StepCall`.
     """
     record = Recording()
     names = {id(m): name for name, m in module.named_modules()}
     with ExitStack() as stack:
-        # Outermost, so that what the other contexts put into attributes is gone when they are compared.
+        # Outermost, so that what the other contexts put into attributes is gone when they are
+        # compared.
         held: set[int] = set()  # ids of what lives longer than the step
         stack.enter_context(attributes_kept(module, record.stored, record.grown, held))
         record.appended = {place: AppendedList(place.attribute) for place in appended}
@@ -389,7 +401,8 @@ def _shadowed_metric(
 
 
 def _forbidden_calls(record: Recording, held: Container[int]) -> AbstractContextManager[None]:
-    """Calls whose effect a forward graph cannot hold are refused, instead of being dropped silently.
+    """Calls whose effect a forward graph cannot hold are refused, instead of being dropped
+    silently.
 
     held: ids of objects of which the step is not the only user.
     """
@@ -490,7 +503,9 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> AbstractContext
 
 
 def _checked(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """`function`, which `check` may refuse to this thread; others (a loader's, a checkpoint's) just call it."""
+    """`function`, which `check` may refuse to this thread; others (a loader's, a checkpoint's) just
+    call it.
+    """
     thread = get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -502,7 +517,8 @@ def _checked(function: Callable[..., Any], check: Callable[..., None]) -> Callab
 
 
 def _outside_numbers(files: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, str, Any]]:
-    """What refuses clocks, seeds and the system's random numbers to the user's code, as `patched` takes it.
+    """What refuses clocks, seeds and the system's random numbers to the user's code, as `patched`
+    takes it.
 
     files: the globals of each.
     """
@@ -574,14 +590,17 @@ def collectives_refused() -> AbstractContextManager[None]:
         )
         for module in (dist, functional)
         for name, value in vars(module).items()
-        # A collective or a message: `all_reduce`, `batch_isend_irecv`, `monitored_barrier`, `reduce_scatter_tensor`.
+        # A collective or a message: `all_reduce`, `batch_isend_irecv`, `monitored_barrier`,
+        # `reduce_scatter_tensor`.
         if type(value) is FunctionType and name[0] != "_" and any(kind in name for kind in _KINDS)
     ]
     return patched(refusals)
 
 
 def check_no_collectives(graph: fx.Graph, origins: Mapping[fx.Node, tuple[str, str]]) -> None:
-    """CaptureError when one was reached under another name (`from torch.distributed import all_reduce`)."""
+    """CaptureError when one was reached under another name (`from torch.distributed import
+    all_reduce`).
+    """
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _NAMESPACES:
             refuse(str(node.target), origins.get(node, ("", ""))[1] or "line unknown")

@@ -1,9 +1,11 @@
-"""Leaves of the batch that are no tensors (texts, ids, numbers) while the step is captured: which does it read?
+"""Leaves of the batch that are no tensors (texts, ids, numbers) while the step is captured: which
+does it read?
 
-A leaf enters the step as an `UnreadLeaf`, which can be handed on and returned but not looked at. Looking at one ends
-the trace; it is taken again with the real value, and the graph is then good for that value only. All other leaves may
-change from batch to batch. Containers that torch takes for leaves (dataclasses, a tokenizer's BatchEncoding) are made
-known to it by `register_batch_types`, as Lightning takes such batches apart too.
+A leaf enters the step as an `UnreadLeaf`, which can be handed on and returned but not looked at.
+Looking at one ends the trace; it is taken again with the real value, and the graph is then good for
+that value only. All other leaves may change from batch to batch. Containers that torch takes for
+leaves (dataclasses, a tokenizer's BatchEncoding) are made known to it by `register_batch_types`, as
+Lightning takes such batches apart too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +23,9 @@ class LeafRead(BaseException):
 
 
 class UnreadLeaf:
-    """Stands for leaf `index` of the batch; whatever is done with it, except handing it on, raises LeafRead."""
+    """Stands for leaf `index` of the batch; whatever is done with it, except handing it on, raises
+    LeafRead.
+    """
 
     __slots__ = ("_index", "_seen")
 
@@ -69,7 +73,8 @@ def traced_with_leaves(batch: Any, trace: Callable[[frozenset[int], set[int]], A
     """`trace(read, seen)` with as few leaves read as possible.
 
     Args:
-        trace: takes the leaves that enter with their values; adds to `seen` what it looks at besides.
+        trace: takes the leaves that enter with their values; adds to `seen` what it looks at
+            besides.
     """
     leaves = pytree.tree_flatten_with_path(batch)[0]
     read: frozenset[int] = frozenset()
@@ -95,7 +100,9 @@ def traced_with_leaves(batch: Any, trace: Callable[[frozenset[int], set[int]], A
 
 
 def _list_of(path: tuple[Any, ...], leaf: Any) -> tuple[str, type] | None:
-    """What a leaf in a list has in common with the others there; None for a leaf that is no item of a list."""
+    """What a leaf in a list has in common with the others there; None for a leaf that is no item of
+    a list.
+    """
     return (
         (str(path[:-1]), type(leaf)) if path and isinstance(path[-1], pytree.SequenceKey) else None
     )
@@ -110,7 +117,9 @@ def value_text(value: Any) -> str:
 
 
 def leaves_hold(guards: Sequence[tuple[int, str]], batch: Any) -> bool:
-    """Whether the leaves that a step read have the values that it read. guards: (leaf, `value_text`)."""
+    """Whether the leaves that a step read have the values that it read. guards: (leaf,
+    `value_text`).
+    """
     if not guards:
         return True
     leaves = pytree.tree_leaves(batch)

@@ -1,13 +1,18 @@
-"""Ops that capture puts in place of PyTorch's, and custom `torch.autograd.Function`s, each one op of the captured step.
+"""Ops that capture puts in place of PyTorch's, and custom `torch.autograd.Function`s, each one op
+of the captured step.
 
-Its own ops let every loss and statistic split exactly over devices. A mean with `ignore_index` is a sum divided by a
+Its own ops let every loss and statistic split exactly over devices. A mean with `ignore_index` is a
+sum divided by a
 count: both are plain sums over rows, so they can be sharded without ever taking a mean of means
-(docs/formulas.md#capture). BatchNorm returns its new statistics instead of mutating buffers. CTC is computed row by
-row, as PyTorch's own has no shape function where lengths are tensors. `grouped_mm` (experts) has a shape function for
-every dtype and can leave out groups: a device that holds some of the experts multiplies the rows of these only.
+(docs/formulas.md#capture). BatchNorm returns its new statistics instead of mutating buffers. CTC is
+computed row by row, as PyTorch's own has no shape function where lengths are tensors. `grouped_mm`
+(experts) has a shape function for
+every dtype and can leave out groups: a device that holds some of the experts multiplies the rows of
+these only.
 
-The op of a Function takes and gives lists of tensors; what else the call was given is part of the op. It is composite,
-so autograd sees what runs inside, the user's own backward included. How it may be sharded: sharding/functions.py.
+The op of a Function takes and gives lists of tensors; what else the call was given is part of the
+op. It is composite, so autograd sees what runs inside, the user's own backward included. How it may
+be sharded: sharding/functions.py.
 """
 
 import hashlib
@@ -42,9 +47,11 @@ def cross_entropy_sum(
     label_smoothing: float,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Summed cross entropy; logits [N, C] or [N, C, d1, ...] or [C], target class indices or probabilities.
+    """Summed cross entropy; logits [N, C] or [N, C, d1, ...] or [C], target class indices or
+    probabilities.
 
-    dtype: in what logarithms of the logits' dtype are summed, as under autocast on GPUs; None: in their own.
+    dtype: in what logarithms of the logits' dtype are summed, as under autocast on GPUs; None: in
+    their own.
     """
     if dtype is None:
         return F.cross_entropy(
@@ -83,7 +90,9 @@ def nll_sum(log_probs: Tensor, target: Tensor, weight: Tensor | None, ignore_ind
 def target_weight_sum(
     target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """What a mean cross entropy divides by: the count (or summed class weight) of targets that are not ignored."""
+    """What a mean cross entropy divides by: the count (or summed class weight) of targets that are
+    not ignored.
+    """
     kept = target != ignore_index  # [N, *d]
     if weight is None:
         return kept.sum().to(dtype)
@@ -93,9 +102,11 @@ def target_weight_sum(
 def bag_lookup(
     weight: Tensor, ids: Tensor, per_sample_weights: Tensor | None, mode: int, padding_idx: int
 ) -> Tensor:
-    """Sum (mode 0), mean (1) or maximum (2) of the rows that each bag names: weight [v, d], ids [n, k] -> [n, d].
+    """Sum (mode 0), mean (1) or maximum (2) of the rows that each bag names: weight [v, d], ids [n,
+    k] -> [n, d].
 
-    `padding_idx` (negative: none) is left out of its bag. Bags of one length are rows of a batch: they split.
+    `padding_idx` (negative: none) is left out of its bag. Bags of one length are rows of a batch:
+    they split.
     """
     kind, padding = ("sum", "mean", "max")[mode], padding_idx if padding_idx >= 0 else None
     return F.embedding_bag(
@@ -124,9 +135,11 @@ def batch_norm_train(
 
 
 def segmented_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear whose output comes in equal segments: x [*b, k], weight [s, n, k], bias [s, n] -> [*b, s, n].
+    """A linear whose output comes in equal segments: x [*b, k], weight [s, n, k], bias [s, n] ->
+    [*b, s, n].
 
-    One matrix product, as `F.linear` with the weight [s * n, k]; the segments are views of its result.
+    One matrix product, as `F.linear` with the weight [s * n, k]; the segments are views of its
+    result.
     """
     flat_bias = None if bias is None else bias.flatten()  # [s * n]
     return F.linear(x, weight.flatten(0, 1), flat_bias).unflatten(-1, weight.shape[:2])
@@ -162,7 +175,9 @@ ctc_rows = torch.ops.alpa.ctc_rows.default
 
 
 def ctc_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The loss of a call of `F.ctc_loss` on a batch [t, b, c], made of losses per row; None: it is another call."""
+    """The loss of a call of `F.ctc_loss` on a batch [t, b, c], made of losses per row; None: it is
+    another call.
+    """
     if function is not F.ctc_loss:
         return None
     given = _SIGNATURE.bind(*args, **kwargs)
@@ -186,9 +201,11 @@ def ctc_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @torch.library.custom_op("alpa::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Rows of x [s, k] up to offsets[0] times weight[0] [k, n], up to offsets[1] times weight[1], ... -> [s, n].
+    """Rows of x [s, k] up to offsets[0] times weight[0] [k, n], up to offsets[1] times weight[1],
+    ... -> [s, n].
 
-    offsets [e] ascend; rows past the last give zeros. Of [e + 1] the first begins weight[0]'s: zeros before it.
+    offsets [e] ascend; rows past the last give zeros. Of [e + 1] the first begins weight[0]'s:
+    zeros before it.
     """
     result = x.new_zeros(x.shape[0], weight.shape[2])
     for group, (start, end) in enumerate(_bounds(weight, offsets)):
@@ -235,7 +252,9 @@ def _bounds(weight: Tensor, offsets: Tensor) -> Iterable[tuple[int, int]]:
 def grouped_mm_replacement(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """`grouped_mm` for a call of PyTorch's own; None when it is another function or another form."""
+    """`grouped_mm` for a call of PyTorch's own; None when it is another function or another
+    form.
+    """
     if function not in (torch._grouped_mm, F.grouped_mm):
         return None
     names = ("x", "weight", "offs", "bias", "out_dtype")

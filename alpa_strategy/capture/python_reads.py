@@ -1,9 +1,12 @@
-"""What the step reads in Python's objects, as guards, and numbers among it that change, as inputs of the graph.
+"""What the step reads in Python's objects, as guards, and numbers among it that change, as inputs
+of the graph.
 
-The classes of modules, and the user's (a schedule, a data module), note what is read while the step is traced: what an
-object holds changes without a trace in what holds the object, and only what is read matters. A number is first captured
-as it is. Once it has changed, the step is captured with a StepCounter in its place: what is computed with it is
-computed at every step, comparisons become guards; where a number is needed at once (shapes), the step is for this one.
+The classes of modules, and the user's (a schedule, a data module), note what is read while the step
+is traced: what an object holds changes without a trace in what holds the object, and only what is
+read matters. A number is first captured
+as it is. Once it has changed, the step is captured with a StepCounter in its place: what is
+computed with it is computed at every step, comparisons become guards; where a number is needed at
+once (shapes), the step is for this one.
 """
 
 import operator
@@ -51,7 +54,9 @@ MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 
 @contextmanager
 def attribute_reads(module: nn.Module) -> Iterator[Reads]:
-    """Collect every attribute that a module, or an object of a user's class, is asked for in the block."""
+    """Collect every attribute that a module, or an object of a user's class, is asked for in the
+    block.
+    """
     reads: Reads = {}
     thread = get_ident()
 
@@ -89,7 +94,8 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
         return environment_item(environment, name)
 
     environment_item = type(os.environ).__getitem__
-    # On the classes and not by swapping those of objects: `type(module)` stays what the user's code expects.
+    # On the classes and not by swapping those of objects: `type(module)` stays what the user's code
+    # expects.
     with patched(
         [*map(watching, _watched_classes(module)), (type(os.environ), "__getitem__", variable)]
     ):
@@ -106,7 +112,8 @@ def refuse_iterator() -> NoReturn:
 
 
 def _watched_classes(module: nn.Module) -> list[type]:
-    """nn.Module and the user's classes, those of the module's packages and of files that are not installed, without
+    """nn.Module and the user's classes, those of the module's packages and of files that are not
+    installed, without
     what inherits from one of these; and what may hold a learning rate."""
     packages = {
         base.__module__.partition(".")[0]
@@ -125,7 +132,8 @@ def _watched_classes(module: nn.Module) -> list[type]:
                 kind, nn.Module | Tensor | BaseException | Enum | type | tuple
             ):
                 continue
-            # A C extension's own cannot be changed: Py_TPFLAGS_HEAPTYPE is missing, or Py_TPFLAGS_IMMUTABLETYPE there.
+            # A C extension's own cannot be changed: Py_TPFLAGS_HEAPTYPE is missing, or
+            # Py_TPFLAGS_IMMUTABLETYPE there.
             is_pythons = (
                 kind.__flags__ & (1 << 9 | 1 << 8) == 1 << 9
                 and type(kind).__setattr__ is type.__setattr__
@@ -146,9 +154,11 @@ def attribute_guards(
 ) -> tuple[ValueGuard, ...]:
     """Guards of the attributes in `reads`; values are those of now.
 
-    Of the modules of torch.nn plain values are guarded (training, p, padding, ...), of Lightning's own attributes
-    `training` and the hyperparameters, of all modules their hooks. Submodules are guarded by identity, parents before
-    children, other objects last. The lists `appended`, and what lies in them, do not matter: they only grow.
+    Of the modules of torch.nn plain values are guarded (training, p, padding, ...), of Lightning's
+    own attributes
+    `training` and the hyperparameters, of all modules their hooks. Submodules are guarded by
+    identity, parents before children, other objects last. The lists `appended`, and what lies in
+    them, do not matter: they only grow.
     """
     found: dict[tuple[int, str], ValueGuard] = {}
     paths = {id(child): (place, path) for place, (path, child) in enumerate(module.named_modules())}
@@ -176,7 +186,8 @@ def attribute_guards(
             found.setdefault((identity, "_modules"), submodules)
         if name in skipped or Place(label, name) in appended:
             continue
-        # The instance's dict is asked directly: a property or __getattr__ would run the user's code.
+        # The instance's dict is asked directly: a property or __getattr__ would run the user's
+        # code.
         value, namespace = attributes.get(name), attributes
         if name not in attributes:
             value, namespace = (
@@ -211,15 +222,19 @@ def attribute_guards(
 
 
 def guards_at(owner: Any, values: Mapping[str, Any], prefix: str = "") -> tuple[ValueGuard, ...]:
-    """Guards of the `values` (by dotted path, before which messages say `prefix`) that `owner` has now."""
+    """Guards of the `values` (by dotted path, before which messages say `prefix`) that `owner` has
+    now.
+    """
     now = Values(lambda path: operator.attrgetter(path)(owner))
     return tuple(ValueGuard(f"{prefix}{path}", path, now, value) for path, value in values.items())
 
 
 def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[ValueGuard, ...]:
-    """Guards of the globals and closures in the code of the methods in `reads` (id of a module, name).
+    """Guards of the globals and closures in the code of the methods in `reads` (id of a module,
+    name).
 
-    Numbers, texts, containers of them, tensors and arrays are guarded; functions and other objects are constant.
+    Numbers, texts, containers of them, tensors and arrays are guarded; functions and other objects
+    are constant.
     """
     guards: dict[tuple[int, str], ValueGuard] = {}
     looked_into: set[int] = set()  # many functions name the same ones
@@ -237,7 +252,9 @@ def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[
             guards.setdefault((identity, name), ValueGuard(label, name, namespace, snapshot(value)))
 
     def add_inside(label: str, value: Any, depth: int = 0) -> None:
-        """`settings.scale`, `Config.scale`, `Config.Loss.scale`: what code may read inside of what it names."""
+        """`settings.scale`, `Config.scale`, `Config.Loss.scale`: what code may read inside of what
+        it names.
+        """
         is_users = (
             is_user_code(value)
             or python_state.is_user_class(value)
@@ -298,7 +315,9 @@ class Values:
 
 
 def _methods(module: nn.Module, reads: Iterable[tuple[int, str]]) -> Iterator[Any]:
-    """The user's functions behind the attributes in `reads`, those of base classes included (`super()`)."""
+    """The user's functions behind the attributes in `reads`, those of base classes included
+    (`super()`).
+    """
     owners = {id(child): child for child in module.modules()}
     held_by = [
         (vars(owners[owner]).get(name), type(owners[owner]), name)
@@ -401,7 +420,9 @@ def freed(guards: Sequence[ValueGuard], places: Sequence[Place]) -> tuple[ValueG
 
 
 def is_same_step(one: StepGraph, other: StepGraph, numbers: Mapping[str, Any]) -> bool:
-    """Whether two captures of a step compute the same where the counters and changing numbers are these."""
+    """Whether two captures of a step compute the same where the counters and changing numbers are
+    these.
+    """
 
     def as_now(step: StepGraph) -> str:
         ops = tuple(replace(op, call=at_counters(op.call, numbers)) for op in step.ops)
@@ -411,8 +432,10 @@ def is_same_step(one: StepGraph, other: StepGraph, numbers: Mapping[str, Any]) -
 
 
 def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tuple[Any, str]]:
-    """(owner, name), as `patched` takes them, of what holds this number under such a name, or one that is set in a line
-    with a batch size: attributes of the module tree, of the data module and the loaders, hyperparameters,
+    """(owner, name), as `patched` takes them, of what holds this number under such a name, or one
+    that is set in a line
+    with a batch size: attributes of the module tree, of the data module and the loaders,
+    hyperparameters,
     configurations, and globals of the files of the module's classes."""
     trainer, step = getattr(module, "_trainer", None), cast(Any, module.training_step)
     data_module = getattr(trainer, "datamodule", None)

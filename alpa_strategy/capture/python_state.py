@@ -1,8 +1,10 @@
-"""Python state around the step's tensors: attributes of the module tree, globals, closures, the Trainer's values.
+"""Python state around the step's tensors: attributes of the module tree, globals, closures, the
+Trainer's values.
 
-What the step reads is frozen into the captured graph, so it becomes guards (python_reads.py): each holds a `snapshot`.
-What it changes would be changed once and never again, so it is refused, and all is restored. Parameters and buffers are
-inputs of the graph and need no guard. Globals and closures are found in the code of the methods that ran.
+What the step reads is frozen into the captured graph, so it becomes guards (python_reads.py): each
+holds a `snapshot`. What it changes would be changed once and never again, so it is refused, and all
+is restored. Parameters and buffers are inputs of the graph and need no guard. Globals and closures
+are found in the code of the methods that ran.
 """
 
 import argparse
@@ -63,9 +65,10 @@ _MAX_ITEMS, _MAX_COMPARED = 1000, 10_000
 def snapshot(value: Any, depth: int = 0) -> Any:
     """Something that equals `value` as long as it stays what it is.
 
-    Numbers and texts stand for themselves, containers are copied with their contents, configurations are known by
-    identity and fields, tensors by identity and version (in-place changes count), large containers by identity and
-    length (comparing a vocabulary's items would slow every step down), any other object by identity.
+    Numbers and texts stand for themselves, containers are copied with their contents,
+    configurations are known by identity and fields, tensors by identity and version (in-place
+    changes count), large containers by identity and length (comparing a vocabulary's items would
+    slow every step down), any other object by identity.
     """
     kind = type(value)
     if kind in PLAIN:
@@ -105,7 +108,9 @@ def snapshot(value: Any, depth: int = 0) -> Any:
 
 
 class Same:
-    """Equals one object only, and while `tell(object)` equals `told`. A guard keeps no memory alive where possible."""
+    """Equals one object only, and while `tell(object)` equals `told`. A guard keeps no memory alive
+    where possible.
+    """
 
     __hash__ = None  # type: ignore[assignment]  # as of lists
 
@@ -127,7 +132,9 @@ def version_of(tensor: Tensor) -> int:
 
 
 def has_fields(value: Any) -> bool:
-    """True for an object of a user's class with fields in its `__dict__`: no nn.Module, function, class or tensor."""
+    """True for an object of a user's class with fields in its `__dict__`: no nn.Module, function,
+    class or tensor.
+    """
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType):
         return False
     if isinstance(value, _CONTAINERS) and type(value).__module__ == "collections":
@@ -162,7 +169,9 @@ def framework_attributes() -> frozenset[str]:
 
 
 def is_metric(value: object) -> TypeGuard[Metric | MetricCollection]:
-    """`isinstance`, but ABCMeta would ask all of torchmetrics' classes about each new class: 0.5 s of a first step."""
+    """`isinstance`, but ABCMeta would ask all of torchmetrics' classes about each new class: 0.5 s
+    of a first step.
+    """
     return not {Metric, MetricCollection}.isdisjoint(type(value).__mro__)
 
 
@@ -218,9 +227,11 @@ class _Kept:
     is_inside: bool = False  # whether it lies inside of an object, and may be its cache
 
     def came(self) -> list[Any] | None:
-        """What it holds now (values of a dict) after all that it held; None where that is not as it was.
+        """What it holds now (values of a dict) after all that it held; None where that is not as it
+        was.
 
-        Objects count, not whether they are equal (tensors do not compare), and their order (`move_to_end`).
+        Objects count, not whether they are equal (tensors do not compare), and their order
+        (`move_to_end`).
         """
         old, new = self.before, _raw(self.items)
         if isinstance(old, set):
@@ -244,7 +255,9 @@ class _Kept:
         return {self.place: self.items} if is_change else {}
 
     def _is_filled_cache(self) -> bool:
-        """Whether nothing came but new entries of a dict or a set that are no numbers: these fill themselves again."""
+        """Whether nothing came but new entries of a dict or a set that are no numbers: these fill
+        themselves again.
+        """
         came = self.came() if isinstance(self.items, dict | set) else None
         return came is not None and not any(type(each) in (int, float) for each in came)
 
@@ -263,9 +276,11 @@ class _Kept:
 
 @dataclass(frozen=True)
 class KeptNames(_Kept):
-    """The attributes of a module or another object, or the globals of a file: each name counts by itself.
+    """The attributes of a module or another object, or the globals of a file: each name counts by
+    itself.
 
-    Names that begin with two underscores do not (torch's `__dynamo_disable`), nor those in `skipped`, nor imports.
+    Names that begin with two underscores do not (torch's `__dynamo_disable`), nor those in
+    `skipped`, nor imports.
     """
 
     owner: Any = None  # whose attributes they are
@@ -306,7 +321,9 @@ class KeptNames(_Kept):
 
 
 class KeptHooks(_Kept):
-    """The hooks of a module: each counts by itself, as a first call may install some (Hugging Face's do)."""
+    """The hooks of a module: each counts by itself, as a first call may install some (Hugging
+    Face's do).
+    """
 
     @override
     def changes(self) -> dict[str, Any]:
@@ -332,14 +349,17 @@ class KeptAttributes(_Kept):
 def _attributes_of(owner: Any) -> dict[str, Any]:
     if isinstance(owner, type):
         return {name: value for name, value in vars(owner).items() if name[:1] != "_"}
-    names = (
-        ["cell_contents"] if isinstance(owner, types.CellType) else copyreg._slotnames(type(owner))
-    )  # type: ignore[attr-defined]
+    if isinstance(owner, types.CellType):
+        names = ["cell_contents"]
+    else:
+        names = copyreg._slotnames(type(owner))  # type: ignore[attr-defined]
     return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
 
 
 class KeptState(_Kept):
-    """A generator of random numbers, of Python, NumPy or torch, or a small array; `before` is its `state_of`."""
+    """A generator of random numbers, of Python, NumPy or torch, or a small array; `before` is its
+    `state_of`.
+    """
 
     @override
     def differs(self) -> bool:
@@ -371,7 +391,9 @@ def state_of(value: Any) -> Any:
 
 @contextmanager
 def restored(kept: Iterable[_Kept]) -> Iterator[dict[str, Any]]:
-    """All is afterwards what it was; the block is given a dict, in which then stands what had changed."""
+    """All is afterwards what it was; the block is given a dict, in which then stands what had
+    changed.
+    """
     changed: dict[str, Any] = {}
     try:
         yield changed
@@ -382,7 +404,9 @@ def restored(kept: Iterable[_Kept]) -> Iterator[dict[str, Any]]:
 
 
 def _raw(value: Any) -> Any:
-    """A container; a dict as what lies in it: a subclass may answer something else (transformers' ACT2FN)."""
+    """A container; a dict as what lies in it: a subclass may answer something else (transformers'
+    ACT2FN).
+    """
     return dict(_dict_of(value).items(value)) if isinstance(value, dict) else value
 
 
@@ -391,7 +415,9 @@ def _dict_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:
 
 
 def changed_names(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> list[Any]:
-    """Names that have another object now, or none, or did not have one. Equal numbers, texts and sizes are the same."""
+    """Names that have another object now, or none, or did not have one. Equal numbers, texts and
+    sizes are the same.
+    """
     return [
         name
         for name in {**old, **new}
@@ -418,8 +444,9 @@ def _put(owner: Any, name: str, value: Any) -> None:
 def kept_in(
     value: Any, place: str, seen: set[int], attribute: Place | None = None, is_noticed: bool = True
 ) -> Iterator[_Kept]:
-    """What is to be kept of what lies at `place`: its fields, its containers, its generators of random numbers, and
-    those inside them, each once. Caches inside of objects, which only fill, are not noticed. `seen` gets their ids, and
+    """What is to be kept of what lies at `place`: its fields, its containers, its generators of
+    random numbers, and those inside them, each once. Caches inside of objects, which only fill, are
+    not noticed. `seen` gets their ids, and
     those of iterators, whose state cannot be kept."""
     waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(value, (), False)]
     while waiting:
@@ -461,7 +488,8 @@ def kept_in(
 
 
 def fields_kept(owner: Any, *functions: Any) -> AbstractContextManager[dict[str, Any]]:
-    """An object's fields, what functions name or hold, containers, generators and small tensors in these: afterwards as
+    """An object's fields, what functions name or hold, containers, generators and small tensors in
+    these: afterwards as
     they were. CaptureError where the functions name an iterator, which cannot go back."""
     seen, names = set[int](), set[str]()
     found = [("", "", getattr(owner, "__dict__", {})), ("", "", type(owner))]
@@ -522,11 +550,13 @@ def _class_values(kind: type) -> dict[str, Any]:
 def attributes_kept(
     module: nn.Module, stored: dict[str, Any], appended: list[Place], seen: set[int]
 ) -> Iterator[None]:
-    """Restore the plain attributes of all submodules; refuse a step that changed any: it would not happen again.
+    """Restore the plain attributes of all submodules; refuse a step that changed any: it would not
+    happen again.
 
-    Containers that are attributes count too, with those inside them, and fields of objects. Where the step stored
-    nothing but numbers, texts, flags and hooks, these go to `stored` instead, by dotted name: it may be what a first
-    call does once (`initialized`). Lists of the module that only grew go to `appended`, what is found to `seen`.
+    Containers that are attributes count too, with those inside them, and fields of objects. Where
+    the step stored nothing but numbers, texts, flags and hooks, these go to `stored` instead, by
+    dotted name: it may be what a first call does once (`initialized`). Lists of the module that
+    only grew go to `appended`, what is found to `seen`.
     """
     # What Lightning and nn.Module keep for themselves changes in every step.
     framework = framework_attributes() - {"_hparams", "training"}
@@ -538,13 +568,15 @@ def attributes_kept(
     for path, child in module.named_modules():
         if id(child) not in metrics:
             before = {name: value for name, value in vars(child).items() if name not in framework}
-            # Those of torch.nn are its own business but for new ones: RNNs keep their weights in a list.
+            # Those of torch.nn are its own business but for new ones: RNNs keep their weights in a
+            # list.
             is_torch = type(child).__module__.startswith("torch.nn.")
             own = frozenset(before if is_torch else ()) - {"training"}
             kept.append(
                 KeptNames(path, vars(child), before, owner=child, skipped=framework, own=own)
             )
-            # Layers and buffers that a first call would install: with them goes a flag, which is put back.
+            # Layers and buffers that a first call would install: with them goes a flag, which is
+            # put back.
             held = {n: v for n, v in vars(child).items() if isinstance(v, dict)}
             kept += [
                 _Kept(f"{path}.{n}".lstrip("."), v, dict(v))
@@ -597,7 +629,9 @@ def changed_attributes(names: Iterable[str]) -> CaptureError:
 
 @contextmanager
 def initialized(stored: Mapping[str, tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Store what a first call of the step stores; taken back when the block fails: it was no initialization."""
+    """Store what a first call of the step stores; taken back when the block fails: it was no
+    initialization.
+    """
     before = [(fields, name, fields.get(name, MISSING)) for fields, name, _ in stored.values()]
     for fields, name, value in stored.values():
         fields[name] = value
@@ -611,11 +645,13 @@ def initialized(stored: Mapping[str, tuple[dict[str, Any], str, Any]]) -> Iterat
 
 @contextmanager
 def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[str, Any]]]:
-    """Restore the globals (which the block is given, by file) and closures of the methods of the module's classes, and
-    of the functions that they name; caches (`functools.lru_cache`) that were filled, with fake tensors, are emptied.
+    """Restore the globals (which the block is given, by file) and closures of the methods of the
+    module's classes, and of the functions that they name; caches (`functools.lru_cache`) that were
+    filled, with fake tensors, are emptied.
 
     Raises:
-        CaptureError: when the step set a global, or changed a container or an object that globals or closures hold.
+        CaptureError: when the step set a global, or changed a container or an object that globals
+            or closures hold.
     """
     kinds = user_classes(module)
     members = [member for kind in kinds for member in vars(kind).values()]
@@ -631,7 +667,8 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
     found = [each for each in every if each[1] in named or isinstance(each[2], _CONTAINERS)]
     found += [each for method in methods for each in _held_by(method)]
     found += [(kind.__name__, "", kind) for kind in kinds]
-    # What threads work on beside the step (a monitor's, a loader's) only where the step sets or fills such attributes.
+    # What threads work on beside the step (a monitor's, a loader's) only where the step sets or
+    # fills such attributes.
     beside = [("trainer.callbacks", "callback", each) for each in getattr(trainer, "callbacks", ())]
     beside += [("trainer.datamodule", "datamodule", getattr(trainer, "datamodule", None))]
     beside += [
@@ -687,7 +724,9 @@ def loaders_of(trainer: Any) -> list[Any]:
 
 @contextmanager
 def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set (owner, name, value) in the block, of a dict its items, or take it away (MISSING); all comes back."""
+    """Set (owner, name, value) in the block, of a dict its items, or take it away (MISSING); all
+    comes back.
+    """
     with ExitStack() as before:
         for owner, name, value in list(patches):
             old = (owner if isinstance(owner, dict) else vars(owner)).get(name, MISSING)

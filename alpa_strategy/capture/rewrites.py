@@ -1,9 +1,12 @@
-"""Ops that capture replaces: mean losses as sum over count, norms with their new statistics as results (see ops.py);
-and, on the finished graph, fused projections (query, key and value; gate and up), split segment by segment.
+"""Ops that capture replaces: mean losses as sum over count, norms with their new statistics as
+results (see ops.py); and, on the finished graph, fused projections (query, key and value; gate and
+up), split segment by segment.
 
-A column-parallel shard of a fused weight must take its share of *every* segment: rows [0, n) of a [3n, k] weight are
-the whole query and nothing of the key. Seen as [3, n, k] the same weight is sharded along n like any other, so
-`segment_fused_linears` gives the parameter that shape in the step (`ParameterInput.module_shape`: the module's own).
+A column-parallel shard of a fused weight must take its share of *every* segment: rows [0, n) of a
+[3n, k] weight are the whole query and nothing of the key. Seen as [3, n, k] the same weight is
+sharded along n like any other, so
+`segment_fused_linears` gives the parameter that shape in the step (`ParameterInput.module_shape`:
+the module's own).
 """
 
 import operator
@@ -38,10 +41,12 @@ def rewrite_loss(
 ) -> ValueRef | None:
     """Sum-and-count form of a cross entropy or NLL loss; None when the call stays as it is.
 
-    Half-precision logits are summed in fp32, as a sum (unlike the mean) may overflow; the result has the call's dtype.
+    Half-precision logits are summed in fp32, as a sum (unlike the mean) may overflow; the result
+    has the call's dtype.
 
     Args:
-        summed_in: dtype of the sum, and of the result, where it is not that of the logits (`Autocast.loss_dtype`).
+        summed_in: dtype of the sum, and of the result, where it is not that of the logits
+            (`Autocast.loss_dtype`).
     """
     is_cross_entropy = target is aten.cross_entropy_loss.default
     if not is_cross_entropy and target not in _NLL:
@@ -92,9 +97,11 @@ def rewrite_loss(
 def rewrite_bags(
     builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ValueRef | None:
-    """`bag_lookup` for an `embedding_bag` whose bags have one length, as nn.EmbeddingBag asks for ids [n, k].
+    """`bag_lookup` for an `embedding_bag` whose bags have one length, as nn.EmbeddingBag asks for
+    ids [n, k].
 
-    Its offsets are then `arange(0, n k, k)`, which nothing in the op's schema says. None: the call stays as it is.
+    Its offsets are then `arange(0, n k, k)`, which nothing in the op's schema says. None: the call
+    stays as it is.
     """
     if node.target not in _BAGS or any(
         u.target is not operator.getitem or (u.args[1] and u.users) for u in node.users
@@ -119,7 +126,9 @@ def rewrite_bags(
 
 
 def without_empty_tensors(builder: Builder, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of a `cat` without tensors of no elements: caches start with those, and their shape fits no rule."""
+    """Arguments of a `cat` without tensors of no elements: caches start with those, and their shape
+    fits no rule.
+    """
     if target not in (aten.cat.default, aten.concat.default):
         return args
     metas = [builder.meta(ref) for ref in args[0]]
@@ -132,7 +141,9 @@ def without_empty_tensors(builder: Builder, target: Any, args: tuple[Any, ...]) 
 def with_traced_dtype(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Any
 ) -> dict[str, Any]:
-    """Keyword arguments of a factory (torch.ones) with its dtype: when the graph runs, the default may be another."""
+    """Keyword arguments of a factory (torch.ones) with its dtype: when the graph runs, the default
+    may be another.
+    """
     given = bound_arguments(target, args, kwargs).get("dtype", "no such argument")
     is_factory = given is None and isinstance(traced, Tensor) and not _refs((args, kwargs))
     return {**kwargs, "dtype": traced.dtype} if is_factory else kwargs
@@ -141,7 +152,8 @@ def with_traced_dtype(
 def emit_from_whole_numbers(
     builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> ValueRef | None:
-    """A call whose operands are all whole numbers or booleans and whose result has the default dtype, as in
+    """A call whose operands are all whole numbers or booleans and whose result has the default
+    dtype, as in
     `num_correct / num_rows`, with the dtype that it was traced with. None: it is no such call.
     """
     metas = [builder.meta(ref) for ref in _refs((args, kwargs))]
@@ -164,7 +176,9 @@ def _refs(tree: Any) -> list[ValueRef]:
 def rewrite_norm(
     builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[ValueRef, ...] | None:
-    """(y,) or (y, new running mean, new running variance) of a norm that updates statistics; None of other calls."""
+    """(y,) or (y, new running mean, new running variance) of a norm that updates statistics; None
+    of other calls.
+    """
     if target not in (aten.batch_norm.default, aten.instance_norm.default):
         return None
     a = bound_arguments(target, args, kwargs)
@@ -192,7 +206,9 @@ _CASTS = (aten.to.dtype, aten._to_copy.default)
 
 
 def segment_fused_linears(step: StepGraph) -> StepGraph:
-    """The same step with every fused linear whose weight (and bias) it alone uses made segmented."""
+    """The same step with every fused linear whose weight (and bias) it alone uses made
+    segmented.
+    """
     pass_ = _FusedLinears(step)
     for index, op in enumerate(step.ops):
         if op.call.target is aten.linear.default and index not in pass_.replaced:
@@ -212,7 +228,9 @@ class _FusedLinears:
         self.replaced: dict[int, Op] = {}
 
     def num_segments(self, index: int) -> int | None:
-        """How many equal segments the output of linear `index` is cut into along its last dim; None: it is not."""
+        """How many equal segments the output of linear `index` is cut into along its last dim;
+        None: it is not.
+        """
         op = self.step.ops[index]
         sources = [self.parameter_chain(value) for value in op.operands[1:]]
         if any(chain is None for chain in sources):
@@ -235,7 +253,9 @@ class _FusedLinears:
         return None
 
     def parameter_chain(self, value: int) -> tuple[int, ...] | None:
-        """Values from a parameter through dtype casts to `value`, each used once; None when it is anything else."""
+        """Values from a parameter through dtype casts to `value`, each used once; None when it is
+        anything else.
+        """
         chain = [value]
         while True:
             if len(self.step.consumers.get(chain[-1], ())) != 1 or chain[-1] in self.step.escaping:
@@ -267,7 +287,8 @@ class _FusedLinears:
         return bool(uses) and value not in self.step.escaping and taken
 
     def segment(self, index: int, num_segments: int) -> None:
-        """Give weight, bias and output of linear `index` their segment dim; splits of the output become unbinds, and
+        """Give weight, bias and output of linear `index` their segment dim; splits of the output
+        become unbinds, and
         an unflatten, whose dim is another now, a reshape."""
         op = self.step.ops[index]
         for value in op.operands[1:]:

@@ -1,7 +1,7 @@
 """Calls of submodules as one graph: what can be planned of a step that itself cannot be captured.
 
-All calls are traced together, so that they are planned together, with their inputs as the batch and their results as
-what leaves the graph; each is then run by its own part of it.
+All calls are traced together, so that they are planned together, with their inputs as the batch and
+their results as what leaves the graph; each is then run by its own part of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,8 @@ class Call:
     path: str
     given: Any  # (args, kwargs), tensors on the meta device; None: of no use
     caller: int | None = (
-        None  # the number of the recorded call that it comes from, None where the step itself makes it
+        # the number of the recorded call that it comes from, None where the step itself makes it
+        None
     )
     # step, output: its part of the graph of several, and what it returns
     step: StepGraph | None = None
@@ -45,7 +46,8 @@ def capture_calls(
     """The graph of all `calls`, without a loss, and the calls with their parts of it.
 
     Raises:
-        CaptureError: one does more than to compute tensors of what it is given. Errors of the user's code pass.
+        CaptureError: one does more than to compute tensors of what it is given. Errors of the
+            user's code pass.
     """
 
     def step(batch: Any) -> dict[str, Any]:
@@ -100,7 +102,9 @@ def capture_calls(
 
 
 def hooks_in(module: nn.Module) -> list[dict[Any, Any]]:
-    """What holds hooks of a module and its parts, now or later: a program of it calls none of them."""
+    """What holds hooks of a module and its parts, now or later: a program of it calls none of
+    them.
+    """
     found = [getattr(each, name) for each in module.modules() for name in MODULE_HOOKS]
     return found + [parameter._backward_hooks or {} for parameter in module.parameters()]
 
@@ -120,7 +124,9 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def plannable(
     module: LightningModule, calls: Sequence[Call], context: Context
 ) -> tuple[list[Call], list[str]]:
-    """Of recorded calls, callers first, the outermost that can be captured; and why others cannot."""
+    """Of recorded calls, callers first, the outermost that can be captured; and why others
+    cannot.
+    """
     chosen: list[Call] = []
     covered: set[int | None] = set()  # chosen, or within one that is
     reasons: list[str] = []

@@ -1,7 +1,9 @@
-"""StepCounter: what a step that is captured sees of batch_idx, global_step, current_epoch and numbers that change.
+"""StepCounter: what a step that is captured sees of batch_idx, global_step, current_epoch and
+numbers that change.
 
-Arithmetic and functions of `math` and NumPy give another one, comparisons become guards, and where it meets a tensor,
-its number becomes an argument of the graph that is computed at every step (ir/guards.py).
+Arithmetic and functions of `math` and NumPy give another one, comparisons become guards, and where
+it meets a tensor, its number becomes an argument of the graph that is computed at every step
+(ir/guards.py).
 """
 
 import math
@@ -24,9 +26,11 @@ from alpa_strategy.ir.user_code import is_said, is_user_file, user_frame
 
 
 class StepCounter:
-    """Stands for a number made of the step's counters. `made`: how; `record` is told of every comparison.
+    """Stands for a number made of the step's counters. `made`: how; `record` is told of every
+    comparison.
 
-    No subclass of int or float: C code takes the number of one unasked (`0.1 * counter`, `steps[counter]`).
+    No subclass of int or float: C code takes the number of one unasked (`0.1 * counter`,
+    `steps[counter]`).
     """
 
     __slots__ = ("made", "record", "value")
@@ -40,7 +44,9 @@ class StepCounter:
         return type(self.value)
 
     def as_number(self) -> float:
-        """The number as it is now: the graph is good for it alone. Not of one that is another at every step."""
+        """The number as it is now: the graph is good for it alone. Not of one that is another at
+        every step.
+        """
         if self.made.counters & {"batch_idx", "global_step"}:
             self.refuse()
         number_of(operator.eq, self, self.value)
@@ -116,7 +122,8 @@ class StepCounter:
 
 
 def number_of(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` where some are StepCounters and the others numbers or tuples of such; a truth is guarded.
+    """`function(*args)` where some are StepCounters and the others numbers or tuples of such; a
+    truth is guarded.
 
     NotImplemented where an argument or the result is nothing that a StepCounter can stand for.
     """
@@ -140,7 +147,8 @@ def number_of(function: Callable[..., Any], *args: Any) -> Any:
 
 
 # Python's operators and roundings give a StepCounter, its comparisons are guards.
-_TWO_SIDED = "ne lt le gt ge add sub mul truediv floordiv mod pow and or xor lshift rshift"  # no one asks for `__rlt__`
+# no one asks for `__rlt__`
+_TWO_SIDED = "ne lt le gt ge add sub mul truediv floordiv mod pow and or xor lshift rshift"
 _ONE_SIDED = {name: getattr(operator, name) for name in ("neg", "pos", "abs", "invert")}
 _ONE_SIDED |= {"round": round, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc}
 for _name in _TWO_SIDED.split():
@@ -171,7 +179,9 @@ def alike(items: Sequence[Any]) -> list[Any]:
 
 
 class NumberType(type):
-    """What stands for Python's `float` or `int` (`kind`) in the user's code: it takes StepCounters too."""
+    """What stands for Python's `float` or `int` (`kind`) in the user's code: it takes StepCounters
+    too.
+    """
 
     kind: type
 
@@ -187,7 +197,8 @@ class NumberType(type):
 
 
 class FunctionsAsked(BaseException):
-    """A plain number is asked of a StepCounter in code with these globals: with functions that take StepCounters in
+    """A plain number is asked of a StepCounter in code with these globals: with functions that take
+    StepCounters in
     them, the trace may come further. No Exception: the user's own handlers are not meant."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
@@ -207,7 +218,9 @@ def made_of(value: Any) -> Any:
 
 
 def as_tensor(value: Any, beside: Sequence[Tensor]) -> Any:
-    """A StepCounter as a 0-d tensor that holds what Python's number does in an op on these tensors; else the value."""
+    """A StepCounter as a 0-d tensor that holds what Python's number does in an op on these tensors;
+    else the value.
+    """
     if type(value) is not StepCounter:
         return value
     wide = (
@@ -224,11 +237,12 @@ _KINDS = {kind.__name__: NumberType(kind.__name__, (), {"kind": kind}) for kind 
 def functions_of_counters(
     namespaces: Iterable[dict[str, Any]],
 ) -> list[tuple[dict[str, Any], str, Any]]:
-    """(namespace, name, function) to be patched in, so that functions of `math` take StepCounters; in `namespaces`,
-    globals of the user's code, also those that were imported from it, and `float` and `int`.
+    """(namespace, name, function) to be patched in, so that functions of `math` take StepCounters;
+    in `namespaces`, globals of the user's code, also those that were imported from it, and `float`
+    and `int`.
 
-    Patched, because these functions are C code that asks for a plain number (`__float__` may return nothing else): a
-    StepCounter cannot answer `math.cos(self.global_step)` by itself.
+    Patched, because these functions are C code that asks for a plain number (`__float__` may return
+    nothing else): a StepCounter cannot answer `math.cos(self.global_step)` by itself.
     """
     builtin = type(math.cos)
     taking = {
@@ -259,14 +273,17 @@ def _taking(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Types of arguments, as schemas name them: `mul.Tensor` and its like take Python's numbers where they say Tensor.
+# Types of arguments, as schemas name them: `mul.Tensor` and its like take Python's numbers where
+# they say Tensor.
 _TAKING_NUMBERS = ("number", "float", "Tensor")
 
 
 class TraceNumbers:
-    """Numbers of one trace that are made of counters: calls are traced with an example, which no other number equals.
+    """Numbers of one trace that are made of counters: calls are traced with an example, which no
+    other number equals.
 
-    Where the example turns up as an argument of an op, the number is put when the trace is complete (`put`).
+    Where the example turns up as an argument of an op, the number is put when the trace is complete
+    (`put`).
     """
 
     def __init__(self) -> None:
@@ -275,7 +292,9 @@ class TraceNumbers:
         self._places: list[tuple[fx.Node, str, SymbolicScalar]] = []  # node, name of its argument
 
     def trace_call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Whether StepCounters among the arguments become arguments of ops, and if so, what the call gives."""
+        """Whether StepCounters among the arguments become arguments of ops, and if so, what the
+        call gives.
+        """
         proxy_mode = get_proxy_mode()
         counters = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is StepCounter]
         if proxy_mode is None:
@@ -335,7 +354,8 @@ class TraceNumbers:
     def _places_in(
         self, nodes: list[fx.Node], given: list[Any]
     ) -> list[tuple[fx.Node, str, SymbolicScalar]] | None:
-        """Where the examples of one call, traced as `nodes`, stand; None if one stands nowhere, or where ops take no
+        """Where the examples of one call, traced as `nodes`, stand; None if one stands nowhere, or
+        where ops take no
         number, or if another number may be made of one."""
         symbols = {symbolic(x.made, x.value) for x in given if type(x) is StepCounter}
         kinds = {type(symbol.example) for symbol in symbols}

@@ -1,7 +1,9 @@
-"""Run the step once on fake tensors and keep the ATen ops that it asked for, before autograd and autocast act on them.
+"""Run the step once on fake tensors and keep the ATen ops that it asked for, before autograd and
+autocast act on them.
 
-`make_fx(pre_dispatch=True)` gives the graph that torch.export gives (linear, layer_norm, ... whole), about five times
-faster. What comes out is an fx graph with in-place ops, grad-mode and autocast markers; `convert` makes the StepGraph.
+`make_fx(pre_dispatch=True)` gives the graph that torch.export gives (linear, layer_norm, ...
+whole), about five times faster. What comes out is an fx graph with in-place ops, grad-mode and
+autocast markers; `convert` makes the StepGraph.
 """
 
 import logging
@@ -63,7 +65,8 @@ class Trace:
 
     module: fx.GraphModule
     inputs: tuple[TracedInput, ...]
-    # {"output", "logs", "metrics", "buffers", "checks", "appended"}, in which ValueRefs number the graph's outputs
+    # {"output", "logs", "metrics", "buffers", "checks", "appended"}, in which ValueRefs number the
+    # graph's outputs
     results: dict[str, Any]
     recording: Recording
     origins: Mapping[fx.Node, tuple[str, str]]
@@ -95,7 +98,9 @@ class StepCall:
 
 
 def trace_step(call: StepCall) -> Trace:
-    """Trace the call; leaves of the batch that are no tensors enter with their values only where the step looks."""
+    """Trace the call; leaves of the batch that are no tensors enter with their values only where
+    the step looks.
+    """
     while True:
         try:
             return traced_with_leaves(call.batch, partial(_trace_once, call))
@@ -116,7 +121,9 @@ def names_by_tensor(module: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:
 
 
 def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
-    """One trace. read: leaves that enter with their values; `seen` gets those that the step looks at besides."""
+    """One trace. read: leaves that enter with their values; `seen` gets those that the step looks
+    at besides.
+    """
     module = call.module
     device = _capture_device(module, call.context)
     leaves, batch_spec = pytree.tree_flatten(call.batch)
@@ -188,7 +195,8 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             e.value: (e.name, names[e.value][0]) for e in inputs if isinstance(e, BufferInput)
         }
         known = ConstantValues(buffers, record.numbers.is_symbolic)
-        # "real": the inputs are fake already. Pre-dispatch: above autograd and autocast, so linear stays one op.
+        # "real": the inputs are fake already. Pre-dispatch: above autograd and autocast, so linear
+        # stays one op.
         module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
         check_no_collectives(module_graph.graph, origins)
         # After the trace: while it runs, ops must see plain numbers.
@@ -224,7 +232,9 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
 
 
 def _check_added(module: LightningModule, batch: Any, after: Any) -> None:
-    """CaptureError where the step puts into its batch what a hook asks for: hooks get the batch as it was loaded."""
+    """CaptureError where the step puts into its batch what a hook asks for: hooks get the batch as
+    it was loaded.
+    """
     added = after.keys() - batch.keys() if isinstance(batch, dict) else set()
     users = (module, *getattr(module._trainer, "callbacks", ()))
     for user in users if added else ():
@@ -243,7 +253,9 @@ def _fake_inputs(
     rows_flags: tuple[bool, ...],
     device: torch.device,
 ) -> tuple[list[TracedInput], list[Tensor]]:
-    """What the traced function takes: parameters and buffers as `names` has them, then the batch's tensors."""
+    """What the traced function takes: parameters and buffers as `names` has them, then the batch's
+    tensors.
+    """
     inputs: list[TracedInput] = []
     fakes: list[Tensor] = []
     for tensor, tensor_names in names:
@@ -279,7 +291,9 @@ def _fake_inputs(
 
 
 def _placeholder(outputs: list[Tensor], leaf: Any) -> Any:
-    """What stands in the structure of results for one of its leaves; a tensor becomes the next of the outputs."""
+    """What stands in the structure of results for one of its leaves; a tensor becomes the next of
+    the outputs.
+    """
     if (index := index_of(leaf)) is not None:
         return LeafRef(index)
     if type(leaf) is StepCounter:
@@ -291,7 +305,9 @@ def _placeholder(outputs: list[Tensor], leaf: Any) -> Any:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's strides; contiguous ones for a parameter that has only its shape (one element, expanded)."""
+    """The tensor's strides; contiguous ones for a parameter that has only its shape (one element,
+    expanded).
+    """
     if 0 in tensor.stride() and tensor.numel() > 1:
         return torch.empty(tensor.shape, device="meta").stride()
     return tensor.stride()
@@ -306,7 +322,8 @@ def _held(module: nn.Module, inputs: list[TracedInput]) -> dict[str, Any]:
 def _reassigned_buffers(
     before: dict[str, Any], after: dict[str, Any], inputs: list[TracedInput]
 ) -> dict[str, Tensor]:
-    """Buffers that the step replaced by another tensor (`self.buffer = ...`), of what the module had `before` it.
+    """Buffers that the step replaced by another tensor (`self.buffer = ...`), of what the module
+    had `before` it.
     CaptureError for parameters, and for what the buffer's memory cannot take."""
     buffers = {entry.name for entry in inputs if isinstance(entry, BufferInput)}
     replaced = {name: tensor for name, tensor in after.items() if tensor is not before[name]}
@@ -327,7 +344,8 @@ def _reassigned_buffers(
 def _capture_device(
     module: nn.Module, context: Callable[[], AbstractContextManager[Any]]
 ) -> torch.device:
-    """Device of the parameters if it is an accelerator; a GPU for parameters elsewhere if `context` casts for GPUs.
+    """Device of the parameters if it is an accelerator; a GPU for parameters elsewhere if `context`
+    casts for GPUs.
 
     Else CPU. Tracing allocates nothing on it.
     """
@@ -341,7 +359,9 @@ def _capture_device(
 
 
 def likely_rows(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Where nobody knows: the leaves that have the size(0) that most of them share, the first leaf's among equals."""
+    """Where nobody knows: the leaves that have the size(0) that most of them share, the first
+    leaf's among equals.
+    """
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sizes = [leaf.size(0) for leaf in tensors if leaf.ndim >= 1]
     most = max(
@@ -364,7 +384,9 @@ def _batch_size(leaves: list[Any], rows_flags: tuple[bool, ...]) -> int:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Restore all generators; refuse a step that draws from Python's or NumPy's, whose numbers capture would freeze."""
+    """Restore all generators; refuse a step that draws from Python's or NumPy's, whose numbers
+    capture would freeze.
+    """
     refused = {"random": random.random.__self__, "numpy.random": np.random.rand.__self__}  # type: ignore[attr-defined]
     kept = [KeptState(name, each, state_of(each)) for name, each in refused.items()]
     of_torch = torch.default_generator
@@ -381,7 +403,9 @@ def generators_kept() -> Iterator[None]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """What the user compiled (`torch.compile`) runs as it is written: the graph that is captured replaces it."""
+    """What the user compiled (`torch.compile`) runs as it is written: the graph that is captured
+    replaces it.
+    """
     if (
         "torch._dynamo" not in sys.modules
     ):  # so nothing was compiled, and importing it takes seconds
@@ -416,7 +440,9 @@ _CLEARER = {
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Turn what tracing cannot follow into a CaptureError with the user's line; other errors stay the user's own."""
+    """Turn what tracing cannot follow into a CaptureError with the user's line; other errors stay
+    the user's own.
+    """
     try:
         yield
     except DataDependentOutputException as error:

@@ -30,7 +30,9 @@ _DATA, _SET_DATA = _OF_DATA.__get__, _OF_DATA.__set__  # what they give is no te
 
 
 class TracerMode(TorchFunctionMode):
-    """Notes for every traced node which submodule and which user line asked for it; refuses what must not be traced."""
+    """Notes for every traced node which submodule and which user line asked for it; refuses what
+    must not be traced.
+    """
 
     def __init__(
         self,
@@ -60,7 +62,8 @@ class TracerMode(TorchFunctionMode):
         return answer
 
     def __enter__(self) -> "TracerMode":
-        # `if mask.any()` inside torch's own Python code asks here too; the mode sees the user's calls only.
+        # `if mask.any()` inside torch's own Python code asks here too; the mode sees the user's
+        # calls only.
         Tensor.__bool__ = lambda tensor: self._truth(tensor)  # type: ignore
         Tensor.requires_grad = property(_FLAG.__get__, _set_flag)  # type: ignore
         self.hooks = (
@@ -120,7 +123,9 @@ class TracerMode(TorchFunctionMode):
         return result
 
     def _with_counters(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """The call with examples in place of StepCounters; with their values where the op takes no such number."""
+        """The call with examples in place of StepCounters; with their values where the op takes no
+        such number.
+        """
 
         def again(func: Any, *args: Any, **kwargs: Any) -> Any:
             return self.__torch_function__(func, types, args, kwargs)
@@ -184,7 +189,9 @@ class TracerMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Fake tensors of a device that this build does not have would end the process when autograd sees them."""
+        """Fake tensors of a device that this build does not have would end the process when
+        autograd sees them.
+        """
         given = (
             kwargs.get("device"),
             *(a for a in args if func is Tensor.to or isinstance(a, torch.device)),
@@ -201,13 +208,17 @@ class TracerMode(TorchFunctionMode):
 
 
 def _forget_constants(result: Any) -> None:
-    """That tensors are made of constants: here of examples, which `torch.tensor(step / 10).item()` would give."""
+    """That tensors are made of constants: here of examples, which `torch.tensor(step / 10).item()`
+    would give.
+    """
     proxy_mode = get_proxy_mode()
-    for made in pytree.tree_leaves(result) if proxy_mode is not None else ():
-        if (
-            isinstance(made, FakeTensor)
-            and (slot := get_proxy_slot(made, proxy_mode.tracer, None)) is not None
-        ):  # type: ignore[union-attr]
+    if proxy_mode is None:
+        return
+    for made in pytree.tree_leaves(result):
+        if not isinstance(made, FakeTensor):
+            continue
+        slot = get_proxy_slot(made, proxy_mode.tracer, None)
+        if slot is not None:
             made.constant = slot.constant = None
 
 
@@ -227,7 +238,9 @@ def _set_flag(tensor: Tensor, value: bool) -> None:
 def _refuse_functions_of_functions(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """torch.cond, scan, while_loop and their like: what they do inside is a graph of its own, where no layout goes."""
+    """torch.cond, scan, while_loop and their like: what they do inside is a graph of its own, where
+    no layout goes.
+    """
     given = (*args, *kwargs.values())
     if isinstance(func, torch._ops.HigherOrderOperator) and any(
         callable(a) and not isinstance(a, type) for a in given

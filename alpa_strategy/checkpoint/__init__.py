@@ -1,1 +1,3 @@
-"""Sharded checkpoints: written by all ranks through torch.distributed.checkpoint, readable under any other plan."""
+"""Sharded checkpoints: written by all ranks through torch.distributed.checkpoint, readable under
+any other plan.
+"""

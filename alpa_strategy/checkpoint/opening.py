@@ -1,9 +1,9 @@
-"""Reading a checkpoint, a directory of shards or an ordinary file, whoever has written it: tensors come from disk when
-they are used, and nothing that a stranger has put there is run.
+"""Reading a checkpoint, a directory of shards or an ordinary file, whoever has written it: tensors
+come from disk when they are used, and nothing that a stranger has put there is run.
 
-A directory's `.metadata` is a pickle, and DCP's own reader (`torch.distributed.checkpoint`) unpickles it without
-restriction, also where the rest is read with `weights_only=True`. Here only the few classes that such a file is made of
-are found, and it may only name files of its own folder.
+A directory's `.metadata` is a pickle, and DCP's own reader (`torch.distributed.checkpoint`)
+unpickles it without restriction, also where the rest is read with `weights_only=True`. Here only
+the few classes that such a file is made of are found, and it may only name files of its own folder.
 """
 
 import hashlib
@@ -37,7 +37,8 @@ from alpa_strategy.files import is_possible, read_json
 def open_checkpoint(path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
     """A Lightning checkpoint whose tensors stay on disk until they are used.
 
-    Tensors of a sharded checkpoint are `StoredTensor`s, those of an ordinary file are memory-mapped.
+    Tensors of a sharded checkpoint are `StoredTensor`s, those of an ordinary file are
+    memory-mapped.
 
     Args:
         weights_only: as of `torch.load`, for everything but the tensors of a sharded checkpoint.
@@ -94,7 +95,9 @@ _PARTS: dict[str, type] = {
 
 
 def checked(checkpoint: Any, path: Path) -> dict[str, Any]:
-    """`checkpoint` if it has the parts of a Lightning checkpoint, each of its kind, else a CheckpointError."""
+    """`checkpoint` if it has the parts of a Lightning checkpoint, each of its kind, else a
+    CheckpointError.
+    """
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(
             f"{path} has no `state_dict`: it is no checkpoint of Lightning", "load another one"
@@ -114,7 +117,9 @@ def checked(checkpoint: Any, path: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context: whatever a damaged or foreign checkpoint makes of reading it is a CheckpointError."""
+    """Context: whatever a damaged or foreign checkpoint makes of reading it is a
+    CheckpointError.
+    """
     try:
         yield
     except CheckpointError:
@@ -127,7 +132,8 @@ def reading(path: Path) -> Iterator[None]:
             f"the checkpoint {path} holds more than tensors and plain values, or is damaged: {said}",
             "if you trust who wrote it, read it with weights_only=False (`alpa export --trust`)",
         ) from error
-    # What a damaged file's instructions build fails in any way: it is not what their arguments want.
+    # What a damaged file's instructions build fails in any way: it is not what their arguments
+    # want.
     except Exception as error:
         said = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CheckpointError(
@@ -148,7 +154,8 @@ def _check_complete(path: Path) -> dict[str, int]:
     """CheckpointError unless the directory `path` holds a complete checkpoint of this format.
 
     Returns:
-        The checksums of what its files hold, by `place_of`; none in checkpoints of before there were any.
+        The checksums of what its files hold, by `place_of`; none in checkpoints of before there
+        were any.
     """
     try:
         marker = read_json(path / COMPLETE)
@@ -193,7 +200,8 @@ def place_of(info: _StorageInfo) -> str:
 
 
 def checksum(file: Any, info: _StorageInfo) -> int:
-    """CRC-32 of bytes of an open file: against bytes that have changed or files that were mixed up; whoever means to
+    """CRC-32 of bytes of an open file: against bytes that have changed or files that were mixed up;
+    whoever means to
     change a checkpoint can change its checksums, too."""
     file.seek(info.offset)
     crc, length = 0, info.length
@@ -212,13 +220,17 @@ def _check_sum(file: Any, info: _StorageInfo, sums: Mapping[str, int]) -> None:
 
 
 def beside(target: Path, purpose: str) -> Path:
-    """The hidden place of a checkpoint that is being saved, replaced or removed: the same on every rank."""
+    """The hidden place of a checkpoint that is being saved, replaced or removed: the same on every
+    rank.
+    """
     digest = hashlib.sha256(str(target).encode()).hexdigest()[:16]
     return target.parent / f".alpa.{digest}.{purpose}"
 
 
 def restore_interrupted(target: Path) -> None:
-    """Finish what a save left undone between its two renames (file systems without the exchange)."""
+    """Finish what a save left undone between its two renames (file systems without the
+    exchange).
+    """
     if os.path.lexists(target):
         return
     for candidate in (beside(target, "saving"), beside(target, "replaced")):
@@ -232,7 +244,9 @@ def restore_interrupted(target: Path) -> None:
 
 
 def _stored_tensors(path: Path, sums: Mapping[str, int]) -> dict[str, StoredTensor]:
-    """Key -> tensor, of all that a complete checkpoint directory holds. Each process reads for itself."""
+    """Key -> tensor, of all that a complete checkpoint directory holds. Each process reads for
+    itself.
+    """
     reader = RestrictedReader(path, sums)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -306,7 +320,8 @@ class RestrictedReader(dcp.FileSystemReader):
         """What is stored where.
 
         Raises:
-            CheckpointError: the file cannot be read, holds anything else, or points out of its folder.
+            CheckpointError: the file cannot be read, holds anything else, or points out of its
+                folder.
         """
         path = self._folder / METADATA
         with reading(path), path.open("rb") as file:
@@ -341,7 +356,8 @@ def _check(metadata: Any, path: Path) -> None:
 def _is_covered(
     key: Any, tensor: TensorStorageMetadata, stored: Mapping[Any, _StorageInfo]
 ) -> bool:
-    """Whether its chunks are as many elements as it has, and the files' bytes as many as theirs: what no file holds
+    """Whether its chunks are as many elements as it has, and the files' bytes as many as theirs:
+    what no file holds
     would be memory as it was found, or more of it than there is."""
     numels = [math.prod(chunk.sizes) for chunk in tensor.chunks]
     infos = [stored.get(MetadataIndex(key, chunk.offsets)) for chunk in tensor.chunks]

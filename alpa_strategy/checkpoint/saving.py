@@ -1,9 +1,12 @@
-"""Writing checkpoints: `CheckpointWriter`, the one that a job's sharded checkpoints go through, at once or in the
-background; and `export_checkpoint`: one as an ordinary Lightning file, as a plain Trainer on one device writes it.
+"""Writing checkpoints: `CheckpointWriter`, the one that a job's sharded checkpoints go through, at
+once or in the background; and `export_checkpoint`: one as an ordinary Lightning file, as a plain
+Trainer on one device writes it.
 
-A sharded checkpoint is a directory that all ranks write through `torch.distributed.checkpoint` (DCP), beside its place
-under a hidden name. It takes its place when everything is on disk: a reader sees the whole old checkpoint or the whole
-new one. Nothing that lists a folder (`ckpt_path="last"`, SLURM's `hpc_ckpt_*`) takes the hidden name for a checkpoint.
+A sharded checkpoint is a directory that all ranks write through `torch.distributed.checkpoint`
+(DCP), beside its place
+under a hidden name. It takes its place when everything is on disk: a reader sees the whole old
+checkpoint or the whole new one. Nothing that lists a folder (`ckpt_path="last"`, SLURM's
+`hpc_ckpt_*`) takes the hidden name for a checkpoint.
 """
 
 import ctypes
@@ -45,7 +48,8 @@ class CheckpointWriter:
     """Writes and removes sharded checkpoints, in the order in which it is asked to.
 
     Args:
-        group: process group of the whole job with a CPU backend, used by nothing else; None for one process.
+        group: process group of the whole job with a CPU backend, used by nothing else; None for one
+            process.
         is_rank_zero: whether this process removes checkpoints.
     """
 
@@ -59,7 +63,8 @@ class CheckpointWriter:
         """Write `checkpoint` to `path`. Collective; all ranks write their `LocalShards` in it.
 
         Args:
-            in_background: return when this rank's tensors are copied; waits for the save before this one.
+            in_background: return when this rank's tensors are copied; waits for the save before
+                this one.
 
         Raises:
             CheckpointError: on every rank; in the background, from the next call of a method.
@@ -75,7 +80,9 @@ class CheckpointWriter:
         self._background.run(lambda: save_directory(target, copies, content, self._group))
 
     def remove(self, path: str | Path) -> None:
-        """Remove a checkpoint; after the save that is under way, and not if that fails (it may be the last one)."""
+        """Remove a checkpoint; after the save that is under way, and not if that fails (it may be
+        the last one).
+        """
         if not self._is_rank_zero:
             return
         target = _local_path(path)
@@ -107,20 +114,23 @@ def _copied(held: LocalShards) -> LocalShards:
 
 
 def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool = True) -> Path:
-    """Write the checkpoint `source` (sharded, or ordinary already) as one ordinary file; needs no other process.
+    """Write the checkpoint `source` (sharded, or ordinary already) as one ordinary file; needs no
+    other process.
 
-    Its `state_dict` is what the plain module loads, its optimizer state has PyTorch's usual layout. Tensors go through
-    temporary files beside `target`, not through memory. The file appears under its name when it is complete.
+    Its `state_dict` is what the plain module loads, its optimizer state has PyTorch's usual layout.
+    Tensors go through temporary files beside `target`, not through memory. The file appears under
+    its name when it is complete.
 
     Args:
-        weights_only: tensors and plain values only. False runs what is pickled in it (objects among hyper-parameters):
-            for checkpoints of people you trust.
+        weights_only: tensors and plain values only. False runs what is pickled in it (objects among
+            hyper-parameters): for checkpoints of people you trust.
 
     Returns:
         The path written.
 
     Raises:
-        CheckpointError: `source` is no complete checkpoint, or `target` is a directory or cannot be written.
+        CheckpointError: `source` is no complete checkpoint, or `target` is a directory or cannot be
+            written.
     """
     target = Path(target).absolute()
     if not is_possible(target) or target.is_dir():
@@ -140,7 +150,9 @@ def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool
 
 
 def _mapped_tensors(checkpoint: Any, folder: Path) -> Any:
-    """The checkpoint with its stored tensors in memory-mapped files, whose memory is given back with the tensors."""
+    """The checkpoint with its stored tensors in memory-mapped files, whose memory is given back
+    with the tensors.
+    """
     whole: dict[str, Tensor] = {}
 
     def mapped(stored: StoredTensor) -> Tensor:
@@ -176,7 +188,8 @@ def save_directory(
         group: process group with a CPU backend; None: this process alone.
 
     Raises:
-        CheckpointError: on every rank, when any rank could not write its part; `path` is as it was then.
+        CheckpointError: on every rank, when any rank could not write its part; `path` is as it was
+            then.
     """
     writer = _Writer(path, rest)
     try:
@@ -201,7 +214,8 @@ def save_directory(
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes beside the checkpoint's place; rank 0 puts the whole of it in place after all ranks have written.
+    """Writes beside the checkpoint's place; rank 0 puts the whole of it in place after all ranks
+    have written.
 
     Its steps run where DCP hands errors of one rank to all.
     """
@@ -214,7 +228,9 @@ class _Writer(dcp.FileSystemWriter):
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Around writing. Where it fails, whoever comes here removes what nobody will complete any more."""
+        """Around writing. Where it fails, whoever comes here removes what nobody will complete any
+        more.
+        """
         _LOCKS[self._staging] = None
         try:
             yield
@@ -256,7 +272,8 @@ class _Writer(dcp.FileSystemWriter):
         sums = {
             opening.place_of(result.storage_data): crc for rank in results for result, crc in rank
         }
-        # CheckpointError where a file that a rank has written is not here. The marker comes after all files.
+        # CheckpointError where a file that a rank has written is not here. The marker comes after
+        # all files.
         opening.check_files(
             self._staging, dict.fromkeys((REST, *(place.partition("@")[0] for place in sums)), -1)
         )
@@ -280,14 +297,18 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def discard_unfinished() -> None:
-    """Remove what this process is in the middle of writing, unless it is rank 0's business, which is still alive."""
+    """Remove what this process is in the middle of writing, unless it is rank 0's business, which
+    is still alive.
+    """
     for staging in list(_LOCKS):
         _unlock(staging)
         _delete_abandoned(staging.parent)
 
 
 def _delete_abandoned(folder: Path) -> None:
-    """Remove partial checkpoints of jobs whose rank 0 is gone: nobody holds their locks any more."""
+    """Remove partial checkpoints of jobs whose rank 0 is gone: nobody holds their locks any
+    more.
+    """
     for staging in folder.glob(".alpa.*.saving"):
         if (
             staging.is_dir()
@@ -306,7 +327,9 @@ def _unlock(staging: Path) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor with the folder's lock, None where another process has it or the file system has no locks."""
+    """A descriptor with the folder's lock, None where another process has it or the file system has
+    no locks.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -337,7 +360,9 @@ def _check_replaceable(target: Path) -> None:
 
 
 def _put_in_place(staging: Path, target: Path) -> None:
-    """Let the complete `staging` be `target`, in the place of what may be there. See `restore_interrupted`."""
+    """Let the complete `staging` be `target`, in the place of what may be there. See
+    `restore_interrupted`.
+    """
     if not os.path.lexists(target):
         os.rename(staging, target)
     elif not _exchange(

@@ -1,8 +1,9 @@
-"""The state of a sharded training, parameters and the optimizer's, between whole tensors (before and after it, in
-checkpoints) and the parts that this rank holds of them.
+"""The state of a sharded training, parameters and the optimizer's, between whole tensors (before
+and after it, in checkpoints) and the parts that this rank holds of them.
 
-The optimizer object, its groups and its parameters stay the same; only the tensors of `state` that have a parameter's
-shape are cut or gathered. Every rank keeps the state of its own stages' parameters; a checkpoint holds all of it.
+The optimizer object, its groups and its parameters stay the same; only the tensors of `state` that
+have a parameter's shape are cut or gathered. Every rank keeps the state of its own stages'
+parameters; a checkpoint holds all of it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,10 +24,11 @@ Place = Callable[
 
 
 def shards_to_write(store: ParameterStore) -> Callable[[nn.Parameter, Tensor], LocalShards]:
-    """Says what this rank writes of a tensor that lies as a parameter does (the parameter itself, a moment of it).
+    """Says what this rank writes of a tensor that lies as a parameter does (the parameter itself, a
+    moment of it).
 
-    Of the ranks that hold the same part, each writes about as many bytes as the others. Every rank goes through all
-    parameters in the same order, so that all come to the same shares.
+    Of the ranks that hold the same part, each writes about as many bytes as the others. Every rank
+    goes through all parameters in the same order, so that all come to the same shares.
     """
     loads: dict[
         int, list[int]
@@ -52,7 +54,9 @@ def shards_to_write(store: ParameterStore) -> Callable[[nn.Parameter, Tensor], L
 
 
 def module_state(module: nn.Module, store: ParameterStore) -> dict[str, Any]:
-    """`module.state_dict()` with `LocalShards` in the place of parameters, whatever the module makes of its names."""
+    """`module.state_dict()` with `LocalShards` in the place of parameters, whatever the module
+    makes of its names.
+    """
     shards = shards_to_write(store)
     with standing_in(
         module, {p: shards(p, p.detach()) for p in module.parameters()}
@@ -64,7 +68,8 @@ def module_state(module: nn.Module, store: ParameterStore) -> dict[str, Any]:
 
 
 def load_parameters(state_dict: Mapping[str, Tensor], store: ParameterStore) -> None:
-    """Read this rank's part of the parameters that `state_dict` names into `store`. No communication.
+    """Read this rank's part of the parameters that `state_dict` names into `store`. No
+    communication.
 
     Args:
         state_dict: names among those of `store`'s parameters -> whole tensor, on disk
@@ -88,10 +93,12 @@ def load_parameters(state_dict: Mapping[str, Tensor], store: ParameterStore) -> 
 def load_others(
     module: nn.Module, state_dict: Mapping[str, Tensor], store: ParameterStore, strict: bool
 ) -> None:
-    """`module.load_state_dict(state_dict, strict)`, without the values of the parameters in `store`.
+    """`module.load_state_dict(state_dict, strict)`, without the values of the parameters in
+    `store`.
 
     Raises:
-        RuntimeError: as torch does, when `strict` and a name is missing or surplus, or a shape another one.
+        RuntimeError: as torch does, when `strict` and a name is missing or surplus, or a shape
+            another one.
     """
     shapes = {
         p: torch.empty(store.whole_shape(p), device="meta")
@@ -119,7 +126,8 @@ def load_others(
 def restore_state(
     optimizer: Optimizer, stored: Mapping[int, Mapping[str, Any]], store: ParameterStore
 ) -> None:
-    """Read this rank's part of the optimizer's state, by number of the parameter; its groups stay as they are.
+    """Read this rank's part of the optimizer's state, by number of the parameter; its groups stay
+    as they are.
 
     Args:
         stored: as in a plain optimizer's state dict, with whole tensors on disk or in memory.
@@ -148,7 +156,9 @@ def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
 def shard_state(
     optimizer: Optimizer, store: ParameterStore, values: Callable[[Tensor], Tensor]
 ) -> None:
-    """Keep this rank's part of every state tensor (`values` gives the whole of one), nothing of what it lacks."""
+    """Keep this rank's part of every state tensor (`values` gives the whole of one), nothing of
+    what it lacks.
+    """
     for parameter in parameters_of(optimizer):
         if parameter not in optimizer.state:
             continue
@@ -178,8 +188,9 @@ def state_dict_with(optimizer: Optimizer, store: ParameterStore, place: Place) -
     """`optimizer.state_dict()` of all stages' parameters, on every rank. Collective.
 
     Args:
-        place: gives what stands for a tensor that lies as its parameter does; outside of the stage that owns the
-            parameter it gets an empty one. It is called in the same order on all ranks.
+        place: gives what stands for a tensor that lies as its parameter does; outside of the stage
+            that owns the parameter it gets an empty one. It is called in the same order on all
+            ranks.
     """
     result = optimizer.state_dict()
     numbers = numbers_of(optimizer, result)
@@ -205,7 +216,9 @@ def numbers_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[nn.Para
 def _states(
     optimizer: Optimizer, store: ParameterStore, place: Place
 ) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-    """(parameter, its state with `place`d tensors) of all that have one, one after the other on all ranks together."""
+    """(parameter, its state with `place`d tensors) of all that have one, one after the other on all
+    ranks together.
+    """
     states = {p: optimizer.state[p] for p in parameters_of(optimizer) if p in optimizer.state}
     said = store.said_by_owners(
         {p: {k: _described(v, p) for k, v in state.items()} for p, state in states.items()}
@@ -226,8 +239,10 @@ def _states(
 
 
 def _described(value: Any, parameter: nn.Parameter) -> tuple[Any, bool, bool]:
-    """For other ranks: a tensor of state with dims, without values; or anything else, which is the same on all ranks
-    (step counters travel on the host). Whether it is cut as the parameter is, and whether it is on the device."""
+    """For other ranks: a tensor of state with dims, without values; or anything else, which is the
+    same on all ranks
+    (step counters travel on the host). Whether it is cut as the parameter is, and whether it is on
+    the device."""
     if not isinstance(value, Tensor):
         return value, False, False
     lies = torch.empty(value.shape, dtype=value.dtype, device="meta")

@@ -1,7 +1,8 @@
-"""A checkpoint's tensors that are not in memory as a whole: what this process holds of one, and one that is on disk.
+"""A checkpoint's tensors that are not in memory as a whole: what this process holds of one, and one
+that is on disk.
 
-Both have the whole tensor's shape and dtype, and stand in a Lightning checkpoint (nested dicts, lists and tuples) like
-any other; here they are taken out of it and put back.
+Both have the whole tensor's shape and dtype, and stand in a Lightning checkpoint (nested dicts,
+lists and tuples) like any other; here they are taken out of it and put back.
 """
 
 import io
@@ -56,7 +57,8 @@ class LocalShards(_Elsewhere):
             'let hooks only choose or rename entries of a checkpoint, or use AlpaStrategy(checkpoint="single")',
         )
 
-    # What `torch.distributed.checkpoint` asks of tensors that a process has in pieces (`_checkpointable.py`).
+    # What `torch.distributed.checkpoint` asks of tensors that a process has in pieces
+    # (`_checkpointable.py`).
 
     def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -84,7 +86,9 @@ class LocalShards(_Elsewhere):
 
 
 class StoredTensor(_Elsewhere):
-    """A tensor of a checkpoint on disk. Computing with it reads it whole, `fill` reads parts of it."""
+    """A tensor of a checkpoint on disk. Computing with it reads it whole, `fill` reads parts of
+    it.
+    """
 
     failure: CheckpointError | None = (
         None  # why it could not be read: `Module.load_state_dict` makes a text of errors
@@ -97,7 +101,9 @@ class StoredTensor(_Elsewhere):
         key: str,
         fill: Callable[[str, LocalShards], None],
     ) -> None:
-        """`fill(key, shards)` reads into the shards' memory what they cover of the stored tensor `key`."""
+        """`fill(key, shards)` reads into the shards' memory what they cover of the stored tensor
+        `key`.
+        """
         self.key, self._fill = key, fill
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
@@ -141,9 +147,11 @@ Path = tuple[str | int, ...]
 
 
 def take_shards(checkpoint: Any) -> tuple[Any, dict[Path, str], dict[str, LocalShards]]:
-    """`checkpoint` with None in the place of every `LocalShards`, where each of them was (its key), and key -> shards.
+    """`checkpoint` with None in the place of every `LocalShards`, where each of them was (its key),
+    and key -> shards.
 
-    One object in several places (a tied weight) has one key. A tensor without elements stays where it is.
+    One object in several places (a tied weight) has one key. A tensor without elements stays where
+    it is.
     """
     places: dict[Path, str] = {}
     shards: dict[str, LocalShards] = {}
@@ -179,7 +187,9 @@ def to_bytes(rest: Any, places: Mapping[Path, str]) -> bytes | Exception:
 
 
 def from_file(path: Any, weights_only: bool | None, tensors: Mapping[str, Tensor]) -> Any:
-    """What `to_bytes` stored, as `torch.load(..., weights_only)` reads it, with `tensors` by key where shards were."""
+    """What `to_bytes` stored, as `torch.load(..., weights_only)` reads it, with `tensors` by key
+    where shards were.
+    """
     stored = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
     for place, key in stored["places"]:
         owner = stored["rest"]

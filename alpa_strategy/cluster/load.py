@@ -20,7 +20,8 @@ from alpa_strategy.files import CLUSTERS, find_named, read_yaml, shipped_names
 def read_cluster_yaml(
     path: str | Path, overrides: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], str]:
-    """The plain content of a cluster file and the name to call it by in messages; see `ClusterSpec.load`.
+    """The plain content of a cluster file and the name to call it by in messages; see
+    `ClusterSpec.load`.
 
     Raises:
         ClusterError: no such file, or not a YAML mapping.
@@ -32,7 +33,8 @@ def read_cluster_yaml(
     try:
         content = read_yaml(file)
         for key, value in (overrides or {}).items():
-            # text is read as OmegaConf reads a file, so that 3e9 is a number on the command line too
+            # text is read as OmegaConf reads a file, so that 3e9 is a number on the command line
+            # too
             parsed = OmegaConf.from_dotlist([f"{key}={value}"]) if isinstance(value, str) else None
             OmegaConf.update(
                 content, key, value if parsed is None else OmegaConf.select(parsed, key)
@@ -50,7 +52,8 @@ def read_cluster_yaml(
     return {str(key): value for key, value in data.items()}, str(file)
 
 
-# Of a number in a cluster file: beyond, costs that are made of several are no numbers, and tables of them no tables.
+# Of a number in a cluster file: beyond, costs that are made of several are no numbers, and tables
+# of them no tables.
 SMALLEST, LARGEST = 1e-15, 1e24
 MAX_DEVICES = 1 << 20
 
@@ -61,7 +64,9 @@ def _is_finite(value: Any) -> bool:
 
 
 class Fields:
-    """One mapping of a cluster description, read field by field; every error names the file and the field."""
+    """One mapping of a cluster description, read field by field; every error names the file and the
+    field.
+    """
 
     def __init__(self, data: Any, known: tuple[str, ...], file: str, prefix: str = "") -> None:
         self.file, self.prefix = file, prefix
@@ -89,7 +94,9 @@ class Fields:
         return self.data[key]
 
     def valid(self, key: str, value: Any, holds: bool, expected: str) -> Any:
-        """The value of a field, of which `holds` says whether it can be; `expected` is what the error says to write."""
+        """The value of a field, of which `holds` says whether it can be; `expected` is what the
+        error says to write.
+        """
         if not holds:
             raise self._error(self.prefix + key, f"is {value!r:.80}", f"write {expected}")
         return value

@@ -1,7 +1,9 @@
-"""ClusterSpec: the nodes, devices and links that a plan is made for. Declared in YAML or measured; no process groups.
+"""ClusterSpec: the nodes, devices and links that a plan is made for. Declared in YAML or measured;
+no process groups.
 
-A logical mesh lays the same devices out as a 1-D or 2-D grid in row-major order: the last mesh axis runs over
-neighbouring devices. What a collective costs on an axis follows from the links that it crosses, or measured tables.
+A logical mesh lays the same devices out as a 1-D or 2-D grid in row-major order: the last mesh axis
+runs over neighbouring devices. What a collective costs on an axis follows from the links that it
+crosses, or measured tables.
 """
 
 import hashlib
@@ -49,12 +51,13 @@ class DeviceSpec:
     efficiency: float = (
         1.0  # the share of peak that large matrix products reach (measurement or experience, 0..1)
     )
-    # how much longer an op takes while all devices of the job compute than while one does (>= 1; ranks that share CPU
-    # cores). The other figures are those of one device alone.
+    # how much longer an op takes while all devices of the job compute than while one does (>= 1;
+    # ranks that share CPU cores). The other figures are those of one device alone.
     slowdown: float = 1.0
     # efficiency of kinds of products (`PRODUCT_KINDS`) by dtype, where it is another
     efficiencies: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
-    compute_units: int = 0  # processors among which a product's tiles are dealt out (SMs), 0: tiles are not looked at
+    # processors among which a product's tiles are dealt out (SMs), 0: tiles are not looked at
+    compute_units: int = 0
 
     @property
     def is_cpu(self) -> bool:
@@ -70,10 +73,13 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class Host:
-    """A node's host memory, where parameters with their optimizer's state, and activations, may lie."""
+    """A node's host memory, where parameters with their optimizer's state, and activations, may
+    lie.
+    """
 
     link_bandwidth: float  # bytes/s per direction of each device's way to it (PCIe, NVLink-C2C)
-    # memory_bytes, memory_bandwidth: what may be used of the node's memory, and its cores' bytes/s; devices share both
+    # memory_bytes, memory_bandwidth: what may be used of the node's memory, and its cores' bytes/s;
+    # devices share both
     memory_bytes: float
     memory_bandwidth: float
 
@@ -85,7 +91,9 @@ class Host:
 
 @dataclass(frozen=True)
 class CommTable:
-    """Measured seconds of one collective on a group of `size` devices with `stride` between neighbours."""
+    """Measured seconds of one collective on a group of `size` devices with `stride` between
+    neighbours.
+    """
 
     kind: str
     size: int
@@ -103,7 +111,8 @@ class MeshAxis:
     stride: int
     link: Link
     tables: tuple[CommTable, ...] = ()
-    # ring, tree: seconds that the further devices of a ring and levels of a tree add to the link's latency
+    # ring, tree: seconds that the further devices of a ring and levels of a tree add to the link's
+    # latency
     ring: float = 0.0
     tree: float = 0.0
     exchange: float = (
@@ -111,10 +120,12 @@ class MeshAxis:
     )
 
     def seconds(self, kind: str, num_bytes: float) -> float:
-        """Time of collective `kind`; `num_bytes` are those of the full tensor on the axis (docs/formulas.md#costs).
+        """Time of collective `kind`; `num_bytes` are those of the full tensor on the axis
+        (docs/formulas.md#costs).
 
-        From the measured table by interpolation where there is one, else alpha + beta * volume. A p2p message goes
-        whole from one device to its neighbour on the axis. An axis of one device costs nothing.
+        From the measured table by interpolation where there is one, else alpha + beta * volume. A
+        p2p message goes whole from one device to its neighbour on the axis. An axis of one device
+        costs nothing.
         """
         if self.size == 1:
             return 0.0
@@ -152,10 +163,11 @@ class ClusterSpec:
     inter_node: Link  # bandwidth per node, shared by the groups that cross nodes at the same time
     tables: tuple[CommTable, ...] = ()
     measured: bool = False
-    # share of the communication beside which devices compute (gradients reduced in buckets) that costs no time; 0 where
-    # collectives take the devices' own cores, or it is not known
+    # share of the communication beside which devices compute (gradients reduced in buckets) that
+    # costs no time; 0 where collectives take the devices' own cores, or it is not known
     overlap: float = 0.0
-    # bytes/s between each two devices of a node that have a link of their own; `intra_node` is what the others have
+    # bytes/s between each two devices of a node that have a link of their own; `intra_node` is what
+    # the others have
     links: tuple[tuple[float, ...], ...] = ()
     levels: tuple[Level, ...] = ()  # blocks of devices or nodes that share a way out
     order: str | Order = "searched"  # of devices in meshes: `searched`, `numbered`, or their ranks
@@ -167,7 +179,8 @@ class ClusterSpec:
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> "ClusterSpec":
-        """Read a YAML file (or the name of one in configs/clusters); ClusterError names missing or unknown fields.
+        """Read a YAML file (or the name of one in configs/clusters); ClusterError names missing or
+        unknown fields.
 
         `overrides` are laid over the file: dotted field -> value, for example `{"num_nodes": 2}`.
         """
@@ -175,9 +188,11 @@ class ClusterSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "(given as data)") -> "ClusterSpec":
-        """Inverse of `to_dict`. Strict: ClusterError names `source` and the field that is missing, unknown or wrong.
+        """Inverse of `to_dict`. Strict: ClusterError names `source` and the field that is missing,
+        unknown or wrong.
 
-        With `measured: true`, `name`, `num_nodes` and `devices_per_node` will do: the rest is nominal until measured.
+        With `measured: true`, `name`, `num_nodes` and `devices_per_node` will do: the rest is
+        nominal until measured.
         """
         fields = Fields(data, CLUSTER_FIELDS, source)
         measured = fields.value("measured", "true or false", False)
@@ -236,12 +251,15 @@ class ClusterSpec:
         return tuple(range(self.num_devices)) if isinstance(self.order, str) else self.order
 
     def ranks_of(self, first: int, count: int) -> Order:
-        """Global ranks of the mesh of `count` devices from place `first` on; (): those from `first` on."""
+        """Global ranks of the mesh of `count` devices from place `first` on; (): those from `first`
+        on.
+        """
         ranks = self._order[first : first + count]
         return () if ranks == tuple(range(first, first + count)) else ranks
 
     def between(self, source: tuple[int, int], target: tuple[int, int]) -> Link:
-        """What a tensor has on its way between meshes, given as (first place, devices): every byte goes once, each
+        """What a tensor has on its way between meshes, given as (first place, devices): every byte
+        goes once, each
         device sends and receives as much as the others of its mesh, in order."""
         if (source, target) not in self._known:
             parts = math.lcm(source[1], target[1])  # each goes from one device to one
@@ -267,10 +285,13 @@ class ClusterSpec:
         return replace(self, order=ranks)
 
     def orders(self) -> "list[ClusterSpec]":
-        """The cluster in every order of its devices that some mesh is better off in than in the others.
+        """The cluster in every order of its devices that some mesh is better off in than in the
+        others.
 
-        One where its links do not differ, or its order is given. Orders are left out whose every mesh has in another
-        order links that are as good on each axis, and to the mesh after it: no plan is faster in them.
+        One where its links do not differ, or its order is given. Orders are left out whose every
+        mesh has in another
+        order links that are as good on each axis, and to the mesh after it: no plan is faster in
+        them.
         """
         if self.is_uniform or self.order != "searched":
             return [self]
@@ -285,9 +306,11 @@ class ClusterSpec:
         return [found for found, _ in kept]
 
     def _offers(self) -> "_Offers":
-        """What the meshes of each submesh size have: per logical shape its axes' sizes and rates, smallest first.
+        """What the meshes of each submesh size have: per logical shape its axes' sizes and rates,
+        smallest first.
 
-        Under (0, size) what messages from mesh to mesh have that lie in a row: all one after the other, the slowest.
+        Under (0, size) what messages from mesh to mesh have that lie in a row: all one after the
+        other, the slowest.
         """
         inside = [
             (1, n) for n in range(2, self.devices_per_node + 1) if self.devices_per_node % n == 0
@@ -322,11 +345,13 @@ class ClusterSpec:
     def logical_mesh(
         self, shape: tuple[int, ...], submesh: tuple[int, int] | None = None
     ) -> LogicalMesh:
-        """The logical mesh of `shape` on a submesh (n_nodes, n_devices) of the cluster (default: all of it).
+        """The logical mesh of `shape` on a submesh (n_nodes, n_devices) of the cluster (default:
+        all of it).
 
-        An axis whose groups cross nodes uses the inter-node link; the groups that cross out of one node at the same
-        time share it. A group with several devices in a node is a ring that leaves each node once, so it also needs
-        the intra-node link's bandwidth. Where links differ, costs are the worst at the mesh's possible places.
+        An axis whose groups cross nodes uses the inter-node link; the groups that cross out of one
+        node at the same time share it. A group with several devices in a node is a ring that leaves
+        each node once, so it also needs the intra-node link's bandwidth. Where links differ, costs
+        are the worst at the mesh's possible places.
         """
         shape = tuple(shape)
         num_nodes, per_node = self._submesh(submesh)
@@ -384,12 +409,16 @@ class ClusterSpec:
         )
 
     def logical_shapes(self, submesh: tuple[int, int] | None = None) -> list[tuple[int, ...]]:
-        """Every 1-D and 2-D factorisation of the submesh's device count: (n,), then (a, b) with a, b > 1."""
+        """Every 1-D and 2-D factorisation of the submesh's device count: (n,), then (a, b) with a,
+        b > 1.
+        """
         num_nodes, per_node = self._submesh(submesh)
         return factorisations(num_nodes * per_node)
 
     def digest(self) -> str:
-        """Hash of everything that costs depend on, measured figures excluded when `measured` (times vary by run)."""
+        """Hash of everything that costs depend on, measured figures excluded when `measured` (times
+        vary by run).
+        """
         data: Any = self.to_dict()
         if self.measured:  # which machine it is, not how fast it was this morning
             memory_gib = round(self.device.memory_bytes / 2**30)
@@ -437,7 +466,8 @@ _LINK = "a section with latency (s) and bandwidth (bytes/s)"
 PRODUCT_KINDS = ("matmul", "convolution", "attention", "attention_backward")
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 
-# One core of a current server CPU with gloo over loopback: only what a `measured` cluster is before it is measured.
+# One core of a current server CPU with gloo over loopback: only what a `measured` cluster is before
+# it is measured.
 NOMINAL = ClusterSpec(
     name="nominal",
     num_nodes=1,
@@ -538,7 +568,9 @@ def _read_host(fields: Fields) -> Host | None:
 
 
 def _data(record: Any, *always: str) -> dict[str, Any]:
-    """Fields by name, without those that have their default: a new field leaves the digests of other clusters alone."""
+    """Fields by name, without those that have their default: a new field leaves the digests of
+    other clusters alone.
+    """
     given = {field.name: (getattr(record, field.name), field.default) for field in fields(record)}
     return {
         name: value
@@ -576,7 +608,8 @@ _Offers = dict[tuple[int, int], list[np.ndarray]]
 
 
 def _offer(*axes: tuple[int, Link, float]) -> np.ndarray:
-    """A mesh of axes (size, link, exchange) as numbers [axes, 5], each of which is the better the larger it is.
+    """A mesh of axes (size, link, exchange) as numbers [axes, 5], each of which is the better the
+    larger it is.
 
     Those of another size are not better: sizes stand there with both signs.
     """
@@ -597,11 +630,14 @@ def _as_good(offers: _Offers, other: _Offers) -> bool:
     )
 
 
-# --- Arithmetic of mesh axes: what a collective moves, how a measured table is read. Plain numbers in and out.
+# --- Arithmetic of mesh axes: what a collective moves, how a measured table is read. Plain numbers
+# in and out.
 
 
 def volume_factor(kind: str, size: int) -> float:
-    """Bytes that one device moves per byte of the full tensor on an axis of `size` devices (docs/formulas.md#costs)."""
+    """Bytes that one device moves per byte of the full tensor on an axis of `size` devices
+    (docs/formulas.md#costs).
+    """
     part = (size - 1) / size
     moved = {
         "all_gather": part,
@@ -613,9 +649,11 @@ def volume_factor(kind: str, size: int) -> float:
 
 
 def interpolate_seconds(points: Sequence[tuple[int, float]], num_bytes: float) -> float:
-    """Read a measured table at `num_bytes`: piecewise linear inside, linear beyond its end, never decreasing.
+    """Read a measured table at `num_bytes`: piecewise linear inside, linear beyond its end, never
+    decreasing.
 
-    Below the first point the first time holds: it is latency. `points` are (bytes, seconds), bytes ascending.
+    Below the first point the first time holds: it is latency. `points` are (bytes, seconds), bytes
+    ascending.
     """
     sizes = [size for size, _ in points]
     seconds = np.minimum.accumulate([value for _, value in reversed(points)])[::-1].tolist()
@@ -628,10 +666,11 @@ def interpolate_seconds(points: Sequence[tuple[int, float]], num_bytes: float) -
 
 
 def without_outliers(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Measured (bytes, seconds), bytes ascending, with what only noise explains taken out. Noise only ever adds time.
+    """Measured (bytes, seconds), bytes ascending, with what only noise explains taken out. Noise
+    only ever adds time.
 
-    A message costs no more than a larger one, and at most half as much again as sending it in pieces of the
-    size before would (again, since caches favour small ones).
+    A message costs no more than a larger one, and at most half as much again as sending it in
+    pieces of the size before would (again, since caches favour small ones).
     """
     seconds = np.minimum.accumulate([value for _, value in reversed(points)])[::-1].tolist()
     for i in range(1, len(points)):

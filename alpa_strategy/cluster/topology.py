@@ -1,8 +1,10 @@
-"""Clusters whose links differ: which devices share which way, what a group of them reaches, in which order they lie.
+"""Clusters whose links differ: which devices share which way, what a group of them reaches, in
+which order they lie.
 
-A node's devices may have links of their own (`links`, bytes/s between each two: the hybrid cube mesh of a DGX-1), and
-devices or nodes may share a way out (`Level`: NVLink pairs, PCIe switches, racks with oversubscribed uplinks). What a
-collective costs then depends on *which* devices are neighbours on a mesh axis. Plain arithmetic, no process groups.
+A node's devices may have links of their own (`links`, bytes/s between each two: the hybrid cube
+mesh of a DGX-1), and devices or nodes may share a way out (`Level`: NVLink pairs, PCIe switches,
+racks with oversubscribed uplinks). What a collective costs then depends on *which* devices are
+neighbours on a mesh axis. Plain arithmetic, no process groups.
 """
 
 import math
@@ -29,7 +31,8 @@ class Level:
     name: str
     unit: str  # what is counted, `devices` (of every node) or `nodes`
     blocks: int | tuple[Order, ...]  # how many consecutive ones are a block, or the blocks' members
-    # latency, bandwidth: of a block's way out: seconds, and bytes/s per direction for all that cross it together
+    # latency, bandwidth: of a block's way out: seconds, and bytes/s per direction for all that
+    # cross it together
     latency: float
     bandwidth: float
 
@@ -89,7 +92,9 @@ def read_levels(fields: Fields) -> tuple[Level, ...]:
 
 
 def read_links(fields: Fields) -> tuple[tuple[float, ...], ...]:
-    """The matrix `intra_node.links` of a cluster file, the same in both directions, in bytes/s; () without one."""
+    """The matrix `intra_node.links` of a cluster file, the same in both directions, in bytes/s; ()
+    without one.
+    """
     if "links" not in fields.data:
         return ()
     expected = f"bytes/s between each two devices of a node (at most {MAX_LINKED}), 0 where no link of their own is"
@@ -127,7 +132,8 @@ class Way:
 
     latency: float
     bandwidth: float
-    exchange: float  # bytes/s of its all-to-alls, where pairs without a link of their own go through the host
+    # bytes/s of its all-to-alls, where pairs without a link of their own go through the host
+    exchange: float
     together: int  # the most devices of one group in a node
 
 
@@ -135,7 +141,8 @@ class Topology:
     """The devices of a cluster by their global ranks, node by node.
 
     Args:
-        inside: latency and bandwidth between any two devices of a node, through the host where there are `links`.
+        inside: latency and bandwidth between any two devices of a node, through the host where
+            there are `links`.
         node: of a node's way out, as `Level`.
         links: [device, device] bytes/s within a node, 0 where there is none; (): all are alike.
     """
@@ -196,9 +203,11 @@ class Topology:
         return Way(latency, min(bandwidth, crossed), min(exchange, crossed), max(map(len, parts)))
 
     def messages(self, sizes: Mapping[tuple[int, int], float]) -> tuple[float, float]:
-        """(latency, seconds) of messages that are under way at the same time: (source, target) -> bytes.
+        """(latency, seconds) of messages that are under way at the same time: (source, target) ->
+        bytes.
 
-        The slowest of: a link of two devices alone, a device's way to all others, a block's shared way out or in.
+        The slowest of: a link of two devices alone, a device's way to all others, a block's shared
+        way out or in.
         """
         moved = [
             (source, target, size) for (source, target), size in sizes.items() if source != target
@@ -227,9 +236,10 @@ class Topology:
     def orders(self) -> list[Order]:
         """Orders of the devices that are worth a look, as they are numbered among them.
 
-        A device's place is read as a number whose digits are its blocks: rack, node of the rack, half of the node, ...
-        Every significance of the digits gives an order: blocks next to each other, or spread over what is beyond. What
-        lies next to each other is the last mesh axis, or a stage.
+        A device's place is read as a number whose digits are its blocks: rack, node of the rack,
+        half of the node, ...
+        Every significance of the digits gives an order: blocks next to each other, or spread over
+        what is beyond. What lies next to each other is the last mesh axis, or a stage.
         """
         outside = _digits(self._blocks["nodes"], self._num_nodes)
         if self._links is not None:
@@ -261,7 +271,9 @@ class Topology:
         return list(found)
 
     def _halved(self, members: Order) -> tuple[tuple[float, ...], Order]:
-        """The members such that both halves, their halves, and so on reach the most; and what they reach, negated."""
+        """The members such that both halves, their halves, and so on reach the most; and what they
+        reach, negated.
+        """
         if self._links is None or len(members) % 2 or len(members) == 1:
             return (), members
         if members in self._cut:
@@ -290,10 +302,12 @@ class Topology:
         return (tuple(sorted(part)) for part in by_node.values())
 
     def _reach(self, members: Order) -> float:
-        """Bytes/s of a ring that would be as fast as the best way to gather among devices of a node.
+        """Bytes/s of a ring that would be as fast as the best way to gather among devices of a
+        node.
 
-        A set of devices S must bring what its |S| members have to the others over the links that leave it; trees that
-        reach the slowest set's rate exist (Edmonds; ForestColl, arXiv 2402.06787, theorem 1). A switch gives its link.
+        A set of devices S must bring what its |S| members have to the others over the links that
+        leave it; trees that reach the slowest set's rate exist (Edmonds; ForestColl, arXiv
+        2402.06787, theorem 1). A switch gives its link.
         """
         if self._links is None or len(members) == 1:
             return self._inside[1]
@@ -309,7 +323,9 @@ class Topology:
         return self._reached[members]
 
     def _exchange(self, members: Order) -> float:
-        """Bytes/s of an all-to-all: a pair's own link carries its part, what has none goes through the host."""
+        """Bytes/s of an all-to-all: a pair's own link carries its part, what has none goes through
+        the host.
+        """
         if self._links is None:
             return self._inside[1]
         links = self._links[np.ix_(members, members)]
@@ -320,7 +336,8 @@ class Topology:
 
 
 def _digits(levels: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Of each of `count` devices or nodes: its block at each level, counted within the larger one, and its place there.
+    """Of each of `count` devices or nodes: its block at each level, counted within the larger one,
+    and its place there.
 
     levels: the block of each, level by level in any order.
     """

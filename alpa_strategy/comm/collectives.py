@@ -1,6 +1,8 @@
-"""Agreement between the ranks of a job before anything is sharded: an error on one rank is raised on all of them.
+"""Agreement between the ranks of a job before anything is sharded: an error on one rank is raised
+on all of them.
 
-A `group` says among which ranks: those of a replica, or None, all of the job. At the end: jobs beside the main thread.
+A `group` says among which ranks: those of a replica, or None, all of the job. At the end: jobs
+beside the main thread.
 """
 
 import pickle
@@ -54,7 +56,8 @@ def on_all_ranks(
     reports = of_all_ranks(report, group)
     for _, first in reports:
         if first is not None:
-            # The lowest rank's error for all: equal texts are how FailureWatch knows that nobody is left behind.
+            # The lowest rank's error for all: equal texts are how FailureWatch knows that nobody is
+            # left behind.
             raise first from (report[1] if report[1] is not first else None)
     return cast("T", result), [value for value, _ in reports]
 
@@ -69,7 +72,8 @@ def of_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def host_group(group: Any = None) -> Any:
-    """The group in which hosts agree without waiting for what their GPUs still have to do, as NCCL's collectives would.
+    """The group in which hosts agree without waiting for what their GPUs still have to do, as
+    NCCL's collectives would.
 
     `group` itself unless that is NCCL's. Collective at its first call.
     """
@@ -82,7 +86,9 @@ def host_group(group: Any = None) -> Any:
 
 
 class RankZero:
-    """Lets rank 0 work alone while the others wait in the job's store: no collective, so no collective timeout."""
+    """Lets rank 0 work alone while the others wait in the job's store: no collective, so no
+    collective timeout.
+    """
 
     def __init__(self, timeout_seconds: float, group: Any = None) -> None:
         self._timeout_seconds = timeout_seconds
@@ -115,7 +121,8 @@ class RankZero:
                 self._store.set(key, pickle.dumps((None, error)))
                 raise
             return result
-        # In a thread: who waits in the store hears no SIGTERM of a launcher that lost a rank, who joins a thread does.
+        # In a thread: who waits in the store hears no SIGTERM of a launcher that lost a rank, who
+        # joins a thread does.
         waiting = Background("alpa-rank-zero")
         waiting.run(lambda: self._store.wait([key], timedelta(seconds=self._timeout_seconds)))
         try:
@@ -131,7 +138,9 @@ class RankZero:
         return result
 
     def meet(self, name: str, text: str, timeout_seconds: float) -> dict[int, str]:
-        """Leave `text` under `name` and wait for the other ranks to do the same; what came, by rank."""
+        """Leave `text` under `name` and wait for the other ranks to do the same; what came, by
+        rank.
+        """
         if self._alone:
             return {0: text}
         keys = [f"alpa/meet/{self._run}/{name}/{rank}" for rank in range(self._size)]
@@ -150,8 +159,9 @@ _job: Any = None
 
 
 def lasting_group(use: Any, ranks: Sequence[int] | None = None, **options: Any) -> Any:
-    """A process group of these ranks of the job (None: all) for one use: the same for everything that trains one after
-    another in this process, as a group keeps its connections and threads until that ends. Collective at its first call.
+    """A process group of these ranks of the job (None: all) for one use: the same for everything
+    that trains one after another in this process, as a group keeps its connections and threads
+    until that ends. Collective at its first call.
 
     Args:
         options: of `torch.distributed.new_group`.
@@ -166,7 +176,9 @@ def lasting_group(use: Any, ranks: Sequence[int] | None = None, **options: Any) 
 
 
 def check_groups() -> None:
-    """Before a training: groups in which one that failed has left ranks apart are made anew. Collective."""
+    """Before a training: groups in which one that failed has left ranks apart are made anew.
+    Collective.
+    """
     found = [
         (key, group) for key, group in _groups.items() if group != dist.GroupMember.NON_GROUP_MEMBER
     ]
@@ -195,7 +207,9 @@ def all_largest(numbers: Sequence[int], group: Any = None) -> list[int]:
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0, group: Any = None) -> None:
-    """Rank `source`'s values for every rank's tensors that have memory, a message a dtype, as DDP does. Collective."""
+    """Rank `source`'s values for every rank's tensors that have memory, a message a dtype, as DDP
+    does. Collective.
+    """
     held = [tensor.detach() for tensor in tensors if not tensor.is_meta]
     if world_size(group) > 1 and held:
         group = group or dist.distributed_c10d._get_default_group()
@@ -206,7 +220,9 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0, group: A
 
 
 class Background:
-    """Each job has a thread that waits for the one before and keeps no process alive: nothing has to be closed."""
+    """Each job has a thread that waits for the one before and keeps no process alive: nothing has
+    to be closed.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

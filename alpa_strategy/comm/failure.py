@@ -1,11 +1,14 @@
-"""A job that ends and starts as one: an exception on one rank ends all, a restarted job finds its own store.
+"""A job that ends and starts as one: an exception on one rank ends all, a restarted job finds its
+own store.
 
-`FailureWatch`: the failing rank writes its traceback into the job's store (the one that formed the process group); a
-thread on every rank looks there once a second. No collectives, so it also works while the main thread hangs in one. A
+`FailureWatch`: the failing rank writes its traceback into the job's store (the one that formed the
+process group); a thread on every rank looks there once a second. No collectives, so it also works
+while the main thread hangs in one. A
 rank that was killed says nothing: it is named by the others, as the one that gives no sign of life.
 
-`fresh_store`: torchrun's store outlives its workers (`--max-restarts`): a restarted worker finds addresses of
-processes in it that are gone, and waits for them in vain. All that are alive agree on a name of their own in it.
+`fresh_store`: torchrun's store outlives its workers (`--max-restarts`): a restarted worker finds
+addresses of processes in it that are gone, and waits for them in vain. All that are alive agree on
+a name of their own in it.
 """
 
 import contextlib
@@ -28,7 +31,8 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 2.0
 LOST_SECONDS = 6.0
 _NO_STORE = "rank 0 is gone, and the job's store with it"
-# Keys of the store: what failed first, a word to all ranks, that rank 0 has ended well; `seen/{rank}`: a sign of life.
+# Keys of the store: what failed first, a word to all ranks, that rank 0 has ended well;
+# `seen/{rank}`: a sign of life.
 _CAUSE, _TOLD, _ENDED = "cause", "told", "ended"
 
 
@@ -36,8 +40,10 @@ class FailureWatch:
     """Watches the other ranks of the job between `start` and `stop`.
 
     Args:
-        store: the job's store, of which clones (own connections) are used: a blocked main thread blocks no watch.
-        children: gives the processes that this one launched; they are ended first. last: called then.
+        store: the job's store, of which clones (own connections) are used: a blocked main thread
+            blocks no watch.
+        children: gives the processes that this one launched; they are ended first. last: called
+            then.
     """
 
     def __init__(
@@ -48,9 +54,11 @@ class FailureWatch:
         children: Callable[[], Sequence[subprocess.Popen]] = tuple,
         last: Callable[[], None] = lambda: None,
     ) -> None:
-        # A process may train several times with one store; every rank counts its own watches, in step with the others.
+        # A process may train several times with one store; every rank counts its own watches, in
+        # step with the others.
         prefix = f"alpa/failure/{store.add(f'alpa/failure/runs/{rank}', 1)}"
-        # A connection each: a store's calls wait for each other, and the main thread may hang in one of its own.
+        # A connection each: a store's calls wait for each other, and the main thread may hang in
+        # one of its own.
         self._watch_store, self._main_store = (
             dist.PrefixStore(prefix, store.clone()) for _ in range(2)
         )
@@ -76,10 +84,12 @@ class FailureWatch:
             self._thread.join(1.0)  # longer only in a call to a store that is gone
 
     def publish(self, error: BaseException) -> None:
-        """Called where `error` is about to end this rank: tell the others, and give them time to read it.
+        """Called where `error` is about to end this rank: tell the others, and give them time to
+        read it.
 
-        When another rank failed first, its traceback is shown last and this process ends at once: `error` is then only
-        the consequence (a closed connection). An error that every rank raises by agreement ends each rank by itself.
+        When another rank failed first, its traceback is shown last and this process ends at once:
+        `error` is then only the consequence (a closed connection). An error that every rank raises
+        by agreement ends each rank by itself.
         """
         self._stopped.set()
         said = f"{type(error).__name__}: {error}"
@@ -106,7 +116,9 @@ class FailureWatch:
             self._end_because_of(first, self._main_store)
 
     def tell(self, word: str) -> None:
-        """Tell all ranks a word (the first one counts): `on_told` is called with it on each. From a handler, too."""
+        """Tell all ranks a word (the first one counts): `on_told` is called with it on each. From a
+        handler, too.
+        """
         self._word = word
 
     def _pass_on(self) -> None:
@@ -119,7 +131,9 @@ class FailureWatch:
             on_told(self._watch_store.get(_TOLD).decode())
 
     def _name_the_silent(self, store: Any) -> None:
-        """Wait until every rank has seen the cause; name those that never do: they are what was lost."""
+        """Wait until every rank has seen the cause; name those that never do: they are what was
+        lost.
+        """
         deadline = time.monotonic() + GRACE_SECONDS + 2 * POLL_SECONDS
         silent = list(range(self._world_size))
         while silent and time.monotonic() < deadline:
@@ -170,7 +184,9 @@ class FailureWatch:
         self.end_process()
 
     def end_process(self, code: int = 1, grace_seconds: float = GRACE_SECONDS) -> None:
-        """End this process and its children at once: its main thread may hang in a collective for good."""
+        """End this process and its children at once: its main thread may hang in a collective for
+        good.
+        """
         end_children(self._children(), grace_seconds)
         self._last()
         sys.stdout.flush()
@@ -213,8 +229,9 @@ def fresh_store(rank: int, world_size: int, timeout_seconds: float) -> Any:
 def agree_on_name(store: Any, rank: int, world_size: int, timeout_seconds: float) -> str:
     """Rank 0's new name, on all ranks; whatever earlier attempts have left in the store.
 
-    Every rank says hello with a number that nobody had before; rank 0 answers under that number, until all have
-    answered in turn. A hello of a process that is gone is answered too, and then replaced by a new one.
+    Every rank says hello with a number that nobody had before; rank 0 answers under that number,
+    until all have answered in turn. A hello of a process that is gone is answered too, and then
+    replaced by a new one.
     """
     own = uuid.uuid4().hex
     deadline = time.monotonic() + timeout_seconds

@@ -1,7 +1,9 @@
-"""Measuring a running job's cluster: collectives on every mesh axis, the devices, and files that keep the findings.
+"""Measuring a running job's cluster: collectives on every mesh axis, the devices, and files that
+keep the findings.
 
-All ranks go through the same loops in the same order: every count is a constant or agreed on by a maximum over the
-ranks, never by one rank's clock. What comes out is therefore the same on all ranks.
+All ranks go through the same loops in the same order: every count is a constant or agreed on by a
+maximum over the ranks, never by one rank's clock. What comes out is therefore the same on all
+ranks.
 """
 
 import hashlib
@@ -43,7 +45,8 @@ SIZES_BYTES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB .. 16 MiB
 ROUNDS = 8
 HOST_BYTES, HOST_SHARE = 2**27, 0.9  # of a copy that times the way; of host memory that may be used
 NO_SLOWDOWN = 1.1  # up to here it is noise
-# That of the GPUs in configs/clusters, not measured; on CPUs collectives take the cores that compute.
+# That of the GPUs in configs/clusters, not measured; on CPUs collectives take the cores that
+# compute.
 GPU_OVERLAP = 0.75
 
 
@@ -55,11 +58,13 @@ def measure_collectives(
     device: torch.device = CPU,
     axes: Iterable[int] | None = None,
 ) -> list[CommTable]:
-    """Time each collective on each mesh axis (of more than one device), all groups of the axis at the same time.
+    """Time each collective on each mesh axis (of more than one device), all groups of the axis at
+    the same time.
 
-    Seconds are the slowest rank's, the best of several rounds: one round times everything once, so that a burst of
-    other load does not spoil all the repetitions of one collective. Sizes are those of the full tensor on the axis;
-    larger ones are left out when half of an axis' budget is spent. All ranks of the mesh call this alike.
+    Seconds are the slowest rank's, the best of several rounds: one round times everything once, so
+    that a burst of other load does not spoil all the repetitions of one collective. Sizes are those
+    of the full tensor on the axis; larger ones are left out when half of an axis' budget is spent.
+    All ranks of the mesh call this alike.
     """
     kinds, sizes = tuple(kinds), tuple(sorted(sizes_bytes))
     all_strides = strides(mesh.shape)
@@ -103,8 +108,10 @@ def measure_cluster(
     """The running job's cluster as a measured ClusterSpec, equal on all ranks.
 
     Args:
-        make_mesh: logical shape -> this rank's MeshComm over the whole job; called for each shape on all ranks alike.
-        folder: of stored ones (`.alpa/costs`): this one is read there where every rank finds it, else written.
+        make_mesh: logical shape -> this rank's MeshComm over the whole job; called for each shape
+            on all ranks alike.
+        folder: of stored ones (`.alpa/costs`): this one is read there where every rank finds it,
+            else written.
         budget_seconds: per mesh axis.
     """
     shapes = factorisations(num_nodes * devices_per_node)
@@ -150,7 +157,8 @@ def measure_cluster(
 
 
 def measure_host(mesh: MeshComm, device: torch.device, devices_per_node: int) -> Host | None:
-    """The nodes' host memory and the way to it, while all devices use it at once, as they do in a step.
+    """The nodes' host memory and the way to it, while all devices use it at once, as they do in a
+    step.
 
     None on CPUs, whose memory it is.
     """
@@ -169,7 +177,9 @@ def measure_host(mesh: MeshComm, device: torch.device, devices_per_node: int) ->
 def stored_path(
     folder: Path, device: str, num_nodes: int, devices_per_node: int, backend: str
 ) -> Path:
-    """The file of such a cluster. Host names do not count: the next job on such machines need not measure again."""
+    """The file of such a cluster. Host names do not count: the next job on such machines need not
+    measure again.
+    """
     key = json.dumps([device, num_nodes, devices_per_node, backend, torch.__version__])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     return folder / f"cluster-{num_nodes}x{devices_per_node}-{backend}-{digest}.json"
@@ -207,7 +217,9 @@ def _collective(axis: AxisComm, kind: str, size: int, device: torch.device) -> C
 
 
 class _AgreedClock:
-    """Times on which all ranks of a mesh agree: each is the slowest rank's. `elapsed`: seconds since it was made."""
+    """Times on which all ranks of a mesh agree: each is the slowest rank's. `elapsed`: seconds
+    since it was made.
+    """
 
     def __init__(self, mesh: MeshComm, device: torch.device) -> None:
         self.mesh, self.device = mesh, device
@@ -236,9 +248,11 @@ def _agreed_max(mesh: MeshComm, values: list[float], device: torch.device) -> li
 
 
 def measure_slowdown(mesh: MeshComm, device: torch.device = CPU, seconds: float = 0.2) -> float:
-    """How much slower a device computes while all of the mesh do: ranks may share cores, memory, or one machine.
+    """How much slower a device computes while all of the mesh do: ranks may share cores, memory, or
+    one machine.
 
-    Rates over a whole window each, not best times: ranks that take turns on a core are fast for moments. 1 on GPUs.
+    Rates over a whole window each, not best times: ranks that take turns on a core are fast for
+    moments. 1 on GPUs.
     """
     if device.type != "cpu" or math.prod(mesh.shape) == 1:
         return 1.0
@@ -280,9 +294,11 @@ def _agreed_device(mesh: MeshComm, spec: DeviceSpec, device: torch.device) -> De
 def _fit_link(
     tables: list[CommTable], num_nodes: int, devices_per_node: int, *, across: bool
 ) -> Link | None:
-    """Latency and bandwidth of the link that explain the measured all-reduces, across nodes or inside them.
+    """Latency and bandwidth of the link that explain the measured all-reduces, across nodes or
+    inside them.
 
-    Latency is the fastest small one's; bandwidth (across: the whole node's, for all groups) the best large one's.
+    Latency is the fastest small one's; bandwidth (across: the whole node's, for all groups) the
+    best large one's.
     """
     latency, bandwidth = float("inf"), 0.0
     one_way_out = Topology(num_nodes, devices_per_node, (0.0, math.inf), (0.0, 1.0), (), ())

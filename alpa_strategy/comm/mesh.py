@@ -1,11 +1,14 @@
-"""Meshes of a running job: one process group per mesh axis, and the few collectives that everything else uses.
+"""Meshes of a running job: one process group per mesh axis, and the few collectives that everything
+else uses.
 
-NCCL on GPUs, gloo on CPUs; no collective is written by hand. The only module that makes process groups. In the tests
+NCCL on GPUs, gloo on CPUs; no collective is written by hand. The only module that makes process
+groups. In the tests
 `proofs/thread_mesh.py` stands for it among threads.
 
-`new_group` is collective over the whole job: every rank makes every group of every mesh, in one order, with ascending
-ranks, and keeps its own. Where a job is divided into replicas (`Replica`), meshes are of one of them, which makes its
-groups without the others; its ranks are counted from 0 there.
+`new_group` is collective over the whole job: every rank makes every group of every mesh, in one
+order, with ascending ranks, and keeps its own. Where a job is divided into replicas (`Replica`),
+meshes are of one of them, which makes its groups without the others; its ranks are counted from 0
+there.
 """
 
 import copy
@@ -34,10 +37,12 @@ POLL_SECONDS = 5e-5  # a core does nothing else in 1 of 20 of them
 
 
 class Pending:
-    """A collective that may still be running: `wait()` returns its result (and is cheap to call again).
+    """A collective that may still be running: `wait()` returns its result (and is cheap to call
+    again).
 
     finish: makes the result, after `work`, the collective's handle, where there is one.
-    is_polled: gloo's. Woken by its thread, this one was seen to be put on a core that computes, and to wait there for a
+    is_polled: gloo's. Woken by its thread, this one was seen to be put on a core that computes, and
+    to wait there for a
         time slice (4 ms); a timer of its own wakes it where it was (`scripts/bench_waits.py`).
     """
 
@@ -52,8 +57,8 @@ class Pending:
         """The result, once it is there; the same one every time."""
         if self._finish is not None:
             if self._work is not None:
-                # `is_completed` keeps the GIL while it waits for a lock, which gloo's thread, under a profiler, holds
-                # until it has had the GIL (for saved_tensors_hooks).
+                # `is_completed` keeps the GIL while it waits for a lock, which gloo's thread, under
+                # a profiler, holds until it has had the GIL (for saved_tensors_hooks).
                 future = self._work.get_future() if self._is_polled else None
                 while future is not None and not future.done():
                     time.sleep(POLL_SECONDS)
@@ -65,11 +70,12 @@ class Pending:
 
 
 class AxisComm:
-    """Collectives among the devices that differ only in one mesh coordinate. None is differentiable.
+    """Collectives among the devices that differ only in one mesh coordinate. None is
+    differentiable.
 
-    None but `start_all_reduce` writes into what it is given; what is begun by `start_*` is not waited for, and may come
-    in another order among that of other axes; what is waited for takes shared memory where it can. Making one is
-    collective over its devices.
+    None but `start_all_reduce` writes into what it is given; what is begun by `start_*` is not
+    waited for, and may come in another order among that of other axes; what is waited for takes
+    shared memory where it can. Making one is collective over its devices.
 
     Args:
         size, index: of the axis, and this device's coordinate on it.
@@ -85,13 +91,16 @@ class AxisComm:
         self._all_gather = _renamed(library, "all_gather_single", "all_gather_into_tensor")
         self._reduce_scatter = _renamed(library, "reduce_scatter_single", "reduce_scatter_tensor")
         self._is_gloo = self._is_polled = size > 1 and dist.get_backend(group) == "gloo"
-        # The same axis through shared memory: for collectives that are waited for, and for sums that are begun.
+        # The same axis through shared memory: for collectives that are waited for, and for sums
+        # that are begun.
         self._shared: AxisComm | None = None
         self._shared_sums: AxisComm | None = None
         self._shared = self._in_shared_memory() if self._is_gloo else None
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Element-wise `sum` or `max` over the axis; the result has the same bits on each of its devices."""
+        """Element-wise `sum` or `max` over the axis; the result has the same bits on each of its
+        devices.
+        """
         if self.size == 1:
             return tensor
         if tensor.dtype == torch.bool:  # a sum of truth values is "any", as a max is
@@ -101,7 +110,9 @@ class AxisComm:
         return self._at_once(result)._start_all_reduce(result, op).wait()
 
     def all_gather(self, tensor: Tensor, dim: int, total: int) -> Tensor:
-        """Concatenate the axis' chunks along `dim`; chunk i has `chunk_sizes(total, size)[i]` rows (uneven is fine)."""
+        """Concatenate the axis' chunks along `dim`; chunk i has `chunk_sizes(total, size)[i]` rows
+        (uneven is fine).
+        """
         return self.start_all_gather(tensor, dim, total, at_once=True).wait()
 
     def start_all_gather(
@@ -127,7 +138,9 @@ class AxisComm:
         return Pending(finish, work, way._is_polled)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """Sum over the axis, keep this device's chunk (`chunk_range(shape[dim], size, index)`) of `dim`."""
+        """Sum over the axis, keep this device's chunk (`chunk_range(shape[dim], size, index)`) of
+        `dim`.
+        """
         return self.start_reduce_scatter_of(tensor, dim, at_once=True).wait()
 
     def start_reduce_scatter_of(self, tensor: Tensor, dim: int, at_once: bool = False) -> Pending:
@@ -176,7 +189,9 @@ class AxisComm:
         return torch.cat(parts, gather_dim)
 
     def start_exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        """Of `flat` [elements], the first `sent[0]` go to device 0, ...; what comes: `received[i]` of device i, ..."""
+        """Of `flat` [elements], the first `sent[0]` go to device 0, ...; what comes: `received[i]`
+        of device i, ...
+        """
         flat = flat.detach()
         if self.size == 1:
             return Pending(lambda: flat)
@@ -204,7 +219,8 @@ class AxisComm:
         if self.size == 1:
             return Pending(lambda: rows[0])
         if self._is_gloo:
-            # gloo does reduce_scatter as a whole all_reduce: all_to_all and a local sum move half the bytes.
+            # gloo does reduce_scatter as a whole all_reduce: all_to_all and a local sum move half
+            # the bytes.
             coming = self._for_sums(rows)._start_even_exchange(rows)
             return Pending(lambda: coming.wait().sum(0, dtype=rows.dtype))
         own = torch.empty_like(rows[0])
@@ -214,7 +230,9 @@ class AxisComm:
         return Pending(lambda: own, work, self._is_polled)
 
     def _start_even_exchange(self, rows: Tensor) -> Pending:
-        """Part i of `rows`, contiguous, goes to device i, parts being equal; what comes, of the same shape."""
+        """Part i of `rows`, contiguous, goes to device i, parts being equal; what comes, of the
+        same shape.
+        """
         received = torch.empty_like(rows)
         work = self._library.all_to_all_single(
             as_bytes(received), as_bytes(rows), None, None, self.group, True
@@ -222,7 +240,9 @@ class AxisComm:
         return Pending(lambda: received, work, self._is_polled)
 
     def _at_once(self, given: Tensor) -> "AxisComm":
-        """What is quickest for a collective that is waited for now. given: what this device gives."""
+        """What is quickest for a collective that is waited for now. given: what this device
+        gives.
+        """
         return self if self._shared is None or given.is_cuda else self._shared
 
     def _for_sums(self, given: Tensor) -> "AxisComm":
@@ -261,7 +281,9 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as flat bytes: what only moves data then works for every dtype (bool, bfloat16, ...)."""
+    """A contiguous tensor as flat bytes: what only moves data then works for every dtype (bool,
+    bfloat16, ...).
+    """
     return (
         tensor.resolve_conj().view(-1).view(torch.uint8)
     )  # a conjugate is a flag beside the bytes
@@ -274,7 +296,9 @@ def _renamed(library: Any, new: str, old: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class MeshComm:
-    """A logical mesh at run time, and this rank's place in it. `whole`: all its devices as one axis (row-major)."""
+    """A logical mesh at run time, and this rank's place in it. `whole`: all its devices as one axis
+    (row-major).
+    """
 
     shape: tuple[int, ...]
     coordinate: tuple[int, ...]
@@ -283,7 +307,9 @@ class MeshComm:
     ranks: tuple[int, ...]  # of the job (of the replica), row-major
 
     def exchange_rows(self, rows: Tensor) -> Tensor:
-        """This rank's `rows`, the job's chunk of its number -> the chunk of its place; of equal size. Collective."""
+        """This rank's `rows`, the job's chunk of its number -> the chunk of its place; of equal
+        size. Collective.
+        """
         rank = self.ranks[self.whole.index]
         if self.ranks == tuple(sorted(self.ranks)):
             return rows
@@ -295,7 +321,9 @@ class MeshComm:
 
 @dataclass(frozen=True)
 class Replica:
-    """Neighbouring ranks that run one batch's steps together, as a job of their own: number `index` of `count`."""
+    """Neighbouring ranks that run one batch's steps together, as a job of their own: number `index`
+    of `count`.
+    """
 
     index: int
     count: int
@@ -304,7 +332,9 @@ class Replica:
 
 
 def divide(count: int) -> Replica:
-    """This rank's replica of `count`, which divides the job's ranks. Collective over the job at the first call."""
+    """This rank's replica of `count`, which divides the job's ranks. Collective over the job at the
+    first call.
+    """
     return _divide(dist.group.WORLD if dist.is_initialized() else None, count)
 
 
@@ -315,7 +345,8 @@ def _divide(world: Any, count: int) -> Replica:
     own, same_place = range(index * size, (index + 1) * size), range(place, world_size(), size)
     group = None
     if count > 1:
-        # With a device, NCCL's groups would be split from that of all ranks, which takes all of them.
+        # With a device, NCCL's groups would be split from that of all ranks, which takes all of
+        # them.
         world.bound_device_id = None
         group = lasting_group("replica", own, use_local_synchronization=True)
     across = _group_of(tuple(same_place), "across", local=True)
@@ -342,9 +373,11 @@ def build_stage_meshes(
     own_groups: str = "",
     group: Any = None,
 ) -> list[MeshComm | None]:
-    """Make the (shape, ranks) meshes of a pipeline's stages, in order; None for those that do not hold this rank.
+    """Make the (shape, ranks) meshes of a pipeline's stages, in order; None for those that do not
+    hold this rank.
 
-    Collective over the whole job, or the replica of `group`: every rank passes the same list. Stages may share ranks.
+    Collective over the whole job, or the replica of `group`: every rank passes the same list.
+    Stages may share ranks.
     """
     chosen = select_backend(
         backend, "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
@@ -355,10 +388,12 @@ def build_stage_meshes(
 
 
 def message_groups(channels: Sequence[Sequence[int]], group: Any = None) -> list[tuple[Any, Any]]:
-    """Process groups of messages forward and back, per channel (its ranks, ascending). Collective as meshes are.
+    """Process groups of messages forward and back, per channel (its ranks, ascending). Collective
+    as meshes are.
 
-    gloo keeps messages apart by their tags, so the default group (None) serves all. NCCL pairs messages by their order:
-    each channel and direction needs a communicator of its own, in which the micro-batches come in one order.
+    gloo keeps messages apart by their tags, so the default group (None) serves all. NCCL pairs
+    messages by their order: each channel and direction needs a communicator of its own, in which
+    the micro-batches come in one order.
     """
     if (
         not channels or dist.get_backend() == "gloo"
@@ -397,7 +432,8 @@ def _build_one(
 def _group_of(
     ranks: tuple[int, ...], use: Any, group: Any = None, is_own: bool = False, local: bool = False
 ) -> Any:
-    """A process group of these ranks of `group`, which it is itself where it serves, or none is needed (one rank).
+    """A process group of these ranks of `group`, which it is itself where it serves, or none is
+    needed (one rank).
 
     Args:
         use: see `lasting_group`.
@@ -424,10 +460,12 @@ BACKEND_NAMES = ("auto", "torch", "deepspeed")
 
 
 def select_backend(name: str = "auto", device_type: str = "cpu") -> Any:
-    """The module whose collectives are used: `torch.distributed`, or `deepspeed.comm`, which has the same functions.
+    """The module whose collectives are used: `torch.distributed`, or `deepspeed.comm`, which has
+    the same functions.
 
     Args:
-        name: `torch`, `deepspeed` (attaches to the process group there is), or `auto`: DeepSpeed on CUDA if installed.
+        name: `torch`, `deepspeed` (attaches to the process group there is), or `auto`: DeepSpeed on
+            CUDA if installed.
     """
     check_names([name], BACKEND_NAMES, "there is no communication backend")
     installed = importlib.util.find_spec("deepspeed") is not None
@@ -450,7 +488,8 @@ def _deepspeed(device_type: str) -> Any:
 
     if not ds.is_initialized():
         build_shm_op = ds_torch.build_shm_op
-        # DeepSpeed would compile a shared-memory op (half a minute) that none of the calls here uses.
+        # DeepSpeed would compile a shared-memory op (half a minute) that none of the calls here
+        # uses.
         ds_torch.build_shm_op = lambda: None
         try:
             ds.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)

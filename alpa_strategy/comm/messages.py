@@ -1,8 +1,10 @@
-"""Carries out cross-mesh transfers: a bundle of tensors from one mesh to another, one message per pair of ranks.
+"""Carries out cross-mesh transfers: a bundle of tensors from one mesh to another, one message per
+pair of ranks.
 
-What is sent where was decided in `sharding/cross_mesh.py`. Receives are posted early and waited for when they are
-needed; sends never hold up the sender (`Outbox`). Tags keep bundles, directions and micro-batches apart on gloo; NCCL
-ignores tags, so there every channel and direction has a group of its own (`mesh.message_groups`).
+What is sent where was decided in `sharding/cross_mesh.py`. Receives are posted early and waited for
+when they are needed; sends never hold up the sender (`Outbox`). Tags keep bundles, directions and
+micro-batches apart on gloo; NCCL ignores tags, so there every channel and direction has a group of
+its own (`mesh.message_groups`).
 """
 
 import re
@@ -41,7 +43,8 @@ class _Slot:
 class Outbox:
     """Sends under way: keeps their buffers until they have left, without holding up the sender.
 
-    gloo tells only who waits that a send is done: a thread does, once buffers add up. Other backends are asked.
+    gloo tells only who waits that a send is done: a thread does, once buffers add up. Other
+    backends are asked.
     """
 
     def __init__(self) -> None:
@@ -117,7 +120,9 @@ class Transfer:
         ]
 
     def _slots(self, peer_of: Callable[[Piece], int | None]) -> dict[int, list[_Slot]]:
-        """The job's number of a peer -> the slots of its message; both ends make the same list from the same plans."""
+        """The job's number of a peer -> the slots of its message; both ends make the same list from
+        the same plans.
+        """
         messages: dict[int, list[_Slot]] = {}
         ends: dict[int, int] = {}
         for value, plan in enumerate(self._plans):
@@ -154,7 +159,9 @@ class Transfer:
         return ops
 
     def receive(self, tag: int, start: bool = True) -> "Receipt":
-        """Post the receives of this rank's parts of one bundle; with `start=False` the caller starts `receipt.ops`."""
+        """Post the receives of this rank's parts of one bundle; with `start=False` the caller
+        starts `receipt.ops`.
+        """
         ops = []
         for peer, slots in self._incoming.items():
             buffer = torch.empty(
@@ -216,7 +223,9 @@ class Receipt:
         self.works: list[Any] = []
 
     def wait(self) -> list[Tensor]:
-        """The local tensors, in the bundle's order. Collective on the target's mesh where a plan gathers."""
+        """The local tensors, in the bundle's order. Collective on the target's mesh where a plan
+        gathers.
+        """
         for op, work in zip(
             self.ops, self.works, strict=False
         ):  # none: whoever has started them has waited for them
@@ -227,11 +236,13 @@ class Receipt:
 def exchange(
     transfers: Sequence[tuple[Transfer, Sequence[Tensor | None]]], tag: int
 ) -> list[list[Tensor]]:
-    """Carry out several transfers at once; every rank of the job calls with the same list. Tags from `tag` on.
+    """Carry out several transfers at once; every rank of the job calls with the same list. Tags
+    from `tag` on.
 
     Returns, per transfer, this rank's local tensors ([] where it is not on the target's mesh).
     """
-    # All receives and sends start before the first is waited for: any order among the ranks would do.
+    # All receives and sends start before the first is waited for: any order among the ranks would
+    # do.
     receipts = [transfer.receive(tag + i, start=False) for i, (transfer, _) in enumerate(transfers)]
     sends = [
         op
@@ -276,7 +287,9 @@ def _begin(op: dist.P2POp) -> Any:
 
 
 class ThroughHost:
-    """A message of an accelerator's tensor over gloo, whose sends and receives know the host's memory alone."""
+    """A message of an accelerator's tensor over gloo, whose sends and receives know the host's
+    memory alone.
+    """
 
     def __init__(self, op: dist.P2POp) -> None:
         self._op = op

@@ -1,7 +1,9 @@
-"""Random ops on a mesh: other numbers on other shards, the same on replicas, reproducible from one seed.
+"""Random ops on a mesh: other numbers on other shards, the same on replicas, reproducible from one
+seed.
 
-ATen's random ops draw from the device's default generator. So there is one generator state per set of sharding axes,
-swapped into the default generator around each op; everything else that draws from it sees nothing of this.
+ATen's random ops draw from the device's default generator. So there is one generator state per set
+of sharding axes, swapped into the default generator around each op; everything else that draws from
+it sees nothing of this.
 """
 
 import hashlib
@@ -18,21 +20,25 @@ from alpa_strategy.comm.mesh import MeshComm
 T = TypeVar("T")
 Replay = Callable[[], AbstractContextManager[None]]
 
-# The default generator is one per process: ranks that are threads (tests, `prove`) must take turns with it.
+# The default generator is one per process: ranks that are threads (tests, `prove`) must take turns
+# with it.
 _default_generator_lock = threading.Lock()
 
 
 class ShardedRandom:
     """Runs random ops for one device of a mesh.
 
-    Devices that differ in a coordinate of the op's `random_axes` draw independent numbers, the others the same. All
-    devices must call `run` in the same order with the same `random_axes`, as they do when they run one program.
-    On a mesh of one device the default generator itself is used: bitwise what the plain module draws.
+    Devices that differ in a coordinate of the op's `random_axes` draw independent numbers, the
+    others the same. All devices must call `run` in the same order with the same `random_axes`, as
+    they do when they run one program.
+    On a mesh of one device the default generator itself is used: bitwise what the plain module
+    draws.
 
     Args:
         mesh: this device's place.
         seed: the run's seed, the same on all devices.
-        own_stream: never the default generator (one of several stages of a pipeline, which would draw alike).
+        own_stream: never the default generator (one of several stages of a pipeline, which would
+            draw alike).
     """
 
     def __init__(self, mesh: MeshComm, seed: int, own_stream: bool = False) -> None:
@@ -46,7 +52,9 @@ class ShardedRandom:
     def run(
         self, random_axes: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs: Any
     ) -> T:
-        """`fn(*args, **kwargs)` with the generator of `random_axes` in the place of the default one."""
+        """`fn(*args, **kwargs)` with the generator of `random_axes` in the place of the default
+        one.
+        """
         if self._alone:
             return fn(*args, **kwargs)
         generators = _generators(args)
@@ -75,7 +83,8 @@ class ShardedRandom:
         return state
 
     def bookmark(self) -> Replay:
-        """Remember what will be drawn from here on: a function that gives a context in which it is drawn once more.
+        """Remember what will be drawn from here on: a function that gives a context in which it is
+        drawn once more.
 
         Numbers drawn afterwards go on as if that context had not been.
         """
@@ -121,7 +130,9 @@ class ShardedRandom:
 
 
 def _generators(args: tuple[Any, ...]) -> list[torch.Generator]:
-    """Default generators that an op on `args` may draw from: its device's, or all in use when no tensor says which."""
+    """Default generators that an op on `args` may draw from: its device's, or all in use when no
+    tensor says which.
+    """
     for arg in args:
         if isinstance(arg, Tensor):
             return [_default_generator(arg.device)]

@@ -1,9 +1,12 @@
-"""Parameters that are gathered for use are not kept until the backward, but gathered again (ZeRO-3).
+"""Parameters that are gathered for use are not kept until the backward, but gathered again
+(ZeRO-3).
 
-Results that the plan recomputes (`StagePlan.recomputed`) or keeps in host memory (`StagePlan.stored`) return so, too.
+Results that the plan recomputes (`StagePlan.recomputed`) or keeps in host memory
+(`StagePlan.stored`) return so, too.
 
-Autograd saves a gathered weight (or a view of it) for the backward of the op that used it. `Regather` puts a recipe in
-its place, by `saved_tensors_hooks`: which parameter, which resharding, which view (found by the storage).
+Autograd saves a gathered weight (or a view of it) for the backward of the op that used it.
+`Regather` puts a recipe in its place, by `saved_tensors_hooks`: which parameter, which resharding,
+which view (found by the storage).
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ _active: contextvars.ContextVar[Regather | None] = contextvars.ContextVar(
 
 @dataclass
 class _Gathered:
-    """A gathered parameter: its shard and how to gather that again. `storage` keeps the key unique while this lives."""
+    """A gathered parameter: its shard and how to gather that again. `storage` keeps the key unique
+    while this lives.
+    """
 
     parameter: Tensor
     start: Callable[[], Pending]
@@ -51,7 +56,9 @@ class _Gathered:
     again: Callable[[], Tensor | None] = field(default=lambda: None)  # or a weak reference
 
     def whole(self) -> Tensor:
-        """The gathered parameter; shared by the uses that overlap in time. Collective over the mesh."""
+        """The gathered parameter; shared by the uses that overlap in time. Collective over the
+        mesh.
+        """
         self.uses -= 1
         whole = self.again()
         if whole is None:
@@ -79,7 +86,9 @@ class _Gathered:
 
 @dataclass
 class _Made:
-    """What an op made, to be made again of what is kept; `uses` are left for which it is not made yet."""
+    """What an op made, to be made again of what is kept; `uses` are left for which it is not made
+    yet.
+    """
 
     function: Callable[[list[Tensor]], Tensor]
     operands: list[Any]  # the op's tensors as they are saved, in their order
@@ -100,7 +109,9 @@ class _Made:
 
 @dataclass
 class _View:
-    """What is saved instead of a view of a gathered parameter, which may read its memory as another dtype."""
+    """What is saved instead of a view of a gathered parameter, which may read its memory as another
+    dtype.
+    """
 
     gathered: _Gathered | _Made
     dtype: torch.dtype
@@ -124,7 +135,8 @@ class _View:
 
 
 class Regather:
-    """Context manager around a forward: what it gathers of `parameters` is gathered again in the backward.
+    """Context manager around a forward: what it gathers of `parameters` is gathered again in the
+    backward.
 
     Every device of the mesh must run the same forward and backward. Reentrant use is not supported.
 
@@ -176,13 +188,17 @@ class Regather:
     def note_made(
         self, result: Tensor, function: Callable[[list[Tensor]], Tensor], operands: list[Tensor]
     ) -> None:
-        """`result` is `function(operands)`: whoever saves it saves how to make it instead. Without collectives."""
+        """`result` is `function(operands)`: whoever saves it saves how to make it instead. Without
+        collectives.
+        """
         storage = result.untyped_storage()
         kept = [self._pack(operand.detach()) for operand in operands]
         self._found[storage._cdata] = _Made(function, kept, StorageWeakRef(storage))
 
     def note_stored(self, result: Tensor) -> None:
-        """Whoever saves `result` saves how to bring it from host memory instead: all of its memory, as it lies."""
+        """Whoever saves `result` saves how to bring it from host memory instead: all of its memory,
+        as it lies.
+        """
         assert self._store is not None
         flat = result.detach().as_strided(
             (result.untyped_storage().nbytes() // result.dtype.itemsize,), (1,), 0
@@ -191,7 +207,9 @@ class Regather:
         self.note_made(result, lambda _operands: bring(), [])
 
     def _is_parameter(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a parameter, or made of nothing but one (a cast to bfloat16, a view)."""
+        """Whether `tensor` is a parameter, or made of nothing but one (a cast to bfloat16, a
+        view).
+        """
         if id(tensor) in self._parameters:
             return True
         node: Any = tensor.grad_fn
@@ -237,7 +255,8 @@ class Regather:
         )  # a sparse adjacency, say, has no storage of its own to know it by
         gathered = self._found.get(tensor.untyped_storage()._cdata) if is_strided else None
         if gathered is None:
-            # Its own result, which an op saves, would hold the op: for ever, where no backward comes.
+            # Its own result, which an op saves, would hold the op: for ever, where no backward
+            # comes.
             return tensor if tensor.grad_fn is None else tensor.detach()
         gathered.uses += 1
         if isinstance(gathered, _Gathered) and not gathered.is_saved:
@@ -248,7 +267,8 @@ class Regather:
 
 @functools.cache
 def _keeps_tensors(node: type) -> bool:
-    """Whether autograd's nodes of this kind save tensors for their backward. Views and casts save none; what also reads
+    """Whether autograd's nodes of this kind save tensors for their backward. Views and casts save
+    none; what also reads
     another tensor (the ids of an embedding) does, if only one of its operands is differentiated."""
     return any(name.startswith("_raw_saved_") for name in dir(node))
 

@@ -1,6 +1,8 @@
-"""Resharding at run time: one autograd node that brings a local tensor from one dual layout to another, and back.
+"""Resharding at run time: one autograd node that brings a local tensor from one dual layout to
+another, and back.
 
-The steps are `sharding.redistribute`'s. Nothing is saved for the backward: the gradient takes the steps in reverse.
+The steps are `sharding.redistribute`'s. Nothing is saved for the backward: the gradient takes the
+steps in reverse.
 """
 
 from collections import deque
@@ -27,7 +29,9 @@ from alpa_strategy.sharding.redistribute import reshard_steps
 
 @dataclass(frozen=True)
 class LocalStep:
-    """One axis changes from `src` to `dst`; `shape` is what this device's axis group holds together, exactly."""
+    """One axis changes from `src` to `dst`; `shape` is what this device's axis group holds
+    together, exactly.
+    """
 
     axis: int
     src: Placement
@@ -42,10 +46,11 @@ class Reshard:
         src, dst: dual layouts, one dual placement per mesh axis.
         shape: global shape of the tensor.
         mesh: the mesh that the tensor lies on; all its devices must call.
-        sums_in_fp32: of gradients in half precision. cast: dtype in which values are moved; gradients stay as summed.
+        sums_in_fp32: of gradients in half precision. cast: dtype in which values are moved;
+            gradients stay as summed.
 
-    `forward_steps` and `backward_steps` are what is done in each direction, `value_sums` and `gradient_sums` the sums
-    over devices that this is; () where it is something else.
+    `forward_steps` and `backward_steps` are what is done in each direction, `value_sums` and
+    `gradient_sums` the sums over devices that this is; () where it is something else.
     """
 
     def __init__(
@@ -72,7 +77,8 @@ class Reshard:
             current[step.axis] = step.dst
             if mesh.shape[step.axis] == 1:
                 continue
-            # A step may be idle one way: Invariant -> Replicate moves no values, its gradients are summed.
+            # A step may be idle one way: Invariant -> Replicate moves no values, its gradients are
+            # summed.
             if step.src.value != step.dst.value:
                 forward.append(LocalStep(step.axis, step.src.value, step.dst.value, seen))
             if step.dst.grad != step.src.grad:
@@ -106,7 +112,9 @@ class Reshard:
         )
 
     def start(self, tensor: Tensor) -> Pending:
-        """`values`, without waiting where it begins with a gathering or is a sum; what is left is done by `wait`."""
+        """`values`, without waiting where it begins with a gathering or is a sum; what is left is
+        done by `wait`.
+        """
         tensor = tensor if self._cast is None else tensor.to(self._cast)
         match self.forward_steps:
             case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape), *rest):
@@ -146,7 +154,9 @@ def stacked(tensor: Tensor, axis: AxisComm) -> Tensor:
 
 
 class _ReshardNode(torch.autograd.Function):
-    """The backward is such a node too, directions swapped: resharding is linear, and derivatives of any order right."""
+    """The backward is such a node too, directions swapped: resharding is linear, and derivatives of
+    any order right.
+    """
 
     @staticmethod
     def forward(
@@ -171,13 +181,16 @@ class _ReshardNode(torch.autograd.Function):
         return _ReshardNode.apply(grad, ctx.reshard, not ctx.swapped), None, None, None
 
 
-# --- Gradients of parameters on their way. Autograd takes of all nodes that are ready the one that was made last. So a
-# node through which a parameter has entered the step before all else waits for its sums when the backward has no other
-# work. Until then what passes for its gradient, through casts and views, is zero.
+# --- Gradients of parameters on their way. Autograd takes of all nodes that are ready the one that
+# was made last. So a node through which a parameter has entered the step before all else waits for
+# its sums when the backward has no other work. Until then what passes for its gradient, through
+# casts and views, is zero.
 
 
 class Sums:
-    """Sums of gradients that have begun in a backward: of at most `most_bytes`, the oldest are waited for."""
+    """Sums of gradients that have begun in a backward: of at most `most_bytes`, the oldest are
+    waited for.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self._bytes = most_bytes, 0
@@ -210,7 +223,9 @@ class Entrance(torch.autograd.Function):
 
 
 def _entrance_of(tensor: Tensor) -> Any:
-    """The node by which a parameter has entered of which `tensor` is nothing but a cast or a view; None for others."""
+    """The node by which a parameter has entered of which `tensor` is nothing but a cast or a view;
+    None for others.
+    """
     node: Any = tensor.grad_fn
     while node is not None and type(node).__name__ in (
         "ToCopyBackward0",
@@ -223,7 +238,9 @@ def _entrance_of(tensor: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Sum:
-    """Over an axis, or over all at once; `dim`: of which this device keeps its part, None: it keeps the whole."""
+    """Over an axis, or over all at once; `dim`: of which this device keeps its part, None: it keeps
+    the whole.
+    """
 
     axis: AxisComm
     dim: int | None

@@ -1,12 +1,15 @@
-"""Collectives of ranks on one host through shared memory: what gloo does through sockets, for tensors on the CPU.
+"""Collectives of ranks on one host through shared memory: what gloo does through sockets, for
+tensors on the CPU.
 
-An all-reduce of 1 KB took 0.08 ms here where gloo's takes 2 (its threads wait for a core), one of 1 MB 0.35 where
-gloo's takes 2.2; a step's 52 MB of gradients, beside the backward, 35 to 55 where gloo's take 70 to 84. A step that
-exchanges numbers after every layer spends its time there.
+An all-reduce of 1 KB took 0.08 ms here where gloo's takes 2 (its threads wait for a core), one of 1
+MB 0.35 where gloo's takes 2.2; a step's 52 MB of gradients, beside the backward, 35 to 55 where
+gloo's take 70 to 84. A step that exchanges numbers after every layer spends its time there.
 
-A rank copies what it gives, in pieces, to memory that all see, says so by a number, reads what the others gave, in the
-order of the ranks, and says so, too: a place is free again when all have read it. Nothing runs on its own: a rank gives
-and takes what it can when a collective begins, and all that is left when one is waited for.
+A rank copies what it gives, in pieces, to memory that all see, says so by a number, reads what the
+others gave, in the
+order of the ranks, and says so, too: a place is free again when all have read it. Nothing runs on
+its own: a rank gives and takes what it can when a collective begins, and all that is left when one
+is waited for.
 """
 
 import contextlib
@@ -42,7 +45,8 @@ SPINS, POLL_SECONDS, LOOK_SECONDS = (
 
 
 class SharedMemoryGroup:
-    """Stands for a process group in `torch.distributed`'s functions: `dist.all_reduce(tensor, op, group)`.
+    """Stands for a process group in `torch.distributed`'s functions: `dist.all_reduce(tensor, op,
+    group)`.
 
     Args:
         path: a file of TOTAL_BYTES zeros that all ranks map; it may be removed once all have.
@@ -66,7 +70,8 @@ class SharedMemoryGroup:
             deque()
         )  # with what all ranks give, [ranks, bytes]
         self._begun = 0
-        # A lock on a byte is a sign of life: the system lifts it when the process ends, however that happens.
+        # A lock on a byte is a sign of life: the system lifts it when the process ends, however
+        # that happens.
         self._file = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, self._file)
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, rank)
@@ -117,7 +122,9 @@ class SharedMemoryGroup:
     def _begin(
         self, own: Sequence[Tensor], take: Sequence[Callable[[Tensor], object]]
     ) -> SimpleNamespace:
-        """Give the pieces `own`; each of `take` gets what all ranks give. What is returned has a `wait`."""
+        """Give the pieces `own`; each of `take` gets what all ranks give. What is returned has a
+        `wait`.
+        """
         self._to_give += own
         self._to_take += take
         self._begun += len(own)
@@ -145,7 +152,9 @@ class SharedMemoryGroup:
         return True
 
     def _wait_for(self, number: int) -> None:
-        """Until so many pieces are taken. LostRankError where a rank has ended, or the time is over."""
+        """Until so many pieces are taken. LostRankError where a rank has ended, or the time is
+        over.
+        """
         looks, started = 0, time.monotonic()
         looked = started
         while self._taken[self._rank] < number:
@@ -195,8 +204,10 @@ def shared_memory_group(group: Any, rank: int, size: int) -> SharedMemoryGroup |
 
 
 def _host() -> tuple[str, int, int] | None:
-    """Equal for processes that share memory and a network: namespaces of one host may play several, with slow links
-    between them. None where it cannot be known, or writes of a rank may be seen in another order (ARM)."""
+    """Equal for processes that share memory and a network: namespaces of one host may play several,
+    with slow links
+    between them. None where it cannot be known, or writes of a rank may be seen in another order
+    (ARM)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         network = os.stat("/proc/self/ns/net").st_ino

@@ -1,7 +1,7 @@
 """What one op call has to do: FLOPs and bytes moved, forward and backward, from its shapes alone.
 
-Formulas for products, convolutions and attention; every other op is taken to be bound by the memory that it touches.
-Fusions are not modelled. Views move nothing.
+Formulas for products, convolutions and attention; every other op is taken to be bound by the memory
+that it touches. Fusions are not modelled. Views move nothing.
 """
 
 import math
@@ -30,7 +30,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Metadata only. Of these, the backward of the second set fills or sums a tensor of the operand's shape.
+# Metadata only. Of these, the backward of the second set fills or sums a tensor of the operand's
+# shape.
 PLAIN_VIEWS = _names(
     "view reshape _unsafe_view transpose permute t squeeze unsqueeze flatten unflatten movedim moveaxis swapaxes "
     "swapdims view_as reshape_as alias detach detach_ lift_fresh lift_fresh_copy ravel mT mH T adjoint numpy_T "
@@ -46,7 +47,8 @@ MAY_COPY = _names(
 CASTS = _names("to _to_copy type_as float half bfloat16 double")
 DROPOUTS = _names("dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout")
 GATHERS = _names("embedding bag_lookup index_select gather index take_along_dim take")
-# Their gradient needs neither operands nor results, and is a view (first) or one pass over the operand (second).
+# Their gradient needs neither operands nor results, and is a view (first) or one pass over the
+# operand (second).
 FREE_BACKWARD = _names("add sub cat concat concatenate stack sum hstack vstack")
 LINEAR = _names(
     "neg mean clone contiguous mul_scalar div_scalar where masked_fill constant_pad_nd pad flip roll"
@@ -69,7 +71,9 @@ def op_base_name(call: OpCall) -> str:
 
 
 def is_view(call: OpCall) -> bool:
-    """True when the forward touches no elements: views, casts to the same dtype, dropout that drops nothing."""
+    """True when the forward touches no elements: views, casts to the same dtype, dropout that drops
+    nothing.
+    """
     name = op_base_name(call)
     if name in PLAIN_VIEWS or name in PART_VIEWS:
         return True
@@ -83,12 +87,16 @@ def is_view(call: OpCall) -> bool:
 
 
 def is_plain_view(call: OpCall) -> bool:
-    """True when neither the forward nor the backward touches elements: the gradient is a view as well."""
+    """True when neither the forward nor the backward touches elements: the gradient is a view as
+    well.
+    """
     return op_base_name(call) in PLAIN_VIEWS
 
 
 def op_flops(call: OpCall) -> float:
-    """FLOPs of the forward: 2 per multiply-add for products, one per result element otherwise, 0 for views."""
+    """FLOPs of the forward: 2 per multiply-add for products, one per result element otherwise, 0
+    for views.
+    """
     if is_view(call):
         return 0.0
     formula = PRODUCTS.get(op_base_name(call))
@@ -98,7 +106,9 @@ def op_flops(call: OpCall) -> float:
 
 
 def product_kind(call: OpCall) -> str | None:
-    """`matmul`, `convolution` or `attention`: ops bound by multiply-adds when they are large; None for others."""
+    """`matmul`, `convolution` or `attention`: ops bound by multiply-adds when they are large; None
+    for others.
+    """
     name = op_base_name(call)
     if name in ATTENTION:
         return "attention"
@@ -106,7 +116,9 @@ def product_kind(call: OpCall) -> str | None:
 
 
 def product_shape(call: OpCall) -> tuple[int, int, int, int] | None:
-    """(batches, rows, inner, columns) of a product of matrices; None for other ops, and where they cannot be told."""
+    """(batches, rows, inner, columns) of a product of matrices; None for other ops, and where they
+    cannot be told.
+    """
     name = op_base_name(call)
     if name not in LINEARS and name not in MATRIX_PRODUCTS:
         return None
@@ -119,7 +131,9 @@ def product_shape(call: OpCall) -> tuple[int, int, int, int] | None:
 
 
 def op_work(call: OpCall) -> tuple[Work, Work]:
-    """(forward, backward) work of `call` at its own shapes; no backward where nothing requires grad."""
+    """(forward, backward) work of `call` at its own shapes; no backward where nothing requires
+    grad.
+    """
     name = op_base_name(call)
     grads = [meta for meta in call.operands if meta.requires_grad]
     results = sum(meta.num_bytes for meta in call.results)
@@ -175,7 +189,8 @@ def _product_work(
     factors_1d = name in ("dot", "mv", "vdot", "matmul", "einsum")
     main = [meta for meta in grads if len(meta.shape) > 1 or factors_1d]
     biases = [meta for meta in grads if len(meta.shape) <= 1 and not factors_1d]
-    # One product per operand that requires grad, of the result's gradient and the others; a bias' is a sum over it.
+    # One product per operand that requires grad, of the result's gradient and the others; a bias'
+    # is a sum over it.
     num_bytes = len(grads) * results + len(main) * operands + sum(meta.num_bytes for meta in biases)
     return forward, Work(len(main) * flops, num_bytes, len(grads))
 
@@ -203,7 +218,9 @@ def _attention(call: OpCall) -> float:
 
 
 def _einsum(call: OpCall) -> float:
-    """Every index of the equation once: right for two operands, an upper bound of the best order for more."""
+    """Every index of the equation once: right for two operands, an upper bound of the best order
+    for more.
+    """
     left = str(call.args[0]).replace(" ", "").partition("->")[0]
     every = "..." * ("..." in left) + "".join(sorted(set(left) - set(".,")))
     operands = [
@@ -215,7 +232,9 @@ def _einsum(call: OpCall) -> float:
 
 
 def _grouped(call: OpCall) -> float:
-    """Rows times matrices; a device that holds some of the groups is taken to hold as many of the rows."""
+    """Rows times matrices; a device that holds some of the groups is taken to hold as many of the
+    rows.
+    """
     (rows, width), (groups, _, columns), (all_groups,) = (meta.shape for meta in call.operands[:3])
     return 2.0 * rows * width * columns * groups / max(all_groups, 1)
 

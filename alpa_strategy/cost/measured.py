@@ -1,7 +1,8 @@
-"""OpTable: measured op times in a small JSON file that other models on the same kind of device reuse.
+"""OpTable: measured op times in a small JSON file that other models on the same kind of device
+reuse.
 
-Keyed by device name, then op family (op, dtypes, which operands require grad), then the call's shapes and arguments.
-Measuring is `measured.py`'s, reading between the lines is `model.py`'s.
+Keyed by device name, then op family (op, dtypes, which operands require grad), then the call's
+shapes and arguments. Measuring is `measured.py`'s, reading between the lines is `model.py`'s.
 """
 
 import logging
@@ -40,7 +41,8 @@ class OpTime:
 
 
 def call_family(call: OpCall) -> str:
-    """`aten.linear.default float32* float32*` (`*`: requires grad): calls whose times say something of each other.
+    """`aten.linear.default float32* float32*` (`*`: requires grad): calls whose times say something
+    of each other.
 
     A convolution's says its kernel (`3x3`, `3x3 grouped`), as rates of these differ severalfold.
     """
@@ -57,7 +59,9 @@ def call_family(call: OpCall) -> str:
 
 
 def call_key(call: OpCall) -> str:
-    """What distinguishes a call within its family: operand shapes, then the arguments (`$0` is operand 0)."""
+    """What distinguishes a call within its family: operand shapes, then the arguments (`$0` is
+    operand 0).
+    """
     shapes = " ".join(str(list(meta.shape)).replace(" ", "") for meta in call.operands)
     arguments = [_show(arg) for arg in call.args] + [
         f"{name}={_show(value)}" for name, value in call.kwargs
@@ -76,7 +80,9 @@ class OpTable:
 
     @classmethod
     def load(cls, path: str | Path) -> "OpTable":
-        """The table in `path`; empty when there is none. An unreadable or older file is reported and measured anew."""
+        """The table in `path`; empty when there is none. An unreadable or older file is reported
+        and measured anew.
+        """
         table = cls(path)
         file = Path(path)
         if not file.exists():
@@ -142,10 +148,12 @@ def _entry_from_dict(data: dict[str, Any]) -> OpTime:
     return OpTime(*seconds, Work(**data["forward_work"]), Work(**data["backward_work"]))
 
 
-# --- Timing real ops and the device itself, on the device that will run them. Needs no process group.
+# --- Timing real ops and the device itself, on the device that will run them. Needs no process
+# group.
 #
-# Times are minima over a few repetitions: noise only ever adds. All loops end by a budget, so that measuring takes
-# seconds whatever the model. The links between devices are measured by `comm/measure.py`.
+# Times are minima over a few repetitions: noise only ever adds. All loops end by a budget, so that
+# measuring takes seconds whatever the model. The links between devices are measured by
+# `comm/measure.py`.
 
 
 REPETITIONS = 5
@@ -174,10 +182,12 @@ def measure_ops(
     name: str | None = None,
     later: Iterable[OpCall] = (),
 ) -> OpTable:
-    """Time the calls that `table` does not hold, longest expected first (`later` ones last), until the budget is spent.
+    """Time the calls that `table` does not hold, longest expected first (`later` ones last), until
+    the budget is spent.
 
-    Returns `table`, with the new times under the device's name (`device_name`, or `name`). Views are skipped; so are
-    calls that do not run by themselves on random data, and calls that would need more than half of the free memory.
+    Returns `table`, with the new times under the device's name (`device_name`, or `name`). Views
+    are skipped; so are calls that do not run by themselves on random data, and calls that would
+    need more than half of the free memory.
     """
     device = torch.device(device)
     name = name or device_name(device)
@@ -217,7 +227,9 @@ def measure_ops(
 def time_call(
     call: OpCall, device: torch.device | str, budget_seconds: float = 1.0
 ) -> tuple[float, float]:
-    """(forward, backward) seconds of one call on random data. One run each where one run spends the budget."""
+    """(forward, backward) seconds of one call on random data. One run each where one run spends the
+    budget.
+    """
     device = torch.device(device)
     call = call.on(device)
     operands = [random_operand(meta, device) for meta in call.operands]
@@ -239,7 +251,9 @@ def time_call(
 
 
 def random_operand(meta: TensorMeta, device: torch.device) -> torch.Tensor:
-    """Data that every op accepts: floats in [0, 1), integers 0 (a valid index anywhere), booleans True."""
+    """Data that every op accepts: floats in [0, 1), integers 0 (a valid index anywhere), booleans
+    True.
+    """
     if meta.dtype.is_floating_point or meta.dtype.is_complex:
         wide = meta.dtype if meta.dtype.itemsize > 1 else torch.float16  # no random float8
         return (
@@ -285,9 +299,11 @@ def device_memory_bytes(device: torch.device | str, local_ranks: int = 1) -> int
 
 
 def device_name(device: torch.device | str) -> str:
-    """A name under which measurements are shared between hosts: the model of the device, and on CPUs its threads.
+    """A name under which measurements are shared between hosts: the model of the device, and on
+    CPUs its threads.
 
-    A GPU that may use TensorFloat-32 (`torch.set_float32_matmul_precision`) is another device, several times as fast.
+    A GPU that may use TensorFloat-32 (`torch.set_float32_matmul_precision`) is another device,
+    several times as fast.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -306,7 +322,9 @@ def _cpu_model() -> str:
 
 
 def _product_rate(dtype: torch.dtype, device: torch.device, budget_seconds: float) -> float | None:
-    """FLOP/s of square products; None where the dtype has none. Sizes grow while they fit in the budget."""
+    """FLOP/s of square products; None where the dtype has none. Sizes grow while they fit in the
+    budget.
+    """
     best = None
     started = time.perf_counter()
     for size in (256, 512, 1024) if device.type == "cpu" else (1024, 4096, 8192):
@@ -331,7 +349,8 @@ def _best_seconds(
 ) -> float:
     """Smallest time of `fn` over a few runs after a warm-up run, until the budget is spent.
 
-    Where the warm-up alone spends it, `at_least` further runs are made if more than 1, else its own time counts.
+    Where the warm-up alone spends it, `at_least` further runs are made if more than 1, else its own
+    time counts.
     """
     once = _seconds(fn, device, 1)
     if once > budget_seconds and at_least <= 1:
@@ -340,7 +359,8 @@ def _best_seconds(
     once = min(once, _seconds(fn, device, 1))
     lead = min(time.perf_counter() - started, MOST_LEAD) if device.type == "cuda" else 0.0
     once = min(once, _seconds(fn, device, 1, lead)) if lead else once
-    # Short ops are timed several at a time, so that the clock and, on a GPU, the synchronisation do not count.
+    # Short ops are timed several at a time, so that the clock and, on a GPU, the synchronisation do
+    # not count.
     inner = max(1, min(100, math.ceil(2e-4 / max(once, 1e-7))))
     best = once if inner == 1 else math.inf
     spent = 0.0
@@ -356,8 +376,10 @@ def _best_seconds(
 def _seconds(
     fn: Callable[[], object], device: torch.device, repetitions: int, lead: float = 0.0
 ) -> float:
-    """Of `repetitions` calls. A GPU is kept busy for `lead` seconds a call first: the host, which may need longer to
-    start a kernel than it runs, is ahead then, as it is in a step where long kernels come between."""
+    """Of `repetitions` calls. A GPU is kept busy for `lead` seconds a call first: the host, which
+    may need longer to
+    start a kernel than it runs, is ahead then, as it is in a step where long kernels come
+    between."""
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(device):
@@ -369,7 +391,8 @@ def _seconds(
             end.record()
             end.synchronize()
         return begin.elapsed_time(end) / 1e3
-    # On one thread its time on a core counts, not what other jobs take of that: it is not the op's, and would be kept.
+    # On one thread its time on a core counts, not what other jobs take of that: it is not the op's,
+    # and would be kept.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     started = clock()
     for _ in range(repetitions):

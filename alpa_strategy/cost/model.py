@@ -1,4 +1,6 @@
-"""Seconds and bytes of one local op call: the only place where op costs come from (docs/formulas.md#costs)."""
+"""Seconds and bytes of one local op call: the only place where op costs come from
+(docs/formulas.md#costs).
+"""
 
 import logging
 import math
@@ -41,18 +43,20 @@ class Saved:
     operands: tuple[bool, ...]
     results: tuple[bool, ...]
     extra_bytes: int  # of saved tensors that are neither (dropout masks, log-sum-exp, ...)
-    # alive only while the op runs, besides operands and results, and while its backward does, besides the gradients of
-    # both (less than 0 where these are not all there at once)
+    # alive only while the op runs, besides operands and results, and while its backward does,
+    # besides the gradients of both (less than 0 where these are not all there at once)
     temporary_bytes: tuple[int, int] = (0, 0)
-    # a compiler makes its results again in the backward, where its operands are there: none of them is kept
+    # a compiler makes its results again in the backward, where its operands are there: none of them
+    # is kept
     fuses: bool = False
 
 
 class OpCosts(Protocol):
-    """Costs of ops on one device of a cluster. One of your own goes to `costs=` of `make_plan`, options or strategy.
+    """Costs of ops on one device of a cluster. One of your own goes to `costs=` of `make_plan`,
+    options or strategy.
 
-    Calls are local: what one device runs of an op, at the shapes of its shards. Every method is asked again and again
-    for the same call, so an answer that takes time should be remembered.
+    Calls are local: what one device runs of an op, at the shapes of its shards. Every method is
+    asked again and again for the same call, so an answer that takes time should be remembered.
     """
 
     @property
@@ -61,7 +65,9 @@ class OpCosts(Protocol):
         ...
 
     def op_seconds(self, call: OpCall) -> tuple[float, float]:
-        """(forward, backward) seconds of `call` at its own (local) shapes. Backward is 0 when nothing requires grad."""
+        """(forward, backward) seconds of `call` at its own (local) shapes. Backward is 0 when
+        nothing requires grad.
+        """
         ...
 
     def saved(self, call: OpCall) -> Saved:
@@ -75,14 +81,17 @@ class OpCosts(Protocol):
         ...
 
 
-# --- What autograd keeps of one op: asked of a run on fake CPU tensors, not guessed (docs/formulas.md#costs).
+# --- What autograd keeps of one op: asked of a run on fake CPU tensors, not guessed
+# (docs/formulas.md#costs).
 #
-# Two conventions differ from what such a run shows, because the devices that matter run other kernels: attention
-# keeps what flash and memory-efficient kernels keep (query, key, value, mask, result, the log-sum-exp per row), and
-# dropout on an accelerator keeps a mask of one byte per element.
+# Two conventions differ from what such a run shows, because the devices that matter run other
+# kernels: attention keeps what flash and memory-efficient kernels keep (query, key, value, mask,
+# result, the log-sum-exp per row), and dropout on an accelerator keeps a mask of one byte per
+# element.
 
 
-# Kernels that PyTorch's partitioner makes again besides those tagged pointwise, with a number per row kept of them.
+# Kernels that PyTorch's partitioner makes again besides those tagged pointwise, with a number per
+# row kept of them.
 FUSED_KERNELS = {
     *(
         "native_layer_norm",
@@ -100,11 +109,13 @@ FUSED_KERNELS = {
 def ask_saved(
     call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = False, compiled: bool = False
 ) -> Saved:
-    """Which tensors autograd keeps when `call` runs at its own shapes, forward and backward (about a millisecond).
+    """Which tensors autograd keeps when `call` runs at its own shapes, forward and backward (about
+    a millisecond).
 
-    A saved tensor counts as operand or result when it shares that one's storage; the others count in bytes, each
-    storage once. An op that cannot run on fake tensors is taken to keep all its operands. Of `compiled` ops that fuse,
-    only numbers per row are kept besides operands and results.
+    A saved tensor counts as operand or result when it shares that one's storage; the others count
+    in bytes, each storage once. An op that cannot run on fake tensors is taken to keep all its
+    operands. Of `compiled` ops that fuse, only numbers per row are kept besides operands and
+    results.
     """
     nothing = Saved((False,) * len(call.operands), (False,) * len(call.results), 0)
     if not any(meta.requires_grad for meta in call.operands) or not any(
@@ -136,7 +147,8 @@ def ask_saved(
         return Saved(kept, nothing.results, 4 * num_rows, fuses=compiled)
     try:
         return _run(call, mode, compiled)
-    except Exception as error:  # whatever a fake kernel may raise: an estimate on the safe side must still come back
+    except Exception as error:
+        # whatever a fake kernel may raise: an estimate on the safe side must still come back
         logger.debug(
             "%s does not run on fake tensors (%s): taken to keep its operands",
             call.target_name,
@@ -220,7 +232,9 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def peak_bytes(self, around: set[int], first: int = 0, end: int | None = None) -> int:
-        """Most bytes alive at once, after the kernels from `first` to `end`, besides the storages in `around`."""
+        """Most bytes alive at once, after the kernels from `first` to `end`, besides the storages
+        in `around`.
+        """
         return max(
             (sum(self._made[key][1] for key in live - around) for live in self._live[first:end]),
             default=0,
@@ -237,7 +251,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def without_data(call: OpCall, device: str | None = None) -> list[Tensor]:
-    """Operands of the call, on a device (None: the default one), or as a mode of fake tensors makes them."""
+    """Operands of the call, on a device (None: the default one), or as a mode of fake tensors makes
+    them.
+    """
     made = call.operands
     return [
         torch.empty(m.shape, dtype=m.dtype, device=device, requires_grad=m.requires_grad)
@@ -259,15 +275,19 @@ def differentiated(
     return cotangents, [gradient for gradient in found if gradient is not None]
 
 
-# --- What a user's autograd.Function costs: by the kernels that it runs on tensors without data, forward and backward.
+# --- What a user's autograd.Function costs: by the kernels that it runs on tensors without data,
+# forward and backward.
 #
-# Products are priced as the ops that they are, at the dtype of their data: float8 under a wrapper such as torchao's.
-# All else moves bytes: kernel by kernel, or fused, where a tensor is read once, or twice if its sum comes first.
+# Products are priced as the ops that they are, at the dtype of their data: float8 under a wrapper
+# such as torchao's. All else moves bytes: kernel by kernel, or fused, where a tensor is read once,
+# or twice if its sum comes first.
 
 
 @dataclass
 class Kernels:
-    """Products, and what the other kernels move: bytes of each, or fused, and then write for products to read."""
+    """Products, and what the other kernels move: bytes of each, or fused, and then write for
+    products to read.
+    """
 
     products: list[OpCall] = field(default_factory=list)
     single: list[int] = field(default_factory=list)
@@ -276,7 +296,9 @@ class Kernels:
 
 
 def kernels_of(call: OpCall, mode: FakeTensorMode) -> tuple[Kernels, Kernels] | None:
-    """What `call` runs, forward and backward; None where fake tensors are not enough for the user's code."""
+    """What `call` runs, forward and backward; None where fake tensors are not enough for the user's
+    code.
+    """
     forward, backward = _KernelRecorder(), _KernelRecorder()
     with mode, torch.enable_grad():
         operands = without_data(call)
@@ -356,16 +378,18 @@ def _meta(tensor: Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), _data(tensor).dtype)
 
 
-# --- RooflineCosts: seconds of an op, measured where that was done, else FLOPs/rate + bytes/bandwidth + launch.
+# --- RooflineCosts: seconds of an op, measured where that was done, else FLOPs/rate +
+# bytes/bandwidth + launch.
 #
-# The sum, not the larger of the two: kernels load their first tiles before they compute, store the last ones after,
-# and read operands again for every wave of tiles, so that small products reach less than large ones (of fp16 on a
-# V100: 83 TFLOP/s at 8192, as measured, 80 at 4096, 57 at 1024). A table of measured ops corrects it: exactly where
-# the very call was measured, else by the ratio measured/roofline of the op's neighbours in size.
+# The sum, not the larger of the two: kernels load their first tiles before they compute, store the
+# last ones after, and read operands again for every wave of tiles, so that small products reach
+# less than large ones (of fp16 on a V100: 83 TFLOP/s at 8192, as measured, 80 at 4096, 57 at 1024).
+# A table of measured ops corrects it: exactly where the very call was measured, else by the ratio
+# measured/roofline of the op's neighbours in size.
 
 
-# Where a device names no peak for a dtype: the first of these that it names. bfloat16 does not fall back to float16:
-# devices without bfloat16 units (V100) emulate it in float32.
+# Where a device names no peak for a dtype: the first of these that it names. bfloat16 does not fall
+# back to float16: devices without bfloat16 units (V100) emulate it in float32.
 FALLBACKS: dict[str, tuple[str, ...]] = {
     "float16": ("bfloat16", "float32"),
     "bfloat16": ("float32",),
@@ -376,7 +400,9 @@ FALLBACKS: dict[str, tuple[str, ...]] = {
 
 
 def peak_flops(device: DeviceSpec, dtype: torch.dtype) -> float:
-    """FLOP/s of `device` for operands of `dtype`; half the float32 peak for a float64 that it does not name."""
+    """FLOP/s of `device` for operands of `dtype`; half the float32 peak for a float64 that it does
+    not name.
+    """
     peaks = dict(device.peak_flops)
     name = str(dtype).removeprefix("torch.")
     for candidate in (name, *FALLBACKS.get(name, ("float32",))):
@@ -386,7 +412,8 @@ def peak_flops(device: DeviceSpec, dtype: torch.dtype) -> float:
 
 
 def reached_flops(device: DeviceSpec, call: OpCall, backward: bool = False) -> float:
-    """FLOP/s that `call` reaches where memory does not bind it: its dtype's peak times the efficiency of its kind.
+    """FLOP/s that `call` reaches where memory does not bind it: its dtype's peak times the
+    efficiency of its kind.
 
     Products run at the dtype of their first operand; everything else computes in float32 or wider.
     """
@@ -401,17 +428,21 @@ def reached_flops(device: DeviceSpec, call: OpCall, backward: bool = False) -> f
     )
 
 
-# Tiles in which kernels compute a product (rows, columns), and the share of the largest one's rate that each reaches
-# (NVIDIA, Matrix Multiplication Background User's Guide, sections 2 and 3: tile and wave quantization).
+# Tiles in which kernels compute a product (rows, columns), and the share of the largest one's rate
+# that each reaches (NVIDIA, Matrix Multiplication Background User's Guide, sections 2 and 3: tile
+# and wave quantization).
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (64, 64, 0.6))
-# Fitted on published runs (docs/published.md), for devices whose processors are known: of a product's memory traffic
-# what its compute does not hide; the width at which an attention head reaches half of the rate of wide ones. Of the
-# time of pointwise ops, what is left where they are compiled (on any device).
+# Fitted on published runs (docs/published.md), for devices whose processors are known: of a
+# product's memory traffic what its compute does not hide; the width at which an attention head
+# reaches half of the rate of wide ones. Of the time of pointwise ops, what is left where they are
+# compiled (on any device).
 PRODUCT_BYTES, HALF_WIDTH, FUSED = 0.5, 15, 0.5
 
 
 def tile_shares(device: DeviceSpec, call: OpCall) -> tuple[float, float]:
-    """Shares of its rate at which a product's forward and backward run on a device whose processors are known."""
+    """Shares of its rate at which a product's forward and backward run on a device whose processors
+    are known.
+    """
     if product_kind(call) == "attention":  # the rate in the cluster file is that of heads of 128
         width = call.operands[0].shape[-1]
         share = width / (width + HALF_WIDTH) * (128 + HALF_WIDTH) / 128
@@ -429,7 +460,8 @@ def tile_shares(device: DeviceSpec, call: OpCall) -> tuple[float, float]:
 
 
 def tile_share(device: DeviceSpec, batches: int, rows: int, columns: int) -> float:
-    """Share of its rate at which a product of [rows, columns] runs: its tiles are whole and dealt out in whole waves.
+    """Share of its rate at which a product of [rows, columns] runs: its tiles are whole and dealt
+    out in whole waves.
 
     That of the best of `TILES`.
     """
@@ -453,7 +485,8 @@ def roofline_seconds(work: Work, device: DeviceSpec, flops_per_second: float) ->
 
 
 class RooflineCosts:
-    """`OpCosts` of one kind of device. Everything is remembered per call; `table` must not change afterwards.
+    """`OpCosts` of one kind of device. Everything is remembered per call; `table` must not change
+    afterwards.
 
     compiled: pointwise ops run in chains, each chain one kernel (`PlanOptions.compile`).
     """
@@ -477,7 +510,9 @@ class RooflineCosts:
         )
 
     def op_seconds(self, call: OpCall) -> tuple[float, float]:
-        """(forward, backward) seconds of `call` at its own (local) shapes. Backward is 0 when nothing requires grad."""
+        """(forward, backward) seconds of `call` at its own (local) shapes. Backward is 0 when
+        nothing requires grad.
+        """
         if call not in self._seconds:
             forward, backward = self._op_seconds(call)
             slowdown = (
@@ -506,7 +541,8 @@ class RooflineCosts:
     def optimizer_seconds(
         self, num_elements: int, itemsize: int, optimizer: OptimizerInfo
     ) -> float:
-        """Time to update `num_elements` parameters of `itemsize` bytes; bound by memory, without launches of their own:
+        """Time to update `num_elements` parameters of `itemsize` bytes; bound by memory, without
+        launches of their own:
         fused and foreach optimizers start a few kernels for all parameters together."""
         num_bytes = num_elements * optimizer.update_bytes(itemsize)
         return self.device.slowdown * num_bytes / self.device.memory_bandwidth
@@ -554,8 +590,10 @@ class RooflineCosts:
         return forward * ratio_forward, backward * ratio_backward
 
     def _correction(self, call: OpCall, seconds: float) -> tuple[float, float]:
-        """measured/roofline of the op's measured calls, those counting most whose shapes are most like the call's: a
-        part of an op runs as the whole does, where another op of its size may reach a third of its rate."""
+        """measured/roofline of the op's measured calls, those counting most whose shapes are most
+        like the call's: a
+        part of an op runs as the whole does, where another op of its size may reach a third of its
+        rate."""
         family = call_family(call)
         points = self._corrections.get(family)
         if points is None:
@@ -614,7 +652,9 @@ class _Point:
         return _Point(tuple(map(len, sizes)), dims, arguments, size, forward, backward)
 
     def unlike(self, other: "_Point") -> float:
-        """How many factors of e lie between the two, all dims together; other arguments count as one."""
+        """How many factors of e lie between the two, all dims together; other arguments count as
+        one.
+        """
         apart = NEAR * abs(self.size - other.size) + (self.arguments != other.arguments)
         return apart + (
             float(np.abs(self.dims - other.dims).sum())

@@ -1,4 +1,6 @@
-"""Progress: what planning is doing now, and what each phase took. A spinner on a terminal, else a line a phase."""
+"""Progress: what planning is doing now, and what each phase took. A spinner on a terminal, else a
+line a phase.
+"""
 
 import resource
 import sys

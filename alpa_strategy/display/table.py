@@ -1,4 +1,5 @@
-"""The plan as a rich table: what it costs, what it beats, how each parameter lies, what is communicated; the same as a
+"""The plan as a rich table: what it costs, what it beats, how each parameter lies, what is
+communicated; the same as a
 picture and as a page; and what `alpa plan --tune batch_size` found."""
 
 import io
@@ -41,7 +42,9 @@ MODE_MEANINGS = {
 def plan_table(
     plan: Plan, memory_limit: float | None = None, process_bytes: int = 0
 ) -> RenderableType:
-    """The whole plan; in bytes, where known: `memory_limit`, `process_bytes` (host's, beside the plan's tensors)."""
+    """The whole plan; in bytes, where known: `memory_limit`, `process_bytes` (host's, beside the
+    plan's tensors).
+    """
     parts: list[RenderableType] = [_phases(plan, memory_limit), Text()] if plan.phases else []
     parts += [_headline(plan), _summary(plan, memory_limit, process_bytes)]
     if len(plan.stages) > 1:
@@ -77,7 +80,9 @@ def _printed(plan: Plan) -> Console:
 
 
 def plan_timing(plan: Plan, peak_rss: float | None = None) -> Text:
-    """Where planning spent its time (`solve 2x4` and `solve 8` together as `solve`), and the memory that it took."""
+    """Where planning spent its time (`solve 2x4` and `solve 8` together as `solve`), and the memory
+    that it took.
+    """
     by_phase: dict[str, float] = defaultdict(float)
     for name, seconds in plan.solver_seconds.items():
         by_phase[name.split(" ")[0]] += seconds
@@ -203,7 +208,8 @@ def _phases(plan: Plan, memory_limit: float | None) -> RenderableType:
 def stage_overview(plan: Plan) -> Table:
     """One row a stage, seconds of one micro-batch.
 
-    `remat`: whether, and in how many spans, it recomputes; `idle`: the share of the step in which its devices wait.
+    `remat`: whether, and in how many spans, it recomputes; `idle`: the share of the step in which
+    its devices wait.
     """
     clock = plan_timeline(plan)  # with all micro-batches: a few would overstate the ends
     table = _plain_table("stage")
@@ -358,7 +364,8 @@ def parameter_groups(
 ) -> tuple[ParameterGroup, ...]:
     """Group by name with its indices collapsed, shape and modes, in order of first appearance.
 
-    Where one pattern falls into several groups, each shows the indices that it stands for: `blocks.{0-2,5}.fc.weight`.
+    Where one pattern falls into several groups, each shows the indices that it stands for:
+    `blocks.{0-2,5}.fc.weight`.
     """
     members: dict[tuple[str, Shape | None, tuple[ParameterMode, ...], bool], list[str]] = {}
     for name, plan in plans.items():
@@ -399,7 +406,9 @@ def index_ranges(indices: Iterable[int]) -> str:
 
 
 def equal_stages(plan: Plan) -> list[list[int]]:
-    """Indices of stages whose parameters (up to the numbers in their names) and collectives are the same, together."""
+    """Indices of stages whose parameters (up to the numbers in their names) and collectives are the
+    same, together.
+    """
     found: dict[tuple, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         groups = parameter_groups(stage.parameter_plans, stage.shapes)
@@ -414,7 +423,9 @@ def equal_stages(plan: Plan) -> list[list[int]]:
 
 
 def step_parts(plan: Plan) -> dict[str, float]:
-    """What a step's seconds go to; `waiting`: a pipeline's busiest stage has nothing to do. Empty where unknown."""
+    """What a step's seconds go to; `waiting`: a pipeline's busiest stage has nothing to do. Empty
+    where unknown.
+    """
     p = plan.predicted
     parts = {
         "compute": p.compute_seconds,

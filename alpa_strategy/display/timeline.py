@@ -29,7 +29,9 @@ MAX_WIDTH = 120  # of the lines in a terminal
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """Slots of every mesh (`TimedAction.mesh`) in seconds, for the first `num_drawn` of the plan's micro-batches."""
+    """Slots of every mesh (`TimedAction.mesh`) in seconds, for the first `num_drawn` of the plan's
+    micro-batches.
+    """
 
     timed: tuple[TimedAction, ...]
     meshes: tuple[str, ...]  # name of each, such as `0-3`
@@ -44,7 +46,8 @@ class ScheduleTimeline:
         return max(0.0, 1 - busy / self.seconds) if self.seconds > 0 else 0.0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """One line a mesh: a cell is a moment, its sign the micro-batch and what is done with it; `·` is waiting.
+        """One line a mesh: a cell is a moment, its sign the micro-batch and what is done with it;
+        `·` is waiting.
 
         With several stages on a mesh, later ones are printed in reverse.
         """
@@ -64,7 +67,8 @@ class ScheduleTimeline:
                     continue
                 late = " reverse" if self.stages[mesh].index(done.stage) % 2 else ""
                 text.append(SIGNS[done.kind][done.microbatch % 10], style=STYLES[done.kind] + late)
-            # With fewer micro-batches than there are the ends weigh more: the stages' table says how idle the step is.
+            # With fewer micro-batches than there are the ends weigh more: the stages' table says
+            # how idle the step is.
             text.append(f" {self.idle_share(mesh):>4.0%} idle\n" if is_whole else "\n", style="dim")
         shown = {done.kind for done in self.timed}
         for kind in (kind for kind in MEANINGS if kind in shown):
@@ -78,7 +82,8 @@ class ScheduleTimeline:
 
 
 def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTimeline | None:
-    """The plan's schedule with its stages' own seconds; None where there is none, or no stage's seconds are known.
+    """The plan's schedule with its stages' own seconds; None where there is none, or no stage's
+    seconds are known.
 
     Args:
         max_microbatches: draw no more than so many (or the fewest that the schedule can run).
@@ -117,7 +122,9 @@ def device_range(stage: StagePlan) -> str:
 
 
 def _num_drawn(schedule: str, num_meshes: int, count: int, most: int | None) -> int:
-    """The largest number up to `most` that fills the pipeline and that the schedule can run, else all."""
+    """The largest number up to `most` that fills the pipeline and that the schedule can run, else
+    all.
+    """
     if most is None or count <= most:
         return count
     least = num_meshes + 1 if SCHEDULES[schedule].has_one_stage_per_mesh else num_meshes

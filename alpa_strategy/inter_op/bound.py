@@ -1,9 +1,12 @@
-"""A bound of whole plans: seconds below which no stages of a job's layers can be, whatever cut, meshes and schedule.
+"""A bound of whole plans: seconds below which no stages of a job's layers can be, whatever cut,
+meshes and schedule.
 
-What is bounded by what: docs/formulas.md#inter-op. One stage a mesh: for each maximum that is tried, the least sum is a
-shortest path over (layers, stages and devices left). Several: their mean, the longest layer's, or all cuts simulated.
+What is bounded by what: docs/formulas.md#inter-op. One stage a mesh: for each maximum that is
+tried, the least sum is a shortest path over (layers, stages and devices left). Several: their mean,
+the longest layer's, or all cuts simulated.
 
-Memory is left out, and every layer takes its best logical shape and layouts: no plan that is priced can be below.
+Memory is left out, and every layer takes its best logical shape and layouts: no plan that is priced
+can be below.
 """
 
 import heapq
@@ -53,13 +56,16 @@ def step_bound(space: StageSpace) -> float:
 
 @dataclass(frozen=True)
 class _Costs:
-    """The least that stages may take; arrays [first layer, last + 1, submesh], inf where there is none."""
+    """The least that stages may take; arrays [first layer, last + 1, submesh], inf where there is
+    none.
+    """
 
     job: CostJob
     sizes: np.ndarray  # [submesh] devices
     work: np.ndarray  # seconds of a step
     seconds: np.ndarray  # of a micro-batch
-    # [cut, submesh] of a micro-batch's messages there and back, from a stage on this submesh to another one
+    # [cut, submesh] of a micro-batch's messages there and back, from a stage on this submesh to
+    # another one
     wires: np.ndarray
     near: np.ndarray  # [cut, submesh] likewise, to a stage on an equal mesh, or on the same
     overhead: (
@@ -116,7 +122,8 @@ def _of_runs(layers: np.ndarray, overhead: float) -> np.ndarray:
 def _one_stage_per_mesh(costs: _Costs, known: float, waits: bool) -> float:
     """Of two stages or more; at least `known` where nothing is below that.
 
-    waits: for the first micro-batch to come back and for the last one (1F1B); else (GPipe) stages only fill and drain.
+    waits: for the first micro-batch to come back and for the last one (1F1B); else (GPipe) stages
+    only fill and drain.
     """
     first = _work_alone(costs)  # a guess of the maximum
     fill = _least_fill(costs, math.inf, waits)
@@ -141,7 +148,9 @@ def _work_alone(costs: _Costs) -> float:
 
 
 def _least_fill(costs: _Costs, most: float, waits: bool) -> float:
-    """The least sum_j (t_j + w_j) of stages whose maximum (docs/formulas.md#inter-op) is at most `most`."""
+    """The least sum_j (t_j + w_j) of stages whose maximum (docs/formulas.md#inter-op) is at most
+    `most`.
+    """
     B, L = costs.job.num_microbatches, costs.job.num_layers
     unit = max(1, costs.job.cluster.num_devices // UNITS)
     total = costs.job.cluster.num_devices // unit
@@ -155,10 +164,12 @@ def _least_fill(costs: _Costs, most: float, waits: bool) -> float:
             seconds, work = (np.where(costs.may_be[..., index], each, np.inf) for each in every)
             rest = after[:, : total + 1 - size] + (costs.wires[:, index, None] if s > 1 else 0.0)
             ends = np.flatnonzero(np.isfinite(rest).any(axis=1))
-            # The formula's: own, (B - s_m) t_m + g_m, [first, end]; trips, sums of t_j, w_j, [end, units left].
+            # The formula's: own, (B - s_m) t_m + g_m, [first, end]; trips, sums of t_j, w_j, [end,
+            # units left].
             with np.errstate(invalid="ignore"):  # where there is no such stage
                 own = work - seconds
-                if waits:  # with fewer micro-batches than stages, its backwards alone are one after the other
+                # with fewer micro-batches than stages, its backwards alone are one after the other
+                if waits:
                     own = (
                         work - s * seconds if s <= B else own * 2 / 3 - (B - 1) * costs.overhead / 6
                     )
@@ -185,8 +196,9 @@ def _least_fill(costs: _Costs, most: float, waits: bool) -> float:
 def _waiting(costs: _Costs, name: str, v: int, index: int) -> float:
     """Of v stages on each of equal meshes; inf where the schedule has no such stages.
 
-    The larger of two: their mean work, with what they wait at the start and at the end, and the work of the mesh that
-    has the longest layer. If no other mesh has more than k layers, this one has all that are left.
+    The larger of two: their mean work, with what they wait at the start and at the end, and the
+    work of the mesh that has the longest layer. If no other mesh has more than k layers, this one
+    has all that are left.
     """
     job = costs.job
     ranks, rest = divmod(job.cluster.num_devices, int(costs.sizes[index]))

@@ -1,6 +1,8 @@
-"""Candidates for a pipeline: what the stage DP makes of one number of micro-batches, for every schedule.
+"""Candidates for a pipeline: what the stage DP makes of one number of micro-batches, for every
+schedule.
 
-Priced on the costs of `stage_costs.py` and the schedules' closed forms; `search.py` solves the best of them exactly.
+Priced on the costs of `stage_costs.py` and the schedules' closed forms; `search.py` solves the best
+of them exactly.
 """
 
 import math
@@ -82,14 +84,17 @@ class StageSpace:
 
     @cached_property
     def pinned(self) -> list[int]:
-        """The first layer of every stage that `options.stages` names, and the end; none: the stages are solved."""
+        """The first layer of every stage that `options.stages` names, and the end; none: the stages
+        are solved.
+        """
         return [
             self.job.cuts.index(cut) for cut in stage_cuts(self.job.graph, self.job.options.stages)
         ]
 
     @cached_property
     def places(self) -> np.ndarray:
-        """[first layer, last + 1, 2] first place and number of the devices on which `options.device_map` wants such a
+        """[first layer, last + 1, 2] first place and number of the devices on which
+        `options.device_map` wants such a
         stage: -1 where it does not say, and no devices where it says two things."""
         L = self.job.num_layers
         found = np.full((L, L + 1, 2), -1)
@@ -152,7 +157,9 @@ class StageSpace:
         return replace(self.tables, seconds=seconds)
 
     def tables_for(self, schedule: str, ranks: int, stages_per_mesh: int) -> StageTables:
-        """The tables; where a schedule splits backwards and stages need not recompute, without those that do."""
+        """The tables; where a schedule splits backwards and stages need not recompute, without
+        those that do.
+        """
         splits = splits_backward(schedule, ranks, self.job.num_microbatches, stages_per_mesh)
         return self._without_recomputation if splits and not self.job.remat else self.tables
 
@@ -163,8 +170,10 @@ class StageSpace:
         left: Sequence[int],
         alive: Sequence[int],
     ) -> tuple[Stages, list[float]]:
-        """The cheapest candidates that fit of stages (first layer, last + 1, submesh), and the seconds of each in a
-        step: inf where none does. `left`: per stage, devices (or stages: what `tables` count) from it on."""
+        """The cheapest candidates that fit of stages (first layer, last + 1, submesh), and the
+        seconds of each in a
+        step: inf where none does. `left`: per stage, devices (or stages: what `tables` count) from
+        it on."""
         chosen, seconds = [], []
         for at, devices, pairs in zip(stages, left, alive, strict=True):
             need = tables.bytes_always[at] + pairs * tables.bytes_in_flight[at]
@@ -185,7 +194,9 @@ class StageSpace:
         choices: Sequence[Stages],
         alive: tuple[int, ...],
     ) -> list[Candidate]:
-        """What was chosen, simulated; all of as many stages. `left`: per stage, what `tables.link_at` counts by."""
+        """What was chosen, simulated; all of as many stages. `left`: per stage, what
+        `tables.link_at` counts by.
+        """
         found, pipelines = [], []
         for choice in choices:
             own = [(self.runs[s.submesh], (s.first, s.last, s.candidate)) for s in choice]
@@ -247,7 +258,8 @@ def solve_schedules(
     if not is_large:
         irregular()
     for schedule in names:
-        # Closed forms are above what is simulated: where there is time, each counts as if nothing else were known.
+        # Closed forms are above what is simulated: where there is time, each counts as if nothing
+        # else were known.
         slack = math.inf if SCHEDULES[schedule].has_one_stage_per_mesh else ABOVE
         every = best if is_large else lambda slack=slack: min(known, slack * best())
         found.extend(_regular(space, schedule, every))
@@ -279,7 +291,9 @@ def check_places(job: CostJob, meshes: Sequence[tuple[int, int]]) -> None:
 
 
 def _regular(space: StageSpace, schedule: str, known: Callable[[], float]) -> Iterable[Candidate]:
-    """Stages on equal meshes, in every size that divides the devices: what people try by hand, with the best cuts."""
+    """Stages on equal meshes, in every size that divides the devices: what people try by hand, with
+    the best cuts.
+    """
     job = space.job
     B, D, L = job.num_microbatches, job.cluster.num_devices, job.num_layers
     wanted = job.options.num_stages
@@ -358,7 +372,9 @@ class EqualMeshes:
 
     @cached_property
     def alone(self) -> StageTables:
-        """Only this submesh, counted as one device each; a mesh holds all of its stages' lasting bytes."""
+        """Only this submesh, counted as one device each; a mesh holds all of its stages' lasting
+        bytes.
+        """
         one = _in_units(self.tables, np.array([self.submesh]), self.space.sizes[self.submesh])
         always = self.stages_per_mesh * one.bytes_always
         starts = self.tables.starts
@@ -390,7 +406,8 @@ class EqualMeshes:
     def climbed(self, cuts: list[int], known: Callable[[], float]) -> Iterable[Candidate]:
         """Stages between `cuts`, and better ones: cuts are moved by a layer while that helps.
 
-        The closed form takes the largest stage for all of its mesh's, though only what they take together holds the
+        The closed form takes the largest stage for all of its mesh's, though only what they take
+        together holds the
         others up: what it says of unequal stages may be twice what is simulated.
         """
 
@@ -432,7 +449,8 @@ class EqualMeshes:
 def _any_meshes(
     space: StageSpace, schedule: str, known: Callable[[], float], usual: int | None
 ) -> Iterable[Candidate]:
-    """One stage a mesh, on meshes of any sizes in order. On many devices: sizes around `usual`, the best regular plan's
+    """One stage a mesh, on meshes of any sizes in order. On many devices: sizes around `usual`, the
+    best regular plan's
     submesh, and devices counted in the smallest of them."""
     job, some = space.job, space.tables
     B, D, L = job.num_microbatches, job.cluster.num_devices, job.num_layers
@@ -465,7 +483,9 @@ def _any_meshes(
 
 
 def _in_units(tables: StageTables, kept: np.ndarray, unit: int) -> StageTables:
-    """Only the submeshes `kept`, devices counted in `unit`s of which all of these sizes are multiples."""
+    """Only the submeshes `kept`, devices counted in `unit`s of which all of these sizes are
+    multiples.
+    """
     return StageTables(
         tables.num_devices[kept] // unit,
         tables.seconds[:, :, kept],
@@ -484,8 +504,9 @@ def _lengths(
 ) -> list[tuple[int, Sequence[int] | None]]:
     """(most stages, numbers of stages) that one run of the DP decides between.
 
-    All at once where memory and time of a stage depend only on how far it is from the end (1F1B, GPipe: the schedules
-    with closed forms); a schedule that is known by its actions alone is taken length by length.
+    All at once where memory and time of a stage depend only on how far it is from the end (1F1B,
+    GPipe: the schedules with closed forms); a schedule that is known by its actions alone is taken
+    length by length.
     """
     if SCHEDULES[schedule].alive is not None:
         return [(most, [wanted] if wanted else None)]
@@ -504,8 +525,8 @@ def _wires(
     """`boundary` and `link_at` of `StageTables`, which has `fits` as well.
 
     Args:
-        joints: of each number of devices, or stages, that may be left: the place after the sender's last device, that
-            of the receiver's first; None: one mesh is both.
+        joints: of each number of devices, or stages, that may be left: the place after the sender's
+            last device, that of the receiver's first; None: one mesh is both.
         pairs: of submeshes that are asked for.
     """
     cluster, meshes, kinds = space.job.cluster, space.meshes, list(joints)
@@ -537,7 +558,9 @@ def _links(
     joint: tuple[int, int],
     pairs: Sequence[tuple[int, int]],
 ) -> np.ndarray:
-    """[submesh, submesh, 2] latency and seconds a byte at a joint; nan where there are no such two stages."""
+    """[submesh, submesh, 2] latency and seconds a byte at a joint; nan where there are no such two
+    stages.
+    """
     found = np.full((len(meshes), len(meshes), 2), np.nan)
     for a, b in pairs:
         if cluster.is_uniform:
@@ -552,17 +575,22 @@ def _links(
     return found
 
 
-# --- How long a pipeline's step takes, simulated: its schedule's actions in order, its messages, its runtime.
+# --- How long a pipeline's step takes, simulated: its schedule's actions in order, its messages,
+# its runtime.
 #
-# The stage DP works with closed forms (`schedules.terms`); this is the prediction for the stages that it chose.
+# The stage DP works with closed forms (`schedules.terms`); this is the prediction for the stages
+# that it chose.
 
 
-# Small ops that take as long as the runtime does for a micro-batch: 0.3 to 0.8 ms on CPUs; accelerators work meanwhile.
+# Small ops that take as long as the runtime does for a micro-batch: 0.3 to 0.8 ms on CPUs;
+# accelerators work meanwhile.
 RUNTIME_LAUNCHES, RUNTIME_LAUNCHES_BESIDE = 100, 10
 
 
 def runtime_seconds(device: DeviceSpec) -> float:
-    """Seconds that the runtime spends on a micro-batch of a stage beside its ops: messages, bookkeeping."""
+    """Seconds that the runtime spends on a micro-batch of a stage beside its ops: messages,
+    bookkeeping.
+    """
     launches = RUNTIME_LAUNCHES if device.is_cpu else RUNTIME_LAUNCHES_BESIDE
     return launches * device.launch_seconds * device.slowdown
 
@@ -574,13 +602,16 @@ def simulated_seconds(
     pipelines: Sequence[Sequence[tuple[float, float, float, float]]],
     overhead: float,
 ) -> list[float]:
-    """Seconds of a step of each pipeline: micro-batches by the schedule, then what is once per step.
+    """Seconds of a step of each pipeline: micro-batches by the schedule, then what is once per
+    step.
 
-    The DP's closed form takes messages for work of their sender; here a boundary carries them beside the work.
+    The DP's closed form takes messages for work of their sender; here a boundary carries them
+    beside the work.
 
     Args:
-        pipelines: all of as many stages, in pipeline order; of each the seconds of a micro-batch forward and backward
-            (recomputation included), those once per step, and those of a micro-batch's messages to and from the next.
+        pipelines: all of as many stages, in pipeline order; of each the seconds of a micro-batch
+            forward and backward (recomputation included), those once per step, and those of a
+            micro-batch's messages to and from the next.
         overhead: seconds of a micro-batch in each stage beside its ops (`runtime_seconds`).
     """
     forward, backward, once, wires = np.moveaxis(np.array(pipelines), -1, 0)  # [pipeline, stage]

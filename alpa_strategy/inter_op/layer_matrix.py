@@ -1,8 +1,10 @@
-"""One layer's least cost from boundary layout to boundary layout: the matrices whose min-plus products price every run.
+"""One layer's least cost from boundary layout to boundary layout: the matrices whose min-plus
+products price every run.
 
-Named approximation: inside a stage, values pass from layer to layer in `R` or `S<d>` (never as summands), and of
-several values that cross a boundary the largest chooses its layout; the others follow it dim by dim, and pay where that
-changes from one boundary to the next. The stages that are chosen are solved by the ILP itself.
+Named approximation: inside a stage, values pass from layer to layer in `R` or `S<d>` (never as
+summands), and of several values that cross a boundary the largest chooses its layout; the others
+follow it dim by dim, and pay where that changes from one boundary to the next. The stages that are
+chosen are solved by the ILP itself.
 """
 
 from collections.abc import Sequence
@@ -28,10 +30,11 @@ from alpa_strategy.sharding.redistribute import reshard_table
 
 MAX_TABLE_ENTRIES = 10_000_000
 MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
-# The last axis of `parts`: seconds of a micro-batch and once per step; bytes always and per micro-batch in flight,
-# boundary in, boundary out, largest short-lived; where every layer is recomputed alone: the largest layer's graph, and
-# what passes from layer to layer inside the run; of `once` and `always`: what is made of parameters alone, which can be
-# made again for every micro-batch; where gradients begin with the step, those that the run's backward makes.
+# The last axis of `parts`: seconds of a micro-batch and once per step; bytes always and per
+# micro-batch in flight, boundary in, boundary out, largest short-lived; where every layer is
+# recomputed alone: the largest layer's graph, and what passes from layer to layer inside the run;
+# of `once` and `always`: what is made of parameters alone, which can be made again for every
+# micro-batch; where gradients begin with the step, those that the run's backward makes.
 Part = IntEnum(
     "Part",
     "FORWARD BACKWARD ONCE ALWAYS SAVED ENTERING LEAVING WORKING AGAIN PASSING DERIVING DERIVED MADE",
@@ -55,7 +58,9 @@ class LayerMatrix:
 
 @dataclass(frozen=True)
 class Ends:
-    """The boundary values of a layer: which leads, and its layouts. None: nothing crosses, one state."""
+    """The boundary values of a layer: which leads, and its layouts. None: nothing crosses, one
+    state.
+    """
 
     entering: int | None
     leaving: int | None
@@ -67,7 +72,8 @@ class Ends:
 def passing_seconds(
     graph: StepGraph, ends: Ends, tables: OptionTables
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(forward, backward) seconds [entering layout, leaving layout] of bringing the values that cross a layer from the
+    """(forward, backward) seconds [entering layout, leaving layout] of bringing the values that
+    cross a layer from the
     layout in which they enter it to the one in which they leave it."""
     shape = (len(ends.entering_layouts), len(ends.leaving_layouts))
     forward, backward = np.zeros(shape), np.zeros(shape)
@@ -156,7 +162,8 @@ class Joined:
     leaving: int
     entering_bytes: np.ndarray
     leaving_bytes: np.ndarray
-    # per transfer of `IntraOp.gathered_again`, [source, target] bytes of what is gathered; None for others
+    # per transfer of `IntraOp.gathered_again`, [source, target] bytes of what is gathered; None for
+    # others
     gathered: tuple[np.ndarray | None, ...]
 
 
@@ -165,7 +172,8 @@ def follow_leaders(stage: StageProblem, ends: Ends) -> Joined:
     intra = stage.intra
     count = len(stage.choices)
     entering, leaving = count, count + 1
-    # A boundary value's own choice -> the leader's, and [leader's layout] which of its own layouts it has then.
+    # A boundary value's own choice -> the leader's, and [leader's layout] which of its own layouts
+    # it has then.
     into = {b.choice: (entering, _followed(intra.step, v, b.layouts, ends.entering, ends.entering_layouts))
             for v, b in intra.received.items()}  # fmt: skip
     out = {b.choice: (leaving, _followed(intra.step, v, b.layouts, ends.leaving, ends.leaving_layouts))
@@ -217,7 +225,9 @@ def _followed(
     leader: int | None,
     layouts: tuple[DualLayout, ...],
 ) -> np.ndarray:
-    """Index among the layouts `own` of the one that a value has while the leader has each of `layouts`."""
+    """Index among the layouts `own` of the one that a value has while the leader has each of
+    `layouts`.
+    """
     if value == leader:
         return np.array([own.index(layout) for layout in layouts])
     shape = graph.values[value].shape
@@ -246,7 +256,9 @@ def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list
 def _sum_parts(
     joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...], begins: bool
 ) -> np.ndarray:
-    """[p, q, part] of the minimising assignments; `values`: per choice, [p, q] the strategy that it takes."""
+    """[p, q, part] of the minimising assignments; `values`: per choice, [p, q] the strategy that it
+    takes.
+    """
     intra = joined.stage.intra
     total = np.zeros((*shape, len(Part)))
     working, gathered, made = (np.zeros(shape) for _ in range(3))
@@ -287,11 +299,13 @@ def _add(total: np.ndarray, parts: Parts, index: Any, where: np.ndarray | float 
             total[..., i] += np.where(where, getattr(parts, name)[index], 0.0)
 
 
-# --- Layers too entangled for tables (a scan over time: every step reads the same few values), priced by assignments.
+# --- Layers too entangled for tables (a scan over time: every step reads the same few values),
+# priced by assignments.
 #
-# The ILP's solver gives good assignments with both ends free (one for every layout at an end takes it half a minute).
-# Each pair of ends is priced by the best of them with its ends moved there: what is inside stays, and the resharding at
-# the ends is paid. As elsewhere, a run is never priced below its optimum.
+# The ILP's solver gives good assignments with both ends free (one for every layout at an end takes
+# it half a minute). Each pair of ends is priced by the best of them with its ends moved there: what
+# is inside stays, and the resharding at the ends is paid. As elsewhere, a run is never priced below
+# its optimum.
 
 
 SECONDS_PER_SOLVE = 5.0
@@ -300,7 +314,8 @@ Pairs = tuple[np.ndarray, list[np.ndarray]]  # [p, q] objective, per choice [p, 
 
 
 def dense_layer_costs(problems: Sequence[Problem], ends: tuple[int, int]) -> list[Pairs]:
-    """For every problem, an assignment for each pair of values of the two choices `ends`, and its objective.
+    """For every problem, an assignment for each pair of values of the two choices `ends`, and its
+    objective.
 
     The problems are one problem at several prices of memory; `inf` where nothing was found.
     """

@@ -1,4 +1,6 @@
-"""What a user pinned for a pipeline, checked before anything is solved: which pin cannot be met, why, and what can."""
+"""What a user pinned for a pipeline, checked before anything is solved: which pin cannot be met,
+why, and what can.
+"""
 
 import math
 import re
@@ -21,10 +23,12 @@ Place = tuple[int, int]  # of a mesh: its first device's place, and how many the
 
 
 def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> None:
-    """PlanError where what is pinned of stages, schedule, micro-batches and meshes cannot be met together here.
+    """PlanError where what is pinned of stages, schedule, micro-batches and meshes cannot be met
+    together here.
 
     Raises:
-        OptionError: a pattern of `placements` matches no parameter of the step, a name of `stages` no module.
+        OptionError: a pattern of `placements` matches no parameter of the step, a name of `stages`
+            no module.
     """
     check_placements(step, cluster, options)
     stage_cuts(step, options.stages)
@@ -59,12 +63,14 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
 
 
 def stage_cuts(step: StepGraph, stages: Sequence[str]) -> tuple[int, ...]:
-    """Where `PlanOptions.stages` cuts the step's ops, both ends included; () where nothing is pinned.
+    """Where `PlanOptions.stages` cuts the step's ops, both ends included; () where nothing is
+    pinned.
 
     Between two stages' modules at the fewest bytes; of equals the last.
 
     Raises:
-        OptionError: a name without ops, or a stage whose ops do not all run after those of the one before it.
+        OptionError: a name without ops, or a stage whose ops do not all run after those of the one
+            before it.
     """
     if not stages:
         return ()
@@ -93,8 +99,8 @@ def stage_cuts(step: StepGraph, stages: Sequence[str]) -> tuple[int, ...]:
 def layers_of(
     step: StepGraph, cluster: ClusterSpec, options: PlanOptions
 ) -> tuple[tuple[int, ...], tuple[frozenset[Place], ...]]:
-    """Where the step is cut into layers: as many as there may be stages, and wherever a pin needs a cut. And the meshes
-    to which `options.device_map` pins what each of them reads.
+    """Where the step is cut into layers: as many as there may be stages, and wherever a pin needs a
+    cut. And the meshes to which `options.device_map` pins what each of them reads.
 
     What several modules share is pinned where it is used under the name that a pin has.
     """
@@ -159,7 +165,9 @@ def pinned_places(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -
 
 
 def _module_names(text: str) -> list[str]:
-    """`embed, blocks.0-2` -> embed, blocks.0, blocks.1, blocks.2; `blocks.0-blocks.2`, as plans are shown, too."""
+    """`embed, blocks.0-2` -> embed, blocks.0, blocks.1, blocks.2; `blocks.0-blocks.2`, as plans are
+    shown, too.
+    """
     names = []
     for part in filter(None, map(str.strip, text.split(","))):
         if found := re.fullmatch(r"(.+\.)(\d+)-(?:\1)?(\d+)", part):
@@ -187,7 +195,9 @@ def _ops_of(name: str, ops_of: dict[str, list[int]], text: str) -> list[int]:
 
 
 def check_placements(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> None:
-    """OptionError where a pattern of `placements` or `device_map` matches no parameter; see `pinned_places`."""
+    """OptionError where a pattern of `placements` or `device_map` matches no parameter; see
+    `pinned_places`.
+    """
     pinned_places(step, cluster, options)
     names = {alias: parameter.name for parameter in step.parameters for alias in parameter.names}
     for pattern, _ in options.placements:
@@ -195,7 +205,8 @@ def check_placements(step: StepGraph, cluster: ClusterSpec, options: PlanOptions
 
 
 def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int, ...]]:
-    """The logical meshes over all devices that pins allow: the pinned one, or all with as many axes as pins speak of.
+    """The logical meshes over all devices that pins allow: the pinned one, or all with as many axes
+    as pins speak of.
 
     Raises:
         PlanError: there are none.
@@ -220,7 +231,9 @@ def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int
 
 
 def _possible(cluster: ClusterSpec, options: PlanOptions) -> dict[str, list[tuple[int, int]]]:
-    """(number of stages, number of meshes), ascending, that every allowed schedule can have on the devices."""
+    """(number of stages, number of meshes), ascending, that every allowed schedule can have on the
+    devices.
+    """
     sizes = sorted(
         {math.prod(mesh) for mesh in submeshes(cluster) if allowed_shapes(cluster, options, mesh)}
     )
@@ -236,7 +249,9 @@ def _possible(cluster: ClusterSpec, options: PlanOptions) -> dict[str, list[tupl
 def _stages_and_meshes(
     schedule: str, num_devices: int, sizes: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """(number of stages, number of meshes) of a schedule on meshes of so many devices each (`sizes`)."""
+    """(number of stages, number of meshes) of a schedule on meshes of so many devices each
+    (`sizes`).
+    """
     if not SCHEDULES[schedule].has_one_stage_per_mesh:
         ranks = {num_devices // size for size in sizes if num_devices % size == 0}
         return sorted(
@@ -307,9 +322,11 @@ FEW = 4  # nodes, or devices of a single node, of which every number is tried
 
 
 def submeshes(cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """(n_nodes, n_devices) ascending: powers of two and divisors within a node, then (k, all devices of a node).
+    """(n_nodes, n_devices) ascending: powers of two and divisors within a node, then (k, all
+    devices of a node).
 
-    On one node of few devices every number is tried (1 + 3); of many nodes, powers of two and divisors of theirs.
+    On one node of few devices every number is tried (1 + 3); of many nodes, powers of two and
+    divisors of theirs.
     """
     nodes, per_node = cluster.num_nodes, cluster.devices_per_node
     inside = _sizes(per_node, every=nodes == 1 and per_node <= FEW)
@@ -320,7 +337,8 @@ def submeshes(cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
 def stage_fits(cluster: ClusterSpec, candidates: tuple[tuple[int, int], ...]) -> np.ndarray:
     """[devices left, submesh] whether a stage may start there when stages take devices in order.
 
-    A part of a node lies in one node, whole nodes begin at a node: ranges are contiguous, and links as priced.
+    A part of a node lies in one node, whole nodes begin at a node: ranges are contiguous, and links
+    as priced.
     """
     left, (nodes, devices) = np.arange(cluster.num_devices + 1)[:, None], np.array(candidates).T
     offset = (cluster.num_devices - left) % cluster.devices_per_node  # in the stage's first node

@@ -1,8 +1,9 @@
-"""What every run of layers costs on every submesh and logical shape, by the same strategies and costs as an ILP.
+"""What every run of layers costs on every submesh and logical shape, by the same strategies and
+costs as an ILP.
 
-Layers that are the same by structure are solved once per mesh, from boundary layout to boundary layout, for several
-prices of memory (layer_matrix.py). All runs follow by min-plus products; what is kept of each are the cheapest
-candidates for growing numbers of micro-batches in flight.
+Layers that are the same by structure are solved once per mesh, from boundary layout to boundary
+layout, for several prices of memory (layer_matrix.py). All runs follow by min-plus products; what
+is kept of each are the cheapest candidates for growing numbers of micro-batches in flight.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -34,14 +35,17 @@ from alpa_strategy.ir.placement import INVARIANT
 from alpa_strategy.options import PROPAGATION, OptimizerInfo, PlanOptions
 from alpa_strategy.units import format_bytes
 
-# Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with micro-batches in flight.
+# Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with
+# micro-batches in flight.
 PRICES = ((0.05, 1), (0.5, 1), (0.5, 16), (5.0, 1), (5.0, 16), (1e3, 4))
 BETWEEN = (0.25, 0.5, 0.75)  # shares of a stage's layers that take the next price's layouts
 
 
 @dataclass(frozen=True)
 class RunCosts:
-    """Candidates for every run of layers on one submesh; arrays [first layer, last + 1, candidate]."""
+    """Candidates for every run of layers on one submesh; arrays [first layer, last + 1,
+    candidate].
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     least: (
@@ -60,7 +64,9 @@ class RunCosts:
 
 @dataclass(frozen=True)
 class CostJob:
-    """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself on all devices."""
+    """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself
+    on all devices.
+    """
 
     graph: StepGraph
     cuts: tuple[int, ...]
@@ -72,7 +78,8 @@ class CostJob:
     memory_limit: float
     remat: bool | None = None
     is_whole_batch: bool = False
-    # of each layer, the meshes (first place, devices) that are pinned for it (`pins.layers_of`); (): none
+    # of each layer, the meshes (first place, devices) that are pinned for it (`pins.layers_of`);
+    # (): none
     places: tuple[frozenset[tuple[int, int]], ...] = ()
 
     @property
@@ -97,7 +104,9 @@ class CostJob:
 
     @property
     def gradients_begin(self) -> bool:
-        """Whether no gradients are there when the graph's backward begins: the last are gone, if it has a loss."""
+        """Whether no gradients are there when the graph's backward begins: the last are gone, if it
+        has a loss.
+        """
         return (
             self.graph.loss >= 0
             and self.num_microbatches == self.options.accumulate_grad_batches == 1
@@ -105,7 +114,9 @@ class CostJob:
 
     @property
     def keeps_by_tensor(self) -> bool:
-        """Whether it is solved for each activation to be kept or made again: compiled programs decide by themselves."""
+        """Whether it is solved for each activation to be kept or made again: compiled programs
+        decide by themselves.
+        """
         return self.is_whole_batch and self.options.remat is None and not self.options.compile
 
 
@@ -115,10 +126,12 @@ def stage_costs(
     known: dict[Hashable, RunCosts] | None = None,
     unlikely: Collection[tuple[int, int]] = (),
 ) -> list[RunCosts]:
-    """`RunCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest layouts: enough for a bound.
+    """`RunCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest layouts:
+    enough for a bound.
 
     Args:
-        known: is filled with what is worked out, for later calls; the jobs differ in the number of micro-batches alone.
+        known: is filled with what is worked out, for later calls; the jobs differ in the number of
+            micro-batches alone.
     """
     known = {} if known is None else known
     found = []
@@ -145,7 +158,8 @@ def run_costs(
     least, each, layers = np.full(L, np.inf), np.full(L, np.inf), np.arange(L)
     for index, shape in enumerate(shapes):
         parts = run_parts(job, submesh, shape, prices)
-        # Stages choose layer by layer, and lie between what all layers choose at one price of memory and at the next.
+        # Stages choose layer by layer, and lie between what all layers choose at one price of
+        # memory and at the next.
         between = [(1 - share) * parts[:-1] + share * parts[1:] for share in BETWEEN]
         columns += _candidates(np.concatenate([parts, *between]), index, job.remat)
         alone = parts[0, layers, layers + 1]  # [layer, part]: memory has no price
@@ -172,7 +186,9 @@ def free_runs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
 def allowed_shapes(
     cluster: ClusterSpec, options: PlanOptions, submesh: tuple[int, int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Logical shapes of a submesh (None: of all devices) that pins allow, by what they are and by how many axes."""
+    """Logical shapes of a submesh (None: of all devices) that pins allow, by what they are and by
+    how many axes.
+    """
     counts, pinned = axis_counts(options), options.logical_mesh
     shapes = [s for s in cluster.logical_shapes(submesh) if pinned is None or s == tuple(pinned)]
     return tuple(s for s in shapes if not counts or counts == {len(s)})
@@ -184,7 +200,9 @@ def run_parts(
     shape: tuple[int, ...],
     prices: Sequence[tuple[float, int]] = PRICES,
 ) -> np.ndarray:
-    """[price, first, last + 1, part] of every run on one logical mesh; forward is inf where there is no way."""
+    """[price, first, last + 1, part] of every run on one logical mesh; forward is inf where there
+    is no way.
+    """
     mesh = job.cluster.logical_mesh(shape, submesh)
     tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
     layers = [stage_on(job.graph, a, b, mesh.num_devices) for a, b in pairwise(job.cuts)]
@@ -227,7 +245,9 @@ def run_parts(
 
 
 def _new_shares(layers: Sequence[StepGraph]) -> list[np.ndarray]:
-    """[layer][first]: which share of the bytes that a layer receives no earlier layer from `first` on receives too."""
+    """[layer][first]: which share of the bytes that a layer receives no earlier layer from `first`
+    on receives too.
+    """
     reader: dict[int, int] = {}  # value -> the last layer that received it
     found = []
     for number, layer in enumerate(layers):
@@ -278,8 +298,10 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
 
 
 def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple[np.ndarray, ...]]:
-    """(seconds, once, always, in flight, shape, remat), each [first, last + 1, price]: without recomputation, with a
-    stage recomputed as a whole, layer by layer, and so together with what is made of parameters alone."""
+    """(seconds, once, always, in flight, shape, remat), each [first, last + 1, price]: without
+    recomputation, with a
+    stage recomputed as a whole, layer by layer, and so together with what is made of parameters
+    alone."""
     # Each [first, last + 1, price].
     parts = np.moveaxis(parts[..., : Part.MADE], (0, -1), (-1, 0))
     (
@@ -300,7 +322,8 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
     num_layers = np.maximum(1, np.arange(once.shape[1]) - np.arange(once.shape[0])[:, None])[
         ..., None
     ]
-    # (recomputes, seconds per micro-batch to derive again, bytes always, bytes per micro-batch in flight)
+    # (recomputes, seconds per micro-batch to derive again, bytes always, bytes per micro-batch in
+    # flight)
     ways = [
         (False, 0.0, always + working, saved + leaving),
         (True, 0.0, recomputed + saved, entering),
@@ -323,7 +346,9 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
 
 
 def _prune(columns: list[np.ndarray], job: CostJob) -> list[np.ndarray]:
-    """`columns` (see `_candidates`) of each run's cheapest that fits, for growing numbers of micro-batches alive."""
+    """`columns` (see `_candidates`) of each run's cheapest that fits, for growing numbers of
+    micro-batches alive.
+    """
     seconds, once, always, each, _, _ = columns  # each [first, last + 1, candidate]
     B = job.num_microbatches
     alive = sorted({min(B, n) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {B})
@@ -348,9 +373,11 @@ def _prune(columns: list[np.ndarray], job: CostJob) -> list[np.ndarray]:
 
 
 def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None:
-    """A sentence that names the layer which needs the most bytes a device as a stage of its own, on its best submesh.
+    """A sentence that names the layer which needs the most bytes a device as a stage of its own, on
+    its best submesh.
 
-    With one micro-batch in flight: every plan needs at least that. None where layouts of the user's stand in the way.
+    With one micro-batch in flight: every plan needs at least that. None where layouts of the user's
+    stand in the way.
     """
     layers, least = np.arange(job.num_layers), np.full(job.num_layers, np.inf)
     for submesh in meshes:
@@ -370,7 +397,9 @@ def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None
 
 
 def _ends(job: CostJob, layer: int, shape: tuple[int, ...]) -> Ends:
-    """The values at a layer's ends. Of those that cross a cut one leads: differentiable first, then the largest."""
+    """The values at a layer's ends. Of those that cross a cut one leads: differentiable first, then
+    the largest.
+    """
     values, found = job.graph.values, []
     before, after = job.crossing[layer : layer + 2]
     for crossing in (before, after):

@@ -1,9 +1,11 @@
-"""The stage DP: runs of layers on submeshes that cover the cluster, for the least time of a step (Alpa, equation 4).
+"""The stage DP: runs of layers on submeshes that cover the cluster, for the least time of a step
+(Alpa, equation 4).
 
     minimise  fill * sum_i t_i + max_i (run * t_i + steps * g_i)
 
-In whose terms, and how messages count that run beside their sender's work (`sender_share`): docs/formulas.md#inter-op.
-Alpa enumerates t_max; here the bound is on the whole second term, and only thresholds that can still win are tried.
+In whose terms, and how messages count that run beside their sender's work (`sender_share`):
+docs/formulas.md#inter-op. Alpa enumerates t_max; here the bound is on the whole second term, and
+only thresholds that can still win are tried.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,44 +21,58 @@ GRID = 1e-3  # relative distance of the round trips' seconds that are tried
 
 @dataclass(frozen=True)
 class StageTables:
-    """What every stage would cost. L layers, m submeshes, c candidates (logical shapes, remat, memory thrift, ...)."""
+    """What every stage would cost. L layers, m submeshes, c candidates (logical shapes, remat,
+    memory thrift, ...).
+    """
 
     num_devices: np.ndarray  # [m] devices of a submesh
-    # [L, L + 1, m, c] seconds of one micro-batch of layers [first, last); inf where there is no such stage
+    # [L, L + 1, m, c] seconds of one micro-batch of layers [first, last); inf where there is no
+    # such stage
     seconds: np.ndarray
     once_seconds: np.ndarray  # same shape, seconds once per step
-    # bytes_always, bytes_in_flight: same shape; a stage needs always + in_flight * (micro-batches alive)
+    # bytes_always, bytes_in_flight: same shape; a stage needs always + in_flight * (micro-batches
+    # alive)
     bytes_always: np.ndarray
     bytes_in_flight: np.ndarray
-    # [link, L + 1, m, m] seconds of a micro-batch's transfer, both ways, at the cut before a layer, from a stage on the
-    # first submesh to one on the second; charged to the sender
+    # [link, L + 1, m, m] seconds of a micro-batch's transfer, both ways, at the cut before a layer,
+    # from a stage on the first submesh to one on the second; charged to the sender
     boundary: np.ndarray
-    fits: np.ndarray  # [devices left, m] whether a stage may start where so many devices are left (its own included)
-    # [devices left] which of the links a stage has to the one before it that starts where so many are left
+    # [devices left, m] whether a stage may start where so many devices are left (its own included)
+    fits: np.ndarray
+    # [devices left] which of the links a stage has to the one before it that starts where so many
+    # are left
     link_at: np.ndarray
-    # [L, L + 1] the place at which layers [first, last) are pinned to start, -1 where they are not, and [devices left]
-    # that at which a stage does; None: nothing is pinned
+    # [L, L + 1] the place at which layers [first, last) are pinned to start, -1 where they are not,
+    # and [devices left] that at which a stage does; None: nothing is pinned
     starts: tuple[np.ndarray, np.ndarray] | None = None
 
     def may_begin(self, first: int, last: int, submesh: int, left: int) -> bool:
-        """Whether layers [first, last) may be a stage on a submesh where so many devices are left."""
+        """Whether layers [first, last) may be a stage on a submesh where so many devices are
+        left.
+        """
         return bool(self.fits[left, submesh] and not self.misplaced((first, last), left))
 
     def misplaced(self, layers: Any, left: Any) -> np.ndarray:
-        """Whether layers at (first, last) are pinned to start elsewhere than where so many devices are left."""
+        """Whether layers at (first, last) are pinned to start elsewhere than where so many devices
+        are left.
+        """
         if self.starts is None:
             return np.array(False)
         pinned = self.starts[0][layers]
         return (pinned >= 0) & (pinned != self.starts[1][left])
 
     def wire(self, cut: int, source: int, target: int, left: int) -> float:
-        """Seconds of the transfer at a cut between stages on two submeshes, the second with `left` devices left."""
+        """Seconds of the transfer at a cut between stages on two submeshes, the second with `left`
+        devices left.
+        """
         return float(self.boundary[self.link_at[left], cut, source, target])
 
 
 @dataclass(frozen=True)
 class StageRange:
-    """One chosen stage: layers [first, last) on submesh `submesh` by candidate `candidate` of the tables."""
+    """One chosen stage: layers [first, last) on submesh `submesh` by candidate `candidate` of the
+    tables.
+    """
 
     first: int
     last: int
@@ -66,7 +82,9 @@ class StageRange:
 
 @dataclass(frozen=True)
 class StageChoice:
-    """The best stages, in pipeline order; `seconds` is the objective, `bottleneck` its second term."""
+    """The best stages, in pipeline order; `seconds` is the objective, `bottleneck` its second
+    term.
+    """
 
     stages: tuple[StageRange, ...]
     seconds: float
@@ -88,7 +106,8 @@ def solve_stages(
     """The best stages that use exactly `num_devices`, or None where none is below `known` seconds.
 
     Args:
-        in_flight: at index s - 1: micro-batches alive in a stage with s stages from it to the end; s up to the most.
+        in_flight: at index s - 1: micro-batches alive in a stage with s stages from it to the end;
+            s up to the most.
         num_stages: allowed numbers of stages (default: any up to that bound).
         steps: weight of `once_seconds` (stages per mesh).
         tolerance: relative distance from the optimum at which searching on is not worth the time.
@@ -120,7 +139,9 @@ def solve_stages(
 
 @dataclass(frozen=True)
 class _Way:
-    """Stages on one submesh that some next submeshes may follow, or none; candidates come first: [c, first, last]."""
+    """Stages on one submesh that some next submeshes may follow, or none; candidates come first:
+    [c, first, last].
+    """
 
     column: (
         np.ndarray
@@ -133,7 +154,9 @@ class _Way:
 
 @dataclass(eq=False)
 class _Search:
-    """The tables brought into the DP's order, and the DP for one threshold; arguments as of `solve_stages`."""
+    """The tables brought into the DP's order, and the DP for one threshold; arguments as of
+    `solve_stages`.
+    """
 
     tables: StageTables
     num_devices: int
@@ -173,7 +196,9 @@ class _Search:
             self.levels = np.union1d(self.levels, low * (1 + GRID) ** steps_up)
 
     def _ways(self, a: int) -> Iterator[_Way]:
-        """Stages on submesh `a` before another one: next submeshes with equal messages act as one."""
+        """Stages on submesh `a` before another one: next submeshes with equal messages act as
+        one.
+        """
         for table, left in self._wires:
             columns, inverse = np.unique(table[:, a, :], axis=1, return_inverse=True)
             for k in range(columns.shape[1]):
@@ -221,7 +246,8 @@ class _Search:
         after = np.full((L + 1, D + 1, m), np.inf)  # F[s - 1]
         came: list[np.ndarray] = []  # per s: [k, d, a] -> l * m + next submesh
         best = (np.inf, 0, 0)  # (first term, stages, first submesh)
-        # Per submesh and way, [c, first, last]: the first term of stages that stay below the threshold.
+        # Per submesh and way, [c, first, last]: the first term of stages that stay below the
+        # threshold.
         below = [
             [np.where(way.second_term <= threshold, way.first_term, np.inf) for way in ways]
             for ways in self.ways
@@ -289,7 +315,9 @@ class _Search:
         return self._read(came, best[1], best[2], threshold)
 
     def _cheapest(self, s: int, a: int, way: _Way, threshold: float) -> np.ndarray:
-        """[c, first, last]: the first term of candidates on submesh `a` that fit and stay below the threshold."""
+        """[c, first, last]: the first term of candidates on submesh `a` that fit and stay below the
+        threshold.
+        """
         return np.where(
             self._fits_memory(s, a) & (way.second_term <= threshold), way.first_term, np.inf
         )

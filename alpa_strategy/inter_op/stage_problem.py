@@ -1,8 +1,10 @@
-"""A stage's intra-op problem told apart: per micro-batch, once per step, kept always, kept per micro-batch in flight.
+"""A stage's intra-op problem told apart: per micro-batch, once per step, kept always, kept per
+micro-batch in flight.
 
-From the same `build` as a single stage. `weighted` puts the parts together again for a number of micro-batches,
-of which so many are alive at once, with or without recomputation: the problem that the ILP solves for a stage. Where a
-stage recomputes, it does so span by span (`RematSpans`).
+From the same `build` as a single stage. `weighted` puts the parts together again for a number of
+micro-batches,
+of which so many are alive at once, with or without recomputation: the problem that the ILP solves
+for a stage. Where a stage recomputes, it does so span by span (`RematSpans`).
 """
 
 from bisect import bisect_left, bisect_right
@@ -30,7 +32,8 @@ PER_STEP = -2  # the span of ops that run once per step
 class Parts:
     """Arrays per strategy of a choice, or [source, target] of a transfer. Seconds and bytes.
 
-    What runs once per step is of the span `PER_STEP`: `once` and `always` are all that it has in a forward.
+    What runs once per step is of the span `PER_STEP`: `once` and `always` are all that it has in a
+    forward.
     """
 
     # forward, backward: seconds of one micro-batch
@@ -39,7 +42,8 @@ class Parts:
     once: np.ndarray  # seconds once per step
     always: np.ndarray  # bytes whatever is in flight
     saved: np.ndarray  # bytes of one micro-batch between its forward and its backward
-    kept: np.ndarray  # bytes of these that recomputation keeps: what is received, and what passes from span to span
+    # bytes of these that recomputation keeps: what is received, and what passes from span to span
+    kept: np.ndarray
     again: np.ndarray  # bytes of the graph that recomputing makes, in span `span`
     span: int = EVERY_SPAN
 
@@ -69,7 +73,8 @@ class StageProblem:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What an assignment costs; see `Parts`. `again` per span; `working` are short-lived bytes on top, `update` those
+    """What an assignment costs; see `Parts`. `again` per span; `working` are short-lived bytes on
+    top, `update` those
     of the optimizer's step, when activations are gone."""
 
     forward: float
@@ -116,7 +121,8 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
     choices = []
     for index, choice in enumerate(problem.choices):
         parts, span = no_parts(len(choice.cost)), spans.of_choice(index)
-        # Choices come as `IntraOp` orders them: parameters, ops, then batch leaves and what is received, sent or fixed.
+        # Choices come as `IntraOp` orders them: parameters, ops, then batch leaves and what is
+        # received, sent or fixed.
         if index < num_parameters:
             own = intra.parameters[index]
             forward, backward = own.fetch_seconds, own.backward_seconds
@@ -197,7 +203,9 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> Parts:
 
 
 def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
-    """[strategy] bytes of those results of an op run once per step that micro-batches take or another such op keeps."""
+    """[strategy] bytes of those results of an op run once per step that micro-batches take or
+    another such op keeps.
+    """
     step, options = intra.step, intra.ops[op]
     total = np.zeros(len(options.outputs))
     if is_view(step.ops[op].call):
@@ -219,11 +227,14 @@ def weighted(
     memory_limit: float = np.inf,
     shares: Sequence[float] | None = None,
 ) -> Problem:
-    """minimise num_microbatches * (seconds of a micro-batch) + seconds once, within the bytes of a device.
+    """minimise num_microbatches * (seconds of a micro-batch) + seconds once, within the bytes of a
+    device.
 
     Args:
-        shares: of the spans, adding up to 1. The memory row has this mean of the spans' graphs in the place of the
-            largest: never more, and the same where only spans count that need as much as it. None: equal shares.
+        shares: of the spans, adding up to 1. The memory row has this mean of the spans' graphs in
+            the place of the
+            largest: never more, and the same where only spans count that need as much as it. None:
+                equal shares.
     """
     if (num_microbatches, in_flight, remat) == (1, 1, False) and not stage.intra.per_step.ops:
         return replace(
@@ -250,7 +261,9 @@ def weigh(
     in_flight: float,
     shares: Mapping[int, float] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(seconds per step, bytes) of each. shares: where it recomputes, what counts of `Parts.again` of each span."""
+    """(seconds per step, bytes) of each. shares: where it recomputes, what counts of `Parts.again`
+    of each span.
+    """
     forwards = 1 if shares is None else 2
     seconds = [num_microbatches * (forwards * p.forward + p.backward) + p.once for p in parts]
     if shares is None:
@@ -291,8 +304,10 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
 
 
 def beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost) -> StageCost:
-    """`cost`, whose seconds are sums, without what is hidden: gradients are reduced while the backward goes on, as far
-    as there is compute for it. What lies between two ops (tensor parallelism's collectives) hides behind nothing."""
+    """`cost`, whose seconds are sums, without what is hidden: gradients are reduced while the
+    backward goes on, as far
+    as there is compute for it. What lies between two ops (tensor parallelism's collectives) hides
+    behind nothing."""
     compute, reduced = cost.backward, 0.0
     for message in messages(intra, assignment):
         if message.phase == "backward":
@@ -302,16 +317,19 @@ def beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost) -
     return replace(cost, once=cost.once - intra.mesh.overlap * max(0.0, min(reduced, compute)))
 
 
-# --- Spans: the runs of a stage's ops that are recomputed one by one, in the terms of its intra-op problem. What is
-# done once per step is a span of its own, which is not recomputed.
+# --- Spans: the runs of a stage's ops that are recomputed one by one, in the terms of its intra-op
+# problem. What is done once per step is a span of its own, which is not recomputed.
 #
-# What passes from span to span is kept in the layout in which it is made; every span brings it to its uses by itself,
-# as it does with parameters. So a value is resharded once per span and target, not once per stage and target.
+# What passes from span to span is kept in the layout in which it is made; every span brings it to
+# its uses by itself, as it does with parameters. So a value is resharded once per span and target,
+# not once per stage and target.
 
 
 @dataclass(frozen=True)
 class RematSpans:
-    """The spans of a stage; `starts`: positions among its ops at which they begin, the first is 0."""
+    """The spans of a stage; `starts`: positions among its ops at which they begin, the first is
+    0.
+    """
 
     intra: IntraOp
     starts: Sequence[int] = (0,)
@@ -327,7 +345,9 @@ class RematSpans:
         return bisect_right(self.starts, op) - 1
 
     def of_use(self, transfer: Transfer, use: Use) -> int:
-        """Where a value is brought to a use: what leaves the stage is made ready where it is made."""
+        """Where a value is brought to a use: what leaves the stage is made ready where it is
+        made.
+        """
         if (span := self.of_choice(use.choice)) is not None:
             return span
         is_op = self.of_choice(transfer.producer) is not None
@@ -371,7 +391,9 @@ class RematSpans:
 
 
 def balanced_groups(weights: Sequence[float], count: int) -> tuple[int, ...]:
-    """Positions at which `count` (or fewer) runs of consecutive items begin, the heaviest run as light as possible."""
+    """Positions at which `count` (or fewer) runs of consecutive items begin, the heaviest run as
+    light as possible.
+    """
     up_to = np.cumsum([0.0, *weights])
     limits = np.unique(
         np.maximum(up_to[None] - up_to[:, None], max(weights, default=0.0))

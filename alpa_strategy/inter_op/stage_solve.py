@@ -1,4 +1,5 @@
-"""A chosen stage solved exactly: the ILP of a single stage, weighted for micro-batches, with memory by those in
+"""A chosen stage solved exactly: the ILP of a single stage, weighted for micro-batches, with memory
+by those in
 flight, and where it recomputes, the spans that need least memory."""
 
 import math
@@ -82,14 +83,17 @@ class SolvedStage:
     plan: StagePlan
     cost: StageCost
     gap: float
-    objective: float  # what the solver minimised: seconds plus the penalties of named plans, which the rest excludes
+    # what the solver minimised: seconds plus the penalties of named plans, which the rest excludes
+    objective: float
     method: str
     is_free: bool  # memory does not bind
 
 
 @dataclass(frozen=True)
 class PricedStage:
-    """A stage's problem on its mesh, and the optimum `free` if memory were: no plan of the stage is faster."""
+    """A stage's problem on its mesh, and the optimum `free` if memory were: no plan of the stage is
+    faster.
+    """
 
     job: CostJob
     wish: StageWish
@@ -143,7 +147,8 @@ class StageSolver:
         return other
 
     def solve(self, wish: StageWish) -> SolvedStage:
-        """The cheapest layouts of the stage that fit (where memory binds: see `StagePlan.derives_again`).
+        """The cheapest layouts of the stage that fit (where memory binds: see
+        `StagePlan.derives_again`).
 
         Raises:
             PlanError: none do.
@@ -166,7 +171,9 @@ class StageSolver:
         return min(found, key=lambda solved: solved.plan.predicted.step_seconds)
 
     def price(self, wish: StageWish, derives_again: bool = False) -> PricedStage:
-        """The stage's problem, and its optimum without a memory limit: most stages of a good plan need no other."""
+        """The stage's problem, and its optimum without a memory limit: most stages of a good plan
+        need no other.
+        """
         job = self.job
         mesh = job.cluster.logical_mesh(wish.shape, wish.submesh)
         tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
@@ -263,7 +270,9 @@ class StageSolver:
         return self._solved(priced, found)
 
     def laid_out(self, priced: PricedStage, solution: Solution) -> SolvedStage:
-        """The stage by an assignment of `priced.finest` that was found elsewhere, whether it fits or not."""
+        """The stage by an assignment of `priced.finest` that was found elsewhere, whether it fits
+        or not.
+        """
         working = self._working(priced.finest.intra, solution)
         return self._solved(priced, _Solved(priced.wish.starts, solution, working))
 
@@ -280,7 +289,9 @@ class StageSolver:
         )
 
     def _offloaded(self, priced: PricedStage, cutoff: float) -> tuple[_Solved, PricedStage]:
-        """The cheapest layouts where parameters may lie in host memory, which gets a price where it is too small."""
+        """The cheapest layouts where parameters may lie in host memory, which gets a price where it
+        is too small.
+        """
         host = priced.intra.mesh.host
         assert host is not None
         free = priced.changed(memory_choices.with_offload)
@@ -313,7 +324,9 @@ class StageSolver:
         )
 
     def _solve(self, priced: PricedStage, cutoff: float) -> _Solved:
-        """The optimum without a memory limit where that fits, in the thriftiest spans; else the cheapest that fits."""
+        """The optimum without a memory limit where that fits, in the thriftiest spans; else the
+        cheapest that fits.
+        """
         job, wish, solution = self.job, priced.wish, priced.free
         limit, alive = job.memory_limit / wish.stages_per_mesh, wish.alive / wish.stages_per_mesh
 
@@ -329,8 +342,8 @@ class StageSolver:
                 f"{format_bytes(limit)} on {math.prod(wish.submesh)} devices",
                 'pin more parameters to shards, or use solver="ilp", which looks for layouts that fit',
             )
-        # The row of the ILP has a mean of those spans that were found to be the largest; what it leaves out of the
-        # largest one's bytes, and what is short-lived, is reserved.
+        # The row of the ILP has a mean of those spans that were found to be the largest; what it
+        # leaves out of the largest one's bytes, and what is short-lived, is reserved.
         free = (
             solution if job.is_whole_batch else None
         )  # memory weighs there as in the problem that was priced
@@ -404,7 +417,8 @@ class StageSolver:
 
 
 def _least_memory(priced: PricedStage, alive: float) -> tuple[int, ...]:
-    """Of ever fewer spans with about equal graphs, those that need least memory under the optimum if memory were free.
+    """Of ever fewer spans with about equal graphs, those that need least memory under the optimum
+    if memory were free.
 
     Many spans keep more for every micro-batch in flight, few have larger graphs.
     """
@@ -422,7 +436,8 @@ def _least_memory(priced: PricedStage, alive: float) -> tuple[int, ...]:
 
 
 def _without_the_largest(problem: Problem, intra: IntraOp, limit: float) -> Problem:
-    """Strategies forbidden whose op, with its gradients, does not fit beside what all choices keep at least.
+    """Strategies forbidden whose op, with its gradients, does not fit beside what all choices keep
+    at least.
 
     Raises:
         DoesNotFitError: all those of an op are.

@@ -1,7 +1,8 @@
-"""A run of a step's ops as a StepGraph of its own: what a stage executes. Values keep the whole step's numbers.
+"""A run of a step's ops as a StepGraph of its own: what a stage executes. Values keep the whole
+step's numbers.
 
-A stage's inputs are those parameters, buffers, constants and batch leaves that it reads, and `received`: values that
-earlier stages make. What later stages read is `sent`.
+A stage's inputs are those parameters, buffers, constants and batch leaves that it reads, and
+`received`: values that earlier stages make. What later stages read is `sent`.
 """
 
 from bisect import bisect_left
@@ -21,8 +22,9 @@ from alpa_strategy.ir.graph import StepGraph, ValueRef, values_of
 def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
     """Ops [first, last) of `step` as a graph.
 
-    A log, metric or output stays where its last value is made; its other values are received there. One that holds no
-    value made by an op belongs to the slice with the last op. A buffer is updated where its new value is made.
+    A log, metric or output stays where its last value is made; its other values are received there.
+    One that holds no value made by an op belongs to the slice with the last op. A buffer is updated
+    where its new value is made.
     """
     if not 0 <= first < last <= len(step.ops):
         raise ValueError(f"ops [{first}, {last}) of a step with {len(step.ops)} ops")
@@ -60,7 +62,8 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
 def stage_on(step: StepGraph, first: int, last: int, num_devices: int) -> StepGraph:
     """`slice_stage` as it is planned and lowered on a mesh of `num_devices`.
 
-    Batch rows arrive divided over the stage's devices where they divide evenly, else whole (`batch_scope`).
+    Batch rows arrive divided over the stage's devices where they divide evenly, else whole
+    (`batch_scope`).
     """
     stage = slice_stage(step, first, last)
     even = all(leaf.meta.shape[0] % num_devices == 0 for leaf in stage.batch if leaf.batch_dim == 0)
@@ -68,14 +71,18 @@ def stage_on(step: StepGraph, first: int, last: int, num_devices: int) -> StepGr
 
 
 def crossing_values(step: StepGraph, position: int) -> tuple[int, ...]:
-    """Values made by ops before `position` that are read at or after it (the boundary there), ascending."""
+    """Values made by ops before `position` that are read at or after it (the boundary there),
+    ascending.
+    """
     return tuple(
         v for v, op in sorted(step.makers.items()) if op < position <= step.last_readers[v]
     )
 
 
 def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:
-    """An output structure without the values of other stages: left out of tuples and lists, None elsewhere."""
+    """An output structure without the values of other stages: left out of tuples and lists, None
+    elsewhere.
+    """
     if isinstance(node, ValueRef):
         return node if wanted(node.index) else None
     if isinstance(node, dict):
@@ -90,14 +97,17 @@ def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:
     return node
 
 
-# --- Layers: the step's ops cut into runs of about equal work with little between them (Alpa, equation 5).
+# --- Layers: the step's ops cut into runs of about equal work with little between them (Alpa,
+# equation 5).
 #
-# The bytes at a cut are those of every value made before and read after it, so a skip over several layers counts at
-# each boundary that it crosses. Stages are made of whole layers.
+# The bytes at a cut are those of every value made before and read after it, so a skip over several
+# layers counts at each boundary that it crosses. Stages are made of whole layers.
 
 
 EXCESS = 0.5  # by how much a layer's FLOPs may exceed the average (Alpa's delta)
-LEAST = 0.05  # of the average FLOPs: an `arange` or the last sum of a loss is a part of a layer, not one of its own
+# of the average FLOPs: an `arange` or the last sum of a loss is a part of a layer, not one of its
+# own
+LEAST = 0.05
 SAME_BYTES = 1.01  # at the largest cut between blocks, against the least possible
 MAX_LAYERS = 64
 MAX_NAMES = 4  # of a stage's modules that are listed
@@ -107,10 +117,11 @@ PLAIN_LAYERS = 16  # where the model has no repeated blocks
 def cluster_layers(step: StepGraph, num_layers: int | None = None) -> tuple[int, ...]:
     """Cut positions, ascending from 0 to the number of ops: layer i is ops [cuts[i], cuts[i + 1]).
 
-    Between the repeated blocks of the model where that is as good: layers that are the same are solved once. Else it
-    minimises the largest number of bytes at a cut, among these the sum of bytes, among these the variance of the
-    layers' FLOPs; no layer has more than (1 + `EXCESS`) times the average FLOPs (more where single ops force it), nor,
-    where that can be, less than `LEAST` times it.
+    Between the repeated blocks of the model where that is as good: layers that are the same are
+    solved once. Else it minimises the largest number of bytes at a cut, among these the sum of
+    bytes, among these the variance of the layers' FLOPs; no layer has more than (1 + `EXCESS`)
+    times the average FLOPs (more where single ops force it), nor, where that can be, less than
+    `LEAST` times it.
 
     Raises:
         PlanError: there are fewer ops than layers.
@@ -135,8 +146,10 @@ def cluster_layers(step: StepGraph, num_layers: int | None = None) -> tuple[int,
 
 
 def _between_blocks(step: StepGraph, flops: np.ndarray, num_layers: int) -> tuple[int, ...] | None:
-    """Cuts between runs of equally many blocks, what follows the last one apart where it is as much work as half a
-    layer; None where the model is not made of blocks one after the other, or these are too unequal."""
+    """Cuts between runs of equally many blocks, what follows the last one apart where it is as much
+    work as half a
+    layer; None where the model is not made of blocks one after the other, or these are too
+    unequal."""
     starts: list[int] = []
     seen: list[tuple[str, int]] = []
     end = 0  # of the last block
@@ -157,7 +170,9 @@ def _between_blocks(step: StepGraph, flops: np.ndarray, num_layers: int) -> tupl
 
 
 def boundary_bytes(step: StepGraph, with_gradients: bool = False) -> np.ndarray:
-    """[position]: bytes of the values (and their gradients) that cross a cut before op `position`; 0 at both ends."""
+    """[position]: bytes of the values (and their gradients) that cross a cut before op `position`;
+    0 at both ends.
+    """
     change = np.zeros(len(step.ops) + 2)
     last = step.last_readers
     for value, op in step.makers.items():
@@ -172,10 +187,12 @@ def boundary_bytes(step: StepGraph, with_gradients: bool = False) -> np.ndarray:
 def best_cuts(
     bytes_at: np.ndarray, flops: np.ndarray, num_layers: int, least: float = 0.0
 ) -> tuple[int, ...] | None:
-    """The optimal cuts by bytes per position [n + 1] and FLOPs per op [n]; None without layers >= `least` x mean.
+    """The optimal cuts by bytes per position [n + 1] and FLOPs per op [n]; None without layers >=
+    `least` x mean.
 
-    The smallest largest cut is found by bisection (a greedy walk, or the DP where there is a least size, tells whether
-    a threshold is feasible), ties by a DP over the positions below it, O(num_layers * positions * window).
+    The smallest largest cut is found by bisection (a greedy walk, or the DP where there is a least
+    size, tells whether a threshold is feasible), ties by a DP over the positions below it,
+    O(num_layers * positions * window).
     """
     n = len(flops)
     prefix = np.concatenate([[0.0], np.cumsum(flops)])
@@ -208,7 +225,9 @@ def best_cuts(
 
 
 def default_num_layers(step: StepGraph) -> int:
-    """One layer per repeated block of the module (`blocks.0`, `blocks.1`, ...), or a plain number without such."""
+    """One layer per repeated block of the module (`blocks.0`, `blocks.1`, ...), or a plain number
+    without such.
+    """
     work: dict[tuple[str, int] | None, float] = defaultdict(float)
     for op in step.ops:
         work[_block(op.module)] += op_flops(op.call)
@@ -220,7 +239,8 @@ def default_num_layers(step: StepGraph) -> int:
 
 
 def span_name(step: StepGraph, first: int, last: int) -> str:
-    """The modules of ops [first, last) for display: `embed, blocks.0-blocks.3`; `conv1 to layer2.0` where many.
+    """The modules of ops [first, last) for display: `embed, blocks.0-blocks.3`; `conv1 to layer2.0`
+    where many.
 
     Numbered modules of one list are named by the first and the last.
     """
@@ -254,7 +274,9 @@ def _block(module: str) -> tuple[str, int] | None:
 
 
 def _fewest_layers(prefix: np.ndarray, allowed: np.ndarray, limit: float, n: int) -> float:
-    """Layers that a greedy walk needs when cuts are at `allowed` only; inf where one layer exceeds the limit."""
+    """Layers that a greedy walk needs when cuts are at `allowed` only; inf where one layer exceeds
+    the limit.
+    """
     ends = np.append(allowed, n)
     work = prefix[ends]
     count, position = 0, 0
@@ -274,7 +296,8 @@ def _tied_cuts(
     num_layers: int,
     sizes: tuple[float, float],
 ) -> tuple[int, ...] | None:
-    """Of all ways to take `num_layers` steps over `points`, each of so many FLOPs (least, most), the least sum of
+    """Of all ways to take `num_layers` steps over `points`, each of so many FLOPs (least, most),
+    the least sum of
     bytes, then of squared FLOPs; None: there is none."""
     m = len(points)
     work, weight = prefix[points], bytes_at[points]

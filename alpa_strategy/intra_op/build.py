@@ -1,7 +1,9 @@
-"""Builds the intra-op problem: a StepGraph on one logical mesh as choices and transfers (docs/formulas.md#intra-op).
+"""Builds the intra-op problem: a StepGraph on one logical mesh as choices and transfers
+(docs/formulas.md#intra-op).
 
-Choices are the parameters' storage modes and the ops' strategies; transfers are the values. Inputs whose layout is
-given (batch, buffers, constants) and what leaves the graph (loss, logs) are choices with a single strategy.
+Choices are the parameters' storage modes and the ops' strategies; transfers are the values. Inputs
+whose layout is given (batch, buffers, constants) and what leaves the graph (loss, logs) are choices
+with a single strategy.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +40,9 @@ from alpa_strategy.sharding.strategies import is_random
 
 @dataclass(frozen=True)
 class TransferLayouts:
-    """The layouts behind a Transfer's indices: of value `value`, rows `sources`, columns `targets`."""
+    """The layouts behind a Transfer's indices: of value `value`, rows `sources`, columns
+    `targets`.
+    """
 
     value: int
     sources: tuple[DualLayout, ...]
@@ -56,7 +60,9 @@ class TransferLayouts:
 
 @dataclass(frozen=True)
 class BoundaryChoice:
-    """The choice that stands for a received or sent value: index in `problem.choices`, and its layouts."""
+    """The choice that stands for a received or sent value: index in `problem.choices`, and its
+    layouts.
+    """
 
     choice: int
     layouts: tuple[DualLayout, ...]
@@ -68,7 +74,8 @@ class IntraOp:
 
     step: StepGraph
     tables: "OptionTables"
-    problem: Problem  # choices: parameters (as in `step.parameters`), ops (as in `step.ops`), then the fixed ones
+    # choices: parameters (as in `step.parameters`), ops (as in `step.ops`), then the fixed ones
+    problem: Problem
     parameters: tuple[ParameterOptions, ...]
     ops: tuple[OpOptions, ...]
     transfers: tuple[TransferLayouts, ...]
@@ -108,14 +115,18 @@ class IntraOp:
 
     @cached_property
     def gathered_again(self) -> frozenset[int]:
-        """Values that are not kept where they are gathered for use: parameters, and what is made of them per step."""
+        """Values that are not kept where they are gathered for use: parameters, and what is made of
+        them per step.
+        """
         return self.per_step.values.union(
             (p.value for p in self.step.parameters), casts_of_parameters(self.step)
         )
 
 
 class OptionTables:
-    """Options per op call and per parameter shape on one mesh, worked out once for all layers that share them."""
+    """Options per op call and per parameter shape on one mesh, worked out once for all layers that
+    share them.
+    """
 
     def __init__(
         self, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo, steps_per_update: int = 1
@@ -144,13 +155,17 @@ class OptionTables:
 
 
 def batch_layout(step: StepGraph, batch_dim: int | None, num_axes: int) -> DualLayout:
-    """How a batch leaf arrives: every rank has its own rows, or the same tensor is on every rank."""
+    """How a batch leaf arrives: every rank has its own rows, or the same tensor is on every
+    rank.
+    """
     own_rows = step.batch_scope == "rank" and batch_dim == 0
     return (shard(0) if own_rows else INVARIANT,) * num_axes
 
 
 def boundary_layouts(meta: TensorMeta, mesh_shape: tuple[int, ...]) -> tuple[DualLayout, ...]:
-    """How a value may pass from stage to stage: every combination of `R` and `S<d>` whose chunks are all equal."""
+    """How a value may pass from stage to stage: every combination of `R` and `S<d>` whose chunks
+    are all equal.
+    """
     found = []
     for layout in product(
         (INVARIANT, *(shard(d) for d in range(len(meta.shape)))), repeat=len(mesh_shape)
@@ -170,7 +185,8 @@ def boundary_layouts(meta: TensorMeta, mesh_shape: tuple[int, ...]) -> tuple[Dua
 def build(step: StepGraph, tables: OptionTables) -> IntraOp:
     """The problem of `step` on `tables.mesh`, unrestricted (see `restrict.py` for pins).
 
-    A received value has one of `boundary_layouts`, a sent one must reach one. Both are kept until the backward.
+    A received value has one of `boundary_layouts`, a sent one must reach one. Both are kept until
+    the backward.
     """
     builder = _Builder(step, tables)
     builder.add_inputs()
@@ -187,7 +203,9 @@ def build(step: StepGraph, tables: OptionTables) -> IntraOp:
 
 
 class _Builder:
-    """The problem while it grows: first the choices of parameters and ops, then the fixed ones, then the transfers."""
+    """The problem while it grows: first the choices of parameters and ops, then the fixed ones,
+    then the transfers.
+    """
 
     def __init__(self, step: StepGraph, tables: OptionTables) -> None:
         self._step, self._tables, self._mesh = step, tables, tables.mesh
@@ -251,7 +269,9 @@ class _Builder:
     def add_transfers(
         self, received: Mapping[int, BoundaryChoice], sent: Mapping[int, BoundaryChoice]
     ) -> None:
-        """Every value from where it is made to all that read it: ops, the next stages, the step's results."""
+        """Every value from where it is made to all that read it: ops, the next stages, the step's
+        results.
+        """
         sink = self._add_fixed("output")
         casts = casts_of_parameters(self._step)
         escaping, kept = set(self._step.escaping), kept_values(self._step, self.ops, self.constants)
@@ -284,8 +304,9 @@ class _Builder:
                 held.add(self._memory_of(value))
             if not asks or is_whole:
                 continue  # whole on every device: each takes its part for nothing
-            # Received values are kept as they came until the backward has run, results that their own op keeps (of a
-            # ReLU) as they were made, and others are made again so: using them as they are needs no other copy.
+            # Received values are kept as they came until the backward has run, results that their
+            # own op keeps (of a ReLU) as they were made, and others are made again so: using them
+            # as they are needs no other copy.
             is_there = value in kept_by_maker or value not in kept
             transfer, layouts = self._transfer(value, asks, saved, is_there, value in casts)
             self.transfers.append(transfer)
@@ -313,11 +334,13 @@ class _Builder:
         is_there: bool,
         is_cast: bool,
     ) -> tuple[Transfer, TransferLayouts]:
-        """One value's transfer. Bytes: the copy in the target layout, where a consumer's backward keeps it.
+        """One value's transfer. Bytes: the copy in the target layout, where a consumer's backward
+        keeps it.
 
         Args:
             asks: (choice, the layout that it wants per strategy) of everything that reads it.
-            saved: whether a consumer's backward keeps it. is_there: whether it is kept as it is made in any case.
+            saved: whether a consumer's backward keeps it. is_there: whether it is kept as it is
+                made in any case.
             is_cast: whether it is a parameter in half precision.
         """
         (producer, produced), meta = self.producers[value], self._step.values[value]
@@ -391,11 +414,13 @@ def constant_values(step: StepGraph) -> frozenset[int]:
 
 
 def kept_values(step: StepGraph, ops: Sequence[OpOptions], constants: frozenset[int]) -> set[int]:
-    """Values that are kept for the backward: those that an op's backward reads, but for what fused ops make again.
+    """Values that are kept for the backward: those that an op's backward reads, but for what fused
+    ops make again.
 
-    From the last op to the first: results of an op that fuses are not kept where its operands are, or are smaller,
-    unless a product reads them in the backward: they would be written to memory for it. PyTorch's partitioner finds a
-    minimum cut of the same graph, with the same exception.
+    From the last op to the first: results of an op that fuses are not kept where its operands are,
+    or are smaller,
+    unless a product reads them in the backward: they would be written to memory for it. PyTorch's
+    partitioner finds a minimum cut of the same graph, with the same exception.
     """
     kept: set[int] = set()
     written: set[int] = set()  # for products

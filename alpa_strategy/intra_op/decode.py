@@ -1,4 +1,6 @@
-"""Reads a solved intra-op problem back: strategies, parameter plans, collectives, parts of its time and memory."""
+"""Reads a solved intra-op problem back: strategies, parameter plans, collectives, parts of its time
+and memory.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -76,7 +78,8 @@ def _in_parts(intra: IntraOp, assignment: Sequence[int]) -> dict[str, int]:
 def used_transfers(
     intra: IntraOp, assignment: Sequence[int]
 ) -> Iterator[tuple[int, int, DualLayout, tuple[DualLayout, ...]]]:
-    """Per transfer: (first op that asks, value, source layout, the distinct target layouts that are asked for).
+    """Per transfer: (first op that asks, value, source layout, the distinct target layouts that are
+    asked for).
 
     No op asks first for what only leaves the stage: the number is then larger than any op's.
     """
@@ -97,7 +100,8 @@ class Message:
     axis: int
     phase: str
     num_bytes: int
-    of_parameter: bool = False  # it gathers a parameter for use, or brings its gradient back: nothing else waits for it
+    # it gathers a parameter for use, or brings its gradient back: nothing else waits for it
+    of_parameter: bool = False
 
     def seconds(self, intra: IntraOp) -> float:
         """What it takes alone."""
@@ -128,7 +132,8 @@ def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, 
 def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
     """Everything that the assignment communicates per step, one by one."""
     step, mesh = intra.step, intra.mesh
-    # ZeRO-3 keeps no gathered copy: what a backward needs is gathered once more there, for an op's second run as well.
+    # ZeRO-3 keeps no gathered copy: what a backward needs is gathered once more there, for an op's
+    # second run as well.
     runs_again = set(recomputed(intra, assignment))
     saved, again = set[int](), set[int]()
     for op, options in zip(step.ops, intra.ops, strict=True):
@@ -203,9 +208,11 @@ def busy_seconds(intra: IntraOp, assignment: Sequence[int]) -> tuple[float, floa
 
 
 def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = False) -> float:
-    """Short-lived memory on top of what is kept: the largest op with its gradients, gathered parameters beside it.
+    """Short-lived memory on top of what is kept: the largest op with its gradients, gathered
+    parameters beside it.
 
-    begins: gradients are made, not added to others: of parameters that earlier ops alone read there are none yet.
+    begins: gradients are made, not added to others: of parameters that earlier ops alone read there
+    are none yet.
     """
     of_ops = assignment[len(intra.parameters) :]
     of_op = np.array([float(o.temporary_bytes[k]) for o, k in zip(intra.ops, of_ops, strict=False)])
@@ -226,7 +233,9 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = Fals
 
 
 def read_last(intra: IntraOp) -> list[list[int]]:
-    """Of every op, the parameters that no later one reads: the first of their gradients is made by its backward."""
+    """Of every op, the parameters that no later one reads: the first of their gradients is made by
+    its backward.
+    """
     found: list[list[int]] = [[] for _ in intra.ops]
     for index, given in enumerate(intra.step.parameters):
         if readers := intra.step.consumers.get(given.value, ()):
@@ -237,7 +246,9 @@ def read_last(intra: IntraOp) -> list[list[int]]:
 def _gathered(
     intra: IntraOp, assignment: Sequence[int]
 ) -> Iterator[tuple[int, int, DualLayout, DualLayout]]:
-    """Of each parameter that is gathered for use: (first op that asks, value, source layout, target layout)."""
+    """Of each parameter that is gathered for use: (first op that asks, value, source layout, target
+    layout).
+    """
     for op, value, source, targets in used_transfers(intra, assignment):
         if value in intra.gathered_again:
             yield from (
@@ -247,15 +258,17 @@ def _gathered(
 
 # --- How far ahead of its use a parameter is gathered (ZeRO-3).
 #
-# A gathering that begins when its op is reached holds up the op. One that begins earlier goes on beside other ops, and
-# its parameter is whole for longer. As many bytes are under way as hide what can be hidden, and as there is room for.
+# A gathering that begins when its op is reached holds up the op. One that begins earlier goes on
+# beside other ops, and its parameter is whole for longer. As many bytes are under way as hide what
+# can be hidden, and as there is room for.
 
 
 def begun(sizes: Sequence[int], ahead_bytes: int) -> Iterator[int]:
     """For every gathering, in the order of the program: how many have begun when it is waited for.
 
     Args:
-        sizes: bytes of each. ahead_bytes: of those at most that have begun beyond the one that is waited for.
+        sizes: bytes of each. ahead_bytes: of those at most that have begun beyond the one that is
+            waited for.
     """
     count = under_way = 0
     for number, size in enumerate(sizes):
@@ -295,7 +308,9 @@ def bytes_ahead(intra: IntraOp, assignment: Sequence[int], room: float) -> int:
 def _forward_seconds(
     gatherings: Sequence[_Gathering], before: np.ndarray, ahead_bytes: int
 ) -> float:
-    """Of a forward whose links do one gathering after the other. before: [ops + 1] seconds of the ops up to each."""
+    """Of a forward whose links do one gathering after the other. before: [ops + 1] seconds of the
+    ops up to each.
+    """
     waited = link = 0.0
     ends: list[float] = []
     for number, count in enumerate(begun([each.num_bytes for each in gatherings], ahead_bytes)):

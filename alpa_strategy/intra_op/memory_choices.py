@@ -1,14 +1,17 @@
-"""What a device need not keep: results that are made again, results and parameters that lie in host memory.
+"""What a device need not keep: results that are made again, results and parameters that lie in host
+memory.
 
-`with_recompute` gives ops whose result others keep for their backward every strategy a second time: its forward runs
-once more in the backward, and what consumers keep of the result in the layout in which it was made costs no memory. It
-needs the op's operands, which the op's own backward keeps anyway, or which are recomputed as well. So chains of norms
-and pointwise ops keep one tensor. `with_stored_results` gives them once more, with the result in host memory from the
-forward to the backward. That needs no operands, so products may go there, which take long to be made again.
+`with_recompute` gives ops whose result others keep for their backward every strategy a second time:
+its forward runs once more in the backward, and what consumers keep of the result in the layout in
+which it was made costs no memory. It needs the op's operands, which the op's own backward keeps
+anyway, or which are recomputed as well. So chains of norms and pointwise ops keep one tensor.
+`with_stored_results` gives them once more, with the result in host memory from the forward to the
+backward. That needs no operands, so products may go there, which take long to be made again.
 
-`with_offload` gives parameters every way to be stored a second time, with their gradients and the optimizer's state in
-host memory, where the optimizer steps. What is used of one comes over the link to the host for each use
-(`ParameterPlan.is_fetched`), or once per step where its gradient is reduced so, and is on the device only meanwhile.
+`with_offload` gives parameters every way to be stored a second time, with their gradients and the
+optimizer's state in host memory, where the optimizer steps. What is used of one comes over the link
+to the host for each use (`ParameterPlan.is_fetched`), or once per step where its gradient is
+reduced so, and is on the device only meanwhile.
 """
 
 import glob
@@ -46,7 +49,9 @@ VIEWS = (PLAIN_VIEWS | PART_VIEWS) - MAY_COPY
 
 
 def can_run_again(call: OpCall) -> bool:
-    """Whether a second run gives the same tensor, memory of its own, whatever the step's counters are."""
+    """Whether a second run gives the same tensor, memory of its own, whatever the step's counters
+    are.
+    """
     one = len(call.results) == 1 and not call.returns_tuple and bool(call.operands)
     return one and not is_view(call) and not is_random(call) and not is_symbolic(call)
 
@@ -79,7 +84,9 @@ def pinned_again(step: StepGraph, options: PlanOptions) -> frozenset[str] | None
 
 
 def _is_named(op: Op, name: str) -> bool:
-    """Whether a pattern names the op or a module around it; "selective" all but products, convolutions, attention."""
+    """Whether a pattern names the op or a module around it; "selective" all but products,
+    convolutions, attention.
+    """
     if name == SELECTIVE:
         return op_base_name(op.call) not in PRODUCTS
     modules = accumulate(op.module.split("."), "{}.{}".format)
@@ -87,10 +94,12 @@ def _is_named(op: Op, name: str) -> bool:
 
 
 def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> IntraOp:
-    """The same choices and transfers with strategies that recompute behind those that keep (`IntraOp.recomputes`).
+    """The same choices and transfers with strategies that recompute behind those that keep
+    (`IntraOp.recomputes`).
 
     Args:
-        pinned: names of ops that are made again wherever they can be, and no others are; None: solved.
+        pinned: names of ops that are made again wherever they can be, and no others are; None:
+            solved.
     """
     wanted = (i for i, op in enumerate(intra.step.ops) if pinned is None or op.name in pinned)
     again = {i: which for i in wanted if len(which := _again(intra, i))}
@@ -102,7 +111,9 @@ def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> Int
 
 
 def _gatherings(intra: IntraOp) -> dict[int, np.ndarray]:
-    """Transfer of a parameter -> [source, target] seconds of gathering it for use: a second run does so once more."""
+    """Transfer of a parameter -> [source, target] seconds of gathering it for use: a second run
+    does so once more.
+    """
     found = {}
     for index, each in enumerate(intra.transfers):
         gathered, meta = gathers(each.sources, each.targets), intra.step.values[each.value]
@@ -135,9 +146,11 @@ def _is_kept(intra: IntraOp, value: int) -> bool:
 
 
 def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
-    """The same with strategies whose result waits in host memory behind the others (`IntraOp.stores`).
+    """The same with strategies whose result waits in host memory behind the others
+    (`IntraOp.stores`).
 
-    On its way there and back it costs its bytes / link_bandwidth; nothing of that is taken to be hidden.
+    On its way there and back it costs its bytes / link_bandwidth; nothing of that is taken to be
+    hidden.
     """
     stored = {i: which for i in range(len(intra.ops)) if len(which := _storable(intra, i))}
     seconds = {
@@ -167,9 +180,11 @@ def _extended(
     gathered: Mapping[int, np.ndarray],
     only: bool = False,
 ) -> IntraOp:
-    """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with no result, or view, kept.
+    """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with no result,
+    or view, kept.
 
-    gathered: transfer -> [source, target] seconds that its value costs them as well. only: instead of an op's others.
+    gathered: transfer -> [source, target] seconds that its value costs them as well. only: instead
+    of an op's others.
     """
     ops, offset, views = list(intra.ops), len(intra.parameters), _views(intra, more)
     more, seconds = (
@@ -181,7 +196,8 @@ def _extended(
         ops[i] = joined(ops[i], replace(added, compute_seconds=added.compute_seconds + seconds[i]))
     again, extra = ({offset + i: each for i, each in given.items()} for given in (more, seconds))
     seen = {offset + i for i in views}
-    # What they ask for in columns of their own -> what these cost more: a view of what is kept is none that is not.
+    # What they ask for in columns of their own -> what these cost more: a view of what is kept is
+    # none that is not.
     wide: dict[int, np.ndarray | float] = {**gathered}
     uses = (
         (index, use)
@@ -191,7 +207,8 @@ def _extended(
     wide.update((index, np.inf) for index, use in uses if use.choice in seen)
 
     def longer(problem: Problem, only: bool) -> Problem:
-        """Results get rows of their own in transfers: they are not there in the backward as they were made.
+        """Results get rows of their own in transfers: they are not there in the backward as they
+        were made.
 
         What a transfer costs then:     for first strategies    for second ones, where it is in `wide`
         from a result that is kept      cost                    cost + wide
@@ -278,7 +295,9 @@ def _storable(intra: IntraOp, index: int) -> np.ndarray:
 
 
 def _plain(intra: IntraOp, index: int) -> np.ndarray:
-    """Strategies of an op that is called as it is and can run again; none where no op, or itself, keeps its result."""
+    """Strategies of an op that is called as it is and can run again; none where no op, or itself,
+    keeps its result.
+    """
     op, options = intra.step.ops[index], intra.ops[index]
     is_able = can_run_again(op.call) and index not in intra.per_step.ops
     is_kept = is_able and not options.saved.results[0] and _is_kept(intra, op.results[0])
@@ -300,7 +319,8 @@ def can_be_offloaded(given: ParameterInput) -> bool:
 def pinned_offload(
     step: StepGraph, options: PlanOptions, host: Host | None
 ) -> frozenset[str] | None:
-    """Names of the parameters that `PlanOptions.offload` wants in host memory, None where that is solved.
+    """Names of the parameters that `PlanOptions.offload` wants in host memory, None where that is
+    solved.
 
     Raises:
         OptionError: a name of it is that of no parameter. PlanError: there is no `host`.
@@ -391,7 +411,8 @@ def _stored_bytes(intra: IntraOp, assignment: Sequence[int]) -> list[float]:
 
 
 def fetched_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
-    """Most bytes at once of copies from the host, or of their gradients: those between their first and last use, the
+    """Most bytes at once of copies from the host, or of their gradients: those between their first
+    and last use, the
     next, which is on its way, and one that is on its way back."""
     alive = np.zeros(len(intra.step.ops) + 1)
     largest = 0

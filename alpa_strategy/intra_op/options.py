@@ -1,6 +1,7 @@
 """What each parameter and op may choose on one logical mesh, with its cost in seconds and bytes.
 
-Everything here depends only on an op's `OpCall` or a parameter's metadata, so identical layers share it.
+Everything here depends only on an op's `OpCall` or a parameter's metadata, so identical layers
+share it.
 """
 
 from collections.abc import Sequence
@@ -34,11 +35,13 @@ class ParameterOptions:
 
     plans: tuple[ParameterPlan, ...]  # modes per mesh axis
     sources: tuple[DualLayout, ...]  # the dual layout that its uses start from
-    # once-per-step collectives and optimizer; of a problem with `with_offload`, all of the following too
+    # once-per-step collectives and optimizer; of a problem with `with_offload`, all of the
+    # following too
     seconds: np.ndarray
     num_bytes: np.ndarray  # parameter, gradient, optimizer state and gathered copies
     gradient_bytes: np.ndarray  # the stored gradient's part of it
-    # fetch_seconds, return_seconds: from host memory for a use, and of a gradient back; each micro-batch
+    # fetch_seconds, return_seconds: from host memory for a use, and of a gradient back; each
+    # micro-batch
     fetch_seconds: np.ndarray
     return_seconds: np.ndarray
     backward_seconds: np.ndarray  # of both, the backward's part
@@ -55,11 +58,13 @@ class OpOptions:
     inputs: tuple[tuple[DualLayout, ...], ...]
     outputs: tuple[tuple[DualLayout, ...], ...]
     saved: Saved
-    # compute_seconds, comm_seconds: compute (forward and backward), and the collectives inside implementations
+    # compute_seconds, comm_seconds: compute (forward and backward), and the collectives inside
+    # implementations
     compute_seconds: np.ndarray
     comm_seconds: np.ndarray
     num_bytes: np.ndarray  # what autograd keeps besides operands: masks, statistics, saved results
-    # short-lived memory: of the forward, operands and results that are not kept; of the backward, gradients of both
+    # short-lived memory: of the forward, operands and results that are not kept; of the backward,
+    # gradients of both
     forward_bytes: np.ndarray
     backward_bytes: np.ndarray
     forward_seconds: (
@@ -74,7 +79,9 @@ class OpOptions:
 
 @lru_cache(maxsize=1 << 16)
 def local_bytes(meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...]) -> int:
-    """Bytes of the largest local piece of a value in `layout` (device 0 holds the largest chunk)."""
+    """Bytes of the largest local piece of a value in `layout` (device 0 holds the largest
+    chunk).
+    """
     origin = (0,) * len(mesh_shape)
     return meta.with_shape(
         value_layout(layout).local_shape(meta.shape, mesh_shape, origin)
@@ -82,7 +89,9 @@ def local_bytes(meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...
 
 
 def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int) -> list[ParameterMode]:
-    """Modes of one parameter on one mesh axis. Dims shorter than the axis are not sharded, nor is the segments' dim."""
+    """Modes of one parameter on one mesh axis. Dims shorter than the axis are not sharded, nor is
+    the segments' dim.
+    """
     dims = [
         d
         for d, size in enumerate(meta.shape)
@@ -92,7 +101,8 @@ def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int) -> list
     invariant, replicate = map(ParameterMode.parse, ("R", "R*"))
     if not meta.requires_grad:
         return [invariant, *shards]
-    # Gathering once per step costs the same whichever dim is cut evenly, so the first such stands for all of them.
+    # Gathering once per step costs the same whichever dim is cut evenly, so the first such stands
+    # for all of them.
     even_first = sorted(dims, key=lambda d: (meta.shape[d] % axis_size != 0, d))
     return [replicate, invariant, *shards, *[ParameterMode.parse(f"G{d}") for d in even_first[:1]]]
 
@@ -100,9 +110,11 @@ def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int) -> list
 def step_collectives_of(
     plan: ParameterPlan, meta: TensorMeta, read: torch.dtype, mesh_shape: tuple[int, ...]
 ) -> list[tuple[str, int, int]]:
-    """(kind, mesh axis, bytes of the full tensor on the axis) of a parameter's once-per-step collectives.
+    """(kind, mesh axis, bytes of the full tensor on the axis) of a parameter's once-per-step
+    collectives.
 
-    read: what the step takes it in. A copy of it in bfloat16 is gathered, and its gradients are summed, so.
+    read: what the step takes it in. A copy of it in bfloat16 is gathered, and its gradients are
+    summed, so.
     """
     found: list[tuple[str, int, int]] = []
     num_bytes = local_bytes(meta, plan.step_layout(meta.requires_grad), mesh_shape)
@@ -124,10 +136,13 @@ def step_collectives_of(
 def bucketed_seconds(
     axis: MeshAxis, kind: str, num_bytes: int, bucket_bytes: int = BUCKET_BYTES
 ) -> float:
-    """Seconds of a once-per-step collective: many parameters share a bucket, so each pays for its share of one.
+    """Seconds of a once-per-step collective: many parameters share a bucket, so each pays for its
+    share of one.
 
-    Its share of the bucket at which the axis moves bytes fastest (caches favour small ones), and a little less than a
-    message of its own would cost: it runs beside the backward, for which a resharding in the backward makes all wait.
+    Its share of the bucket at which the axis moves bytes fastest (caches favour small ones), and a
+    little less than a
+    message of its own would cost: it runs beside the backward, for which a resharding in the
+    backward makes all wait.
     """
     sizes = {
         num_bytes,
@@ -151,8 +166,10 @@ def parameter_options(
 ) -> ParameterOptions:
     """Every combination of modes over the mesh axes, with once-per-step seconds and bytes.
 
-    `read`: what the step takes it in, if not its own dtype. `on_host`: what is stored lies in host memory.
-    `num_steps`: gradient accumulation; what happens once per optimizer step is shared by so many steps.
+    `read`: what the step takes it in, if not its own dtype. `on_host`: what is stored lies in host
+    memory.
+    `num_steps`: gradient accumulation; what happens once per optimizer step is shared by so many
+    steps.
     """
     meta, num_segments = given.meta, given.num_segments
     plans, sources, rows = [], [], []
@@ -212,7 +229,9 @@ def parameter_options(
 
 
 def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
-    """Every strategy of an op on the mesh with its compute seconds, inner collectives and saved bytes."""
+    """Every strategy of an op on the mesh with its compute seconds, inner collectives and saved
+    bytes.
+    """
     strategies = op_strategies(call, mesh.shape)
     origin = (0,) * len(mesh.shape)
     saved = costs.saved(call)
@@ -289,7 +308,8 @@ def joined(one: Options, other: Options) -> Options:
 def without_parameters(
     options: OpOptions, metas: Sequence[TensorMeta | None], mesh: LogicalMesh
 ) -> OpOptions:
-    """The op where some operands are parameters (their `metas`, None elsewhere): these are no short-lived memory.
+    """The op where some operands are parameters (their `metas`, None elsewhere): these are no
+    short-lived memory.
 
     A stored parameter counts where it is stored, a gathered one with the largest gathered copy.
     """
@@ -316,7 +336,9 @@ def _work_share(call: OpCall, local: OpCall, result_share: float) -> float:
 
 
 def is_gather(source: DualLayout, target: DualLayout) -> bool:
-    """True when some axis goes from a shard to the whole: the target is a copy that can be gathered again."""
+    """True when some axis goes from a shard to the whole: the target is a copy that can be gathered
+    again.
+    """
     return any(
         s.shard_dim is not None and t.shard_dim is None for s, t in zip(source, target, strict=True)
     )

@@ -1,7 +1,9 @@
-"""Products beside collectives: which ops they are, and how much of tensor parallelism's sums they hide.
+"""Products beside collectives: which ops they are, and how much of tensor parallelism's sums they
+hide.
 
-Between two layers cut over an axis, the backward sums the gradient of their input over its devices, and the forward the
-result of the second. Devices have no other work meanwhile but the products themselves (`lower/products.py`):
+Between two layers cut over an axis, the backward sums the gradient of their input over its devices,
+and the forward the result of the second. Devices have no other work meanwhile but the products
+themselves (`lower/products.py`):
 
     backward   the input's gradient first, its sum begins, the weights' gradients beside it
     forward    rows in a few parts: one is summed while the next is multiplied (`StagePlan.in_parts`)
@@ -34,7 +36,8 @@ Ends = tuple[
 ]  # sources and targets of a value's resharding
 PARTS = (2, 4)  # that a sum may be divided into: each part is a kernel and a message of its own
 
-# Names of the arguments input [*rows, k], weight and bias; whether the weight is [k, n], else [*segments, n, k].
+# Names of the arguments input [*rows, k], weight and bias; whether the weight is [k, n], else
+# [*segments, n, k].
 _PRODUCTS: dict[Any, tuple[str, str, str | None, bool]] = {
     aten.linear.default: ("input", "weight", "bias", False),
     segmented_linear: ("x", "weight", "bias", False),
@@ -75,7 +78,9 @@ def product_of(call: OpCall) -> Product | None:
 def making_seconds(
     step: StepGraph, ops: Sequence[OpOptions], value: int, sources: Sequence[DualLayout]
 ) -> np.ndarray:
-    """[source] seconds, at the least, of the product that makes a value for one reader alone; 0 where there is none."""
+    """[source] seconds, at the least, of the product that makes a value for one reader alone; 0
+    where there is none.
+    """
     maker = step.makers.get(value)
     leaves = value in step.escaping or value in step.sent
     if (
@@ -93,7 +98,9 @@ def making_seconds(
 def weights_seconds(
     step: StepGraph, ops: Sequence[OpOptions], value: int, targets: Sequence[DualLayout]
 ) -> np.ndarray:
-    """[target] least seconds of the gradients of all weights that a value is multiplied with; 0 if others read it."""
+    """[target] least seconds of the gradients of all weights that a value is multiplied with; 0 if
+    others read it.
+    """
     total = np.zeros(len(targets))
     for reader, position in step.consumers.get(value, ()):
         found = product_of(step.ops[reader].call)
@@ -125,7 +132,9 @@ def _least(
 def hidden(
     step: StepGraph, ops: Sequence[OpOptions], value: int, ends: Ends, mesh: LogicalMesh
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(forward, backward) seconds of a value's `reshard_table` that cost no time, [source, target]."""
+    """(forward, backward) seconds of a value's `reshard_table` that cost no time, [source,
+    target].
+    """
     meta = step.values[value]
     forward, backward = reshard_table(*ends, meta.num_bytes, meta.requires_grad, mesh)
     nothing = np.zeros_like(forward), np.zeros_like(backward)
@@ -144,7 +153,9 @@ def hidden(
 def best_parts(
     making: float, meta: TensorMeta, source: DualLayout, target: DualLayout, mesh: LogicalMesh
 ) -> int:
-    """In how many parts the result of a product that takes `making` seconds is best summed; 1: as a whole."""
+    """In how many parts the result of a product that takes `making` seconds is best summed; 1: as a
+    whole.
+    """
     ends = (source,), (target,)
     if not _sums(ends, mesh.shape)[0].item() or not mesh.overlap:
         return 1
@@ -153,7 +164,9 @@ def best_parts(
 
 
 def _gained(making: np.ndarray, meta: TensorMeta, ends: Ends, mesh: LogicalMesh) -> np.ndarray:
-    """[PARTS, source, target] seconds less than one after the other: product and sum in so many parts each."""
+    """[PARTS, source, target] seconds less than one after the other: product and sum in so many
+    parts each.
+    """
 
     def summing(count: int) -> np.ndarray:
         return reshard_table(*ends, meta.num_bytes // count, meta.requires_grad, mesh)[0]
@@ -168,7 +181,9 @@ def _gained(making: np.ndarray, meta: TensorMeta, ends: Ends, mesh: LogicalMesh)
 
 @lru_cache(maxsize=4096)
 def _sums(ends: Ends, mesh_shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """[source, target] whether all that is moved is one sum over one axis: of the values, of their gradients."""
+    """[source, target] whether all that is moved is one sum over one axis: of the values, of their
+    gradients.
+    """
     values = np.zeros([len(layouts) for layouts in ends], dtype=bool)
     gradients = values.copy()
     for (p, source), (q, target) in product(*map(enumerate, ends)):

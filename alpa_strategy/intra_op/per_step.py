@@ -1,5 +1,6 @@
-"""What of a stage's work belongs to the step and not to its micro-batches: ops on parameters and constants alone, such
-as casts, transposed copies and weight norm. Planner and lowering both ask here which ops these are.
+"""What of a stage's work belongs to the step and not to its micro-batches: ops on parameters and
+constants alone, such as casts, transposed copies and weight norm. Planner and lowering both ask
+here which ops these are.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from alpa_strategy.sharding.strategies import is_random
 
 @dataclass(frozen=True)
 class Derivation:
-    """Ops that make values of parameters, and share values with each other: run together, once per step."""
+    """Ops that make values of parameters, and share values with each other: run together, once per
+    step.
+    """
 
     ops: tuple[int, ...]  # positions in the graph, constants that they need included
     parameters: tuple[str, ...]  # names of those that they read
@@ -34,7 +37,9 @@ class PerStep:
         return frozenset(value for derivation in self.derivations for value in derivation.values)
 
     def parameters_of(self, graph: StepGraph) -> set[str]:
-        """Names of the trainable parameters that `graph`, a part of the stage without `ops`, depends on."""
+        """Names of the trainable parameters that `graph`, a part of the stage without `ops`,
+        depends on.
+        """
         read = {value for op in graph.ops for value in op.operands} | {*graph.escaping, *graph.sent}
         own = {p.name for p in graph.parameters if p.value in read and p.meta.requires_grad}
         return own.union(*(d.parameters for d in self.derivations if not read.isdisjoint(d.values)))
@@ -52,8 +57,9 @@ def casts_of_parameters(graph: StepGraph) -> dict[int, int]:
 
 
 def per_step(graph: StepGraph) -> PerStep:
-    """What `graph`, a stage of a micro-batched step, can do once per step: deterministic ops on parameters, constants
-    and buffers that no micro-batch updates. Parameters that are only viewed stay as they are.
+    """What `graph`, a stage of a micro-batched step, can do once per step: deterministic ops on
+    parameters, constants and buffers that no micro-batch updates. Parameters that are only viewed
+    stay as they are.
     """
     parameters = {p.value for p in graph.parameters}
     known = {

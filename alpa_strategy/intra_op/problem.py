@@ -1,11 +1,13 @@
-"""The intra-op problem in the solver's own terms: choices, transfers, seconds and bytes. No tensors, no torch.
+"""The intra-op problem in the solver's own terms: choices, transfers, seconds and bytes. No
+tensors, no torch.
 
     minimise    sum_c cost[c][s_c]  +  sum_t sum_{q used} cost[t][p_t, q]
     subject to  sum_c memory[c][s_c] + sum_t sum_{q used} memory[t][p_t, q] <= memory_limit
 
-where s_c is the strategy taken by choice c, p_t the source layout that the producer of transfer t gives, and q runs
-over the *distinct* target layouts that the consumers of t ask for: a value brought to one layout for three consumers
-is paid for once (docs/formulas.md#intra-op, the y and z variables).
+where s_c is the strategy taken by choice c, p_t the source layout that the producer of transfer t
+gives, and q runs
+over the *distinct* target layouts that the consumers of t ask for: a value brought to one layout
+for three consumers is paid for once (docs/formulas.md#intra-op, the y and z variables).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Choice:
-    """One decision: `cost[k]` seconds and `memory[k]` bytes of strategy k. `inf` cost forbids a strategy."""
+    """One decision: `cost[k]` seconds and `memory[k]` bytes of strategy k. `inf` cost forbids a
+    strategy.
+    """
 
     name: str
     cost: np.ndarray
@@ -25,7 +29,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Use:
-    """A consumer of a transferred value: `layout[k]` is the target layout index that its strategy k asks for."""
+    """A consumer of a transferred value: `layout[k]` is the target layout index that its strategy k
+    asks for.
+    """
 
     choice: int
     layout: np.ndarray
@@ -73,7 +79,9 @@ class Solution:
 
 
 def with_shared_arrays(problem: Problem) -> Problem:
-    """The same problem, equal arrays one object: what is done with those of one layer serves the layers like it."""
+    """The same problem, equal arrays one object: what is done with those of one layer serves the
+    layers like it.
+    """
     known: dict[tuple, np.ndarray] = {}
 
     def of(array: np.ndarray) -> np.ndarray:
@@ -136,7 +144,8 @@ def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, float]
     return seconds, num_bytes
 
 
-# --- A problem with fewer strategies, as many as it is worth to look at: without those that are forbidden, or too dear.
+# --- A problem with fewer strategies, as many as it is worth to look at: without those that are
+# forbidden, or too dear.
 
 
 @dataclass(frozen=True)
@@ -151,7 +160,9 @@ class Presolved:
         return [int(kept[k]) for kept, k in zip(self.kept, assignment, strict=True)]
 
     def contract(self, assignment: Sequence[int]) -> list[int] | None:
-        """An assignment of the original in this problem's indices; None where it takes a strategy that was dropped."""
+        """An assignment of the original in this problem's indices; None where it takes a strategy
+        that was dropped.
+        """
         places = [np.flatnonzero(kept == k) for kept, k in zip(self.kept, assignment, strict=True)]
         return [int(place[0]) for place in places] if all(map(len, places)) else None
 
@@ -162,7 +173,8 @@ class Presolved:
 
 
 def presolve(problem: Problem) -> Presolved:
-    """Without forbidden strategies. A choice that is left with none means that no assignment has a finite cost.
+    """Without forbidden strategies. A choice that is left with none means that no assignment has a
+    finite cost.
 
     Fast where equal arrays are one object (`with_shared_arrays`).
     """
@@ -172,7 +184,8 @@ def presolve(problem: Problem) -> Presolved:
 
 
 def with_only(problem: Problem, live: Sequence[np.ndarray]) -> Problem:
-    """The problem with only the strategies `live[c]`, and transfers with only the layouts that these still name.
+    """The problem with only the strategies `live[c]`, and transfers with only the layouts that
+    these still name.
 
     What shares its arrays shares them afterwards.
     """

@@ -1,7 +1,9 @@
-"""Pins and named plans: restrictions of the one space, never another code path (docs/formulas.md#intra-op).
+"""Pins and named plans: restrictions of the one space, never another code path
+(docs/formulas.md#intra-op).
 
-A named plan (`data`, `zero3`, `tensor`, ...) forbids parameter modes per mesh axis, or makes what it does not want
-dear, so that a model that cannot follow it everywhere gets the nearest plan. A pinned placement is a hard constraint.
+A named plan (`data`, `zero3`, `tensor`, ...) forbids parameter modes per mesh axis, or makes what
+it does not want dear, so that a model that cannot follow it everywhere gets the nearest plan. A
+pinned placement is a hard constraint.
 """
 
 from collections.abc import Mapping
@@ -33,7 +35,8 @@ def restrict(
     """The same problem with the user's restrictions in it.
 
     Args:
-        pinned: parameter name -> plan that must be kept (steps that share a running plan's parameters).
+        pinned: parameter name -> plan that must be kept (steps that share a running plan's
+            parameters).
 
     Raises:
         PlanError: a pin that no strategy of the parameter meets, with the modes that exist.
@@ -49,8 +52,9 @@ def restrict(
         and optimizer.element_wise
     ):
         return intra
-    # For each thing that a named plan does not want: several times a step in which every device does everything, so
-    # that it is avoided where possible, and yet of the size of real costs, as solvers like it.
+    # For each thing that a named plan does not want: several times a step in which every device
+    # does everything, so that it is avoided where possible, and yet of the size of real costs, as
+    # solvers like it.
     penalty = 4.0 * evaluate(intra.problem, [0] * len(intra.problem.choices))[0]
     choices = list(intra.problem.choices)
     for index, (parameter, own) in enumerate(
@@ -100,7 +104,8 @@ def restrict(
         )
         extra = np.zeros_like(transfers[index].cost)
         for axis, name in enumerate(names):
-            # What only passes on to a cast is cast as it is stored, and what a named plan gathers is the cast.
+            # What only passes on to a cast is cast as it is stored, and what a named plan gathers
+            # is the cast.
             rule = "tensor" if passes_on and name != "auto" else name
             extra += _use_penalty(rule, read.meta, layouts, axis, penalty)
         transfers[index] = replace(transfers[index], cost=transfers[index].cost + extra)
@@ -109,7 +114,9 @@ def restrict(
 
 
 def least_of_equals(intra: IntraOp) -> IntraOp:
-    """The same where, of layouts (parameters', what is handed on) that cost the same, those with less are better."""
+    """The same where, of layouts (parameters', what is handed on) that cost the same, those with
+    less are better.
+    """
     boundary = {given.choice for given in (*intra.received.values(), *intra.sent.values())}
     given = {
         index: intra.problem.choices[index] for index in (*range(len(intra.parameters)), *boundary)
@@ -118,8 +125,8 @@ def least_of_equals(intra: IntraOp) -> IntraOp:
 
 
 def derived_values(step: StepGraph) -> dict[int, ParameterInput]:
-    """Values that are a parameter, or a parameter in another dtype or shape (autocast's casts, views): what a named
-    plan says of a parameter's uses, it says of theirs.
+    """Values that are a parameter, or a parameter in another dtype or shape (autocast's casts,
+    views): what a named plan says of a parameter's uses, it says of theirs.
     """
     found = {p.value: p for p in step.parameters}
     for op in step.ops:
@@ -145,7 +152,9 @@ def _nothing_left(name: str, options: PlanOptions, optimizer: OptimizerInfo) -> 
 def _meets(
     modes: tuple[ParameterMode, ...], wanted: tuple[ParameterMode, ...], exactly: bool
 ) -> bool:
-    """Whether modes are what a pin wants; a user's `R` only says that the parameter is kept whole."""
+    """Whether modes are what a pin wants; a user's `R` only says that the parameter is kept
+    whole.
+    """
     whole = () if exactly else (Storage.INVARIANT, Storage.REPLICATE)
     return all(
         m is w or (w.storage, m.storage) == whole for m, w in zip(modes, wanted, strict=True)
@@ -155,7 +164,9 @@ def _meets(
 def pinned_modes(
     intra: IntraOp, options: PlanOptions, pinned: Mapping[str, ParameterPlan]
 ) -> dict[str, tuple[tuple[ParameterMode, ...], str]]:
-    """Parameter name -> (modes, who asked). Later patterns win; every pattern must match something."""
+    """Parameter name -> (modes, who asked). Later patterns win; every pattern must match
+    something.
+    """
     found: dict[str, tuple[tuple[ParameterMode, ...], str]] = {}
     segmented = {p.name for p in intra.step.parameters if p.num_segments > 1}
     names = {alias: p.name for p in intra.step.parameters for alias in p.names}
@@ -194,7 +205,8 @@ def _mode_penalty(
         return np.zeros(len(letters))
     can_shard = "G" in letters if meta.requires_grad else "S" in letters
     if name == "tensor":
-        # Not every matrix can be split by its op (a position table looked up by rows, say): dear, not forbidden.
+        # Not every matrix can be split by its op (a position table looked up by rows, say): dear,
+        # not forbidden.
         whole = penalty if len(meta.shape) > 1 and can_shard else 0.0
         return np.array([{"S": 0.0, "R": whole, "G": np.inf}[letter] for letter in letters])
     once = "G" if meta.requires_grad else "R"
@@ -205,7 +217,9 @@ def _mode_penalty(
 def _use_penalty(
     name: str, meta: TensorMeta, layouts: TransferLayouts, axis: int, penalty: float
 ) -> np.ndarray:
-    """Seconds added to bringing a stored parameter to a use layout by the named plan of one axis."""
+    """Seconds added to bringing a stored parameter to a use layout by the named plan of one
+    axis.
+    """
     stored, used = (
         [layout[axis].shard_dim for layout in each] for each in (layouts.sources, layouts.targets)
     )

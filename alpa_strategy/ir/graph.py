@@ -1,7 +1,9 @@
 """StepGraph: one training step as data. The forward only; autograd makes the backward at run time.
 
-Pure single assignment: ops read and write numbered values, nothing is mutated. A buffer update (BatchNorm statistics)
-is an output that the runtime writes back. Shapes are those of the **global** batch: the step as one device runs it.
+Pure single assignment: ops read and write numbered values, nothing is mutated. A buffer update
+(BatchNorm statistics)
+is an output that the runtime writes back. Shapes are those of the **global** batch: the step as one
+device runs it.
 """
 
 import hashlib
@@ -31,14 +33,18 @@ class ValueRef:
 
 @dataclass(frozen=True)
 class LeafRef:
-    """Stands in an output structure for leaf `leaf` of the batch, no tensor, as the batch at hand has it."""
+    """Stands in an output structure for leaf `leaf` of the batch, no tensor, as the batch at hand
+    has it.
+    """
 
     leaf: int
 
 
 @dataclass(frozen=True)
 class Check:
-    """A branch of the step that only raises: `value`, as a truth, must be `expected`. `source`: the line."""
+    """A branch of the step that only raises: `value`, as a truth, must be `expected`. `source`: the
+    line.
+    """
 
     value: ValueRef
     expected: bool
@@ -52,7 +58,8 @@ class ParameterInput:
     value: int
     names: tuple[str, ...]  # every name that it has in the module tree (tied weights: several)
     meta: TensorMeta  # with its shape in the step
-    # set where the step sees the first dim as two, segments and rows of a segment (see capture/rewrites.py)
+    # set where the step sees the first dim as two, segments and rows of a segment (see
+    # capture/rewrites.py)
     module_shape: tuple[int, ...] | None = None
 
     @property
@@ -83,7 +90,8 @@ class BatchInput:
     value: int
     leaf: int  # its index in `torch.utils._pytree.tree_leaves(batch)`
     meta: TensorMeta
-    # 0: one row per sample (its global shape is then world x the loader's); None: the same tensor on every rank
+    # 0: one row per sample (its global shape is then world x the loader's); None: the same tensor
+    # on every rank
     batch_dim: int | None
 
 
@@ -112,7 +120,9 @@ class Op:
 
 @dataclass(frozen=True)
 class LogRecord:
-    """One `self.log` call: `value` is a ValueRef or a plain number, or a nested structure of both; kwargs as given."""
+    """One `self.log` call: `value` is a ValueRef or a plain number, or a nested structure of both;
+    kwargs as given.
+    """
 
     name: str
     value: Any
@@ -121,7 +131,9 @@ class LogRecord:
 
 @dataclass(frozen=True)
 class MetricRecord:
-    """One call of a torchmetrics object inside the step: method `forward` or `update`; args hold ValueRefs."""
+    """One call of a torchmetrics object inside the step: method `forward` or `update`; args hold
+    ValueRefs.
+    """
 
     metric: str
     method: str
@@ -134,12 +146,15 @@ class MetricRef:
     """Stands in log records for a torchmetrics object."""
 
     metric: str
-    kind: str = "metric"  # the object itself was logged, or "value": what its last `forward` or `compute` gave
+    # the object itself was logged, or "value": what its last `forward` or `compute` gave
+    kind: str = "metric"
     key: str | None = None  # the item of a MetricCollection
 
 
 def stable_text(value: Any) -> str:
-    """`repr` without memory addresses: the same in every process. Functions are named, lambdas known by their code."""
+    """`repr` without memory addresses: the same in every process. Functions are named, lambdas
+    known by their code.
+    """
     if isinstance(value, dict):
         return f"{{{', '.join(f'{stable_text(k)}: {stable_text(v)}' for k, v in value.items())}}}"
     if isinstance(value, list | tuple):
@@ -166,7 +181,8 @@ def tensor_digest(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where something is that steps change: attribute `name` of the submodule at `path`, item `key` of a dict that is
+    """Where something is that steps change: attribute `name` of the submodule at `path`, item `key`
+    of a dict that is
     one, or the leaf `leaf` of the batch, which `name` then names."""
 
     path: str
@@ -205,14 +221,18 @@ class Place:
 
 @dataclass(frozen=True)
 class AppendRecord:
-    """What one step appended to a list: `items` hold ValueRefs, LeafRefs, CounterRefs and plain values."""
+    """What one step appended to a list: `items` hold ValueRefs, LeafRefs, CounterRefs and plain
+    values.
+    """
 
     place: Place
     items: tuple[Any, ...]
 
 
 def values_of(node: Any) -> tuple[int, ...]:
-    """Value indices in an output structure, or in records of logs, metrics, lists and checks, in order, each once."""
+    """Value indices in an output structure, or in records of logs, metrics, lists and checks, in
+    order, each once.
+    """
     found: dict[int, None] = {}
     for leaf in pytree.tree_leaves(node):
         if isinstance(leaf, ValueRef):
@@ -236,21 +256,25 @@ class StepGraph:
     constants: tuple[ConstantInput, ...]
     ops: tuple[Op, ...]  # in execution order
     loss: int  # value index of the loss (a scalar); -1 in a stage that does not make it
-    output: Any  # what the step returned, tensors replaced by ValueRefs: a plain ValueRef, or a dict with "loss"
+    # what the step returned, tensors replaced by ValueRefs: a plain ValueRef, or a dict with "loss"
+    output: Any
     logs: tuple[LogRecord, ...] = ()  # the step's `self.log` calls, in order
     metrics: tuple[MetricRecord, ...] = ()  # the step's torchmetrics calls, in order
     batch_size: int = 0  # rows of the global batch
     # `rank`: every rank brings its own rows of the batched leaves; `global`: every rank brings all
     batch_scope: str = "rank"
-    # for a stage: values that earlier stages (or a prologue) hand in, in its plan's layouts; the whole step's numbers
+    # for a stage: values that earlier stages (or a prologue) hand in, in its plan's layouts; the
+    # whole step's numbers
     received: tuple[int, ...] = ()
     sent: tuple[int, ...] = ()  # for a stage: values that later stages need
     notes: tuple[str, ...] = ()  # things that the user should know (shown with the plan)
     # what the step's Python asked of its counters; when one no longer holds, capture again
     guards: tuple[Guard, ...] = ()
-    # what else the step read: attributes, globals, closures, the Trainer's values; when one changed, capture again
+    # what else the step read: attributes, globals, closures, the Trainer's values; when one
+    # changed, capture again
     attributes: tuple[ValueGuard, ...] = ()
-    # leaves of the batch, no tensors, that the step read, with their values as text; as for attributes
+    # leaves of the batch, no tensors, that the step read, with their values as text; as for
+    # attributes
     leaves: tuple[tuple[int, str], ...] = ()
     # what changes from step to step, read where it is when one begins: counters by their labels
     numbers: tuple[Place, ...] = ()
@@ -266,7 +290,9 @@ class StepGraph:
         return *self.buffers, *self.constants
 
     def part(self, ops: Sequence[Op], leaving: Iterable[int] = ()) -> "StepGraph":
-        """Some of the ops with those inputs that they, or what leaves, need: without records, nothing else leaves."""
+        """Some of the ops with those inputs that they, or what leaves, need: without records,
+        nothing else leaves.
+        """
         leaving = tuple(dict.fromkeys(leaving))
         read = {value for op in ops for value in op.operands}.union(leaving)
         return replace(
@@ -285,7 +311,9 @@ class StepGraph:
         return self.part([self.ops[index] for index in self.ancestors(leaving)], leaving)
 
     def bare(self, leaving: Iterable[int], loss: int = -1) -> "StepGraph":
-        """The graph without records: what leaves it is its output. (A loss of its own is part of what leaves.)"""
+        """The graph without records: what leaves it is its output. (A loss of its own is part of
+        what leaves.)
+        """
         output = tuple(ValueRef(value) for value in dict.fromkeys(leaving))
         return replace(self, output=output, logs=(), metrics=(), checks=(), appended=(), loss=loss)
 
@@ -295,7 +323,9 @@ class StepGraph:
 
     @cached_property
     def dtypes_read(self) -> dict[str, torch.dtype]:
-        """By name of a parameter the half-precision dtype that all of its uses cast it to, else its own dtype."""
+        """By name of a parameter the half-precision dtype that all of its uses cast it to, else its
+        own dtype.
+        """
         kept = {*self.escaping, *self.sent}
         dtypes: dict[str, torch.dtype] = {}
         for given in self.parameters:
@@ -326,7 +356,9 @@ class StepGraph:
 
     @cached_property
     def last_readers(self) -> dict[int, int]:
-        """Op-made value -> index of the last op that reads it, or that a record with it has to wait for; -1: none."""
+        """Op-made value -> index of the last op that reads it, or that a record with it has to wait
+        for; -1: none.
+        """
         maker = self.makers
         last = {
             value: max((op for op, _ in self.consumers.get(value, ())), default=-1)
@@ -343,7 +375,9 @@ class StepGraph:
 
     @cached_property
     def escaping(self) -> tuple[int, ...]:
-        """Values that leave it (loss, output, appended, logs, metrics, checks, buffers), once each, ascending."""
+        """Values that leave it (loss, output, appended, logs, metrics, checks, buffers), once each,
+        ascending.
+        """
         found = {
             *([self.loss] if self.loss >= 0 else []),
             *(b.update for b in self.buffers if b.update is not None),
@@ -353,7 +387,8 @@ class StepGraph:
 
     @cached_property
     def kept_buffers(self) -> frozenset[str]:
-        """Buffers that the step changes, and of which the values before it are needed after it: by the backward, or
+        """Buffers that the step changes, and of which the values before it are needed after it: by
+        the backward, or
         where they leave it, as copies that the graph has no op for."""
         shown = {b.value: b.name for b in self.buffers if b.update not in (None, b.value)}
         kept = {name for value, name in shown.items() if value in self.escaping}
@@ -368,12 +403,15 @@ class StepGraph:
 
     @cached_property
     def graph_digest(self) -> str:
-        """Hash of the computation: ops, wiring, constants, outputs. Parameter and batch shapes are hashed apart."""
+        """Hash of the computation: ops, wiring, constants, outputs. Parameter and batch shapes are
+        hashed apart.
+        """
         lines = [
             f"{op.call.target_name}{op.call.args}{op.call.kwargs}{op.operands}->{op.results}"
             for op in self.ops
         ]
-        # Functions among the logs' arguments (`reduce_fx`) count by their code: addresses differ between processes.
+        # Functions among the logs' arguments (`reduce_fx`) count by their code: addresses differ
+        # between processes.
         lines += [
             stable_text(
                 (self.loss, self.output, self.logs, self.metrics, self.checks, self.appended)
@@ -420,10 +458,12 @@ def run_step(
     batch_leaves: Sequence[Tensor],
     received: Mapping[int, Tensor] | None = None,
 ) -> dict[int, Tensor]:
-    """Every value of the step, run on whole tensors on one device: what a pipeline does once a step.
+    """Every value of the step, run on whole tensors on one device: what a pipeline does once a
+    step.
 
     Args:
-        parameters: by any of the names that the parameter has, in the module's shapes (all tensors on one device).
+        parameters: by any of the names that the parameter has, in the module's shapes (all tensors
+            on one device).
         buffers: by name; the counters under `COUNTERS`, where the step computes with them.
         batch_leaves: global tensors in `step.batch` order.
         received: the values that others hand in (`step.received`).

@@ -1,10 +1,13 @@
-"""What a captured graph depends on besides tensors: numbers made of the step's counters, and guards.
+"""What a captured graph depends on besides tensors: numbers made of the step's counters, and
+guards.
 
-The graph holds such a number as an argument (a `SymbolicScalar`) in the place where Python's number stood, so that
-dtypes and rounding are those of a plain number. Its value is computed when the program runs, on every rank alike.
+The graph holds such a number as an argument (a `SymbolicScalar`) in the place where Python's number
+stood, so that dtypes and rounding are those of a plain number. Its value is computed when the
+program runs, on every rank alike.
 
-A captured graph is one path through the user's Python. Where the path depends on a counter, the comparison is
-recorded; where it depends on an attribute, the value. The strategy captures again when one would come out differently.
+A captured graph is one path through the user's Python. Where the path depends on a counter, the
+comparison is recorded; where it depends on an attribute, the value. The strategy captures again
+when one would come out differently.
 """
 
 import operator
@@ -23,7 +26,9 @@ COUNTERS = "<counters>"  # what a program's buffers call the values of the count
 
 @dataclass(frozen=True, repr=False)
 class CounterRef:
-    """A counter (`batch_idx`, `global_step`, `current_epoch`, a number that changes), or `function` of such."""
+    """A counter (`batch_idx`, `global_step`, `current_epoch`, a number that changes), or `function`
+    of such.
+    """
 
     name: str
     function: Callable[..., Any] | None = None
@@ -78,8 +83,8 @@ def calculate(function: Callable[..., Any], *args: Any) -> Any:
 class SymbolicScalar:
     """An op's argument that is made of the step's counters, and so another number at every step.
 
-    As a number it is an example, the same for all: rules and trials may compute with it. Equal to what is made in the
-    same way only. Arithmetic with it gives another one.
+    As a number it is an example, the same for all: rules and trials may compute with it. Equal to
+    what is made in the same way only. Arithmetic with it gives another one.
     """
 
     made: CounterRef

@@ -1,7 +1,9 @@
-"""What one op call is to the planner: its target, its arguments, and the metadata of the tensors around it.
+"""What one op call is to the planner: its target, its arguments, and the metadata of the tensors
+around it.
 
-An `OpCall` holds no tensors and no graph nodes, is hashable, and is therefore the key under which strategies, costs
-and saved-tensor findings are remembered: identical layers share all of it. At the end: its arguments, by name or new.
+An `OpCall` holds no tensors and no graph nodes, is hashable, and is therefore the key under which
+strategies, costs and saved-tensor findings are remembered: identical layers share all of it. At the
+end: its arguments, by name or new.
 """
 
 import inspect
@@ -59,7 +61,9 @@ def map_slots(arg: Any, fn: Callable[[Slot], Any]) -> Any:
 class OpCall:
     """One call of one op."""
 
-    target: Any  # an ATen `OpOverload`, or a function of `alpa_strategy.capture.ops` that capture put in its place
+    # an ATen `OpOverload`, or a function of `alpa_strategy.capture.ops` that capture put in its
+    # place
+    target: Any
     args: tuple[
         Any, ...
     ]  # positional; nested tuples whose leaves are `Slot`s and constants (lists became tuples)
@@ -82,10 +86,12 @@ class OpCall:
         return self.target(*args, **kwargs)
 
     def on(self, device: torch.device) -> "OpCall":
-        """The same call as `device` is to make it: `arange` and its like have no operand that says where.
+        """The same call as `device` is to make it: `arange` and its like have no operand that says
+        where.
 
-        A 1x1 convolution gets holes in its kernel, which has none, on CPUs: so PyTorch gives it to oneDNN. It would let
-        one thread make a matrix product of less than 16 rows, half as fast (fp32, AVX-512).
+        A 1x1 convolution gets holes in its kernel, which has none, on CPUs: so PyTorch gives it to
+        oneDNN. It would let one thread make a matrix product of less than 16 rows, half as fast
+        (fp32, AVX-512).
         """
         if device.type != "cpu":
             arguments = getattr(getattr(self.target, "_schema", None), "arguments", ())
@@ -133,14 +139,18 @@ def target_name(target: Any) -> str:
 
 
 def aten_name(target: Any) -> str:
-    """The name of ATen's op, without namespace and overload: `add`; empty where the target is none of ATen's."""
+    """The name of ATen's op, without namespace and overload: `add`; empty where the target is none
+    of ATen's.
+    """
     is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
     return target._schema.name.removeprefix("aten::") if is_aten else ""
 
 
 @dataclass(frozen=True)
 class InnerCollective:
-    """A collective that a strategy's local implementation runs itself, on its axis (for costing)."""
+    """A collective that a strategy's local implementation runs itself, on its axis (for
+    costing).
+    """
 
     kind: str  # `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
     num_bytes: int  # bytes of the full tensor on the axis
@@ -182,7 +192,8 @@ class LocalCall:
         None  # name in `alpa_strategy.lower.local_ops`, or None for the plain op
     )
     axes: tuple[int, ...] = ()  # the mesh axes over which `implementation` works
-    # the mesh axes whose devices must draw different numbers (the others: the same); None for ops that draw none
+    # the mesh axes whose devices must draw different numbers (the others: the same); None for ops
+    # that draw none
     random_axes: tuple[int, ...] | None = None
 
 
@@ -217,7 +228,9 @@ def frozen(value: Any) -> Any:
 
 
 def with_slots(value: Any, kind: type, operands: list[Any]) -> Any:
-    """`frozen`, with Slots in place of what is of `kind`, each added to `operands` (one given twice is two)."""
+    """`frozen`, with Slots in place of what is of `kind`, each added to `operands` (one given twice
+    is two).
+    """
     if isinstance(value, kind):
         operands.append(value)
         return Slot(len(operands) - 1)
@@ -274,7 +287,9 @@ def call_on(
 
 
 def flat_tensor_arguments(call: OpCall) -> tuple[Any, ...]:
-    """Values of the tensor arguments in schema order, lists flattened: a Slot, None, or a scalar in their place."""
+    """Values of the tensor arguments in schema order, lists flattened: a Slot, None, or a scalar in
+    their place.
+    """
     flat: list[Any] = []
     for name, is_tensor, _, _ in _parameters(call.target):
         if is_tensor:
@@ -284,7 +299,9 @@ def flat_tensor_arguments(call: OpCall) -> tuple[Any, ...]:
 
 
 def slots(call: OpCall) -> tuple[Slot, ...]:
-    """The tensor operands in schema order, lists flattened, absent ones left out. A slot used twice is there twice."""
+    """The tensor operands in schema order, lists flattened, absent ones left out. A slot used twice
+    is there twice.
+    """
     return tuple(v for v in flat_tensor_arguments(call) if isinstance(v, Slot))
 
 
@@ -304,7 +321,9 @@ def rebuild(
     results: tuple[TensorMeta, ...],
     changes: Mapping[str, Any],
 ) -> OpCall:
-    """The same call on other operands, with the arguments named in `changes` replaced where they were given."""
+    """The same call on other operands, with the arguments named in `changes` replaced where they
+    were given.
+    """
     args, kwargs = list(call.args), dict(call.kwargs)
     for position, (name, _, _, keyword_only) in enumerate(_parameters(call.target)):
         if name not in changes:

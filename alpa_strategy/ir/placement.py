@@ -1,8 +1,11 @@
 """Placements and layouts: how one tensor lies on a logical mesh, and how its gradient does.
 
-A *layout* is one `torch.distributed.tensor` placement per mesh axis. A *dual placement* adds what autograd needs to
-know: where the value lies and where its gradient will lie on the same axis. Chunks are as even as possible: the first
-`size % n` of `n` chunks hold one element more, so that any dim with at least `n` elements can be sharded.
+A *layout* is one `torch.distributed.tensor` placement per mesh axis. A *dual placement* adds what
+autograd needs to
+know: where the value lies and where its gradient will lie on the same axis. Chunks are as even as
+possible: the first
+`size % n` of `n` chunks hold one element more, so that any dim with at least `n` elements can be
+sharded.
 """
 
 from collections.abc import Sequence
@@ -15,7 +18,9 @@ from alpa_strategy.errors import ShardingError
 
 
 def chunk_range(size: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """Start and stop of chunk `index` when `size` elements are cut into `num_chunks` near-equal chunks."""
+    """Start and stop of chunk `index` when `size` elements are cut into `num_chunks` near-equal
+    chunks.
+    """
     base, extra = divmod(size, num_chunks)
     start = index * base + min(index, extra)
     return start, start + base + (1 if index < extra else 0)
@@ -50,9 +55,11 @@ class Layout(tuple[Placement, ...]):
     def slices(
         self, shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int]
     ) -> tuple[tuple[int, int], ...]:
-        """(start, stop) per dim of the part of a tensor of global `shape` that the device at `coordinate` holds.
+        """(start, stop) per dim of the part of a tensor of global `shape` that the device at
+        `coordinate` holds.
 
-        Axes are applied in order: an axis that shards a dim already sharded by an earlier axis cuts that chunk again.
+        Axes are applied in order: an axis that shards a dim already sharded by an earlier axis cuts
+        that chunk again.
         """
         ranges = [(0, size) for size in shape]
         for placement, num_chunks, index in zip(self, mesh_shape, coordinate, strict=True):
@@ -73,15 +80,16 @@ class Layout(tuple[Placement, ...]):
 class DualPlacement:
     """A value's placement on one axis together with its gradient's.
 
-    There is one object of each (below, and `shard(dim)`), compared by identity: planning hashes them by the million.
-    Invariant and replicate are told apart as in `spmd_types`, which torchtitan uses: the gradient of what is replicate
-    is partial, that of what is invariant is invariant too.
+    There is one object of each (below, and `shard(dim)`), compared by identity: planning hashes
+    them by the million. Invariant and replicate are told apart as in `spmd_types`, which torchtitan
+    uses: the gradient of what is replicate is partial, that of what is invariant is invariant too.
 
     Four kinds exist, written as in plans (docs/formulas.md#sharding-rules):
 
     - `S<d>`: value `Shard(d)`, gradient `Shard(d)`.
     - `R`, invariant:  value `Replicate`, gradient `Replicate`: every device does the same work.
-    - `R*`, replicate: value `Replicate`, gradient `Partial`: the devices of the axis divide the work that uses it.
+    - `R*`, replicate: value `Replicate`, gradient `Partial`: the devices of the axis divide the
+      work that uses it.
     - `P`:    value `Partial("sum")`, gradient `Replicate`.
     """
 

@@ -1,9 +1,10 @@
-"""Plan: how parameters lie (`ParameterPlan`), what one mesh of devices runs (`StagePlan`), and the whole decision, as a
-small JSON file that a person can read and edit (docs/formulas.md#plan-file).
+"""Plan: how parameters lie (`ParameterPlan`), what one mesh of devices runs (`StagePlan`), and the
+whole decision, as a small JSON file that a person can read and edit (docs/formulas.md#plan-file).
 
-In the file, modes of a parameter are one text such as "R* S0" (one mode per mesh axis; fused projections: "R* S0 in 3
-segments"; what lies in host memory: "S0 R* on host"); strategies of an op are one text per axis, joined by " | ". All
-else is written as the data classes have it. Reading checks every field against its type and says what is wrong where.
+In the file, modes of a parameter are one text such as "R* S0" (one mode per mesh axis; fused
+projections: "R* S0 in 3 segments"; what lies in host memory: "S0 R* on host"); strategies of an op
+are one text per axis, joined by " | ". All else is written as the data classes have it. Reading
+checks every field against its type and says what is wrong where.
 """
 
 import hashlib
@@ -50,10 +51,11 @@ class Storage(Enum):
 
 @dataclass(frozen=True, eq=False)
 class ParameterMode:
-    """How a parameter is stored on one mesh axis. Made by `parse` alone, which gives one object of each: they are
-    compared by identity, as planning hashes them by the million.
+    """How a parameter is stored on one mesh axis. Made by `parse` alone, which gives one object of
+    each: they are compared by identity, as planning hashes them by the million.
 
-    Written `R`, `R*`, `S<dim>`, `G<dim>` in pins and plan files: `parse` and `str` are the only ways from and to text.
+    Written `R`, `R*`, `S<dim>`, `G<dim>` in pins and plan files: `parse` and `str` are the only
+    ways from and to text.
     """
 
     storage: Storage
@@ -103,7 +105,9 @@ class ParameterMode:
         return REPLICATE if requires_grad and self.storage is not Storage.INVARIANT else INVARIANT
 
     def shifted(self, by: int) -> "ParameterMode":
-        """The mode for dims counted from another origin: `S1` shifted by -1 is `S0`; `R` and `R*` stay."""
+        """The mode for dims counted from another origin: `S1` shifted by -1 is `S0`; `R` and `R*`
+        stay.
+        """
         return (
             self
             if self.dim is None
@@ -125,13 +129,15 @@ def modes_text(modes: tuple[ParameterMode, ...]) -> str:
 class ParameterPlan:
     """How one parameter is stored and brought to its uses; one mode per mesh axis.
 
-    Dims are those that the step sees: where it sees a fused projection in `num_segments` segments (query, key and value
+    Dims are those that the step sees: where it sees a fused projection in `num_segments` segments
+    (query, key and value
     in one weight: 3), one more than the module's own.
     """
 
     modes: tuple[ParameterMode, ...]
     num_segments: int = 1
-    on_host: bool = False  # what a device stores of it, its gradient and the optimizer's state lie in host memory
+    # what a device stores of it, its gradient and the optimizer's state lie in host memory
+    on_host: bool = False
     sums_in_fp32: bool = (
         False  # its gradient is summed over devices in fp32 at least, however it was computed
     )
@@ -160,7 +166,9 @@ class ParameterPlan:
 
     @property
     def uses_shards(self) -> bool:
-        """Whether the step takes it in shards on some axis (tensor parallel, or gathered at each use: ZeRO-3)."""
+        """Whether the step takes it in shards on some axis (tensor parallel, or gathered at each
+        use: ZeRO-3).
+        """
         return any(mode.is_shard for mode in self.modes)
 
     @property
@@ -170,7 +178,8 @@ class ParameterPlan:
 
     @property
     def is_fetched(self) -> bool:
-        """Whether it is copied from host memory for each use: its gradient is complete when autograd has made it. Else
+        """Whether it is copied from host memory for each use: its gradient is complete when
+        autograd has made it. Else
         it comes once per step, as its gradient is reduced once per step."""
         return self.on_host and all(
             mode.storage in (Storage.INVARIANT, Storage.SHARD) for mode in self.modes
@@ -181,12 +190,15 @@ class ParameterPlan:
         return tuple(mode.step_placement(requires_grad) for mode in self.modes)
 
 
-FORMAT_VERSION = 3  # 3: `bias_on_first` is the one name of ops whose first operand is added on the first device alone
+# 3: `bias_on_first` is the one name of ops whose first operand is added on the first device alone
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a plan was made for, part by part, so that a mismatch can be named. Each part is a short hash."""
+    """What a plan was made for, part by part, so that a mismatch can be named. Each part is a short
+    hash.
+    """
 
     graph: str
     parameters: str
@@ -212,12 +224,14 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind on one mesh axis; `count`, `num_bytes` and `seconds` are totals per step."""
+    """Collectives of one kind on one mesh axis; `count`, `num_bytes` and `seconds` are totals per
+    step.
+    """
 
     kind: str
     axis: int
-    # `forward`, `backward` (both per micro-batch) or `step` (once per optimizer step; where gradients are accumulated
-    # over several training steps, `seconds` is a training step's share)
+    # `forward`, `backward` (both per micro-batch) or `step` (once per optimizer step; where
+    # gradients are accumulated over several training steps, `seconds` is a training step's share)
     phase: str
     count: int
     num_bytes: int
@@ -253,29 +267,35 @@ class StagePlan:
     shapes: dict[str, tuple[int, ...]] = field(
         default_factory=dict
     )  # parameter name -> shape in the module
-    # value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives: `R` or even `S<d>`
+    # value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives: `R`
+    # or even `S<d>`
     received: dict[int, DualLayout] = field(default_factory=dict)
     # value that later stages need -> dual layout in which it is handed on
     sent: dict[int, DualLayout] = field(default_factory=dict)
-    # forward_seconds, backward_seconds: of one micro-batch (recomputation counts as backward); 0 where not known
+    # forward_seconds, backward_seconds: of one micro-batch (recomputation counts as backward); 0
+    # where not known
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     # of one micro-batch's values to the next stage and their gradients back; 0 where not known
     boundary_seconds: float = 0.0
     layers: str = ""  # the modules whose ops it holds, for display: `embed to blocks.3`
-    # op indices inside `ops`, ascending, that cut the stage into spans, recomputed one by one; (): as a whole
+    # op indices inside `ops`, ascending, that cut the stage into spans, recomputed one by one; ():
+    # as a whole
     remat_cuts: tuple[int, ...] = ()
     # names of ops of a stage that keeps its activations whose results are not kept but made again
     recomputed: tuple[str, ...] = ()
     stored: tuple[
         str, ...
     ] = ()  # names of such ops whose results wait in host memory for the backward
-    # whether what the stage makes of its parameters alone (casts to half precision) is made again for every micro-
-    # batch, which takes less memory where activations are recomputed; else once per step
+    # whether what the stage makes of its parameters alone (casts to half precision) is made again
+    # for every micro- batch, which takes less memory where activations are recomputed; else once
+    # per step
     derives_again: bool = False
-    # global ranks of the logical mesh, row-major, where links differ (`ClusterSpec.orders`); (): from `first_device` on
+    # global ranks of the logical mesh, row-major, where links differ (`ClusterSpec.orders`); ():
+    # from `first_device` on
     devices: tuple[int, ...] = ()
-    # of parameters that are gathered before they are used (ZeRO-3), in the forward as in the backward
+    # of parameters that are gathered before they are used (ZeRO-3), in the forward as in the
+    # backward
     ahead_bytes: int = 0
     # product -> in how many parts its result is summed, one while the next is multiplied
     in_parts: dict[str, int] = field(default_factory=dict)
@@ -288,12 +308,16 @@ class StagePlan:
 
     @property
     def not_kept(self) -> tuple[str, ...]:
-        """Names of the ops whose results a device does not keep for the backward: `recomputed` and `stored`."""
+        """Names of the ops whose results a device does not keep for the backward: `recomputed` and
+        `stored`.
+        """
         return self.recomputed + self.stored
 
     @property
     def parameters(self) -> dict[str, Layout]:
-        """Parameter name -> storage layout, in the dims of the module's parameter (every segment is cut)."""
+        """Parameter name -> storage layout, in the dims of the module's parameter (every segment is
+        cut).
+        """
         modes = {name: plan.module_modes for name, plan in self.parameter_plans.items()}
         return {name: Layout(mode.stored for mode in each) for name, each in modes.items()}
 
@@ -346,11 +370,14 @@ class Plan:
     stages: tuple[StagePlan, ...]  # in pipeline order
     predicted: Predicted  # for the whole step on the slowest device
     num_microbatches: int = 1
-    schedule: str = "none"  # of a single stage; `AS_WRITTEN` where nothing but the storage of parameters is decided
-    # name -> predicted seconds per step of named alternatives under the same costs (None: does not fit)
+    # of a single stage; `AS_WRITTEN` where nothing but the storage of parameters is decided
+    schedule: str = "none"
+    # name -> predicted seconds per step of named alternatives under the same costs (None: does not
+    # fit)
     baselines: dict[str, float | None] = field(default_factory=dict)
-    # how far `predicted.step_seconds` is from a lower bound, as a share of it; 0.0 when proved optimal. Of one stage,
-    # of all plans of one stage; else of all stages, meshes and layouts with so many micro-batches.
+    # how far `predicted.step_seconds` is from a lower bound, as a share of it; 0.0 when proved
+    # optimal. Of one stage, of all plans of one stage; else of all stages, meshes and layouts with
+    # so many micro-batches.
     gap: float = 0.0
     notes: tuple[
         str, ...
@@ -381,16 +408,22 @@ class Plan:
         return sum(phase.total_seconds for phase in self.phases) or self.predicted.step_seconds
 
     def collectives(self) -> list[Collective]:
-        """Every kind of collective of every stage, with kind, mesh axis, bytes and times per step."""
+        """Every kind of collective of every stage, with kind, mesh axis, bytes and times per
+        step.
+        """
         return [c for stage in self.stages for c in stage.collectives]
 
     def save(self, path: str | Path) -> None:
-        """Write JSON atomically (temporary file in the same folder, then rename): a reader never sees half a plan."""
+        """Write JSON atomically (temporary file in the same folder, then rename): a reader never
+        sees half a plan.
+        """
         write_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Read a plan; PlanError when the file is unreadable, of another format version, or incomplete."""
+        """Read a plan; PlanError when the file is unreadable, of another format version, or
+        incomplete.
+        """
         try:
             data = read_json(path)
         except OSError as error:

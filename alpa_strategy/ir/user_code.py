@@ -1,6 +1,8 @@
-"""The user's Python code: on which line something happened, and which names and functions a function mentions.
+"""The user's Python code: on which line something happened, and which names and functions a
+function mentions.
 
-Nothing is run. A name that code mentions is a may, not a must: it may stand on a path that is never taken.
+Nothing is run. A name that code mentions is a may, not a must: it may stand on a path that is never
+taken.
 """
 
 import dis
@@ -36,7 +38,9 @@ _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 
 @cache
 def is_user_file(path: str) -> bool:
-    """True for code that is neither torch, Lightning, torchmetrics, the standard library nor this package."""
+    """True for code that is neither torch, Lightning, torchmetrics, the standard library nor this
+    package.
+    """
     if path.startswith(_NOT_USER) or any(name in path for name in _NOT_USER_NAMES):
         return False
     return not _is_pythons(path)
@@ -122,15 +126,19 @@ _FILLING = {"add", "append", "extend", "insert", "setdefault", "update"}
 
 
 def mentioned_names(function: Callable[..., Any]) -> frozenset[str]:
-    """Global names and attributes in the code of `function` and of the user's functions that it reaches by name."""
+    """Global names and attributes in the code of `function` and of the user's functions that it
+    reaches by name.
+    """
     return frozenset(
         name for reached in reached_functions([function]) for name in code_names(reached.__code__)
     )
 
 
 def stored_names(function: Callable[..., Any]) -> frozenset[str]:
-    """Attributes and outer variables that the code of `function` and of the user's functions that it reaches sets, or
-    fills: a tensor, a container. Where it sets them by `setattr` and the like, all texts in it may be names."""
+    """Attributes and outer variables that the code of `function` and of the user's functions that
+    it reaches sets, or
+    fills: a tensor, a container. Where it sets them by `setattr` and the like, all texts in it may
+    be names."""
     found: set[str] = set()
     for reached in reached_functions([function]):
         done = list(dis.get_instructions(reached.__code__))
@@ -160,7 +168,9 @@ def stored_names(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def reads_parameters(function: Callable[..., Any], first: int, end: int) -> bool:
-    """Whether the code of `function` reads its positional parameters from number `first` on up to `end`, or `*args`."""
+    """Whether the code of `function` reads its positional parameters from number `first` on up to
+    `end`, or `*args`.
+    """
     code = unwrapped(function).__code__
     given = set(code.co_varnames[: code.co_argcount][first:end])
     if code.co_flags & inspect.CO_VARARGS:
@@ -176,7 +186,9 @@ def reads_parameters(function: Callable[..., Any], first: int, end: int) -> bool
 
 
 def is_said(frame: FrameType) -> bool:
-    """Whether what a frame makes is for a call that only says it, as a statement: `print(f"batch {batch_idx}")`."""
+    """Whether what a frame makes is for a call that only says it, as a statement: `print(f"batch
+    {batch_idx}")`.
+    """
     done = [
         each
         for each in dis.get_instructions(frame.f_code)
@@ -211,7 +223,8 @@ def names_set_from(function: types.FunctionType, source: re.Pattern[str]) -> set
 
 
 def reached_functions(functions: Iterable[Callable[..., Any]]) -> list[types.FunctionType]:
-    """Those of `functions` that are written in Python, and the user's functions that their code names.
+    """Those of `functions` that are written in Python, and the user's functions that their code
+    names.
 
     Names are looked up in globals, closures, and on the object that a method is bound to.
     """

@@ -1,1 +1,3 @@
-"""What the strategy's hooks call: agreement between ranks, planning in a running job, the training run itself."""
+"""What the strategy's hooks call: agreement between ranks, planning in a running job, the training
+run itself.
+"""

@@ -1,10 +1,13 @@
-"""Which leaves of a batch are rows, one for each sample: as the loader's collation shows, not as sizes suggest.
+"""Which leaves of a batch are rows, one for each sample: as the loader's collation shows, not as
+sizes suggest.
 
-`default_collate` stacks samples, so all its tensors are rows. Any other collate function is tried on its first samples
-twice and one of them three times: what has so many rows more then has one row a sample, if whole numbers in it do not
-change with what else is in the batch, as indices of rows do. That happens where batches are made (in the loader's
-worker), to samples that were loaded anyway, and leaves its random numbers and attributes as they were. Hooks around the
-transfer to the device are tried in the same way on the first batch; what hooks store is known by reading their code.
+`default_collate` stacks samples, so all its tensors are rows. Any other collate function is tried
+on its first samples
+twice and one of them three times: what has so many rows more then has one row a sample, if whole
+numbers in it do not change with what else is in the batch, as indices of rows do. That happens
+where batches are made (in the loader's worker), to samples that were loaded anyway, and leaves its
+random numbers and attributes as they were. Hooks around the transfer to the device are tried in the
+same way on the first batch; what hooks store is known by reading their code.
 """
 
 import copy
@@ -59,12 +62,14 @@ UPDATE_HOOKS = ("on_before_backward", "backward", *AFTER_BACKWARD)
 class WatchedCollate:
     """A collate function; to everyone else it is that function itself.
 
-    Its first call also finds out what the leaves of the batch are; later ones, which had as many by chance.
+    Its first call also finds out what the leaves of the batch are; later ones, which had as many by
+    chance.
     """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
-        # [0]: how many leaves a batch has, + 1; then the kind of each. Workers write it, the main process reads.
+        # [0]: how many leaves a batch has, + 1; then the kind of each. Workers write it, the main
+        # process reads.
         self._found = torch.zeros(1 + MAX_LEAVES, dtype=torch.int16).share_memory_()
 
     def __getattr__(self, name: str) -> Any:
@@ -105,7 +110,9 @@ class WatchedCollate:
         )
 
     def _with_more(self, samples: list[Any]) -> tuple[Any, Any] | None:
-        """Two batches of the same samples, more than once, which differ where random numbers are drawn."""
+        """Two batches of the same samples, more than once, which differ where random numbers are
+        drawn.
+        """
         order = _more_rows(len(samples))
         try:
             collate: Any = self.collate
@@ -120,7 +127,9 @@ class WatchedCollate:
 
 
 def _more_rows(count: int) -> list[int]:
-    """Of which samples a trial's batch is made: of all of them twice, and of the first once more, in front."""
+    """Of which samples a trial's batch is made: of all of them twice, and of the first once more,
+    in front.
+    """
     return [0, *range(count), *range(count)]
 
 
@@ -182,7 +191,9 @@ def _kind(leaf: Tensor, more: Tensor, count: int) -> Kind:
 
 
 def _moved(leaf: Tensor, now: Tensor) -> bool:
-    """Whether the values are other ones; of floats not by a little: among more rows, sums are rounded otherwise."""
+    """Whether the values are other ones; of floats not by a little: among more rows, sums are
+    rounded otherwise.
+    """
     if torch.equal(leaf, now) or _counts(leaf) or leaf.dtype == torch.bool:
         return not torch.equal(leaf, now)
     return not torch.allclose(
@@ -191,7 +202,9 @@ def _moved(leaf: Tensor, now: Tensor) -> bool:
 
 
 def _shares(leaf: Tensor, more: Tensor) -> bool:
-    """Whether the values are shares of all rows, at random or not, with the same sum however many rows there are."""
+    """Whether the values are shares of all rows, at random or not, with the same sum however many
+    rows there are.
+    """
     total = (
         leaf.double().sum() if leaf.is_floating_point() and leaf.layout is torch.strided else 0.0
     )
@@ -210,7 +223,8 @@ def watch(loader: Any) -> Any:
 
 
 class BatchHooks:
-    """What hooks make of a batch's rows: those around its transfer to the device, which are tried when they are first
+    """What hooks make of a batch's rows: those around its transfer to the device, which are tried
+    when they are first
     called, and those of the module and of callbacks around its step."""
 
     def __init__(self) -> None:
@@ -218,14 +232,17 @@ class BatchHooks:
         self.kinds: tuple[Kind, ...] | None = (
             None  # of all leaves that transfer hooks give, () if unknown; None: none
         )
-        # attributes and buffers, by the last part of their names, that a hook stores which reads the batch -> the hook
+        # attributes and buffers, by the last part of their names, that a hook stores which reads
+        # the batch -> the hook
         self.stored: dict[str, str] = {}
         self.are_tried = (
             True  # transfer hooks, or there are none: what theirs set or fill could not be put back
         )
 
     def watch(self, module: Any) -> None:
-        """Look at hooks of the module and callbacks; try those of transfers when the next training batch comes."""
+        """Look at hooks of the module and callbacks; try those of transfers when the next training
+        batch comes.
+        """
         self.close()
         self.kinds, self.stored, self.are_tried = None, {}, True
         if world_size() == 1:
@@ -296,7 +313,9 @@ def _rows_of(batch: Any, known: tuple[Kind, ...] | None) -> tuple[tuple[Kind, ..
 
 
 def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[Kind, ...]:
-    """Of every tensor leaf that the hooks `names` give for a loader's batch, with a line where rows are mixed."""
+    """Of every tensor leaf that the hooks `names` give for a loader's batch, with a line where rows
+    are mixed.
+    """
     given, count = _rows_of(batch, _loader_kinds(module.trainer, batch))
 
     def made(order: Sequence[int], times: int = 1) -> Any:
@@ -355,7 +374,8 @@ def _with_rows(batch: Any, kinds: tuple[Kind, ...], count: int, order: Sequence[
 
 @contextmanager
 def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
-    """Attributes, weights, buffers and generators of a module, other objects and libraries are afterwards as they were.
+    """Attributes, weights, buffers and generators of a module, other objects and libraries are
+    afterwards as they were.
 
     The list that it gives then holds weights and buffers that were changed.
     """
@@ -393,10 +413,11 @@ def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
 def agreed_kinds(
     trainer: Any, batch: Any, hooks: BatchHooks, may_run_as_written: bool, group: Any
 ) -> dict[Any, Kind] | None:
-    """Of every leaf of a training batch that has one, by its path: the least certain kind that a rank says. Collective.
+    """Of every leaf of a training batch that has one, by its path: the least certain kind that a
+    rank says. Collective.
 
-    None where a rank's loader, being no DataLoader that collates samples, does not say, nor do transfer hooks that are
-    not tried where only a captured step will do.
+    None where a rank's loader, being no DataLoader that collates samples, does not say, nor do
+    transfer hooks that are not tried where only a captured step will do.
     """
     paths = list(_tensors_in(batch))
     own = hooks.kinds
@@ -440,7 +461,9 @@ def are_rows(kinds: Mapping[Any, Kind], batch: Any) -> tuple[bool, ...]:
 
 
 def own_leaves(kinds: Mapping[Any, Kind], batch: Any) -> dict[int, str]:
-    """The leaves that are made of a rank's own samples: index in the batch -> name. NotRowsError where all are."""
+    """The leaves that are made of a rank's own samples: index in the batch -> name. NotRowsError
+    where all are.
+    """
     paths = [path for path, _ in pytree.tree_flatten_with_path(batch)[0]]
     own = {
         index: pytree.keystr(path) for index, path in enumerate(paths) if kinds.get(path) == "own"
@@ -452,7 +475,9 @@ def own_leaves(kinds: Mapping[Any, Kind], batch: Any) -> dict[int, str]:
 
 @contextmanager
 def naming(own: Mapping[int, str], batch: Any) -> Iterator[None]:
-    """NotRowsError for what the user's code raises where all ranks' rows meet tensors of one rank."""
+    """NotRowsError for what the user's code raises where all ranks' rows meet tensors of one
+    rank.
+    """
     leaves = pytree.tree_leaves(batch)
     tensors = [name for index, name in own.items() if isinstance(leaves[index], Tensor)]
     try:
@@ -466,7 +491,8 @@ def naming(own: Mapping[int, str], batch: Any) -> Iterator[None]:
 
 
 def of_replica(trainer: Any, batch: Any, hooks: BatchHooks, axis: AxisComm, joins: bool) -> Any:
-    """The batch of all ranks on `axis`: the one that all have, or (`joins`) their rows one after the other. Collective.
+    """The batch of all ranks on `axis`: the one that all have, or (`joins`) their rows one after
+    the other. Collective.
     NotRowsError or UnlikeStepsError where they have no such batch."""
     leaves, spec = pytree.tree_flatten(batch, is_leaf=_is_list)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -506,7 +532,9 @@ def of_replica(trainer: Any, batch: Any, hooks: BatchHooks, axis: AxisComm, join
 
 
 def check_own_leaves(own: Mapping[int, str], step: StepGraph) -> None:
-    """NotRowsError where a step of all ranks' batches uses leaves that are made of one rank's samples."""
+    """NotRowsError where a step of all ranks' batches uses leaves that are made of one rank's
+    samples.
+    """
     used = set(step.consumers)
     read = {leaf.leaf for leaf in step.batch if leaf.value in used} | {
         index for index, _ in step.leaves
@@ -524,11 +552,12 @@ def check_own_numbers(
     may_run_as_written: bool,
     is_guess: bool,
 ) -> None:
-    """NotRowsError, or a warning, where a step of all ranks' rows, or its gradients' use, needs what is this rank's.
+    """NotRowsError, or a warning, where a step of all ranks' rows, or its gradients' use, needs
+    what is this rank's.
 
-    That is what a hook has made of them, by what it showed when it was tried; and, where the step that `again` captures
-    with all ranks' in their place is another one: their number, an attribute or in the batch, a list of something
-    (names) for each, and the number of ranks.
+    That is what a hook has made of them, by what it showed when it was tried; and, where the step
+    that `again` captures with all ranks' in their place is another one: their number, an attribute
+    or in the batch, a list of something (names) for each, and the number of ranks.
     """
     used, later = set(step.consumers), names_in(own_hooks(module, UPDATE_HOOKS))
     parts = dict(module.named_modules())  # these, methods and classes are no numbers of rows
@@ -565,7 +594,9 @@ def check_own_numbers(
 def _computes_with(
     module: Any, step: StepGraph, batch: Any, again: Callable[[Any], StepGraph], later: Set[str]
 ) -> str:
-    """Which of the rank's numbers and lists the step, or code with the names `later`, may compute with; empty: none."""
+    """Which of the rank's numbers and lists the step, or code with the names `later`, may compute
+    with; empty: none.
+    """
     rows = step.batch_size // world_size()
     patches: list[tuple[Any, str, Any]] = [
         (*p, step.batch_size) for p in places_of(module, rows, _BATCH_SIZE)

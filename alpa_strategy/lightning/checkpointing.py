@@ -1,7 +1,9 @@
-"""Checkpoints: what goes into one, in which form it is written, and when what was read is put where it belongs.
+"""Checkpoints: what goes into one, in which form it is written, and when what was read is put where
+it belongs.
 
-`LightningModule.load_from_checkpoint(path)` of a sharded checkpoint has no hook in Lightning, nor has a Trainer with
-another strategy, so the functions by which they open a checkpoint are wrapped, once, when the strategy is imported.
+`LightningModule.load_from_checkpoint(path)` of a sharded checkpoint has no hook in Lightning, nor
+has a Trainer with another strategy, so the functions by which they open a checkpoint are wrapped,
+once, when the strategy is imported.
 """
 
 import warnings
@@ -56,8 +58,9 @@ class Checkpoints:
     """One per strategy; `begin` starts a run.
 
     Args:
-        form: `sharded`: all ranks write; `single`: rank 0 writes an ordinary file through the CheckpointIO; `auto`:
-            sharded on several devices, unless the user's own CheckpointIO writes.
+        form: `sharded`: all ranks write; `single`: rank 0 writes an ordinary file through the
+            CheckpointIO; `auto`: sharded on several devices, unless the user's own CheckpointIO
+            writes.
         in_background: training goes on while a sharded checkpoint is written.
     """
 
@@ -82,11 +85,15 @@ class Checkpoints:
         self._left_alone = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A Trainer may be pickled when its job is over: without what connects this process to the others."""
+        """A Trainer may be pickled when its job is over: without what connects this process to the
+        others.
+        """
         return {**vars(self), "_meeting": None, "_writer": None, "_group": None}
 
     def begin(self, trainer: Any, run: Any, replicas: int | None) -> None:
-        """A run of the Trainer begins; `run`: a training that has left its module in shards. Collective."""
+        """A run of the Trainer begins; `run`: a training that has left its module in shards.
+        Collective.
+        """
         self._num_shares = replicas or world_size()
         self._trainer = trainer
         self._forget()
@@ -113,7 +120,8 @@ class Checkpoints:
         return checkpoint
 
     def load_model(self, module: Any, state_dict: Mapping[str, Tensor], strict: bool) -> None:
-        """Read parameters and buffers into the module; those that are still on the meta device when it is sharded, and
+        """Read parameters and buffers into the module; those that are still on the meta device when
+        it is sharded, and
         those of a module that lies in shards into these. Collective."""
         store = self._store
         parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -139,7 +147,8 @@ class Checkpoints:
                 f"the checkpoint has states of {len(stored)} optimizers, configure_optimizers gave {len(optimizers)}",
                 "give as many, or load only the model (load_from_checkpoint)",
             )
-        # A hook before the first batch may look at optimizers' state, which then is whole until the plan.
+        # A hook before the first batch may look at optimizers' state, which then is whole until the
+        # plan.
         is_edited_early = "state" in names_in(own_hooks(self._trainer.lightning_module, _EARLY))
         for optimizer, own in zip(optimizers, stored, strict=True):
             parts = (own.get("state"), own.get("param_groups")) if isinstance(own, dict) else ()
@@ -168,7 +177,9 @@ class Checkpoints:
         return {} if self._resume is None else self._resume.run or {}
 
     def restore(self, run: Any, optimizers: Sequence[Optimizer]) -> None:
-        """The run is sharded: read this rank's parts, and continue its random streams. Collective."""
+        """The run is sharded: read this rank's parts, and continue its random streams.
+        Collective.
+        """
         self._run = run
         self.restore_parameters(run.store)
         for optimizer in optimizers:
@@ -254,7 +265,9 @@ class Checkpoints:
     def save(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any
     ) -> bool:
-        """Write a checkpoint that was made of the two above; False when only some ranks are here for it. Collective."""
+        """Write a checkpoint that was made of the two above; False when only some ranks are here
+        for it. Collective.
+        """
         if self._left_alone:
             return False
         if self._run is not None:
@@ -323,12 +336,16 @@ class Checkpoints:
     # The end
 
     def run_ends(self) -> None:
-        """Training has ended, parameters are whole again: later checkpoints have the run's last random streams."""
+        """Training has ended, parameters are whole again: later checkpoints have the run's last
+        random streams.
+        """
         if self._run is not None:
             self._run_state, self._run = self._run.state_dict(), None
 
     def close(self, interrupted: bool) -> None:
-        """Wait for what is written in the background; after an exception only for a while. Raises what failed."""
+        """Wait for what is written in the background; after an exception only for a while. Raises
+        what failed.
+        """
         if self._writer is None:
             return
         if not interrupted:
@@ -349,7 +366,9 @@ def _is_torchs(checkpoint_io: Any) -> bool:
 
 
 def let_directories_load() -> None:
-    """Wrap Lightning's readers, unless they are wrapped already: `load_from_checkpoint`'s, and other strategies'."""
+    """Wrap Lightning's readers, unless they are wrapped already: `load_from_checkpoint`'s, and
+    other strategies'.
+    """
     readers: tuple[Any, ...] = (saving, torch_io)
     for owner in readers:
         if not hasattr(owner.pl_load, "__wrapped__"):
@@ -360,7 +379,8 @@ def _reader(own: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
     """`own`, that reads our directories as well, their tensors in memory.
 
     Args:
-        for_module: optimizers' state may stay on disk, and whatever is read must be a module's checkpoint.
+        for_module: optimizers' state may stay on disk, and whatever is read must be a module's
+            checkpoint.
     """
 
     @wraps(own)

@@ -1,4 +1,6 @@
-"""What a module, its callbacks and a Trainer must be for the strategy, and which hooks they bring of their own."""
+"""What a module, its callbacks and a Trainer must be for the strategy, and which hooks they bring
+of their own.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -88,7 +90,9 @@ def check_replicas(replicas: int | None, batch_scope: str, nodes: int, devices: 
 
 
 def own_hooks(module: Any, names: Iterable[str]) -> list[tuple[Any, str]]:
-    """(owner, name) of those of the hooks `names` that the module and its Trainer's callbacks bring."""
+    """(owner, name) of those of the hooks `names` that the module and its Trainer's callbacks
+    bring.
+    """
     owners = [
         (module, LightningModule),
         *((callback, Callback) for callback in module.trainer.callbacks),

@@ -1,8 +1,10 @@
-"""Where a training is in its data and its random numbers: recorded in checkpoints, and taken up again exactly.
+"""Where a training is in its data and its random numbers: recorded in checkpoints, and taken up
+again exactly.
 
-Lightning restores its counters, but iterates the loader from its beginning. Here the loader is wound forward: the
-epoch's random state is set again, and the batches that were trained on are loaded and dropped. Loaders that keep their
-own state (`state_dict`) are left to it. It lies where Lightning keeps the fit loop's: a plain Trainer passes it over.
+Lightning restores its counters, but iterates the loader from its beginning. Here the loader is
+wound forward: the epoch's random state is set again, and the batches that were trained on are
+loaded and dropped. Loaders that keep their own state (`state_dict`) are left to it. It lies where
+Lightning keeps the fit loop's: a plain Trainer passes it over.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +20,9 @@ from torch.utils import _pytree as pytree
 
 
 def random_state() -> dict[str, Any]:
-    """States of Python's, NumPy's and PyTorch's default generators: tensors, numbers and strings only."""
+    """States of Python's, NumPy's and PyTorch's default generators: tensors, numbers and strings
+    only.
+    """
     states = _collect_rng_states(include_cuda=False)
     # int64: what is sent to other ranks is pickled in a form that knows no unsigned numbers.
     found = pytree.tree_map_only(
@@ -93,7 +97,8 @@ class ResumableLoader:
         resume, self._resume = self._resume, None
         again = resume or Pass()
         if again.epoch is not None:
-            # Lightning sets the epoch after this, too late for workers: they have begun with the first batches.
+            # Lightning sets the epoch after this, too late for workers: they have begun with the
+            # first batches.
             _set_sampler_epoch(self._loader, again.epoch)
         if (state := again.start or again.now) is not None:
             set_random_state(state)
@@ -109,7 +114,9 @@ class ResumableLoader:
         return self._batches(batches, self._at, resume)
 
     def _batches(self, batches: Iterator[Any], at: Pass, resume: Pass | None) -> Iterator[Any]:
-        """In a resumed pass what was used up between the batches then is not used up by replaying them."""
+        """In a resumed pass what was used up between the batches then is not used up by replaying
+        them.
+        """
         is_sized = sized_len(self._loader) is not None
         while True:
             if resume is not None:
@@ -127,7 +134,9 @@ class ResumableLoader:
             yield batch
 
     def position(self, num_ahead: int) -> Pass | None:
-        """The pass that is under way, of whose batches `num_ahead` are not used yet; None before the first."""
+        """The pass that is under way, of whose batches `num_ahead` are not used yet; None before
+        the first.
+        """
         return None if self._at is None else replace(self._at, num_ahead=num_ahead)
 
 
@@ -164,7 +173,9 @@ def rank_state(trainer: Any, run: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def put_states(checkpoint: dict[str, Any], states: list[dict[str, Any]], num_shares: int) -> None:
-    """Add all ranks' states to a Lightning checkpoint; of the ranks, `num_shares` load rows that others do not."""
+    """Add all ranks' states to a Lightning checkpoint; of the ranks, `num_shares` load rows that
+    others do not.
+    """
     found = {"version": VERSION, "ranks": states, "num_shares": num_shares}
     checkpoint["loops"]["fit_loop"]["state_dict"][KEY] = found
 
@@ -172,9 +183,11 @@ def put_states(checkpoint: dict[str, Any], states: list[dict[str, Any]], num_sha
 def take_up(
     checkpoint: dict[str, Any], rank: int, world_size: int, num_shares: int
 ) -> Resume | None:
-    """What rank `rank` of `world_size` takes up, None when the checkpoint says nothing; corrects the loop's counters.
+    """What rank `rank` of `world_size` takes up, None when the checkpoint says nothing; corrects
+    the loop's counters.
 
-    On another number of ranks, or shares of rows, than the writing ones', as many samples are gone; random states anew.
+    On another number of ranks, or shares of rows, than the writing ones', as many samples are gone;
+    random states anew.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     stored = loop.get("state_dict", {}).get(KEY)
@@ -228,10 +241,13 @@ def _scaled(num_batches: int, num_before: int, num_now: int) -> int:
 
 
 def _open_epoch(progress: dict[str, dict[str, int]], epoch: int, in_the_middle: bool) -> None:
-    """Let the counters say that epoch number `epoch` has begun, and that it is not over where this is its middle.
+    """Let the counters say that epoch number `epoch` has begun, and that it is not over where this
+    is its middle.
 
-    Lightning's say something else where `max_steps` ended it in its middle (it counts as a whole one), and in the first
-    epoch after a resumption at the end of one: never counted as begun, it would be repeated by a resumption at its end.
+    Lightning's say something else where `max_steps` ended it in its middle (it counts as a whole
+    one), and in the first
+    epoch after a resumption at the end of one: never counted as begun, it would be repeated by a
+    resumption at its end.
     """
     for counts in (progress["total"], progress["current"]):
         counts["ready"] = counts["started"] = epoch + 1

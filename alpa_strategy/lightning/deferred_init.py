@@ -1,7 +1,8 @@
 """A module that was built without memory, from `configure_model` to the first training batch.
 
-The strategy records what builds and fills the module (`runtime/deferred.py`); nothing is made until the plan says which
-part of each parameter this rank keeps. Then parameters are made one after the other, cut, and the rest is freed.
+The strategy records what builds and fills the module (`runtime/deferred.py`); nothing is made until
+the plan says which part of each parameter this rank keeps. Then parameters are made one after the
+other, cut, and the rest is freed.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,9 @@ RESETS = ("reset_parameters", "_reset_parameters")
 
 
 class DeferredInit:
-    """What a strategy still has to make of a module that was built without memory; most modules need nothing."""
+    """What a strategy still has to make of a module that was built without memory; most modules
+    need nothing.
+    """
 
     def __init__(self) -> None:
         self.was_needed = (
@@ -49,16 +52,21 @@ class DeferredInit:
         """Something is built without memory; `device`: this rank's."""
         if self._recorder is None:
             if device.type == "cpu":
-                # Random ops are run to move on the generators: kept, their blocks would become as much as the model.
+                # Random ops are run to move on the generators: kept, their blocks would become as
+                # much as the model.
                 keep_freed(False)
             self._device, self._recorder = device, Recorder(device)
 
     def recording(self) -> AbstractContextManager[None]:
-        """Big tensors that are made here are deferred, ops on them recorded; nothing special where there are none."""
+        """Big tensors that are made here are deferred, ops on them recorded; nothing special where
+        there are none.
+        """
         return nullcontext() if self._recorder is None else self._recorder.recording()
 
     def before_loading(self, module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-        """Give memory to the buffers that a checkpoint is going to fill; parameters wait for their shards."""
+        """Give memory to the buffers that a checkpoint is going to fill; parameters wait for their
+        shards.
+        """
         self._make_others(module)
         for prefix, child in module.named_modules():
             for name, buffer in child._buffers.items():
@@ -76,16 +84,20 @@ class DeferredInit:
         loaded: Mapping[str, Tensor],
         fits: Callable[[nn.Module], bool],
     ) -> None:
-        """Before a run: values for everything on the meta device, the same on all ranks; buffers are made.
+        """Before a run: values for everything on the meta device, the same on all ranks; buffers
+        are made.
 
         Parameters are made now where no plan will come. Collective.
 
         Args:
-            loaded: name -> tensor of a checkpoint, of parameters that are read when this rank's part is known.
-            fits: whether the whole module fits into one device: it is not sharded for an evaluation then.
+            loaded: name -> tensor of a checkpoint, of parameters that are read when this rank's
+                part is known.
+            fits: whether the whole module fits into one device: it is not sharded for an evaluation
+                then.
 
         Raises:
-            AlpaError: a parameter or buffer on the meta device has no values, and its module no way to make them.
+            AlpaError: a parameter or buffer on the meta device has no values, and its module no way
+                to make them.
         """
         if self._recorder is None:
             return
@@ -113,7 +125,9 @@ class DeferredInit:
 
     @contextmanager
     def sharding(self, module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Around what shards the module: gives the function that makes all of a parameter or of optimizer state."""
+        """Around what shards the module: gives the function that makes all of a parameter or of
+        optimizer state.
+        """
         if self._recorder is None:
             yield Tensor.detach
             return
@@ -123,7 +137,8 @@ class DeferredInit:
         self.was_needed = True
 
     def _put_placeholders(self, module: nn.Module) -> None:
-        """Give deferred parameters their real device, dtype and shape, still without memory, so that `data` may be set.
+        """Give deferred parameters their real device, dtype and shape, still without memory, so
+        that `data` may be set.
 
         The Parameter objects stay the same.
         """
@@ -140,13 +155,16 @@ class DeferredInit:
                 parameter.shape
             )
             other = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            # Optimizers, callbacks and tied modules hold this very object: only what it points to changes. `data = ...`
-            # cannot leave the meta device, and `torch.utils.swap_tensors` refuses what has weak references (nn.LSTM).
+            # Optimizers, callbacks and tied modules hold this very object: only what it points to
+            # changes. `data = ...` cannot leave the meta device, and `torch.utils.swap_tensors`
+            # refuses what has weak references (nn.LSTM).
             torch._C._swap_tensor_impl(parameter, other)
             self._waiting[parameter] = other.detach()
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        """All of a parameter or state tensor, on this rank's device; made now where it was deferred."""
+        """All of a parameter or state tensor, on this rank's device; made now where it was
+        deferred.
+        """
         if isinstance(tensor, nn.Parameter):
             if tensor in self._loaded:  # read into its shard later
                 return torch.empty((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
@@ -156,9 +174,12 @@ class DeferredInit:
         return self._recorder.whole(tensor.detach()).to(self._device)
 
     def _finish(self) -> None:
-        """Make what nobody has taken (no plan, or parameters that the step does not use), and forget the record."""
+        """Make what nobody has taken (no plan, or parameters that the step does not use), and
+        forget the record.
+        """
         for parameter in self._waiting:
-            # A placeholder, or taken whole while it was still to be read (`_whole`): one element that stands for all.
+            # A placeholder, or taken whole while it was still to be read (`_whole`): one element
+            # that stands for all.
             if any(parameter.stride()):
                 continue
             whole = self._whole(parameter)
@@ -171,7 +192,9 @@ class DeferredInit:
         self._recorder = None
 
     def _reset(self, module: nn.Module) -> None:
-        """Let modules on the meta device that nobody recorded initialise themselves, in the tree's order."""
+        """Let modules on the meta device that nobody recorded initialise themselves, in the tree's
+        order.
+        """
         missing = set(self._uninitialised(module))
         for prefix, child in module.named_modules():
             own = (
@@ -245,7 +268,9 @@ def move_real_tensors(module: nn.Module, device: torch.device) -> None:
 
 
 def stays_sharded(run: Any) -> bool:
-    """Whether the module has to leave a training in shards, because it does not fit whole (with a word about it)."""
+    """Whether the module has to leave a training in shards, because it does not fit whole (with a
+    word about it).
+    """
     against = run.no_room_for_release()
     if against is not None:
         rank_zero_info(

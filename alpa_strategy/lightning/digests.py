@@ -1,7 +1,9 @@
-"""What must be the same on several ranks is known to be, by digests of tensors; and gradients to be finite.
+"""What must be the same on several ranks is known to be, by digests of tensors; and gradients to be
+finite.
 
-`GradientCheck` looks at the gradients that a rank's backward makes, before sums over ranks spread what is not finite.
-What is not the training's own can then be told: it begins on one rank, or in a sum of finite parts.
+`GradientCheck` looks at the gradients that a rank's backward makes, before sums over ranks spread
+what is not finite. What is not the training's own can then be told: it begins on one rank, or in a
+sum of finite parts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +34,9 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A number made of all bytes, `[]` of int64 on the tensor's device: one pass over memory, no GPU is waited for."""
+    """A number made of all bytes, `[]` of int64 on the tensor's device: one pass over memory, no
+    GPU is waited for.
+    """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     rest = data.numel() % (8 * _WIDTH)
     if rest or data.storage_offset() % 8:
@@ -44,7 +48,8 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 class LeafAgreement:
-    """Checks of every batch that what the step takes to be the same on all ranks is: leaves that are no rows, or all.
+    """Checks of every batch that what the step takes to be the same on all ranks is: leaves that
+    are no rows, or all.
 
     Args:
         step: says which leaves these are.
@@ -63,7 +68,9 @@ class LeafAgreement:
         self._group = group
 
     def begin(self, batch: Any) -> None:
-        """Ask the other ranks for theirs; nothing is waited for. Collective, where there are such leaves."""
+        """Ask the other ranks for theirs; nothing is waited for. Collective, where there are such
+        leaves.
+        """
         if not self._leaves or world_size(self._group) == 1:
             return
         leaves = pytree.tree_leaves(batch)
@@ -110,8 +117,9 @@ class LeafAgreement:
 
 
 class CopyCheck:
-    """Checks that state of which several ranks hold copies is the same in all of them: a training's parameters, or
-    parts of them, as they lie in `store`, and buffers that its step reads. Collective, but for `due`.
+    """Checks that state of which several ranks hold copies is the same in all of them: a training's
+    parameters, or parts of them, as they lie in `store`, and buffers that its step reads.
+    Collective, but for `due`.
 
     Args:
         every: steps between two checks; the first steps are checked more often. 0: never.
@@ -210,7 +218,9 @@ Seen = tuple[
 
 
 class GradientCheck:
-    """Looks at each step of the optimizer, when its gradients are complete; `divided` as for `report`."""
+    """Looks at each step of the optimizer, when its gradients are complete; `divided` as for
+    `report`.
+    """
 
     copies: CopyCheck  # compares gradients of what several ranks hold
 
@@ -265,7 +275,8 @@ def report(found: Sequence[Seen], divided: bool) -> str:
     """What the ranks have seen in a step in which something is not finite, as a sentence or two.
 
     Args:
-        divided: one step of all ranks, which exchange values within it: one rank's fault may come to all of them.
+        divided: one step of all ranks, which exchange values within it: one rank's fault may come
+            to all of them.
     """
     ranks = range(len(found))
     losses, own, batches = ([r for r in ranks if found[r][i]] for i in (0, 1, 3))

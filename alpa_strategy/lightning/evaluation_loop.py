@@ -1,6 +1,8 @@
-"""What an evaluation loop of the Trainer is like, and whether all ranks come to the same dataloaders in it.
+"""What an evaluation loop of the Trainer is like, and whether all ranks come to the same
+dataloaders in it.
 
-Lightning reduces logged values when a loader ends; a rank without a batch in it would be waited for, or mix loaders up.
+Lightning reduces logged values when a loader ends; a rank without a batch in it would be waited
+for, or mix loaders up.
 """
 
 from typing import Any
@@ -10,7 +12,8 @@ from alpa_strategy.errors import RuntimeMismatchError
 
 
 def next_loader(trainer: Any, loader: int, batch_idx: int) -> int | None:
-    """The dataloader of this rank's batch after number `batch_idx` of `loader` (-1: of its first batch) in the
+    """The dataloader of this rank's batch after number `batch_idx` of `loader` (-1: of its first
+    batch) in the
     evaluation loop that runs, None where it has none left."""
     loop = trainer._active_loop
     if loop._data_fetcher.done:
@@ -29,7 +32,9 @@ def next_loader(trainer: Any, loader: int, batch_idx: int) -> int | None:
 
 
 def is_last_of_loader(trainer: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> bool:
-    """Whether this rank has no more batches of this batch's dataloader in the evaluation loop that runs."""
+    """Whether this rank has no more batches of this batch's dataloader in the evaluation loop that
+    runs.
+    """
     loader = dataloader_idx or 0
     return next_loader(trainer, loader, batch_idx) != loader
 
@@ -44,16 +49,19 @@ def step_counters(trainer: Any, batch_idx: int) -> dict[str, int]:
 
 
 class EvaluationLoop:
-    """One evaluation loop as all ranks go through it together: dataloader by dataloader. Collective.
+    """One evaluation loop as all ranks go through it together: dataloader by dataloader.
+    Collective.
 
-    As under DDP, a rank may lack a loader as long as nothing is synchronised. What is logged without `sync_dist`
-    becomes all ranks' too: callbacks that monitor it (a checkpoint's name, a scheduler) must find the same everywhere.
+    As under DDP, a rank may lack a loader as long as nothing is synchronised. What is logged
+    without `sync_dist` becomes all ranks' too: callbacks that monitor it (a checkpoint's name, a
+    scheduler) must find the same everywhere.
 
     Args:
         trainer: in the loop's start hook.
 
     Raises:
-        RuntimeMismatchError: (also `after_step`) a rank lacks a loader that others have, and something is synchronised.
+        RuntimeMismatchError: (also `after_step`) a rank lacks a loader that others have, and
+            something is synchronised.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -78,7 +86,9 @@ class EvaluationLoop:
             self._meet(following)
 
     def end(self) -> None:
-        """The loop has ended: buffers that its steps have changed are rank 0's on all ranks, as DDP has them."""
+        """The loop has ended: buffers that its steps have changed are rank 0's on all ranks, as DDP
+        has them.
+        """
         if any_rank([any(buffer._version != version for buffer, version in self._buffers)])[0]:
             broadcast_tensors(self._trainer.lightning_module.buffers())
 
@@ -106,15 +116,18 @@ class EvaluationLoop:
 
 
 def _reduce_logs(trainer: Any) -> None:
-    """Let what is logged without `sync_dist` by all ranks in the dataloader that ends be all ranks'."""
+    """Let what is logged without `sync_dist` by all ranks in the dataloader that ends be all
+    ranks'.
+    """
     results = trainer._results
     if results is None:
         return
     own = {key: item for key, item in results.valid_items() if _is_left_alone(item)}
     for key in sorted(set.intersection(*map(set, of_all_ranks(list(own))))):
         item = own[key]
-        # Not `item.meta.sync.should = True`: Lightning would refuse the same `self.log` in the next epoch.
-        # A mean is the sum of values times rows, over the rows: ranks with fewer rows weigh less.
+        # Not `item.meta.sync.should = True`: Lightning would refuse the same `self.log` in the next
+        # epoch. A mean is the sum of values times rows, over the rows: ranks with fewer rows weigh
+        # less.
         how = "sum" if item.meta.is_mean_reduction else item.meta.reduce_fx.__name__
         item.value = trainer.strategy.reduce(item.value.clone(), reduce_op=how)
         if item.meta.is_mean_reduction:

@@ -1,9 +1,11 @@
-"""The module with whole parameters for a while (user code, checkpoints), or with nothing but their shapes (capture).
+"""The module with whole parameters for a while (user code, checkpoints), or with nothing but their
+shapes (capture).
 
-Hooks of users and callbacks that look at parameters or gradients see whole ones, as on one device. Everywhere else in a
-training the module's parameters are this device's parts. Which hooks look is decided before, by what their code
-mentions, so that all ranks decide alike; what a hook changes goes back into the parts. The Trainer's precision plugin
-clips by the norm of whole gradients, and agrees on overflow, without having them whole.
+Hooks of users and callbacks that look at parameters or gradients see whole ones, as on one device.
+Everywhere else in a training the module's parameters are this device's parts. Which hooks look is
+decided before, by what their code mentions, so that all ranks decide alike; what a hook changes
+goes back into the parts. The Trainer's precision plugin clips by the norm of whole gradients, and
+agrees on overflow, without having them whole.
 """
 
 import math
@@ -31,7 +33,9 @@ from alpa_strategy.runtime.parameters import ParameterStore
 
 
 class FullParameters:
-    """Context in which the module holds whole parameters; changes to them are kept. May be entered again inside."""
+    """Context in which the module holds whole parameters; changes to them are kept. May be entered
+    again inside.
+    """
 
     def __init__(self, store: ParameterStore) -> None:
         self.store = store
@@ -62,8 +66,8 @@ class FullParameters:
 
         Args:
             with_gradients: gradients are whole in it as well, unless the module is whole already.
-            awaits_backward: of a step whose forward is over: it uses what the forward did, unless that is changed in
-                place (`p.data = ...` leaves it alone).
+            awaits_backward: of a step whose forward is over: it uses what the forward did, unless
+                that is changed in place (`p.data = ...` leaves it alone).
         """
         if self.is_active:  # the first to enter takes what is changed
             yield
@@ -80,9 +84,11 @@ class FullParameters:
 
     @contextmanager
     def suspended(self, is_stepping: bool = False) -> Iterator[None]:
-        """As outside of this context, what was changed so far included: for a checkpoint that is saved inside.
+        """As outside of this context, what was changed so far included: for a checkpoint that is
+        saved inside.
 
-        is_stepping: gradients and values may be others afterwards, which are then whole. Collective in the context.
+        is_stepping: gradients and values may be others afterwards, which are then whole. Collective
+        in the context.
         """
         if (on_use := next((each for each in self.on_use if each.is_active), None)) is not None:
             with on_use.suspended():
@@ -105,7 +111,8 @@ class FullParameters:
 
     def _gather(self, with_gradients: bool) -> None:
         store = self.store
-        # Under inference mode (validation) the gathered tensors would be unfit for the training that goes on later.
+        # Under inference mode (validation) the gathered tensors would be unfit for the training
+        # that goes on later.
         with torch.inference_mode(False), torch.no_grad():
             parts = [(p, p.data, p.grad) for p in store.sharded_parameters]
             has_gradient = [grad is not None for _, _, grad in parts]
@@ -146,7 +153,8 @@ class FullParameters:
                     )
 
     def _take(self, parameter: nn.Parameter, whole: Tensor, part: Tensor) -> None:
-        # Only what changed is written: a step between forward and backward must find its parameters untouched.
+        # Only what changed is written: a step between forward and backward must find its parameters
+        # untouched.
         if not torch.equal(self.store.shard_like(parameter, whole), part):
             self.store.take_whole(parameter, whole, part)
         for each in self.on_use:
@@ -162,7 +170,9 @@ class FullParameters:
 
 @contextmanager
 def shapes_only(store: ParameterStore) -> Iterator[None]:
-    """The module with parameters of their whole shapes that hold one element each: enough for capture, and free."""
+    """The module with parameters of their whole shapes that hold one element each: enough for
+    capture, and free.
+    """
     shards = [(parameter, parameter.data) for parameter in store.parameters]
     with torch.inference_mode(False), torch.no_grad():
         for parameter, data in shards:
@@ -216,7 +226,8 @@ def unshard_for_hooks(
     """Context of a running training: its hooks that look at parameters see whole ones.
 
     Args:
-        fits: None where whole parameters (True: and gradients) have room beside the training, else why not.
+        fits: None where whole parameters (True: and gradients) have room beside the training, else
+            why not.
     """
     seeing = [
         hook
@@ -260,7 +271,9 @@ def _with_closure(hook: Callable[..., Any], around: Any, *args: Any, **kwargs: A
 
 
 def _has_room(owner: Any, name: str, fits: Callable[[bool], str | None]) -> bool:
-    """Whether whole parameters have room for a hook; AlpaError where it can do nothing without them."""
+    """Whether whole parameters have room for a hook; AlpaError where it can do nothing without
+    them.
+    """
     against = fits(name in _GRADIENT_HOOKS)
     if against is not None and isinstance(owner, _LOOKING):
         raise AlpaError(
@@ -276,7 +289,9 @@ def _has_room(owner: Any, name: str, fits: Callable[[bool], str | None]) -> bool
 
 
 def check_backward(module: LightningModule) -> None:
-    """SetupError where the module's own `backward` works on gradients: the ranks' are summed after it."""
+    """SetupError where the module's own `backward` works on gradients: the ranks' are summed after
+    it.
+    """
     if is_overridden(module, "backward", LightningModule) and _looks(module.backward, module):
         raise SetupError(
             f"{type(module).__name__}.backward works on gradients, which are complete only after it",
@@ -316,7 +331,8 @@ def _looks(hook: Callable[..., Any], module: nn.Module) -> bool:
 def use_whole_norms(plugin: Any, whole: FullParameters) -> AbstractContextManager[None]:
     """Context: `plugin` clips by the norm of all parts, and agrees on overflow where it scales.
 
-    Any plugin does, the user's own too: only what it knows of norms and of overflow is replaced, on the object.
+    Any plugin does, the user's own too: only what it knows of norms and of overflow is replaced, on
+    the object.
     """
 
     def clip(optimizer: Optimizer, clip_val: float) -> None:
@@ -342,10 +358,12 @@ def _unscale_and_agree(
     found_inf: Tensor,
     allow_fp16: bool,
 ) -> dict[torch.device, Tensor]:
-    """A scaler's `unscale`, which skips a step when any rank's gradients overflow, so that all ranks keep one scale.
+    """A scaler's `unscale`, which skips a step when any rank's gradients overflow, so that all
+    ranks keep one scale.
 
-    torch's ShardedGradScaler does the same for gradients that every rank has; here a rank may have none. And torch's
-    scaler copies its scale to gradients in host memory without waiting for the copy.
+    torch's ShardedGradScaler does the same for gradients that every rank has; here a rank may have
+    none. And torch's scaler copies its scale to gradients in host memory without waiting for the
+    copy.
     """
     device = found_inf.device
     if not all(p.device == device for group in optimizer.param_groups for p in group["params"]):
@@ -361,8 +379,8 @@ def clip_by_norm(
     store: ParameterStore, max_norm: float, parameters: Iterable[nn.Parameter]
 ) -> Tensor:
     """Scale gradients in place so that their norm, taken as one vector, is at most `max_norm` (as
-    `torch.nn.utils.clip_grad_norm_`). Every element of the whole gradient is counted once, and the norm has the same
-    bits on every device, so that all clip alike. Collective over the mesh.
+    `torch.nn.utils.clip_grad_norm_`). Every element of the whole gradient is counted once, and the
+    norm has the same bits on every device, so that all clip alike. Collective over the mesh.
 
     Args:
         parameters: whose gradients, the same on all devices (an optimizer's).
@@ -378,7 +396,9 @@ def clip_by_norm(
 def gradient_norm(
     store: ParameterStore, parameters: Iterable[nn.Parameter], norm_type: float = 2.0
 ) -> Tensor:
-    """Of the whole gradients as one vector (float64), with the same bits on every device. Collective over the mesh."""
+    """Of the whole gradients as one vector (float64), with the same bits on every device.
+    Collective over the mesh.
+    """
     counted = [
         p.grad.detach()
         for p in parameters

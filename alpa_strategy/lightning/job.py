@@ -76,7 +76,9 @@ class Job:
 
 
 def most_accumulated(trainer: Any) -> int:
-    """Training steps per optimizer step, the most that a scheduler of them will ask for: plans must hold it, too."""
+    """Training steps per optimizer step, the most that a scheduler of them will ask for: plans must
+    hold it, too.
+    """
     schedulers = (
         each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)
     )
@@ -89,7 +91,8 @@ def most_accumulated(trainer: Any) -> int:
 
 
 def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] | None:
-    """How the user wants the module compiled, as of `options.compile_options`: as the first part of it that was given
+    """How the user wants the module compiled, as of `options.compile_options`: as the first part of
+    it that was given
     to `torch.compile`, if any. `context`: what `torch.compile` made of the whole module runs in."""
     contexts = [m.dynamo_ctx for m in module.modules() if isinstance(m, OptimizedModule)]
     calls = [
@@ -119,10 +122,13 @@ def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] |
 def compiled_as_written(
     module: nn.Module, options: Mapping[str, Any], bucket_bytes: int
 ) -> Iterator[None]:
-    """Context in which the module, its children and items of its lists are compiled where they are called.
+    """Context in which the module, its children and items of its lists are compiled where they are
+    called.
 
-    What cannot be compiled runs as it is, with Dynamo's warning. A module of which the user has compiled parts stays as
-    it is. Dynamo ends graphs where buckets end, as under DDP: a compiled backward gives its gradients all at its end.
+    What cannot be compiled runs as it is, with Dynamo's warning. A module of which the user has
+    compiled parts stays as
+    it is. Dynamo ends graphs where buckets end, as under DDP: a compiled backward gives its
+    gradients all at its end.
     """
     modules = list(module.modules())
     if any(

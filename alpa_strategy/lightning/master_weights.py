@@ -1,7 +1,9 @@
-"""`AlpaStrategy(master_weights=True)`: steps compute with low-precision copies of parameters that stay fp32.
+"""`AlpaStrategy(master_weights=True)`: steps compute with low-precision copies of parameters that
+stay fp32.
 
-The copies are casts that autograd knows. Captured, they are ops of the step like autocast's: a parameter in shards is
-cast before it is gathered, and its gradient summed over the ranks before it is cast back.
+The copies are casts that autograd knows. Captured, they are ops of the step like autocast's: a
+parameter in shards is cast before it is gathered, and its gradient summed over the ranks before it
+is cast back.
 """
 
 from collections.abc import Iterator
@@ -17,7 +19,9 @@ from alpa_strategy.errors import SetupError
 
 
 class MasterWeights(HalfPrecision):
-    """Parameters, their gradients and the optimizer's state are fp32; every step computes with bf16 copies."""
+    """Parameters, their gradients and the optimizer's state are fp32; every step computes with bf16
+    copies.
+    """
 
     def __init__(self) -> None:
         super().__init__("bf16-true")
@@ -25,7 +29,9 @@ class MasterWeights(HalfPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Parameters in fp32, floating buffers in bf16. fp64 parameters stay: nobody asked for less of them."""
+        """Parameters in fp32, floating buffers in bf16. fp64 parameters stay: nobody asked for less
+        of them.
+        """
         self._module = module
         for owner in module.modules():
             for parameter in owner._parameters.values():
@@ -47,7 +53,8 @@ class MasterWeights(HalfPrecision):
     @contextmanager
     @override
     def forward_context(self) -> Iterator[None]:
-        """Context in which the module's floating parameters are copies of them in bf16, and so are new tensors.
+        """Context in which the module's floating parameters are copies of them in bf16, and so are
+        new tensors.
 
         Gradients of the copies arrive at the parameters. A tied parameter has one copy.
         """
@@ -61,12 +68,16 @@ class MasterWeights(HalfPrecision):
             yield
 
     def dtype_context(self) -> AbstractContextManager[None]:
-        """The dtype of new tensors, without the copies: for what of a step is not the user's own code."""
+        """The dtype of new tensors, without the copies: for what of a step is not the user's own
+        code.
+        """
         return super().forward_context()
 
 
 def with_masters(plugin: Any) -> MasterWeights:
-    """What `master_weights=True` makes of the Trainer's precision; SetupError where that is not bf16-true."""
+    """What `master_weights=True` makes of the Trainer's precision; SetupError where that is not
+    bf16-true.
+    """
     precision = getattr(plugin, "precision", type(plugin).__name__)
     if precision != "bf16-true":
         raise SetupError(

@@ -1,15 +1,19 @@
-"""The job below the strategy: its devices and ranks, how they meet, what passes between them, how they end as one.
+"""The job below the strategy: its devices and ranks, how they meet, what passes between them, how
+they end as one.
 
-As in Lightning's DDP strategy, with two differences: ranks that Lightning's launcher started are ended when one of them
-fails (it says which was lost, where Lightning's own kills all silently within 5 s of a child's death), and every rank
-watches the others, so that none waits for a rank that is gone.
+As in Lightning's DDP strategy, with two differences: ranks that Lightning's launcher started are
+ended when one of them fails (it says which was lost, where Lightning's own kills all silently
+within 5 s of a child's death), and every rank watches the others, so that none waits for a rank
+that is gone.
 
-Signals end all ranks at the same step where it can be, and within `END_SECONDS` in any case. Lightning's SIGTERM
-handler broadcasts from within the handler, and only from rank 0: ranks that are in the middle of another collective
-then wait for each other until it times out. Here (`JobSignals`) a handler only takes note. A thread, which the signal
-reaches even while the main thread waits in a collective, tells the other ranks through the job's store; at the start of
-the next training batch all ranks agree that one was asked to end (or to save and requeue, under SLURM), and do so
-together, as Lightning would. What has not come to that point in time (planning, a hanging collective) is ended.
+Signals end all ranks at the same step where it can be, and within `END_SECONDS` in any case.
+Lightning's SIGTERM
+handler broadcasts from within the handler, and only from rank 0: ranks that are in the middle of
+another collective then wait for each other until it times out. Here (`JobSignals`) a handler only
+takes note. A thread, which the signal reaches even while the main thread waits in a collective,
+tells the other ranks through the job's store; at the start of the next training batch all ranks
+agree that one was asked to end (or to save and requeue, under SLURM), and do so together, as
+Lightning would. What has not come to that point in time (planning, a hanging collective) is ended.
 """
 
 import os
@@ -46,7 +50,9 @@ REPORT_SECONDS = 6.0  # that the other ranks have to say what they know and to e
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Starts the script again for every other rank of this node, and ends them all when one is lost."""
+    """Starts the script again for every other rank of this node, and ends them all when one is
+    lost.
+    """
 
     def __init__(self, cluster_environment: Any, num_processes: int, num_nodes: int) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
@@ -64,7 +70,8 @@ class Launcher(_SubprocessScriptLauncher):
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
         if not self.cluster_environment.creates_processes_externally:
-            # Where rank 0 ends first, its store is gone: what C++ says of that, with its frames, is no news.
+            # Where rank 0 ends first, its store is gone: what C++ says of that, with its frames, is
+            # no news.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             self._call_children_scripts()
             first_rank = self.cluster_environment.node_rank() * self.num_processes + 1
@@ -81,7 +88,9 @@ class Launcher(_SubprocessScriptLauncher):
         super().kill(signum)
 
     def children_to_end(self) -> Sequence[subprocess.Popen]:
-        """The children, for a caller that ends them: what becomes of them from here on is no news."""
+        """The children, for a caller that ends them: what becomes of them from here on is no
+        news.
+        """
         self._ending.set()
         return self.procs
 
@@ -89,7 +98,8 @@ class Launcher(_SubprocessScriptLauncher):
 def watch_children(
     children: Sequence[subprocess.Popen], first_rank: int, ending: threading.Event
 ) -> None:
-    """Until all have ended well, or one has not: name it, and after `REPORT_SECONDS` kill the rest and this process.
+    """Until all have ended well, or one has not: name it, and after `REPORT_SECONDS` kill the rest
+    and this process.
 
     Args:
         first_rank: global rank of the first child.
@@ -130,8 +140,10 @@ def _say_ended(rank: int) -> None:
 
 
 def _say_once(error: AlpaError, rank: int) -> None:
-    """Where `error` ends this process, it is its message that is shown, without the frames of this package and torch
-    (ALPA_TRACEBACK=1 shows them): in full by rank 0, whose error is that of all ranks where they agreed on it."""
+    """Where `error` ends this process, it is its message that is shown, without the frames of this
+    package and torch
+    (ALPA_TRACEBACK=1 shows them): in full by rank 0, whose error is that of all ranks where they
+    agreed on it."""
     before = sys.excepthook
     if rank > 0:  # now: rank 0 says all of it, last
         print(
@@ -150,7 +162,8 @@ def _say_once(error: AlpaError, rank: int) -> None:
 
 
 class ParallelJob(DDPStrategy):
-    """Lightning's DDP strategy without DDP's module around the user's: what a rank holds of it others decide upon.
+    """Lightning's DDP strategy without DDP's module around the user's: what a rank holds of it
+    others decide upon.
 
     Args:
         timeout_seconds: of the process group's collectives.
@@ -175,8 +188,9 @@ class ParallelJob(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # A pipeline has a stream for each channel and direction. With CUDA's 8 queues some would share one, where a
-        # receive that waits for another rank holds up what that rank waits for. Read when the device is first used.
+        # A pipeline has a stream for each channel and direction. With CUDA's 8 queues some would
+        # share one, where a receive that waits for another rank holds up what that rank waits for.
+        # Read when the device is first used.
         if self.root_device.type == "cuda":
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         super().setup_environment()
@@ -210,14 +224,17 @@ class ParallelJob(DDPStrategy):
         self._watch.start()
         check_groups()
         if self.root_device.type == "cpu":
-            # Lightning sets its launcher's process alone to fewer threads, and another number of threads rounds
-            # otherwise: work that several ranks do alike would give them weights that drift apart.
+            # Lightning sets its launcher's process alone to fewer threads, and another number of
+            # threads rounds otherwise: work that several ranks do alike would give them weights
+            # that drift apart.
             torch.set_num_threads(min(of_all_ranks(torch.get_num_threads())))
 
     # Values between ranks
 
     def _meet(self) -> None:
-        """Before values are exchanged that user code, callbacks or Lightning want to have exchanged."""
+        """Before values are exchanged that user code, callbacks or Lightning want to have
+        exchanged.
+        """
         if self._signals is not None:
             self._signals.check_together()
 
@@ -258,13 +275,16 @@ END_SECONDS = 5.0  # schedulers kill after 10 to 30; some of that passes until e
 INTERRUPT_SECONDS = 2.0
 CHILD_SECONDS = 1.0
 ENDING = (signal.SIGTERM, signal.SIGINT)
-# Where ranks meet: before a training batch, before an evaluation or an epoch's end, after the last batch.
+# Where ranks meet: before a training batch, before an evaluation or an epoch's end, after the last
+# batch.
 POINTS = TRAINS, PAUSES, ENDS = "trains", "pauses", "ends"
 EQUALLY_MANY = "give all ranks equally many (limit_train_batches, max_steps, or drop the surplus in the dataset)"
 
 
 class JobSignals:
-    """What this rank does about signals, from `install` to `remove`. In the main thread alone, with several ranks."""
+    """What this rank does about signals, from `install` to `remove`. In the main thread alone, with
+    several ranks.
+    """
 
     def __init__(self, trainer: pl.Trainer, watch: FailureWatch) -> None:
         self._trainer, self._watch = trainer, watch
@@ -329,9 +349,11 @@ class JobSignals:
         as_ever()
 
     def meet(self, point: str = TRAINS) -> None:
-        """What any rank was asked to do, all do before a training batch, or after the last. Collective.
+        """What any rank was asked to do, all do before a training batch, or after the last.
+        Collective.
 
-        Streams may be of unequal lengths: a rank that pauses while others train goes on alone, and meets them later.
+        Streams may be of unequal lengths: a rank that pauses while others train goes on alone, and
+        meets them later.
 
         Raises:
             SIGTERMException, KeyboardInterrupt: the job ends, on all ranks at this batch.
@@ -362,7 +384,9 @@ class JobSignals:
             raise KeyboardInterrupt
 
     def check_together(self) -> None:
-        """RuntimeMismatchError where others do not come to what this rank is about to do with them."""
+        """RuntimeMismatchError where others do not come to what this rank is about to do with
+        them.
+        """
         if self._is_alone:
             here = "an evaluation" if self._trainer.validating else "the end of an epoch"
             problem = f"rank {self._trainer.global_rank} is at {here}, where it needs all ranks: others still train"
@@ -371,14 +395,18 @@ class JobSignals:
     # What is asked: in the main thread by handlers, in others by the listener and the watch
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """The first time take note; again (by hand, or after `INTERRUPT_SECONDS`): now, wherever this is."""
+        """The first time take note; again (by hand, or after `INTERRUPT_SECONDS`): now, wherever
+        this is.
+        """
         if self._interrupted:
             raise KeyboardInterrupt
         self._interrupted = True
         self._ask(signum)
 
     def _listen(self, end: socket.socket) -> None:
-        """Signals as they come, one byte each: while the main thread waits in a collective its handlers do not run."""
+        """Signals as they come, one byte each: while the main thread waits in a collective its
+        handlers do not run.
+        """
         while numbers := end.recv(16):
             for number in numbers:
                 if number in ENDING:

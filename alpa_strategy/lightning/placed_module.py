@@ -1,6 +1,8 @@
-"""PlacedModule: a module whose parameters lie as a plan says, and what its Trainer, checkpoints and hooks ask of it.
+"""PlacedModule: a module whose parameters lie as a plan says, and what its Trainer, checkpoints and
+hooks ask of it.
 
-How steps run is said by its two kinds: `Run` has them captured and planned, `WrittenRun` runs them as they are written.
+How steps run is said by its two kinds: `Run` has them captured and planned, `WrittenRun` runs them
+as they are written.
 """
 
 from abc import ABC, abstractmethod
@@ -47,7 +49,8 @@ class Unplaced:
     module: Any  # the LightningModule; its Parameter objects stay
     optimizers: tuple[Optimizer, ...]  # made on the whole parameters; none: for an evaluation
     job: Job
-    # context around what shards the module; gives what makes all of a parameter or of optimizer state
+    # context around what shards the module; gives what makes all of a parameter or of optimizer
+    # state
     sharding: Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
 
 
@@ -113,19 +116,25 @@ class PlacedModule(ABC):
 
     @abstractmethod
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
-        """What `module.training_step(batch, batch_idx)` returns, its loss differentiable; `as_written` calls it."""
+        """What `module.training_step(batch, batch_idx)` returns, its loss differentiable;
+        `as_written` calls it.
+        """
 
     @abstractmethod
     def finish_backward(self) -> None:
         """After the Trainer's backward: gradients are complete, where no more are added to them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this rank's beyond parameters and optimizer, for a checkpoint: plain data."""
+        """What a resumed run needs of this rank's beyond parameters and optimizer, for a
+        checkpoint: plain data.
+        """
         streams = {} if self._placed is None else self._placed.state_dict()
         return {**streams, "plan": self.plan.to_dict() if rank_in(None) == 0 else None}
 
     def changed_parameters(self) -> str | None:
-        """What happened to the module's parameters that wants another plan, None when nothing did."""
+        """What happened to the module's parameters that wants another plan, None when nothing
+        did.
+        """
         return self._parameters.changed()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -134,7 +143,8 @@ class PlacedModule(ABC):
             self._placed.load_state_dict(state)
 
     def steps_by_bucket(self) -> StepByBucket | None:
-        """What steps the optimizer's parameters as soon as their gradients are complete, None where somebody may look
+        """What steps the optimizer's parameters as soon as their gradients are complete, None where
+        somebody may look
         at the gradients, or change them, before the step."""
         trainer, plugin = self.module.trainer, self.module.trainer.precision_plugin
         is_one = self.module.automatic_optimization and len(self.optimizers) == 1 and self.syncs
@@ -150,11 +160,15 @@ class PlacedModule(ABC):
         return self._by_bucket[0] if is_unseen else None
 
     def sync(self, enabled: bool) -> None:
-        """Whether the next backward completes gradients; else they stay local, as more are added to them."""
+        """Whether the next backward completes gradients; else they stay local, as more are added to
+        them.
+        """
         self.syncs = enabled
-        # A pipeline reduces the gradients of each of its steps; what parameters in parts keep of one is its part.
+        # A pipeline reduces the gradients of each of its steps; what parameters in parts keep of
+        # one is its part.
         if not self.plan.is_pipelined and self.on_use is None:
-            # One device's step: who looks after every batch (to clip, say) finds what it would there.
+            # One device's step: who looks after every batch (to clip, say) finds what it would
+            # there.
             looks = not self.plan.is_as_written and bool(
                 own_hooks(self.module, ("on_after_backward",))
             )
@@ -179,7 +193,9 @@ class PlacedModule(ABC):
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Around code of a step, of its backward or of an optimizer's closure: it sees whole parameters."""
+        """Around code of a step, of its backward or of an optimizer's closure: it sees whole
+        parameters.
+        """
         with (
             self.store.listening(True),
             nullcontext() if self.on_use is None else self.on_use.in_use(for_backward=True),
@@ -187,12 +203,16 @@ class PlacedModule(ABC):
             yield
 
     def meet(self) -> None:
-        """The step's own code begins a collective of all ranks: in parts, others may still need parameters first."""
+        """The step's own code begins a collective of all ranks: in parts, others may still need
+        parameters first.
+        """
         for each in self.whole.on_use:
             each.meet()
 
     def end_of_backward(self) -> None:
-        """This rank's backward is done: in parts, others may still need parameters. Within `in_step`."""
+        """This rank's backward is done: in parts, others may still need parameters. Within
+        `in_step`.
+        """
         if self.on_use is not None:
             self.on_use.rounds.finish()
 
@@ -241,13 +261,16 @@ class PlacedModule(ABC):
             self._gradient_check.finish(gradients, self._num_updates + 1)
 
     def take_buffers(self) -> None:
-        """Buffers are rank 0's, where the ranks have run a step of their own on them since they were."""
+        """Buffers are rank 0's, where the ranks have run a step of their own on them since they
+        were.
+        """
         if self.buffers_differ:
             broadcast_tensors(self.module.buffers())
         self.buffers_differ = False
 
-    # Evaluation steps run as they are written, each rank on its own batches: DDP's semantics by construction. Where
-    # whole parameters have room beside a training step they are gathered once a loop, else each while it is used.
+    # Evaluation steps run as they are written, each rank on its own batches: DDP's semantics by
+    # construction. Where whole parameters have room beside a training step they are gathered once a
+    # loop, else each while it is used.
 
     def start_evaluation(self) -> None:
         """Begin a loop over evaluation batches. Collective."""
@@ -272,13 +295,15 @@ class PlacedModule(ABC):
         """What `as_written` returns, a step on this rank's batch.
 
         Args:
-            args: (batch, batch_idx, dataloader_idx) as the Trainer gives them, or the first of these.
+            args: (batch, batch_idx, dataloader_idx) as the Trainer gives them, or the first of
+                these.
         """
         on_use = self._evaluates
         if on_use is not None:
             on_use.rounds.begin()
         output = as_written()
-        # The Trainer reduces what was logged when a loader ends: all ranks must have come to its end.
+        # The Trainer reduces what was logged when a loader ends: all ranks must have come to its
+        # end.
         if on_use is not None and is_last_of_loader(self.module.trainer, *args[1:]):
             on_use.rounds.finish()
         return output
@@ -292,10 +317,13 @@ class PlacedModule(ABC):
             on_use.rounds.finish(for_good=True)
         self._evaluation.close()
 
-    # What has room on a device beside a training; None where it has, else why it has not, for a message
+    # What has room on a device beside a training; None where it has, else why it has not, for a
+    # message
 
     def no_room_for_whole(self, with_gradients: bool = False) -> str | None:
-        """Whole parameters (and gradients) for a while, beside the parts with their gradients and optimizer state."""
+        """Whole parameters (and gradients) for a while, beside the parts with their gradients and
+        optimizer state.
+        """
         whole = self.store.whole_bytes(self.store.parameters)
         here = [p for p in self.store.parameters if not self.store.is_on_host(p)]
         parts = sum(p.nbytes for p in here)
@@ -326,7 +354,9 @@ class PlacedModule(ABC):
     # The Trainer's own, the end
 
     def adapt_trainer(self, trainer: Any) -> None:
-        """Let hooks and callbacks see whole parameters and gradients, and the precision plugin clip by all shards."""
+        """Let hooks and callbacks see whole parameters and gradients, and the precision plugin clip
+        by all shards.
+        """
         if self.store.sharded_parameters or not self.plan.is_as_written:
             self._adapted.enter_context(use_whole_norms(trainer.precision_plugin, self.whole))
         if self.store.sharded_parameters:

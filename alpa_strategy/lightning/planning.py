@@ -1,4 +1,6 @@
-"""Planning inside a running job: every rank captures, rank 0 finds or makes the plan, all ranks get the same one."""
+"""Planning inside a running job: every rank captures, rank 0 finds or makes the plan, all ranks get
+the same one.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -60,10 +62,12 @@ def capture(
 ) -> StepGraph:
     """Capture the training step on every rank and make sure that all captured the same. Collective.
 
-    Where the step can still run as it is written, any error is a CaptureError: the user's own comes again there.
+    Where the step can still run as it is written, any error is a CaptureError: the user's own comes
+    again there.
 
     Args:
-        numbers: what has changed since the step was captured: inputs of the step where that gives the same step.
+        numbers: what has changed since the step was captured: inputs of the step where that gives
+            the same step.
 
     Raises:
         UnlikeStepsError: the ranks' batches or steps differ.
@@ -126,7 +130,9 @@ def capture(
 def _with_numbers(
     step: StepGraph, module: Any, batch: Any, batch_idx: int, captured: Callable[[], StepGraph]
 ) -> StepGraph:
-    """The step as `captured` with numbers that change, where this is what `step` has with the numbers as they are."""
+    """The step as `captured` with numbers that change, where this is what `step` has with the
+    numbers as they are.
+    """
     try:
         found = captured()
         known = {
@@ -170,7 +176,9 @@ _PARTS = (
 
 
 def job_cluster(job: Job) -> ClusterSpec:
-    """The cluster that the plan is made for: declared costs on the job's devices, or measured ones. Collective."""
+    """The cluster that the plan is made for: declared costs on the job's devices, or measured ones.
+    Collective.
+    """
     spec = job.cluster
     if spec is None:
         with job.progress("cluster"):
@@ -190,11 +198,13 @@ def find_or_make_plan(
     running: Plan | None = None,
     resumed: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """The plan of `step`, the same on every rank: the user's file, a stored one, or a new one that rank 0 solves.
+    """The plan of `step`, the same on every rank: the user's file, a stored one, or a new one that
+    rank 0 solves.
 
     Args:
         running: for a step of another shape: the plan under which the parameters lie, and stay.
-        resumed: rank 0: the plan (as data) of the training that is resumed, perhaps at a batch of another shape than
+        resumed: rank 0: the plan (as data) of the training that is resumed, perhaps at a batch of
+            another shape than
             its first: it goes on under that plan where nothing but the shape differs.
 
     Raises:
@@ -278,8 +288,10 @@ def _plan_on_rank_zero(
 
 
 def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
-    """See `choose_plan`. In host memory what is planned has room for freed blocks, too, if the plan is not slower by
-    more than page faults take where all of these are given back in the midst of a step; else it counts them."""
+    """See `choose_plan`. In host memory what is planned has room for freed blocks, too, if the plan
+    is not slower by
+    more than page faults take where all of these are given back in the midst of a step; else it
+    counts them."""
     plan, roomy = choose_plan(task, pinned), task.memory_limit / KEPT_BLOCKS
     planned = plan.predicted
     if job.device.type != "cpu" or planned.peak_bytes <= max(roomy, LEAST_BYTES):
@@ -301,7 +313,9 @@ def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None
 
 
 def _differs_in_shape(plan: Mapping[str, Any], wanted: Fingerprint) -> bool:
-    """Whether a plan (as data) was made for batches of another shape, and for all else that is wanted."""
+    """Whether a plan (as data) was made for batches of another shape, and for all else that is
+    wanted.
+    """
     prints = plan.get("fingerprint") if isinstance(plan, Mapping) else None
     if not isinstance(prints, Mapping) or set(prints) != set(Fingerprint.__dataclass_fields__):
         return False
@@ -318,7 +332,9 @@ def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:
 
 
 def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> None:
-    """AlpaError when the optimizer cannot work on shards and a stage shards a parameter, or on one stage's alone."""
+    """AlpaError when the optimizer cannot work on shards and a stage shards a parameter, or on one
+    stage's alone.
+    """
     if len(stages) > 1 and not optimizer.parameter_wise:
         raise AlpaError(
             f"{optimizer.name} updates parameters by other parameters' gradients or in train() and eval(), and others "
@@ -337,7 +353,9 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
 
 
 def _measured_stage_costs(task: PlanTask, job: Job) -> RooflineCosts:
-    """Costs with the shapes that micro-batches have in stages: on one device, or on the devices of a node."""
+    """Costs with the shapes that micro-batches have in stages: on one device, or on the devices of
+    a node.
+    """
     step, cluster, options = task.step, task.cluster, task.options
     likely = [
         n
@@ -360,7 +378,8 @@ def _timed(
     budget_seconds: float,
     later: Iterable[OpCall] = (),
 ) -> RooflineCosts:
-    """Costs from the table in `job.folder`, after timing what it lacks on this rank's device, within the budget.
+    """Costs from the table in `job.folder`, after timing what it lacks on this rank's device,
+    within the budget.
 
     later: calls that wait until the others are timed.
     """

@@ -1,4 +1,6 @@
-"""Run: a prepared training. The plan, the sharded parameters, and one program per shape of batch."""
+"""Run: a prepared training. The plan, the sharded parameters, and one program per shape of
+batch.
+"""
 
 import itertools
 import statistics
@@ -45,10 +47,12 @@ from alpa_strategy.runtime.step_by_bucket import fused
 
 MEASURED_STEPS = range(5, 25)
 _SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")  # before the Trainer clears them
-# Shapes that are captured where steps may run as they are written: two (a last batch may be shorter), and one more each
-# so many steps. Where they come faster, captures would take longer than the steps that they serve.
+# Shapes that are captured where steps may run as they are written: two (a last batch may be
+# shorter), and one more each so many steps. Where they come faster, captures would take longer than
+# the steps that they serve.
 MANY_SHAPES, STEPS_PER_SHAPE = 10, 200
-# The same for what a step reads besides shapes: values of attributes and buffers, paths that Python takes.
+# The same for what a step reads besides shapes: values of attributes and buffers, paths that Python
+# takes.
 CHANGES = 8
 MAX_PROGRAMS = 16  # of one batch shape
 
@@ -64,7 +68,8 @@ class CapturedStep:
 
 
 class Run(PlacedModule):
-    """Plans a module's step on its first batch, shards it in place, then runs it, whatever the stages. Collective.
+    """Plans a module's step on its first batch, shards it in place, then runs it, whatever the
+    stages. Collective.
 
     Args:
         given: with one optimizer, whose state, if any, is sharded too.
@@ -124,7 +129,8 @@ class Run(PlacedModule):
         if job.device.type == "cpu":
             self._adapted.callback(hold_to_plan(self, plan, limit, module, given.optimizers))
         self._same = SameSteps(rank_zero, job.group)
-        # By what kind of batch they are for, those used last at the end; of a kind, those captured last.
+        # By what kind of batch they are for, those used last at the end; of a kind, those captured
+        # last.
         self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
         self._keep(shape_key(batch), step, program, batch)
         self._num_changes = 0
@@ -135,7 +141,9 @@ class Run(PlacedModule):
 
     @override
     def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
-        """What `module.training_step(batch, batch_idx)` returns, computed by all ranks, or a replica's, on all rows."""
+        """What `module.training_step(batch, batch_idx)` returns, computed by all ranks, or a
+        replica's, on all rows.
+        """
         self.take_buffers()
         self._measure()
         captured, counters = self._captured_step(batch, batch_idx)
@@ -182,7 +190,8 @@ class Run(PlacedModule):
             yield
 
     def _clear_gradients(self, batch_idx: int) -> None:
-        """The Trainer clears the last gradients after the step: where nobody looks at them in between they go now, and
+        """The Trainer clears the last gradients after the step: where nobody looks at them in
+        between they go now, and
         need no memory beside its activations, or its own gradients."""
         begins = batch_idx % self.module.trainer.accumulate_grad_batches == 0
         if begins and not own_hooks(self.module, _SEE_GRADIENTS):
@@ -192,7 +201,9 @@ class Run(PlacedModule):
                 parameter.grad = None
 
     def _loss_scale(self) -> float:
-        """What the precision plugin will scale the loss by: half-precision gradients inside the step need it now."""
+        """What the precision plugin will scale the loss by: half-precision gradients inside the
+        step need it now.
+        """
         scaler = getattr(self.module.trainer.precision_plugin, "scaler", None)
         return 1.0 if scaler is None else float(scaler.get_scale())
 
@@ -206,7 +217,8 @@ class Run(PlacedModule):
         }
 
     def _captured_step(self, batch: Any, batch_idx: int) -> tuple[CapturedStep, dict[str, Any]]:
-        """What runs this batch, and its counters; captured, planned and lowered now where nothing fits. Collective.
+        """What runs this batch, and its counters; captured, planned and lowered now where nothing
+        fits. Collective.
 
         Raises:
             CaptureError: (on all ranks) there is no one step of all ranks, or too many come.
@@ -256,7 +268,9 @@ class Run(PlacedModule):
     def _fitting(
         self, steps: Sequence[CapturedStep], batch: Any, batch_idx: int
     ) -> tuple[int | None, dict[str, Any], str | None]:
-        """The index of the step that serves the batch and its counters, or what has changed since one that would."""
+        """The index of the step that serves the batch and its counters, or what has changed since
+        one that would.
+        """
         changed: str | None = None
         for index, step in reversed(
             [(index, captured.step) for index, captured in enumerate(steps)]
@@ -306,7 +320,9 @@ class Run(PlacedModule):
         return steps[-1]
 
     def _program(self, step: StepGraph) -> StepProgram:
-        """What runs a step as planned; one of another shape or content, under the running plan's parameters."""
+        """What runs a step as planned; one of another shape or content, under the running plan's
+        parameters.
+        """
         made_for = self.plan.fingerprint
         if (made_for.graph, made_for.batch) == (
             step.graph_digest,
@@ -329,7 +345,9 @@ class Run(PlacedModule):
 
     @override
     def changed_parameters(self) -> str | None:
-        """See `PlacedModule.changed_parameters`; RuntimeMismatchError when it happened on some ranks only."""
+        """See `PlacedModule.changed_parameters`; RuntimeMismatchError when it happened on some
+        ranks only.
+        """
         changed = super().changed_parameters()
         if changed is not None:
             self._same.meet_for_change(changed)
@@ -342,7 +360,9 @@ class Run(PlacedModule):
         )
 
     def _measure(self) -> None:
-        """Remember when steps begin; after some, say how long a step takes against the prediction."""
+        """Remember when steps begin; after some, say how long a step takes against the
+        prediction.
+        """
         count = len(self._step_starts)
         if count > MEASURED_STEPS.stop:
             return

@@ -1,6 +1,7 @@
 """SameSteps: all ranks take the same kind of step, or learn who does not.
 
-Where a module changes, the ranks meet in the job's store: ranks on which it did not are in their step's collectives.
+Where a module changes, the ranks meet in the job's store: ranks on which it did not are in their
+step's collectives.
 """
 
 import hashlib
@@ -44,7 +45,8 @@ class SameSteps:
         self._digests: dict[Any, int] = {}
 
     def all_have(self, key: Any, index: int | None, batch: Any, numbers: Mapping[str, Any]) -> bool:
-        """Whether every rank has the same program for its batch, and the same numbers. Collective, over the hosts.
+        """Whether every rank has the same program for its batch, and the same numbers. Collective,
+        over the hosts.
 
         Args:
             key: of the batch's shape.
@@ -75,7 +77,9 @@ class SameSteps:
         rank_zero_info(text + many if number > MAX_SHAPES else text)
 
     def meet_for_change(self, name: str) -> None:
-        """Wait until every rank has seen a change of the module; RuntimeMismatchError when some have not."""
+        """Wait until every rank has seen a change of the module; RuntimeMismatchError when some
+        have not.
+        """
         self._num_changes += 1
         came = self._rank_zero.meet(f"change{self._num_changes}", name, MEET_SECONDS)
         if missing := sorted(set(range(world_size())) - set(came)):
@@ -107,7 +111,9 @@ def shapes_text(batch: Any) -> str:
 
 
 def toggled(module: Any, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """Parameters that a step as written may freeze and unfreeze on its way: the discriminator of a GAN."""
+    """Parameters that a step as written may freeze and unfreeze on its way: the discriminator of a
+    GAN.
+    """
     freezing = mentioned_names(module.training_step) & {
         "requires_grad",
         "requires_grad_",
@@ -123,7 +129,9 @@ def toggled(module: Any, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
 
 
 class ParametersAsTheyWere:
-    """Which parameters `module` has and which of them train, to be compared with later; `toggled`: whichever way."""
+    """Which parameters `module` has and which of them train, to be compared with later; `toggled`:
+    whichever way.
+    """
 
     def __init__(self, module: nn.Module, toggled: Iterable[nn.Parameter] = ()) -> None:
         left_out, self._module = set(map(id, toggled)), module
@@ -142,11 +150,15 @@ class ParametersAsTheyWere:
         self._all = set(module.parameters())
 
     def leave_frozen(self) -> None:
-        """What was frozen since, by a step as written, may be unfrozen by a later one: neither is a change."""
+        """What was frozen since, by a step as written, may be unfrozen by a later one: neither is a
+        change.
+        """
         self._flags = [each for each in self._flags if each[1].requires_grad or not each[2]]
 
     def changed(self) -> str | None:
-        """The first change in words, None when there is none. Some microseconds for a hundred parameters."""
+        """The first change in words, None when there is none. Some microseconds for a hundred
+        parameters.
+        """
         for name, parameter, trains in self._flags:
             if parameter.requires_grad is not trains:
                 return f"{name} was {'frozen' if trains else 'unfrozen'}"

@@ -1,8 +1,8 @@
 """Session: the forms that a module takes under one strategy, and what brings each about.
 
-It is whole, or built without memory, until the first training batch brings the plan; then its parameters lie in shards
-until the training ends, and beyond that where it does not fit whole. A model that does not fit into one device is
-sharded for an evaluation without a training as well.
+It is whole, or built without memory, until the first training batch brings the plan; then its
+parameters lie in shards until the training ends, and beyond that where it does not fit whole. A
+model that does not fit into one device is sharded for an evaluation without a training as well.
 """
 
 import re
@@ -85,7 +85,8 @@ class Session:
     def _shard(
         self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int
     ) -> "PlacedModule":
-        # Planning and the runtime are loaded with the first batch, not with the import of the package.
+        # Planning and the runtime are loaded with the first batch, not with the import of the
+        # package.
         from alpa_strategy.lightning.placed_module import Unplaced
         from alpa_strategy.lightning.run import Run
         from alpa_strategy.lightning.same_steps import toggled
@@ -165,7 +166,9 @@ class Session:
         )
 
     def _go_on_as_written(self, run: "PlacedModule", batch: Any, batch_idx: int) -> "PlacedModule":
-        """What runs this step and all that follow after `run`, perhaps between batches of one optimizer step."""
+        """What runs this step and all that follow after `run`, perhaps between batches of one
+        optimizer step.
+        """
         run.leave_steps()
         gradients = run.take_gradients() if self._is_accumulating else []
         self._make_whole()
@@ -184,7 +187,9 @@ class Session:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """A backward whose gradients stay local: another batch of the same optimizer step follows."""
+        """A backward whose gradients stay local: another batch of the same optimizer step
+        follows.
+        """
         assert self.run is not None
         self._is_accumulating = self._stays_local = True
         self.run.sync(False)
@@ -200,14 +205,18 @@ class Session:
         assert self.run is not None
 
         with self.run.stepping():
-            # Of a step that runs its own backward the closure computes; the Trainer's calls our `training_step`.
+            # Of a step that runs its own backward the closure computes; the Trainer's calls our
+            # `training_step`.
             yield closure if self.run.module.automatic_optimization else self.run.in_step()(closure)
-            self.run.stepped()  # perhaps another run: a step that goes on as written is computed in here
+            # perhaps another run: a step that goes on as written is computed in here
+            self.run.stepped()
         self._is_accumulating = False
 
     @contextmanager
     def in_backward(self, loss: Tensor) -> Iterator[None]:
-        """Around the backward of a step's loss; gradients are complete after it, unless more are added to them."""
+        """Around the backward of a step's loss; gradients are complete after it, unless more are
+        added to them.
+        """
         assert self.run is not None
         self.run.begin_check(loss=loss)
         with self.run.in_step():

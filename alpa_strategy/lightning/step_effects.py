@@ -1,7 +1,9 @@
-"""What a captured step does besides computing: its return value, its `self.log` calls, its metric updates.
+"""What a captured step does besides computing: its return value, its `self.log` calls, its metric
+updates.
 
-Captured steps update torchmetrics objects with the rows of all ranks, on every rank: nothing is to be summed over ranks
-then. Steps that run as they are written add their own rank's rows, and the metric sums over ranks when it computes.
+Captured steps update torchmetrics objects with the rows of all ranks, on every rank: nothing is to
+be summed over ranks then. Steps that run as they are written add their own rank's rows, and the
+metric sums over ranks when it computes.
 `MetricStates` knows whose rows a metric's state stands for.
 """
 
@@ -23,7 +25,8 @@ from alpa_strategy.ir.graph import LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.ir.guards import CounterRef
 from alpa_strategy.microbatch.rules import State, cut
 
-# In the place of a group of ranks: the value is that of all of them already, nothing is reduced; or of each replica's.
+# In the place of a group of ranks: the value is that of all of them already, nothing is reduced; or
+# of each replica's.
 GLOBAL, REPLICAS = "global", "replicas"
 
 
@@ -33,7 +36,9 @@ def fill(
     leaves: Sequence[Any] = (),
     counters: Mapping[str, int] | None = None,
 ) -> Any:
-    """`structure` with a tensor for every ValueRef, a leaf of the batch for a LeafRef, a number for a CounterRef."""
+    """`structure` with a tensor for every ValueRef, a leaf of the batch for a LeafRef, a number for
+    a CounterRef.
+    """
 
     def filled(leaf: Any) -> Any:
         if isinstance(leaf, ValueRef):
@@ -46,7 +51,9 @@ def fill(
 
 
 def own_rows_of(values: Mapping[int, Tensor], own_rows: Mapping[int, State]) -> dict[int, Tensor]:
-    """`values`, with this rank's rows where they have rows (`rows_of_ranks`): as the batch that hooks see."""
+    """`values`, with this rank's rows where they have rows (`rows_of_ranks`): as the batch that
+    hooks see.
+    """
     rank, ranks = (dist.get_rank(), world_size()) if own_rows else (0, 1)
     return {
         v: cut(x, own_rows[v], ranks, rank).clone() if v in own_rows else x
@@ -87,7 +94,9 @@ def write_buffers(module: nn.Module, step: StepGraph, values: Mapping[int, Tenso
 
 
 def leave_logs(trainer: Any, steps: Sequence[StepGraph]) -> None:
-    """Steps that run as they are written go on with what these have logged: each rank's own values are reduced."""
+    """Steps that run as they are written go on with what these have logged: each rank's own values
+    are reduced.
+    """
     logged = {log.name: dict(log.kwargs) for step in steps for log in step.logs}
     results = trainer.fit_loop.epoch_loop._results
     for item in results.values():
@@ -113,10 +122,12 @@ def update_metrics_and_log(
     counters: Mapping[str, int],
     metrics: "MetricStates",
 ) -> None:
-    """Repeat the step's torchmetrics and `self.log` calls with the user's arguments and this step's values.
+    """Repeat the step's torchmetrics and `self.log` calls with the user's arguments and this step's
+    values.
 
-    The values are those of the global batch and equal on every rank: nothing is left to synchronise, neither logs nor
-    the state of metrics. Those of a replica (`metrics.replica`) are reduced over replicas where the user asks for it.
+    The values are those of the global batch and equal on every rank: nothing is left to
+    synchronise, neither logs nor the state of metrics. Those of a replica (`metrics.replica`) are
+    reduced over replicas where the user asks for it.
 
     Args:
         leaves: of this rank's batch.
@@ -149,11 +160,14 @@ def update_metrics_and_log(
 
 
 def _metric_value(metric: Any, ref: MetricRef, last: Any) -> Any:
-    """What a log call gave: the metric, or its value (`last`: what its last `forward` gave, None after `compute`)."""
+    """What a log call gave: the metric, or its value (`last`: what its last `forward` gave, None
+    after `compute`).
+    """
     if ref.kind == "metric":
         if ref.key is None:
             return metric
-        # As Lightning asks for them: without it, metrics that share their state do not see its updates.
+        # As Lightning asks for them: without it, metrics that share their state do not see its
+        # updates.
         return dict(metric.items(keep_base=False, copy_state=False))[ref.key]
     value = metric.compute() if last is None else last
     return value if ref.key is None else value[ref.key]
@@ -163,15 +177,18 @@ def _metric_value(metric: Any, ref: MetricRef, last: Any) -> Any:
 
 
 class MetricStates:
-    """The metrics of a module whose state stands for all ranks' rows at the moment. All methods are collective.
+    """The metrics of a module whose state stands for all ranks' rows at the moment. All methods are
+    collective.
 
     Args:
-        replica: of which all ranks have the same rows, and other replicas others; None: captured steps have all rows.
+        replica: of which all ranks have the same rows, and other replicas others; None: captured
+            steps have all rows.
     """
 
     def __init__(self, replica: Replica | None) -> None:
         self.replica, self._group = replica, None if replica is None else replica.group
-        # By id, as the hash of a metric changes with its state: the metric, its own `sync_on_compute` and group.
+        # By id, as the hash of a metric changes with its state: the metric, its own
+        # `sync_on_compute` and group.
         self._global: dict[int, tuple[Metric, bool, Any]] = {}
 
     def make_global(self, metric: nn.Module) -> None:
@@ -194,7 +211,9 @@ class MetricStates:
                 each.process_group = self.replica.across.group
 
     def make_local(self) -> None:
-        """Let the states stand for each rank's own rows again; their sum over the ranks stays the same."""
+        """Let the states stand for each rank's own rows again; their sum over the ranks stays the
+        same.
+        """
         num_ranks, rank = world_size(self._group), rank_in(self._group)
         for each, sync, group in self._global.values():
             _set_sync(each, sync)
@@ -205,7 +224,9 @@ class MetricStates:
 
 
 def _set_sync(metric: Metric, sync: bool) -> None:
-    """Whether the metric sums over ranks when it computes; `_to_sync` is what `compute` looks at."""
+    """Whether the metric sums over ranks when it computes; `_to_sync` is what `compute` looks
+    at.
+    """
     metric.sync_on_compute = metric._to_sync = sync
 
 
@@ -223,9 +244,11 @@ def _keep_synced(metric: Metric) -> None:
 
 
 def _keep_part(metric: Metric, num_ranks: int, rank: int) -> None:
-    """Forget what the ranks' sum would count again: sums stay on rank 0, rows that were kept are dealt out in order.
+    """Forget what the ranks' sum would count again: sums stay on rank 0, rows that were kept are
+    dealt out in order.
 
-    Every rank has rows of one kind then, maybe none: torchmetrics cannot gather `[]`. Means and extremes stay.
+    Every rank has rows of one kind then, maybe none: torchmetrics cannot gather `[]`. Means and
+    extremes stay.
     """
     for name, reduction in metric._reductions.items():
         state, default = getattr(metric, name), metric._defaults[name]

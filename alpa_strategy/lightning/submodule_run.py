@@ -1,8 +1,9 @@
-"""SubmoduleRun: steps run as they are written, but for submodules, whose forwards are planned programs.
+"""SubmoduleRun: steps run as they are written, but for submodules, whose forwards are planned
+programs.
 
-The ranks of a replica run the user's step alike, on the same rows and random numbers, and divide the work of the
-programs. Gradients are complete when they are made, and averaged over replicas, as under DDP with a rank for each. The
-first step runs whole and shows which submodules can be planned.
+The ranks of a replica run the user's step alike, on the same rows and random numbers, and divide
+the work of the programs. Gradients are complete when they are made, and averaged over replicas, as
+under DDP with a rank for each. The first step runs whole and shows which submodules can be planned.
 """
 
 import pickle
@@ -151,7 +152,9 @@ class SubmoduleRun(PlacedModule):
             self.buffers_differ = self.syncs and self.module.automatic_optimization  # as DDP has it
 
     def _of_replica(self, batch: Any) -> Any:
-        """The batch of all ranks of the replica, which draw the same random numbers from here on. Collective."""
+        """The batch of all ranks of the replica, which draw the same random numbers from here on.
+        Collective.
+        """
         axis = self.store.mesh.whole
         if axis.size == 1:
             return batch
@@ -251,7 +254,9 @@ class Program:
         )  # leaves of others
 
     def serves(self, given: Any) -> bool:
-        """Whether it is for inputs (args, kwargs) like these, and for the submodule as it is now."""
+        """Whether it is for inputs (args, kwargs) like these, and for the submodule as it is
+        now.
+        """
         if (
             shape_key(given) != self._key
             or not _trained(given) <= self._trained
@@ -277,7 +282,9 @@ def _trained(given: Any) -> set[int]:
 
 
 class Forwards:
-    """Forwards of submodules: as they are written, recorded or not, or as a program does them. Copies are inactive."""
+    """Forwards of submodules: as they are written, recorded or not, or as a program does them.
+    Copies are inactive.
+    """
 
     def __init__(
         self, programs: Sequence[Program] = (), job: Job | None = None, records: bool = False

@@ -1,7 +1,9 @@
-"""WrittenRun: a training whose steps run as they are written, each rank on its own batch: DDP's contract.
+"""WrittenRun: a training whose steps run as they are written, each rank on its own batch: DDP's
+contract.
 
-Random numbers, logs and metrics are each rank's own, as under DDP with the same seeds; gradients are averaged while the
-backward runs, buffers are rank 0's when a step begins. Parameters lie as the plan says.
+Random numbers, logs and metrics are each rank's own, as under DDP with the same seeds; gradients
+are averaged while the backward runs, buffers are rank 0's when a step begins. Parameters lie as the
+plan says.
 """
 
 import sys
@@ -130,13 +132,15 @@ def _store(
     module: nn.Module, parameters: Sequence[ParameterInput], plan: Plan, job: Job
 ) -> ParameterStore:
     group = cpu_group("agree")
-    # Gradients are on their way while parameters are gathered, beside the step's collectives: in any order on a rank.
+    # Gradients are on their way while parameters are gathered, beside the step's collectives: in
+    # any order on a rank.
     uses = "parameters", "gradients"
     mesh, of_gradients = (
         build_mesh((world_size(),), backend=job.backend, own_group=use) for use in uses
     )
     for each in (mesh, of_gradients):
-        # NCCL may connect at the first call, and hold up the host: a rank in a round of gatherings would wait for it.
+        # NCCL may connect at the first call, and hold up the host: a rank in a round of gatherings
+        # would wait for it.
         each.whole.all_reduce(torch.zeros((), device=job.device))
     replicas = Replicas(of_gradients, lambda numbers: all_largest(numbers, group))
     return ParameterStore(module, parameters, plan.stages, [mesh], mesh, replicas=replicas)
@@ -150,7 +154,8 @@ class WrittenRun(PlacedModule):
         say: whether the user has yet to be told `why`.
 
     Raises:
-        AlpaError: shards are asked for, or needed, and an optimizer or a callback cannot work on them.
+        AlpaError: shards are asked for, or needed, and an optimizer or a callback cannot work on
+            them.
     """
 
     def __init__(self, given: Unplaced, why: CaptureError, say: bool = True) -> None:
@@ -243,14 +248,16 @@ class WrittenRun(PlacedModule):
         self.take_buffers()
         if self.on_use is not None:
             self.on_use.rounds.begin()
-        # As DDP has it: what a backward within the step makes may be cleared before the Trainer's own.
+        # As DDP has it: what a backward within the step makes may be cleared before the Trainer's
+        # own.
         listens = not self.module.automatic_optimization or self.on_use is not None
         with self.in_step(), self.store.listening(listens), self._parts_of_gradients():
             output = as_written()
             if self.on_use is not None and not self.module.automatic_optimization:
                 self.on_use.rounds.finish()
         self._parameters.leave_frozen()
-        # As DDP has it: not after a step whose gradients stay local, nor where the step runs its own backward passes.
+        # As DDP has it: not after a step whose gradients stay local, nor where the step runs its
+        # own backward passes.
         self.buffers_differ = (
             self._shares_buffers and self.syncs and self.module.automatic_optimization
         )
@@ -258,7 +265,9 @@ class WrittenRun(PlacedModule):
 
     @contextmanager
     def _parts_of_gradients(self) -> Iterator[None]:
-        """Around a step that works on gradients itself, of which ranks have parts: torch's norms are of the whole."""
+        """Around a step that works on gradients itself, of which ranks have parts: torch's norms
+        are of the whole.
+        """
         if self.on_use is None or self.module.automatic_optimization:
             yield
             return
@@ -291,7 +300,9 @@ class WrittenRun(PlacedModule):
 
 
 class _PartsAreRead(TorchFunctionMode):
-    """Gradients in parts: says once that the user's code, no optimizer, reads them, and sets parts or whole ones."""
+    """Gradients in parts: says once that the user's code, no optimizer, reads them, and sets parts
+    or whole ones.
+    """
 
     def __init__(self, store: ParameterStore) -> None:
         super().__init__()

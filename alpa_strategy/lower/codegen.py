@@ -1,7 +1,9 @@
-"""Lowering: StepGraph + StagePlan -> this device's program on local tensors, with explicit collectives.
+"""Lowering: StepGraph + StagePlan -> this device's program on local tensors, with explicit
+collectives.
 
-The program is plain generated Python, one line an op, every value dropped after its last use: as fast as the user's own
-code, readable in a traceback (`LoweredStep.source`), and traceable by `torch.compile`. It never dispatches on layouts.
+The program is plain generated Python, one line an op, every value dropped after its last use: as
+fast as the user's own code, readable in a traceback (`LoweredStep.source`), and traceable by
+`torch.compile`. It never dispatches on layouts.
 """
 
 import functools
@@ -47,12 +49,14 @@ LITERALS = (bool, int, float, str, type(None))
 class LoweredStep:
     """This device's training step; `loss.backward()` on its result gives local gradients.
 
-    parameters: name (`ParameterInput.name`) -> the tensor that the modes promise: local shard for `S<d>` axes, whole
-        for `R`, `R*` and `G<d>` axes. Gradients come out complete over `R` and `S`; over `R*` and `G<d>` they are left
-        Partial, for the once-per-step reduction.
+    parameters: name (`ParameterInput.name`) -> the tensor that the modes promise: local shard for
+    `S<d>` axes, whole
+        for `R`, `R*` and `G<d>` axes. Gradients come out complete over `R` and `S`; over `R*` and
+        `G<d>` they are left Partial, for the once-per-step reduction.
     buffers: name -> whole tensor (buffers are replicated); the counters under `COUNTERS`.
     batch: the batch's tensor leaves in `step.batch` order, this rank's rows.
-    received: local tensors of `step.received`, in that order and in the layouts of `StagePlan.received`.
+    received: local tensors of `step.received`, in that order and in the layouts of
+    `StagePlan.received`.
     """
 
     source: str
@@ -69,8 +73,10 @@ class LoweredStep:
         batch: Sequence[Tensor],
         received: Sequence[Tensor] = (),
     ) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]:
-        """By value index what leaves the step, whole on every device (the loss included); what later stages get, in the
-        layouts of `StagePlan.sent`; what later spans of the stage get, in the layouts in which it is made."""
+        """By value index what leaves the step, whole on every device (the loss included); what
+        later stages get, in the
+        layouts of `StagePlan.sent`; what later spans of the stage get, in the layouts in which it
+        is made."""
         left = iter(self.function(parameters, buffers, batch, received, buffers.get(COUNTERS)))
         escaping, sent, made = (
             {value: next(left) for value in values}
@@ -88,8 +94,9 @@ def lower(
     compiler: Compiler | None = None,
     overlaps: bool = True,
 ) -> LoweredStep:
-    """Write the program of the device at `mesh.coordinate`, with a `compiler` in compiled segments. With `overlaps`
-    products go on beside collectives (`lower/products.py`): not where a backward is divided in two, or differentiated.
+    """Write the program of the device at `mesh.coordinate`, with a `compiler` in compiled segments.
+    With `overlaps` products go on beside collectives (`lower/products.py`): not where a backward is
+    divided in two, or differentiated.
     """
     return _Writer(
         step, stage, mesh, device, random, {}, (), prefetchable(step), compiler, overlaps
@@ -103,9 +110,9 @@ class LoweredStage:
     per_step: PerStep  # what of it is made of the parameters alone, once per step
     # one per derivation of `per_step`; each gives its values as what is `made`
     per_step_programs: tuple[LoweredStep, ...]
-    # what it runs for every micro-batch, one after the other, each with its graph: one, or those that it recomputes one
-    # by one (`StagePlan.spans`). A span's `received` includes what earlier spans make; it takes the per-step values as
-    # parameters of the name `per_step_name(value)`.
+    # what it runs for every micro-batch, one after the other, each with its graph: one, or those
+    # that it recomputes one by one (`StagePlan.spans`). A span's `received` includes what earlier
+    # spans make; it takes the per-step values as parameters of the name `per_step_name(value)`.
     spans: tuple[tuple[StepGraph, LoweredStep], ...]
 
 
@@ -123,7 +130,9 @@ def lower_stage(
     compiler: Compiler | None = None,
     overlaps: bool = True,
 ) -> LoweredStage:
-    """The programs of a stage of the micro-batched `step`; what runs once per step is not compiled. See `lower`."""
+    """The programs of a stage of the micro-batched `step`; what runs once per step is not compiled.
+    See `lower`.
+    """
     whole = slice_stage(step, *stage.ops)
     once_per_step = PerStep() if stage.derives_again else per_step(whole)
     programs: list[LoweredStep] = []
@@ -189,7 +198,8 @@ class _Writer:
         self.layouts: dict[int, DualLayout] = {}  # value -> layout in which it is made
         self.copies: dict[tuple[int, DualLayout], str] = {}  # (value, target layout) -> variable
         wide = any(plan.sums_in_fp32 for plan in stage.parameter_plans.values())
-        # Their casts are parts of reshardings, whose sums are then not rounded; for other readers they are written.
+        # Their casts are parts of reshardings, whose sums are then not rounded; for other readers
+        # they are written.
         casts = casts_of_parameters(step)
         self.casts = casts if wide else {}
         self.plain_casts: list[Line] = []
@@ -255,7 +265,9 @@ class _Writer:
         (self.plain_casts if self.casts.keys() & op.results else self.lines).append(line)
 
     def beside_sums(self, op: Op) -> bool:
-        """Write a product beside the sum of its input's gradients or of its result; False: there is none to hide."""
+        """Write a product beside the sum of its input's gradients or of its result; False: there is
+        none to hide.
+        """
         product = self.product(op)
         if product is None:
             return False
@@ -276,7 +288,9 @@ class _Writer:
         return op.name in self.done
 
     def are_products_of(self, value: int, ops: Sequence[Op]) -> bool:
-        """Whether `ops`, none of them written, are products of `value` with what is there or is made of parameters."""
+        """Whether `ops`, none of them written, are products of `value` with what is there or is
+        made of parameters.
+        """
         for op in ops:
             product = None if op.name in self.done else self.product(op)
             if (
@@ -341,7 +355,9 @@ class _Writer:
         return product_of(op.call) if is_able else None
 
     def in_parts(self, op: Op) -> tuple[Reshard, int, int] | None:
-        """(sum, dim, number of parts) of a product's result, where the plan says so and one layout of it is read."""
+        """(sum, dim, number of parts) of a product's result, where the plan says so and one layout
+        of it is read.
+        """
         parts, (value, *_), meta = (
             self.stage.in_parts.get(op.name, 1),
             op.results,
@@ -373,9 +389,11 @@ class _Writer:
         return tuple(s.inputs[position] for s in self.stage.strategies[op.name])
 
     def channels_last(self, op: Op, local: LocalCall, image: str) -> str:
-        """The variable of a convolution's images [rows, channels, height, width] with channels innermost in memory.
+        """The variable of a convolution's images [rows, channels, height, width] with channels
+        innermost in memory.
 
-        So do kernels want them, and all that is made of them is so: segments keep eager PyTorch's strides.
+        So do kernels want them, and all that is made of them is so: segments keep eager PyTorch's
+        strides.
         """
         name, meta = f"image_{op.name}", local.call.operands[0]
         given = (("memory_format", torch.channels_last),)
@@ -385,9 +403,11 @@ class _Writer:
         return name
 
     def exchanged(self, op: Op, local: LocalCall, operands: list[str]) -> OpCall:
-        """The call that makes the op's results of `operands`, to which what devices exchange in its midst is added.
+        """The call that makes the op's results of `operands`, to which what devices exchange in its
+        midst is added.
 
-        So that what is before the exchange and what is after it are compiled, with the ops around them.
+        So that what is before the exchange and what is after it are compiled, with the ops around
+        them.
         """
         before, exchange, after = batch_norm_in_parts(op.call, local, self.mesh)
         x, part, carrier, shared = (
@@ -409,7 +429,9 @@ class _Writer:
     def call(
         self, op: Op, local: LocalCall, strategies: tuple[AxisStrategy, ...], operands: list[str]
     ) -> tuple[str, OpCall | None]:
-        """The expression that calls the op on local operands, and the call itself where a compiler may have it."""
+        """The expression that calls the op on local operands, and the call itself where a compiler
+        may have it.
+        """
         function = f"f_{op.name}"
         if local.implementation is not None and is_symbolic(op.call):
             mesh = self.mesh
@@ -470,7 +492,9 @@ class _Writer:
         return f"{name}(counters)" if is_made else name
 
     def resharded(self, value: int, target: DualLayout) -> str:
-        """The variable that holds `value` in `target`, resharded once for all consumers that ask for it."""
+        """The variable that holds `value` in `target`, resharded once for all consumers that ask
+        for it.
+        """
         source = self.layouts[value]
         meta = self.step.values[value]
         if source == target or (
@@ -496,7 +520,9 @@ class _Writer:
         return self.copies[key]
 
     def program(self, made: tuple[int, ...] = ()) -> LoweredStep:
-        """All ops, results in their layouts (`made`: as they are), the inputs unpacked, as a compiled function."""
+        """All ops, results in their layouts (`made`: as they are), the inputs unpacked, as a
+        compiled function.
+        """
         self.made = made
         for op in self.step.ops:
             self.op(op)
@@ -532,7 +558,9 @@ class _Writer:
 
 
 def _not_kept(target: Callable[..., Tensor], is_stored: bool) -> Callable[..., Tensor]:
-    """`target`, whose result is made again for others' backward, or brought from host memory (see `Regather`)."""
+    """`target`, whose result is made again for others' backward, or brought from host memory (see
+    `Regather`).
+    """
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         result = target(*args, **kwargs)
@@ -560,8 +588,9 @@ def _not_kept(target: Callable[..., Tensor], is_stored: bool) -> Callable[..., T
 def prefetchable(step: StepGraph) -> frozenset[int]:
     """The batch's leaves and what is computed of them without parameters and random numbers.
 
-    A mean over targets that are not ignored divides by their number among all devices' rows. Where the loss needs it,
-    all devices would wait for the slowest; started first, it is there long before. Values with more bytes than the
+    A mean over targets that are not ignored divides by their number among all devices' rows. Where
+    the loss needs it, all devices would wait for the slowest; started first, it is there long
+    before. Values with more bytes than the
     batch, and what needs them, are left out: they would be kept for longer.
     """
     known = {leaf.value for leaf in step.batch}

@@ -1,4 +1,6 @@
-"""Lines of a generated program, and what is done to them as text: their order, and when values are dropped."""
+"""Lines of a generated program, and what is done to them as text: their order, and when values are
+dropped.
+"""
 
 import linecache
 import weakref
@@ -25,7 +27,9 @@ class Line:
     # the op on local shards, where the line is nothing but a deterministic call of it; else None
     call: OpCall | None = None
     is_resharding: bool = False  # whether it brings a value into another layout
-    gathers: int = 0  # bytes of the parameter that it makes whole, which nothing but parameters are needed for; else 0
+    # bytes of the parameter that it makes whole, which nothing but parameters are needed for; else
+    # 0
+    gathers: int = 0
     is_early: bool = False  # whether it is a resharding that begins before all else
 
     def __str__(self) -> str:
@@ -35,7 +39,9 @@ class Line:
 def function_of(
     source: str, what: str, namespace: dict[str, Any]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """The function that `source` defines; tracebacks show its lines. It stands in `namespace`, which it refers to."""
+    """The function that `source` defines; tracebacks show its lines. It stands in `namespace`,
+    which it refers to.
+    """
     filename = f"<alpa {what} {id(namespace):x}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     exec(compile(source, filename, "exec"), namespace)
@@ -49,7 +55,9 @@ def unpacked(source: str, values: Mapping[int, int | str]) -> list[Line]:
 
 
 def before_first_use(definitions: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
-    """`lines` with each definition before the first line that reads it; those never read left out."""
+    """`lines` with each definition before the first line that reads it; those never read left
+    out.
+    """
     waiting = {line.defines[0]: line for line in definitions}
     result = []
     for line in lines:
@@ -59,7 +67,8 @@ def before_first_use(definitions: Sequence[Line], lines: Sequence[Line]) -> list
 
 
 def begun_ahead(lines: Sequence[Line], ahead_bytes: int = 0) -> list[Line]:
-    """`lines` in which early reshardings begin first of all, and gatherings of parameters so many bytes ahead, where an
+    """`lines` in which early reshardings begin first of all, and gatherings of parameters so many
+    bytes ahead, where an
     earlier one is waited for (0: where they are needed). What these need moves with them."""
     gathers = [number for number, line in enumerate(lines) if line.gathers and ahead_bytes]
     early = [number for number, line in enumerate(lines) if line.is_early]
@@ -101,7 +110,9 @@ def begun_ahead(lines: Sequence[Line], ahead_bytes: int = 0) -> list[Line]:
 
 
 def drop_dead(lines: Sequence[Line]) -> list[Line]:
-    """Add `del` after the last use of every value, so that memory is freed as in hand-written code."""
+    """Add `del` after the last use of every value, so that memory is freed as in hand-written
+    code.
+    """
     last_use: dict[str, int] = {}
     for number, line in enumerate(lines):
         last_use |= dict.fromkeys((*line.reads, *line.defines), number)

@@ -1,7 +1,9 @@
-"""Local implementations: what a device runs where the plain op on its shards would not give its part of the result.
+"""Local implementations: what a device runs where the plain op on its shards would not give its
+part of the result.
 
-Each keeps the dual-placement contract of `sharding.layout` forward and backward: a Partial result receives the whole
-gradient, a sharded one its shard; an operand's gradient is its shard, this device's summand (`R*`) or complete (`R`).
+Each keeps the dual-placement contract of `sharding.layout` forward and backward: a Partial result
+receives the whole gradient, a sharded one its shard; an operand's gradient is its shard, this
+device's summand (`R*`) or complete (`R`).
 """
 
 import math
@@ -33,7 +35,8 @@ def build_local_op(
     Args:
         call: the op at global shapes.
         strategies: one per mesh axis.
-        local: the op at this device's shapes; its implementation works over the mesh axes `local.axes`.
+        local: the op at this device's shapes; its implementation works over the mesh axes
+            `local.axes`.
         mesh: this device's place and collectives.
 
     Returns a function of the local operands in `Slot` order, which returns what the op returns.
@@ -78,12 +81,15 @@ def _fraction(
 def _added_on_first(
     call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
 ) -> LocalOp:
-    """Results that sum up, of which one operand must be part once: a row-parallel linear's bias, what addmm adds to."""
+    """Results that sum up, of which one operand must be part once: a row-parallel linear's bias,
+    what addmm adds to.
+    """
     added = added_operand(call)
     counts = all(mesh.coordinate[axis] == 0 for axis in local.axes)
 
     def once(operand: Tensor) -> Tensor:
-        # The same node of the graph everywhere: the backward takes one order, and with it what it communicates.
+        # The same node of the graph everywhere: the backward takes one order, and with it what it
+        # communicates.
         return operand.masked_fill(torch.full((), not counts, device=operand.device), 0)
 
     def run(*operands: Tensor) -> Any:
@@ -95,7 +101,8 @@ def _added_on_first(
 def _of_vocabulary(
     run: Callable[..., Tensor], communicates: bool = False
 ) -> Callable[..., LocalOp]:
-    """A builder for `run(first, number, *arguments of the op)`: where this device's part of the dim that is cut begins,
+    """A builder for `run(first, number, *arguments of the op)`: where this device's part of the dim
+    that is cut begins,
     and the dim's length. communicates: the axes that cut it come third."""
 
     def build(
@@ -113,12 +120,15 @@ def _of_vocabulary(
 def _groups_of_rows(
     call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
 ) -> LocalOp:
-    """Some of the rows and some of the groups (experts): the offsets, which are whole, are clamped to them."""
+    """Some of the rows and some of the groups (experts): the offsets, which are whole, are clamped
+    to them.
+    """
     (first_row, last_row), _ = _slices(call, strategies, 0, mesh)
     (first_group, last_group), *_ = _slices(call, strategies, 1, mesh)
 
     def run(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        # offsets [groups] are where each group's rows end; bounds [own groups + 1] are the edges of ours.
+        # offsets [groups] are where each group's rows end; bounds [own groups + 1] are the edges of
+        # ours.
         bounds = torch.nn.functional.pad(offsets, (1, 0))[first_group : last_group + 1]
         return grouped_mm(x, weight, (bounds - first_row).clamp(0, last_row - first_row))
 
@@ -158,10 +168,12 @@ def _over_all(tensor: Tensor, comms: Sequence[AxisComm], op: str = "sum") -> Ten
 def batch_norm_in_parts(
     call: OpCall, local: LocalCall, mesh: MeshComm
 ) -> tuple[OpCall, LocalOp, OpCall]:
-    """`batch_norm_sync` for compilers: what comes before its exchange and after it are calls of torch's ops alone.
+    """`batch_norm_sync` for compilers: what comes before its exchange and after it are calls of
+    torch's ops alone.
 
-    Returns (operand x -> x, this device's statistics [2 C + 1] and `_Statistics`' carrier; statistics -> all devices';
-    the operands with that x, all devices' statistics, the carrier -> results).
+    Returns (operand x -> x, this device's statistics [2 C + 1] and `_Statistics`' carrier;
+    statistics -> all devices'; the operands with that x, all devices' statistics, the carrier ->
+    results).
     """
     x, comms, more = (
         bind(call)["x"],
@@ -176,9 +188,11 @@ def batch_norm_in_parts(
 
 
 class _Statistics(torch.autograd.Function):
-    """x [n, C, ...] -> x, its [means, sums of squared deviations, number of values], [2 C + 1], and a carrier: C zeros.
+    """x [n, C, ...] -> x, its [means, sums of squared deviations, number of values], [2 C + 1], and
+    a carrier: C zeros.
 
-    As the carrier's gradient comes the scale by which the gradient of y becomes one of x (`_Affine`).
+    As the carrier's gradient comes the scale by which the gradient of y becomes one of x
+    (`_Affine`).
     """
 
     @staticmethod
@@ -205,9 +219,11 @@ class _Statistics(torch.autograd.Function):
 
 
 class _Affine(torch.autograd.Function):
-    """y = (x - mean) scale + shift, whose gradient goes to x unscaled: the scale goes with `carrier`'s.
+    """y = (x - mean) scale + shift, whose gradient goes to x unscaled: the scale goes with
+    `carrier`'s.
 
-    So neither y's gradient nor x's is written twice: `_Statistics` scales as it adds the statistics' part.
+    So neither y's gradient nor x's is written twice: `_Statistics` scales as it adds the
+    statistics' part.
     """
 
     @staticmethod
@@ -245,7 +261,9 @@ def _affine(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether kernels of PyTorch's own, each one pass over the memory, are better than ops that a compiler fuses."""
+    """Whether kernels of PyTorch's own, each one pass over the memory, are better than ops that a
+    compiler fuses.
+    """
     return x.device.type in ("cpu", "cuda") and not torch.compiler.is_compiling()
 
 
@@ -271,7 +289,8 @@ class _SharedStatistics(torch.autograd.Function):
         channels = len(part) // 2
         count, total = part[-1], shared[-1]
         grad_mean, grad_square = _over_all(grad[: 2 * channels], ctx.comms).split(channels)
-        # mean = sum(count_i mean_i) / total; square = sum(square_i + count_i (mean_i - mean)^2), i: the devices
+        # mean = sum(count_i mean_i) / total; square = sum(square_i + count_i (mean_i - mean)^2), i:
+        # the devices
         apart = 2 * (part[:channels] - shared[:channels]) * grad_square
         return torch.cat(
             [count * (grad_mean / total + apart), grad_square, grad[2 * channels :]]
@@ -292,7 +311,8 @@ def _combined(part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
 
 
 def batch_norm_sync(comms: Sequence[AxisComm], x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    """`capture.ops.batch_norm_train` on this device's part of the batch x [n, C, ...]; `comms`: the axes that share it.
+    """`capture.ops.batch_norm_train` on this device's part of the batch x [n, C, ...]; `comms`: the
+    axes that share it.
 
     Returns (y, new_running_mean, new_running_var), or (y,) without running statistics.
     """
@@ -328,9 +348,10 @@ def _normalised(
     return y, new_mean, torch.lerp(running_var, unbiased.to(running_var.dtype), momentum)
 
 
-# --- Embedding and cross entropy with the vocabulary (class) dim sharded, as in Megatron-LM (arXiv:1909.08053, section
-# 3). Each device holds a run of ids. The embedding leaves rows of other devices' ids zero (the sum over the axis is the
-# lookup); the loss exchanges three numbers per row instead of the logits, and its backward exchanges nothing.
+# --- Embedding and cross entropy with the vocabulary (class) dim sharded, as in Megatron-LM
+# (arXiv:1909.08053, section 3). Each device holds a run of ids. The embedding leaves rows of other
+# devices' ids zero (the sum over the axis is the lookup); the loss exchanges three numbers per row
+# instead of the logits, and its backward exchanges nothing.
 
 
 def _check_ids(valid: Tensor, what: str) -> None:
@@ -344,10 +365,13 @@ def _check_ids(valid: Tensor, what: str) -> None:
 def vocab_embedding(
     first_id: int, vocabulary: int, weight: Tensor, ids: Tensor, padding_idx: int = -1, *flags: bool
 ) -> Tensor:
-    """weight [local rows, width] of ids from `first_id`; ids [...] -> this device's summand [..., width].
+    """weight [local rows, width] of ids from `first_id`; ids [...] -> this device's summand [...,
+    width].
 
-    `padding_idx` is the whole table's (negative: none); of the whole op's `flags` gradients are never sparse here, and
-    no rule cuts a table whose gradients are scaled by frequency. IndexError: an id is outside the whole vocabulary.
+    `padding_idx` is the whole table's (negative: none); of the whole op's `flags` gradients are
+    never sparse here, and
+    no rule cuts a table whose gradients are scaled by frequency. IndexError: an id is outside the
+    whole vocabulary.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
     rows = (
@@ -369,9 +393,11 @@ def vocab_bags(
     mode: int,
     padding_idx: int,
 ) -> Tensor:
-    """weight [local rows, width] of ids from `first_id`; ids [n, k] -> this device's summand [n, width] of each bag.
+    """weight [local rows, width] of ids from `first_id`; ids [n, k] -> this device's summand [n,
+    width] of each bag.
 
-    Ids of other devices, and padding, weigh nothing. Sums (mode 0) or means (1); `padding_idx`: the whole table's.
+    Ids of other devices, and padding, weigh nothing. Sums (mode 0) or means (1); `padding_idx`: the
+    whole table's.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
     rows = ids - first_id
@@ -390,12 +416,14 @@ def vocab_bags(
 class VocabCrossEntropy(torch.autograd.Function):
     """`capture.ops.cross_entropy_sum` on logits that hold this device's classes only, from `first`.
 
-    Row loss = A log(sum_c exp z_c) - sum_c a_c z_c, where a_c = weight_c ((1 - s) target_c + s / C), A = sum_c a_c.
-    z is shifted by the row's maximum over all devices. Gradient: A softmax_c - a_c, ready at the end of the forward.
+    Row loss = A log(sum_c exp z_c) - sum_c a_c z_c, where a_c = weight_c ((1 - s) target_c + s /
+    C), A = sum_c a_c. z is shifted by the row's maximum over all devices. Gradient: A softmax_c -
+    a_c, ready at the end of the forward.
 
-    logits [N, c], [N, c, d1, ...] or [c]; target indices [N, d1, ...] and weight, both of the whole class range.
-    `comms`: the axes that shard the classes. Gives the summed loss, equal on all of their devices; half-precision
-    logits are computed in fp32. IndexError when a target is not a class.
+    logits [N, c], [N, c, d1, ...] or [c]; target indices [N, d1, ...] and weight, both of the whole
+    class range.
+    `comms`: the axes that shard the classes. Gives the summed loss, equal on all of their devices;
+    half-precision logits are computed in fp32. IndexError when a target is not a class.
     """
 
     @staticmethod
@@ -415,7 +443,8 @@ class VocabCrossEntropy(torch.autograd.Function):
         here, dtype = logits.shape[dim], torch.promote_types(logits.dtype, torch.float32)
         kept = target != ignore_index
         _check_ids(~kept | (target >= 0) & (target < num_classes), "cross entropy target")
-        # Logits are [N, c, d1, ...], c classes of this device; targets, and what is exchanged, [N, 1, d1, ...].
+        # Logits are [N, c, d1, ...], c classes of this device; targets, and what is exchanged, [N,
+        # 1, d1, ...].
         kept, target = kept.unsqueeze(dim), torch.where(kept, target, 0).unsqueeze(dim)
         weight = logits.new_ones(num_classes, dtype=dtype) if weight is None else weight.to(dtype)
         amount = (1.0 - smoothing) * weight[target] * kept

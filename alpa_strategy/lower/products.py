@@ -1,7 +1,8 @@
-"""Products beside collectives (`intra_op/overlap.py`): tensor parallelism's sums go on while the device multiplies.
+"""Products beside collectives (`intra_op/overlap.py`): tensor parallelism's sums go on while the
+device multiplies.
 
-PyTorch makes both gradients of a product in one autograd node, after which nothing is left to hide the sum; so products
-of one input, with its resharding, are one node here.
+PyTorch makes both gradients of a product in one autograd node, after which nothing is left to hide
+the sum; so products of one input, with its resharding, are one node here.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ class Multiplied:
     """A product of an input [*rows, k] with a weight."""
 
     product: Product
-    adds_bias: bool  # whether this device does, where there is one: of results that are summed, only the first
+    # whether this device does, where there is one: of results that are summed, only the first
+    adds_bias: bool
     summed: Reshard | None = (
         None  # sums the result, where that is done here: in `parts` chunks of `dim`
     )
@@ -70,7 +72,8 @@ class Multiplied:
 
 
 class Products(torch.autograd.Function):
-    """An input, and the weight and the bias (None: there is none) of each of its products -> their results.
+    """An input, and the weight and the bias (None: there is none) of each of its products -> their
+    results.
 
     `into` brings the input into the layout that the products take; None: it is there.
     """

@@ -1,8 +1,10 @@
-"""Attention whose sequence is cut over a mesh axis: every device keeps its queries, keys and values go around.
+"""Attention whose sequence is cut over a mesh axis: every device keeps its queries, keys and values
+go around.
 
-Each device attends to one other's keys and values at a time, while the next ones come in, and merges by the
-log-sum-exp of each row. Under a causal mask the last device of contiguous chunks would do nearly all the work: chunks
-are exchanged before and after, so that of 2 n halves of chunks device i computes the i-th and the i-th from the end.
+Each device attends to one other's keys and values at a time, while the next ones come in, and
+merges by the log-sum-exp of each row. Under a causal mask the last device of contiguous chunks
+would do nearly all the work: chunks are exchanged before and after, so that of 2 n halves of chunks
+device i computes the i-th and the i-th from the end.
 Then every step is as much work on every device: two of four quarters, whole, or the diagonal.
 """
 
@@ -22,9 +24,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 class RingAttention(torch.autograd.Function):
     """`scaled_dot_product_attention` on this device's chunks of the sequence.
 
-    comm: the axis that cuts the sequence into equal chunks; where `causal`, row r sees the columns up to r, counted
-    over all devices, and chunks have an even length. query [batch, heads, rows, width]; key, value [batch, heads or a
-    divisor of it, columns, width]. Gives [batch, heads, rows, width], and gradients of the own chunks only.
+    comm: the axis that cuts the sequence into equal chunks; where `causal`, row r sees the columns
+    up to r, counted over all devices, and chunks have an even length. query [batch, heads, rows,
+    width]; key, value [batch, heads or a divisor of it, columns, width]. Gives [batch, heads, rows,
+    width], and gradients of the own chunks only.
     """
 
     @staticmethod
@@ -104,7 +107,9 @@ def _cut(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def _around(comm: AxisComm, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Whose keys and values are here, and they themselves, step by step; the next ones come in meanwhile."""
+    """Whose keys and values are here, and they themselves, step by step; the next ones come in
+    meanwhile.
+    """
     for step in range(comm.size):
         coming = (
             _pass_on(comm, flat) if step < comm.size - 1 else None
@@ -116,10 +121,11 @@ def _around(comm: AxisComm, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
 def _visible(
     own: int, source: int, causal: bool, query: Tensor, key: Tensor
 ) -> tuple[slice, slice, bool]:
-    """Rows of device `own` that see anything of `source`, the columns that they see, whether that is the diagonal.
+    """Rows of device `own` that see anything of `source`, the columns that they see, whether that
+    is the diagonal.
 
-    Of 2 n halves a device has the i-th and the i-th from the end: of an earlier device it sees the first half, with all
-    its rows; of a later one it sees both halves, with its second half's rows.
+    Of 2 n halves a device has the i-th and the i-th from the end: of an earlier device it sees the
+    first half, with all its rows; of a later one it sees both halves, with its second half's rows.
     """
     everything = slice(None)
     if not causal or source == own:
@@ -137,7 +143,9 @@ def _pass_on(comm: AxisComm, flat: Tensor) -> Pending:
 
 
 def _seen(flat: Tensor, own: Tensors, columns: slice) -> Tensors:
-    """Columns of somebody's keys and values, or of what is due to them, that came in turn; `own` has their shapes."""
+    """Columns of somebody's keys and values, or of what is due to them, that came in turn; `own`
+    has their shapes.
+    """
     parts = flat.split([x.numel() for x in own])
     return tuple(_cut(part.view(x.shape), columns) for part, x in zip(parts, own, strict=True))
 
@@ -147,7 +155,9 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _zigzag(comm: AxisComm, tensors: Tensors, back: bool = False) -> Tensors:
-    """Chunks in order -> halves i and 2 n - 1 - i on device i, of every tensor [..., rows, width]; or back."""
+    """Chunks in order -> halves i and 2 n - 1 - i on device i, of every tensor [..., rows, width];
+    or back.
+    """
     n, i = comm.size, comm.index
     in_order = [(2 * device, 2 * device + 1) for device in range(n)]
     folded = [(device, 2 * n - 1 - device) for device in range(n)]
@@ -180,8 +190,8 @@ def _zigzag(comm: AxisComm, tensors: Tensors, back: bool = False) -> Tensors:
     )
 
 
-# --- One block: attention with the log-sum-exp of its rows. The backward of a block takes the whole's result and
-# log-sum-exp, and gives the block's share of the gradients.
+# --- One block: attention with the log-sum-exp of its rows. The backward of a block takes the
+# whole's result and log-sum-exp, and gives the block's share of the gradients.
 
 
 def _attend(query: Tensor, pair: Tensors, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -202,7 +212,9 @@ def _attend(query: Tensor, pair: Tensors, causal: bool, scale: float) -> tuple[T
 def _attend_backward(
     grad: Tensor, query: Tensor, pair: Tensors, merged: Tensors, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value. `pair`: key and value; `merged`: result and log-sum-exp over all columns."""
+    """Gradients of query, key, value. `pair`: key and value; `merged`: result and log-sum-exp over
+    all columns.
+    """
     groups, (out, lse) = pair[0].shape[1], merged
     key, value = (_as_heads(x, query) for x in pair)
     if query.device.type == "cpu":

@@ -1,9 +1,11 @@
-"""Segments: runs of a program's lines that `torch.compile` makes one kernel graph of, forward and backward.
+"""Segments: runs of a program's lines that `torch.compile` makes one kernel graph of, forward and
+backward.
 
-A program is cut where ranks talk (reshardings stay between the segments, in eager), where random numbers are drawn
-(from generators of our own), and between the layers of the model, so that gradients of a layer start their reduction
-while the backward goes on. A segment is a function of tensors alone. Those that are equal up to names of variables, N
-blocks of a model, are one function and compiled once; Inductor's cache on disk serves other ranks and the next start.
+A program is cut where ranks talk (reshardings stay between the segments, in eager), where random
+numbers are drawn (from generators of our own), and between the layers of the model, so that
+gradients of a layer start their reduction while the backward goes on. A segment is a function of
+tensors alone. Those that are equal up to names of variables, N blocks of a model, are one function
+and compiled once; Inductor's cache on disk serves other ranks and the next start.
 """
 
 import ast
@@ -37,7 +39,9 @@ PLAIN_FUNCTIONS = "alpa_strategy.capture.ops"  # functions of torch ops alone, w
 
 
 def is_compilable(call: OpCall) -> bool:
-    """Whether a deterministic op may stand in a compiled segment: no user's code, nor RNNs, which it would unroll."""
+    """Whether a deterministic op may stand in a compiled segment: no user's code, nor RNNs, which
+    it would unroll.
+    """
     if isinstance(call.target, torch._ops.OpOverload):
         unrolls = call.target_name.startswith(
             ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
@@ -65,7 +69,8 @@ class Compiler:
         namespace: MutableMapping[str, Any],
         parameters: Collection[str],
     ) -> list[Line]:
-        """`lines` with calls of segments in the place of runs of ops. The last line, the return, stays as it is.
+        """`lines` with calls of segments in the place of runs of ops. The last line, the return,
+        stays as it is.
 
         Args:
             namespace: what `lines` refer to; gets the segments.
@@ -117,8 +122,8 @@ class Compiler:
 def segment_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """`options`, and what Inductor is to do otherwise in a segment than in a whole net.
 
-    A segment's results keep the strides of eager PyTorch. Convolutions in another layout would be copied at each end,
-    and gradients in that layout slow down what runs between segments.
+    A segment's results keep the strides of eager PyTorch. Convolutions in another layout would be
+    copied at each end, and gradients in that layout slow down what runs between segments.
     """
     if options.get("backend", "inductor") != "inductor":
         return dict(options)
@@ -127,7 +132,8 @@ def segment_options(options: Mapping[str, Any]) -> dict[str, Any]:
     class MasksInBackward(CustomGraphPass):
         """Masks of the backward (a ReLU's) are made there, of what eager PyTorch keeps as well.
 
-        Where its result leaves the segment, Inductor makes the mask in the forward to keep less, and on CPUs it stores
+        Where its result leaves the segment, Inductor makes the mask in the forward to keep less,
+        and on CPUs it stores
         booleans one by one: 15 times the op's own time.
         """
 
@@ -177,8 +183,9 @@ class Segment:
         try:
             if torch.is_grad_enabled() in self._has_compiled:
                 return self._compiled(*operands)
-            # The backward too is compiled now (a failure in the midst of autograd's could not be caught), and kept for
-            # later starts where it is of an `autograd.Function`, as BatchNorm's is: its graph is part of the key.
+            # The backward too is compiled now (a failure in the midst of autograd's could not be
+            # caught), and kept for later starts where it is of an `autograd.Function`, as
+            # BatchNorm's is: its graph is part of the key.
             cached: dict[str, Any] = {"autograd_cache_allow_custom_autograd_functions": True}
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True, **cached):
                 results = self._compiled(*operands)
@@ -200,7 +207,8 @@ class Segment:
 
 
 class _Renamed(ast.NodeTransformer):
-    """Names of a segment's variables by the order in which they appear: arguments a0, what it makes t0, others g0.
+    """Names of a segment's variables by the order in which they appear: arguments a0, what it makes
+    t0, others g0.
 
     Args:
         namespace: holds functions and constants; its tensors become arguments.
@@ -227,8 +235,10 @@ class _Renamed(ast.NodeTransformer):
 def _made_ahead(lines: Sequence[Line], parameters: Collection[str]) -> set[int]:
     """Numbers of the lines that gather parameters for use, and of what these need.
 
-    They are made of parameters alone, and run uncompiled before the other ops of their layer, so that they do not cut
-    it: as ZeRO-3 by layers does. ZeRO-3's second gathering knows them by their autograd nodes (`comm/regather.py`).
+    They are made of parameters alone, and run uncompiled before the other ops of their layer, so
+    that they do not cut
+    it: as ZeRO-3 by layers does. ZeRO-3's second gathering knows them by their autograd nodes
+    (`comm/regather.py`).
     """
     of_parameters = set(parameters)
     for line in lines:

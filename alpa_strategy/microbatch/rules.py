@@ -1,8 +1,9 @@
-"""What a micro-batch has of a value (`State`), and how one op splits over micro-batches: the sharding rules on one more
-axis, in time instead of over devices.
+"""What a micro-batch has of a value (`State`), and how one op splits over micro-batches: the
+sharding rules on one more axis, in time instead of over devices.
 
-On that axis nothing is ever resharded, and `R` and `R*` are one state: gradients add up over the micro-batches anyway,
-so whatever is whole has a gradient that is a summand. Nothing here knows of a graph.
+On that axis nothing is ever resharded, and `R` and `R*` are one state: gradients add up over the
+micro-batches anyway, so whatever is whole has a gradient that is a summand. Nothing here knows of a
+graph.
 """
 
 import math
@@ -36,8 +37,10 @@ ANY = 0
 class State:
     """What a micro-batch has of a value.
 
-    `whole`: all of it, the same in all micro-batches. `sum`: a summand. `rows`: its part of dim `dim`, which holds
-    `segments` runs of rows one after the other (`torch.cat([a, b])`: 2; [T, B] flattened: T), each cut into M parts.
+    `whole`: all of it, the same in all micro-batches. `sum`: a summand. `rows`: its part of dim
+    `dim`, which holds
+    `segments` runs of rows one after the other (`torch.cat([a, b])`: 2; [T, B] flattened: T), each
+    cut into M parts.
     `numbers`: row numbers (`arange(B)`) along `dim`, counted from the micro-batch's own first row.
     """
 
@@ -62,7 +65,8 @@ def rows(dim: int, segments: int = 1) -> State:
 def cut(
     tensor: Tensor, how: State, num_microbatches: int, index: int, num_ranks: int = 1
 ) -> Tensor:
-    """What micro-batch `index` has of a whole tensor with rows: the `index`-th part of every rank's, in rank order.
+    """What micro-batch `index` has of a whole tensor with rows: the `index`-th part of every
+    rank's, in rank order.
 
     A rank that cuts what it holds itself has `num_ranks=1`.
     """
@@ -82,10 +86,12 @@ def joined(parts: Sequence[Tensor], how: State, num_ranks: int = 1) -> Tensor:
 class TimeStrategy:
     """One way to run an op on micro-batches."""
 
-    # inputs, outputs: state per operand and result. Rows in `ANY` number of segments: the same number in all of them.
+    # inputs, outputs: state per operand and result. Rows in `ANY` number of segments: the same
+    # number in all of them.
     inputs: tuple[State, ...]
     outputs: tuple[State, ...]
-    mean: bool = False  # the results are means over the micro-batch's part: they count for 1/M of the whole's
+    # the results are means over the micro-batch's part: they count for 1/M of the whole's
+    mean: bool = False
     added: int | None = (
         None  # the operand that is added to a sum over micro-batches, so that each adds 1/M of it
     )
@@ -100,7 +106,9 @@ class TimeStrategy:
 @depends_on_rules
 @lru_cache(maxsize=16384)
 def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
-    """Every exact way to run `call` when rows are cut into `num_parts`, the repeated one (everything whole) first."""
+    """Every exact way to run `call` when rows are cut into `num_parts`, the repeated one
+    (everything whole) first.
+    """
     if (
         call.target is ops.batch_norm_train
     ):  # the one op whose result depends on the cut, and it is said in a note
@@ -112,7 +120,9 @@ def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
 def view_strategies(
     call: OpCall, states: tuple[State, ...], num_parts: int
 ) -> tuple[TimeStrategy, ...]:
-    """Ways to run a view, `cat`, `split` or slice on operands in given states, which only such ops have."""
+    """Ways to run a view, `cat`, `split` or slice on operands in given states, which only such ops
+    have.
+    """
     if any(state.kind == "sum" for state in states) or not any(
         state.kind == "rows" for state in states
     ):
@@ -142,7 +152,9 @@ def specialised(
 
 
 def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
-    """The sharding rules. All treat rows alike, wherever they lie; not so views that merge dims, nor Functions."""
+    """The sharding rules. All treat rows alike, wherever they lie; not so views that merge dims,
+    nor Functions.
+    """
     segments = 1 if rule_of(call.target) is None or regroups_dims(call) else ANY
 
     def state(dual: DualPlacement) -> State:
@@ -164,7 +176,9 @@ def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
 
 
 def _needs_whole_gradient(call: OpCall, strategy: AxisStrategy) -> bool:
-    """A whole result of divided operands whose gradient must be complete in every micro-batch: here it is a summand."""
+    """A whole result of divided operands whose gradient must be complete in every micro-batch: here
+    it is a summand.
+    """
     divided = any(
         meta.requires_grad and not isinstance(dual.value, Replicate)
         for meta, dual in zip(call.operands, strategy.inputs, strict=True)
@@ -177,7 +191,9 @@ def _needs_whole_gradient(call: OpCall, strategy: AxisStrategy) -> bool:
 
 
 def _batch_norm(call: OpCall) -> Iterator[TimeStrategy]:
-    """Statistics are those of a micro-batch, as in plain gradient accumulation: the one documented exception."""
+    """Statistics are those of a micro-batch, as in plain gradient accumulation: the one documented
+    exception.
+    """
     yield TimeStrategy((WHOLE,) * len(call.operands), (WHOLE,) * len(call.results))
     x = bind(call)["x"].index
     statistics = tuple(range(1, len(call.results)))
@@ -186,7 +202,9 @@ def _batch_norm(call: OpCall) -> Iterator[TimeStrategy]:
 
 
 def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
-    """What a device mesh does not offer because it would not pay, or would round: here it costs nothing more."""
+    """What a device mesh does not offer because it would not pay, or would round: here it costs
+    nothing more.
+    """
     whole = (WHOLE,) * len(call.operands)
     if call.target in _CASTS and call.results[0].dtype.is_floating_point:
         yield TimeStrategy((SUM,), (SUM,))
@@ -199,7 +217,8 @@ def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
     adds_number = aten_name(call.target) in ("add", "sub", "rsub") and len(call.operands) == 1
     if adds_number and isinstance(call.args[0], Slot) and call.results[0].dtype.is_floating_point:
         yield TimeStrategy((SUM,), (SUM,), adds_number=True)
-    # The result's size is an argument and no rule says which dims may be drawn by themselves: in time all may.
+    # The result's size is an argument and no rule says which dims may be drawn by themselves: in
+    # time all may.
     if aten_name(call.target) == "randint":
         for dim in range(len(call.results[0].shape)):
             yield TimeStrategy(whole, (rows(dim, ANY),))
@@ -211,7 +230,9 @@ def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
 
 
 def _row_numbers(call: OpCall, found: tuple[TimeStrategy, ...]) -> Iterator[TimeStrategy]:
-    """`x[arange(B), i]`: every row of x is read by itself, so a micro-batch may count its rows from 0."""
+    """`x[arange(B), i]`: every row of x is read by itself, so a micro-batch may count its rows from
+    0.
+    """
     if call.target in _ARANGES:
         bound = bind(call)
         if (bound.get("start", 0), bound.get("step", 1), bound["end"]) == (
@@ -232,7 +253,9 @@ def _row_numbers(call: OpCall, found: tuple[TimeStrategy, ...]) -> Iterator[Time
 
 
 def _read_by_number(call: OpCall) -> Iterator[TimeStrategy]:
-    """x[n, i, j] where n numbers the rows of x: the index tensors broadcast, along one dim of them lie the rows."""
+    """x[n, i, j] where n numbers the rows of x: the index tensors broadcast, along one dim of them
+    lie the rows.
+    """
     source, indices = call.args[0], call.args[1]
     positions = [d for d, index in enumerate(indices) if isinstance(index, Slot)]
     if not positions or positions[0] != 0 or positions != list(range(len(positions))):
@@ -265,17 +288,21 @@ def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> O
     return replace(local, args=(first, number / num_microbatches, *others))
 
 
-# --- Where rows go in views, `cat`, `split` and slices when a dim holds several runs of rows, one after the other.
+# --- Where rows go in views, `cat`, `split` and slices when a dim holds several runs of rows, one
+# after the other.
 #
-# A dim with `segments` k is [k, n]: k runs of n rows (or rows times something), each of which is cut into equal
-# parts. `torch.cat([a, b])` has k = 2, [T, B] flattened has k = T. Micro-batches have this layout, meshes do not.
+# A dim with `segments` k is [k, n]: k runs of n rows (or rows times something), each of which is
+# cut into equal parts. `torch.cat([a, b])` has k = 2, [T, B] flattened has k = T. Micro-batches
+# have this layout, meshes do not.
 
 
 SPLITS = ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk")
 
 
 def regroups_dims(call: OpCall) -> bool:
-    """Whether the op may merge or split dims, so that rows in several runs do not stay where single runs do."""
+    """Whether the op may merge or split dims, so that rows in several runs do not stay where single
+    runs do.
+    """
     return aten_name(call.target) in RESHAPES
 
 
@@ -316,7 +343,9 @@ def _start(call: OpCall) -> int | None:
 def _viewed(
     source: tuple[int, ...], target: tuple[int, ...], state: State, num_parts: int
 ) -> tuple[State, ...] | None:
-    """[before, n, after] in both shapes: n are the rows, `before` is what dims and segments in front of them hold."""
+    """[before, n, after] in both shapes: n are the rows, `before` is what dims and segments in
+    front of them hold.
+    """
     before = math.prod(source[: state.dim]) * state.segments  # runs of rows, in order
     front = 1  # elements of the target's dims that were passed
     for j, size in enumerate(target):

@@ -1,10 +1,13 @@
-"""Which state every value of a step has on micro-batches, and which ops must run once on the whole batch instead.
+"""Which state every value of a step has on micro-batches, and which ops must run once on the whole
+batch instead.
 
-One walk in op order. An op takes the strategy that fits its operands' states; where none does, an operand may be shared
-out (`R` as summands of 1/M), made again as rows (`zeros(B, h)`), or handed in by the prologue; else the op is moved to
-the prologue (it depends on no parameter), to the epilogue (only logs and outputs depend on it), or the step is refused.
+One walk in op order. An op takes the strategy that fits its operands' states; where none does, an
+operand may be shared out (`R` as summands of 1/M), made again as rows (`zeros(B, h)`), or handed in
+by the prologue; else the op is moved to the prologue (it depends on no parameter), to the epilogue
+(only logs and outputs depend on it), or the step is refused.
 
-At the end (`rows_of_ranks`): which part of a step's results belongs to one rank's rows, as user code wants them.
+At the end (`rows_of_ranks`): which part of a step's results belongs to one rank's rows, as user
+code wants them.
 """
 
 import math
@@ -28,7 +31,9 @@ Form = Literal["own", "share", "given"]
 
 @dataclass(frozen=True)
 class Use:
-    """How an op reads a value: `own`: as it is; `share`: 1/M of it; `given`: by the prologue, in `state`."""
+    """How an op reads a value: `own`: as it is; `share`: 1/M of it; `given`: by the prologue, in
+    `state`.
+    """
 
     value: int
     form: Form = "own"
@@ -47,7 +52,8 @@ class Chosen:
 class States:
     """The finding."""
 
-    # value -> its state in the micro graph (whole for values of moved ops, which the prologue gives)
+    # value -> its state in the micro graph (whole for values of moved ops, which the prologue
+    # gives)
     state: dict[int, State]
     chosen: dict[int, Chosen]  # op index -> how it runs in the micro graph
     moved: frozenset[int]  # ops whose results only the prologue makes
@@ -55,10 +61,12 @@ class States:
 
 
 def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> States:
-    """States of all values of `step` on `num_microbatches` micro-batches of rows that `num_ranks` ranks bring.
+    """States of all values of `step` on `num_microbatches` micro-batches of rows that `num_ranks`
+    ranks bring.
 
     Raises:
-        PlanError: the loss (or what it depends on) cannot be computed micro-batch by micro-batch exactly.
+        PlanError: the loss (or what it depends on) cannot be computed micro-batch by micro-batch
+            exactly.
     """
     independent = {
         entry.value for group in (step.buffers, step.batch, step.constants) for entry in group
@@ -71,8 +79,9 @@ def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> State
 
 _FIX = "set num_microbatches=1, or write the loss as a sum or mean over the rows of the batch"
 
-# How unwanted it is that an operand needs a multiplication, an op made anew, a number from the prologue, rows from it,
-# and (only where nothing else is left: every micro-batch then does the work of all) all rows of the batch.
+# How unwanted it is that an operand needs a multiplication, an op made anew, a number from the
+# prologue, rows from it, and (only where nothing else is left: every micro-batch then does the work
+# of all) all rows of the batch.
 _SHARE, _REMAKE, _GIVE, _GIVE_ROWS, _GIVE_ALL_ROWS = 1, 2, 3, 4, 1000
 
 
@@ -112,7 +121,9 @@ class _Walk:
         return States(self.state, self.chosen, frozenset(self.moved), frozenset(self.late))
 
     def _walk(self) -> bool:
-        """Walk all ops; False when an earlier op was forced to another strategy: then the walk must be taken again."""
+        """Walk all ops; False when an earlier op was forced to another strategy: then the walk must
+        be taken again.
+        """
         self.chosen: dict[int, Chosen] = {}
         self.moved: set[int] = set()
         self.late: set[int] = set()
@@ -158,7 +169,9 @@ class _Walk:
             self._postpone(index)
 
     def _once_is_enough(self, index: int, fit: _Fit) -> bool:
-        """What is whole and depends on all rows, or is random, is made once for all micro-batches."""
+        """What is whole and depends on all rows, or is random, is made once for all
+        micro-batches.
+        """
         op = self.step.ops[index]
         whole = all(state == WHOLE for state in fit.chosen.strategy.outputs)
         return whole and (fit.wants_whole or self._made_by(self.moved, op) or is_random(op.call))
@@ -223,7 +236,9 @@ class _Walk:
         return self.step.values[value].shape[want.dim] % (want.segments * self.num_parts) == 0
 
     def _remake(self, value: int, want: State) -> dict[int, TimeStrategy] | None:
-        """Strategies of earlier ops under which a whole `value` is made in rows (`expand`, `zeros`); None: no way."""
+        """Strategies of earlier ops under which a whole `value` is made in rows (`expand`,
+        `zeros`); None: no way.
+        """
         index = self.step.makers.get(value)
         if (
             want.kind not in ("rows", "numbers")
@@ -282,8 +297,10 @@ class _Walk:
 
 
 def sums_over_rows(step: StepGraph, num_ranks: int) -> bool:
-    """Whether the loss, or a summand of it, is known to be a sum over the rows of all ranks, not a mean: nothing on its
-    way is divided by what is made of the batch, or by a number that may be that of all rows (or one less)."""
+    """Whether the loss, or a summand of it, is known to be a sum over the rows of all ranks, not a
+    mean: nothing on its
+    way is divided by what is made of the batch, or by a number that may be that of all rows (or one
+    less)."""
     try:
         states = find_states(step, num_ranks, 1)
     except PlanError:  # rows meet one another
@@ -327,11 +344,14 @@ _BY_INDEX = (
 def where_rows_meet(
     step: StepGraph, num_ranks: int, by_place: bool, own_step: Callable[[], StepGraph]
 ) -> str | None:
-    """The user's line on which the loss depends on rows of several ranks' being one batch; None: there is none.
+    """The user's line on which the loss depends on rows of several ranks' being one batch; None:
+    there is none.
 
-    by_place: only where rows are taken by their places (`x[0]`, `x[:5]`, `x.squeeze(0)` of a batch of one), as each
-    rank's own batch has others there. Equal pieces of all rows, smaller than a rank's, are a loop over these.
-    own_step: of this rank's rows alone. Groups of rows that are others there are by place, too (`x.view(5, -1, n)`).
+    by_place: only where rows are taken by their places (`x[0]`, `x[:5]`, `x.squeeze(0)` of a batch
+    of one), as each rank's own batch has others there. Equal pieces of all rows, smaller than a
+    rank's, are a loop over these.
+    own_step: of this rank's rows alone. Groups of rows that are others there are by place, too
+    (`x.view(5, -1, n)`).
     """
     found = _WalkOfRanks(step.bare(()), num_ranks, 1, set()).states()
     lines, given = (
@@ -384,9 +404,11 @@ def where_rows_meet(
 
 
 def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, State]:
-    """Where values that the step returns or appends to lists have rows: value -> how the ranks' parts are cut from it.
+    """Where values that the step returns or appends to lists have rows: value -> how the ranks'
+    parts are cut from it.
 
-    All others are the same for everybody: losses, statistics of the batch, results in which rows of several ranks meet.
+    All others are the same for everybody: losses, statistics of the batch, results in which rows of
+    several ranks meet.
     """
     shown = {
         leaf.index
@@ -402,7 +424,9 @@ def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, State]:
 
 
 class _WalkOfRanks(_Walk):
-    """Sums, and what rows of several ranks make, are whole: everybody has them when the step has run."""
+    """Sums, and what rows of several ranks make, are whole: everybody has them when the step has
+    run.
+    """
 
     def _postpone(self, index: int) -> None:
         self._move(index)

@@ -1,7 +1,9 @@
-"""microbatch: a step as the same work on M equal micro-batches, exactly. A transform from StepGraph to StepGraphs.
+"""microbatch: a step as the same work on M equal micro-batches, exactly. A transform from StepGraph
+to StepGraphs.
 
-Micro-batches are one more mesh axis, in time: the sharding rules say how every op splits over it. states.py finds
-a state for every value; here the graphs are written down: prologue, micro graph, epilogue (`MicroStep`).
+Micro-batches are one more mesh axis, in time: the sharding rules say how every op splits over it.
+states.py finds a state for every value; here the graphs are written down: prologue, micro graph,
+epilogue (`MicroStep`).
 """
 
 import math
@@ -23,45 +25,54 @@ from alpa_strategy.sharding.strategies import is_random
 class MicroStep:
     """A step cut into `num_microbatches` equal micro-batches, exactly.
 
-    Values keep the step's numbers; what has no counterpart in the step (a share of 1/M, a given value that the graph
-    also makes itself) is numbered after them. The step's values after all micro-batches are the prologue's, the
-    combined ones and the epilogue's together: with them logs, metrics, the output and buffer updates are done once, as
-    the whole step's records say. `graph`, `prologue` and `epilogue` have no records of their own: `output` of each is a
-    tuple with a ValueRef of everything that must leave it.
+    Values keep the step's numbers; what has no counterpart in the step (a share of 1/M, a given
+    value that the graph also makes itself) is numbered after them. The step's values after all
+    micro-batches are the prologue's, the combined ones and the epilogue's together: with them logs,
+    metrics, the output and buffer updates are done once, as the whole step's records say. `graph`,
+    `prologue` and `epilogue` have no records of their own: `output` of each is a tuple with a
+    ValueRef of everything that must leave it.
     """
 
     num_microbatches: int  # M
-    # the step on one micro-batch, at global shapes divided by M along the batch. Its loss is a summand: the sum over
-    # the micro-batches is the whole step's. The gradients of its parameters add up over them.
+    # the step on one micro-batch, at global shapes divided by M along the batch. Its loss is a
+    # summand: the sum over the micro-batches is the whole step's. The gradients of its parameters
+    # add up over them.
     graph: StepGraph
-    # what must be known of the whole batch before any micro-batch runs and depends on no parameter (the number of
-    # targets that are not ignored, a random mask): a step over the whole batch whose `escaping` values are handed to
-    # `graph` or belong to the step's results, or None
+    # what must be known of the whole batch before any micro-batch runs and depends on no parameter
+    # (the number of targets that are not ignored, a random mask): a step over the whole batch whose
+    # `escaping` values are handed to `graph` or belong to the step's results, or None
     prologue: StepGraph | None = None
     # value in `graph` (one of `graph.received`) -> value in `prologue` that fills it
     given: dict[int, int] = field(default_factory=dict)
-    # of every value of `given` and every escaping one of `graph`, what a micro-batch has of it. Rows are cut and joined
-    # (see `cut`), like those of a batch leaf; sums are added up; of what escapes whole the last micro-batch's is taken
-    # (all are equal, but for updates of sequential buffers).
+    # of every value of `given` and every escaping one of `graph`, what a micro-batch has of it.
+    # Rows are cut and joined (see `cut`), like those of a batch leaf; sums are added up; of what
+    # escapes whole the last micro-batch's is taken (all are equal, but for updates of sequential
+    # buffers).
     states: dict[int, State] = field(default_factory=dict)
-    # buffers that every micro-batch updates and the next one reads (BatchNorm statistics, as in plain gradient
-    # accumulation). All other buffers keep their values until the step's end.
+    # buffers that every micro-batch updates and the next one reads (BatchNorm statistics, as in
+    # plain gradient accumulation). All other buffers keep their values until the step's end.
     sequential_buffers: tuple[str, ...] = ()
-    # logs and outputs that are no sums over micro-batches (`loss.exp()`): a step over combined and prologue values
+    # logs and outputs that are no sums over micro-batches (`loss.exp()`): a step over combined and
+    # prologue values
     epilogue: StepGraph | None = None
 
 
 def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> MicroStep:
-    """Cut `step` into `num_microbatches` micro-batches whose losses and gradients add up to the whole step's.
+    """Cut `step` into `num_microbatches` micro-batches whose losses and gradients add up to the
+    whole step's.
 
-    Micro-batch m is made of the m-th part of every rank's rows. Exceptions to exactness, as in plain gradient
-    accumulation: BatchNorm takes its statistics per micro-batch, and dropout draws other numbers than in one batch.
+    Micro-batch m is made of the m-th part of every rank's rows. Exceptions to exactness, as in
+    plain gradient
+    accumulation: BatchNorm takes its statistics per micro-batch, and dropout draws other numbers
+    than in one batch.
 
     Args:
-        num_ranks: ranks of the job; with `batch_scope="rank"` each brings rows of its own and must be able to cut them.
+        num_ranks: ranks of the job; with `batch_scope="rank"` each brings rows of its own and must
+            be able to cut them.
 
     Raises:
-        PlanError: the rows cannot be cut equally, or something that the loss depends on mixes rows of micro-batches.
+        PlanError: the rows cannot be cut equally, or something that the loss depends on mixes rows
+            of micro-batches.
     """
     if num_microbatches == 1:
         return MicroStep(
@@ -207,7 +218,9 @@ class _Writer:
         return use
 
     def _loss_use(self) -> Use:
-        """The loss is a summand: one that is the same in every micro-batch counts for 1/M in each."""
+        """The loss is a summand: one that is the same in every micro-batch counts for 1/M in
+        each.
+        """
         return Use(
             self.step.loss, "own" if self.states.state[self.step.loss].kind == "sum" else "share"
         )
@@ -219,7 +232,9 @@ class _Writer:
         return len(self.values) - 1
 
     def _number_given(self, uses: list[Use], made: set[int]) -> dict[Use, int]:
-        """Numbers of what the prologue gives: the value's own where the micro graph does not make it itself."""
+        """Numbers of what the prologue gives: the value's own where the micro graph does not make
+        it itself.
+        """
         taken = set(made)
         for use in uses:
             meta = self._local(use.value, use.state)
@@ -305,11 +320,14 @@ class _Writer:
         return self._part(ops, wanted, tuple(sorted(read - late_values - numbers - self.inputs)))
 
     def _part(self, ops: tuple[Op, ...], wanted: list[int], received: tuple[int, ...]) -> StepGraph:
-        """A graph of some of the step's ops at the step's own shapes, with those inputs only that they read."""
+        """A graph of some of the step's ops at the step's own shapes, with those inputs only that
+        they read.
+        """
         return replace(self.step.part(ops, wanted), received=received, notes=())
 
     def _sequential_buffers(self, kept: list[int]) -> tuple[str, ...]:
-        """Buffers updated by statistics of a micro-batch, and what else their modules update (`num_batches_tracked`).
+        """Buffers updated by statistics of a micro-batch, and what else their modules update
+        (`num_batches_tracked`).
 
         A pass over the whole step: an update may be computed from the statistics.
         """

@@ -1,6 +1,8 @@
-"""From a plan's stages to a running `Pipeline`: slices the micro-batched step, lowers this rank's stages, connects all.
+"""From a plan's stages to a running `Pipeline`: slices the micro-batched step, lowers this rank's
+stages, connects all.
 
-The stages' meshes, a `ParameterStore` (the caller shards it), then `build_pipeline`, once for each shape of batch.
+The stages' meshes, a `ParameterStore` (the caller shards it), then `build_pipeline`, once for each
+shape of batch.
 """
 
 import warnings
@@ -36,7 +38,9 @@ from alpa_strategy.sharding.cross_mesh import StageSpec
 
 @dataclass(frozen=True)
 class StagePlaces:
-    """Where this rank runs its stages: the same for all pipelines of a job, whatever batches they are for."""
+    """Where this rank runs its stages: the same for all pipelines of a job, whatever batches they
+    are for.
+    """
 
     meshes: Sequence[MeshComm | None]  # per stage this rank's mesh, None for stages of others
     randoms: Mapping[int, ShardedRandom]  # this rank's stages -> random streams (`stage_randoms`)
@@ -58,14 +62,16 @@ def build_pipeline(
 ) -> Pipeline:
     """The pipeline that runs `micro` under `stages`. Collective over the whole job.
 
-    `Pipeline.step` takes the batch in the order of `micro.graph.batch`, `given` by the numbers of `micro.given`, and
-    returns the values of `micro.graph.escaping`; see `MicroStep` for what prologue and epilogue add to them.
+    `Pipeline.step` takes the batch in the order of `micro.graph.batch`, `given` by the numbers of
+    `micro.given`, and returns the values of `micro.graph.escaping`; see `MicroStep` for what
+    prologue and epilogue add to them.
 
     Args:
         stages: in order, covering the ops of `micro.graph`.
         schedule: see `PipelineSpec`.
         stores: this rank's stages -> their parameters.
-        held: per stage, name -> how it holds its parameters, this step's or not; by default those of `stages`.
+        held: per stage, name -> how it holds its parameters, this step's or not; by default those
+            of `stages`.
     """
     graph = micro.graph
     graphs = [slice_stage(graph, *stage.ops) for stage in stages]
@@ -109,7 +115,9 @@ def build_pipeline(
 def _program(
     index: int, graph: StepGraph, stage: StagePlan, places: StagePlaces, store: MeshParameters
 ) -> tuple[StageProgram, PerStepValues]:
-    """What runs stage `index` of `graph` for a micro-batch, and what it makes of the parameters once per step."""
+    """What runs stage `index` of `graph` for a micro-batch, and what it makes of the parameters
+    once per step.
+    """
     random, mesh = places.randoms[index], places.meshes[index]
     assert mesh is not None
     lowered = lower_stage(
@@ -121,7 +129,9 @@ def _program(
     def run(
         span: StepGraph, program: LoweredStep, regathers: bool, inputs: StageInputs
     ) -> tuple[Values, Values, Values]:
-        """A `SpanProgram`: with inputs by value, what is made once per step, and ZeRO-3's regathering."""
+        """A `SpanProgram`: with inputs by value, what is made once per step, and ZeRO-3's
+        regathering.
+        """
         rows = [inputs.batch[place[leaf.value]] for leaf in span.batch]
         received = [inputs.received[value] for value in span.received]
         parameters = per_step.beside(inputs.parameters, inputs.buffers)
@@ -146,7 +156,9 @@ def _program(
 def stage_randoms(
     stages: Sequence[StagePlan], meshes: Sequence[MeshComm | None], seed: int
 ) -> dict[int, ShardedRandom]:
-    """This rank's stages -> random streams: on a mesh of one device each stage would else draw as its neighbours do."""
+    """This rank's stages -> random streams: on a mesh of one device each stage would else draw as
+    its neighbours do.
+    """
     return {
         index: ShardedRandom(mesh, seed + 1_000_003 * index, own_stream=len(stages) > 1)
         for index, mesh in enumerate(meshes)
@@ -180,7 +192,9 @@ def _shared(
     stages: Sequence[StagePlan],
     held: Sequence[Mapping[str, ParameterPlan]],
 ) -> tuple[SharedParameter, ...]:
-    """Trainable parameters of the step that stages on different devices hold, whether all of them use it or not."""
+    """Trainable parameters of the step that stages on different devices hold, whether all of them
+    use it or not.
+    """
     trained = {
         given.name: given
         for graph in graphs

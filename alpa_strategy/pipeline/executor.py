@@ -1,6 +1,8 @@
-"""Pipeline: a whole step over all stages. Batch rows to the stages, the schedule, results to all ranks.
+"""Pipeline: a whole step over all stages. Batch rows to the stages, the schedule, results to all
+ranks.
 
-Every rank of the job makes the same `Pipeline` from the same `PipelineSpec` and calls `step` together; only `own`
+Every rank of the job makes the same `Pipeline` from the same `PipelineSpec` and calls `step`
+together; only `own`
 (programs, parameters and meshes of the stages that this rank takes part in) differs."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +36,8 @@ from alpa_strategy.sharding.cross_mesh import (
 
 LOOK_AHEAD = 2  # actions for which receives are posted before they are needed
 
-# Messages' tags: from 0 on the batch's delivery, then the shared gradients, then a range per step with all channels.
+# Messages' tags: from 0 on the batch's delivery, then the shared gradients, then a range per step
+# with all channels.
 FIRST_SHARED_TAG = 1 << 16
 FIRST_CHANNEL_TAG = 1 << 20
 LAST_TAG = (1 << 31) - 1  # of gloo
@@ -42,7 +45,9 @@ LAST_TAG = (1 << 31) - 1  # of gloo
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that stages on different meshes use: its gradient is summed over them after the step."""
+    """A parameter that stages on different meshes use: its gradient is summed over them after the
+    step.
+    """
 
     shape: tuple[int, ...]  # of the whole parameter, in the dims of its storage layouts
     dtype: torch.dtype
@@ -147,8 +152,9 @@ class Pipeline:
     def step(
         self, batch: Sequence[Tensor], given: Values | None = None, loss_scale: float = 1.0
     ) -> tuple[Values, Gradients]:
-        """Forward, backward and reduction of a step over the global batch: the escaping values, on every rank, and this
-        rank's parameters with their new gradients. `.grad`s are left as they were.
+        """Forward, backward and reduction of a step over the global batch: the escaping values, on
+        every rank, and this rank's parameters with their new gradients. `.grad`s are left as they
+        were.
 
         Args:
             batch: this rank's rows of the batch's tensors, in the order of the graph's `batch`.
@@ -158,7 +164,8 @@ class Pipeline:
         Raises:
             LostRankError: another rank is gone or hangs.
         """
-        # `.grad` may hold what earlier batches have accumulated: it is put aside while this step makes its own.
+        # `.grad` may hold what earlier batches have accumulated: it is put aside while this step
+        # makes its own.
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -172,7 +179,8 @@ class Pipeline:
             self._sum_shared()
             gradients = tuple((p, p.grad) for p in self._parameters if p.grad is not None)
         except BaseException:
-            # The next step must not wait for messages that nobody fetches any more; their memory stays theirs.
+            # The next step must not wait for messages that nobody fetches any more; their memory
+            # stays theirs.
             self._abandoned.append(self._outbox)
             self._outbox = Outbox()
             for worker in self._workers.values():
@@ -204,7 +212,8 @@ class Pipeline:
         for reduced in self._last_backward.values():
             reduced.reducer.enabled = False
         for place, action in enumerate(self._actions):
-            # gloo holds a message back until its receive is posted: two actions ahead, it travels while we compute.
+            # gloo holds a message back until its receive is posted: two actions ahead, it travels
+            # while we compute.
             first = place + LOOK_AHEAD if place else 0
             for ahead in self._actions[first : place + LOOK_AHEAD + 1]:
                 self._workers[ahead.stage].post(ahead)
@@ -255,7 +264,9 @@ class Pipeline:
         return result
 
     def _collect(self) -> Values:
-        """Escaping values of the whole step, from the first rank of the stage that makes them to all ranks."""
+        """Escaping values of the whole step, from the first rank of the stage that makes them to
+        all ranks.
+        """
         results: Values = {}
         for index, stage in enumerate(self.spec.stages):
             worker = self._workers.get(index)
@@ -313,7 +324,9 @@ class Pipeline:
 
 
 class Delivery:
-    """The way of the batch's rows to all stages on one mesh, all micro-batches in one message per pair of ranks."""
+    """The way of the batch's rows to all stages on one mesh, all micro-batches in one message per
+    pair of ranks.
+    """
 
     def __init__(
         self,
@@ -361,7 +374,9 @@ class Delivery:
     def batches(
         self, index: int, tensors: list[Tensor], batch: Sequence[Tensor]
     ) -> list[dict[int, Tensor]]:
-        """Micro-batch -> tensors of stage `index`; `batch` gives those that are the same everywhere."""
+        """Micro-batch -> tensors of stage `index`; `batch` gives those that are the same
+        everywhere.
+        """
         stage = self._spec.stages[index]
         result: list[dict[int, Tensor]] = []
         for m in range(self._spec.micro.num_microbatches):
@@ -374,7 +389,9 @@ class Delivery:
 
 
 class SharedSum:
-    """The sum of one parameter's gradients over the meshes that use it: each hands its own to all others."""
+    """The sum of one parameter's gradients over the meshes that use it: each hands its own to all
+    others.
+    """
 
     def __init__(
         self,
@@ -386,7 +403,8 @@ class SharedSum:
     ) -> None:
         uses = list({spec.stages[use[0]].ranks: use for use in shared.uses}.values())
         sides = [spec.stages[stage].side(layout) for stage, _, layout in uses]
-        # Few meshes share a parameter (two, where embeddings are tied): all to all is one message each way.
+        # Few meshes share a parameter (two, where embeddings are tied): all to all is one message
+        # each way.
         self._order = list(permutations(range(len(uses)), 2))  # (use that sends, use that receives)
         self.transfers = [
             transfer([plan_transfer(shared.shape, shared.dtype, sides[i], sides[j])])
@@ -411,7 +429,9 @@ class SharedSum:
         return [[grad]] * len(self.transfers)
 
     def add(self, arrived: Sequence[list[Tensor]]) -> None:
-        """Add up in the uses' order, the same on all meshes, so that the copies stay equal bit by bit."""
+        """Add up in the uses' order, the same on all meshes, so that the copies stay equal bit by
+        bit.
+        """
         if self._mine is None:
             return
         me, parameter, shape = self._mine

@@ -1,6 +1,8 @@
-"""Values that a stage makes of its parameters alone (casts, weight norm): computed once per step, kept for all its
-micro-batches. To a micro-batch's autograd they are one node between the parameters and their uses, so that gradients
-reach the parameters micro-batch by micro-batch, in the order and precision in which they would without this."""
+"""Values that a stage makes of its parameters alone (casts, weight norm): computed once per step,
+kept for all its micro-batches. To a micro-batch's autograd they are one node between the parameters
+and their uses, so that gradients
+reach the parameters micro-batch by micro-batch, in the order and precision in which they would
+without this."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,11 +39,14 @@ class PerStepValues:
     def beside(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]
     ) -> Mapping[str, Tensor]:
-        """`parameters` and the derived values, each made when it is first asked for: for one run of a program."""
+        """`parameters` and the derived values, each made when it is first asked for: for one run of
+        a program.
+        """
         if not self._programs:
             return parameters
 
-        # Not in the mapping itself: `make` would hold what holds it, and a collection alone would free a step's values.
+        # Not in the mapping itself: `make` would hold what holds it, and a collection alone would
+        # free a step's values.
         values: dict[str, Tensor] = {}
 
         def make(name: str) -> Tensor:
@@ -56,7 +61,9 @@ class PerStepValues:
     def hand_out(
         self, name: str, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """All values of the derivation that makes `name`, as a graph sees them that starts at `parameters`."""
+        """All values of the derivation that makes `name`, as a graph sees them that starts at
+        `parameters`.
+        """
         program = self._programs[name]
         made = self._made.get(id(program))
         if made is None:
@@ -65,8 +72,8 @@ class PerStepValues:
                 name: each.detach().requires_grad_(each.requires_grad)
                 for name, each in given.items()
             }
-            # What its backward needs is kept as it is, not gathered again for each micro-batch; a result that an op
-            # saves without its graph, which would hold itself.
+            # What its backward needs is kept as it is, not gathered again for each micro-batch; a
+            # result that an op saves without its graph, which would hold itself.
             as_it_is = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
             with torch.enable_grad(), as_it_is:
                 results = program(leaves, buffers, ())[2]
@@ -81,7 +88,8 @@ class PerStepValues:
 
 
 class _Derived(torch.autograd.Function):
-    """(what was made, its trained parameters) -> the derived values; their graph stays for the next micro-batch.
+    """(what was made, its trained parameters) -> the derived values; their graph stays for the next
+    micro-batch.
 
     `is_made_of_parameters` is for `regather`: what is gathered of these values is gathered again.
     """

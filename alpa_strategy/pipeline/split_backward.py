@@ -1,8 +1,9 @@
-"""A backward in two halves, for zero-bubble schedules: first the gradients of the inputs, later those of the weights.
+"""A backward in two halves, for zero-bubble schedules: first the gradients of the inputs, later
+those of the weights.
 
-The first half runs the autograd graph from the results to the inputs and catches what arrives at every node from which
-a path leads to weights only. The second half starts there. Everything is done in the graph's own order, the same on all
-devices of a mesh, since the graph may hold collectives.
+The first half runs the autograd graph from the results to the inputs and catches what arrives at
+every node from which a path leads to weights only. The second half starts there. Everything is done
+in the graph's own order, the same on all devices of a mesh, since the graph may hold collectives.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,8 @@ class SplitBackward:
         roots: edges to differentiate (`get_gradient_edge` of the results).
         inputs: leaf tensors whose gradients are wanted first; must not be empty.
 
-    `run_inputs` returns the inputs' gradients; `run_weights` then accumulates into `.grad` of all other leaves.
+    `run_inputs` returns the inputs' gradients; `run_weights` then accumulates into `.grad` of all
+    other leaves.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class SplitBackward:
                 grads.append(self._root_grads[position])
             if not edges:
                 continue
-            # A start below another start of its group would get its gradient twice: by its own edge and from above.
+            # A start below another start of its group would get its gradient twice: by its own edge
+            # and from above.
             starts = group.starts if len(group.starts) + len(group.roots) > 1 else ()
             below = [(node, self._caught[node]) for node in starts]
             clamps = [
@@ -89,7 +92,9 @@ class SplitBackward:
 
 @dataclass(eq=False)
 class _Group:
-    """Leaves that are reached from the same start nodes; `roots` are positions of roots off the inputs' paths."""
+    """Leaves that are reached from the same start nodes; `roots` are positions of roots off the
+    inputs' paths.
+    """
 
     starts: dict[Node, None]  # in order, each once
     roots: list[int]
@@ -97,7 +102,8 @@ class _Group:
 
 
 def _groups(roots: list[Node], inputs: set[Node]) -> list[_Group]:
-    """Leaves of the graph below `roots`, but for `inputs`, with their start nodes: the first ones above them from which
+    """Leaves of the graph below `roots`, but for `inputs`, with their start nodes: the first ones
+    above them from which
     a path leads to the inputs. Leaves that share a start are in one group."""
     order = _reached(roots, _below)
     users: dict[Node, list[Node]] = {node: [] for node in order}

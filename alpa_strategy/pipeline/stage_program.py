@@ -1,9 +1,12 @@
-"""One stage's forward and backward of a micro-batch, whose activations are kept in between or made again.
+"""One stage's forward and backward of a micro-batch, whose activations are kept in between or made
+again.
 
-A stage that recomputes runs its forward without a graph, and its backward span by span, each span run once more just
-before. Between the two only what passes from span to span is kept, and of the intermediates never more than one span's.
-All devices of the stage run the same forwards and backwards in the same order, collectives included, which hooks of
-saved tensors (`torch.utils.checkpoint`) cannot promise: devices save different tensors. Knows no schedule, no messages.
+A stage that recomputes runs its forward without a graph, and its backward span by span, each span
+run once more just before. Between the two only what passes from span to span is kept, and of the
+intermediates never more than one span's. All devices of the stage run the same forwards and
+backwards in the same order, collectives included, which hooks of saved tensors
+(`torch.utils.checkpoint`) cannot promise: devices save different tensors. Knows no schedule, no
+messages.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,8 +36,8 @@ class StageInputs:
     ]  # what other stages made, and earlier spans of this one, by value
 
 
-# Gives (escaping values, whole on every device of the stage; values sent to other stages, in the stage's layouts; the
-# values made for later spans, as they are made).
+# Gives (escaping values, whole on every device of the stage; values sent to other stages, in the
+# stage's layouts; the values made for later spans, as they are made).
 SpanProgram = Callable[[StageInputs], tuple[Values, Values, Values]]
 
 
@@ -45,7 +48,8 @@ class Span:
     program: SpanProgram
     reads: tuple[int, ...]  # values handed in: what the stage received, and what earlier spans made
     differentiable: tuple[int, ...] = ()  # values made for later spans that get a gradient
-    # Names of trainable parameters that earlier spans use too: their gradients are complete only there.
+    # Names of trainable parameters that earlier spans use too: their gradients are complete only
+    # there.
     used_before: frozenset[str] = frozenset()
 
 
@@ -55,13 +59,16 @@ class StageProgram:
 
     spans: Sequence[Span]
     loss: int  # value index of the step's loss, whichever stage makes it
-    # of its random numbers (`ShardedRandom.bookmark`) where it recomputes. None: one span, whose activations are kept.
+    # of its random numbers (`ShardedRandom.bookmark`) where it recomputes. None: one span, whose
+    # activations are kept.
     bookmark: Callable[[], Replay] | None = None
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A span that has run, ready for its backward: edges of the graph, so that the results themselves can go."""
+    """A span that has run, ready for its backward: edges of the graph, so that the results
+    themselves can go.
+    """
 
     leaves: Values
     made: dict[int, GradientEdge]
@@ -70,7 +77,8 @@ class _Graph:
 
 
 class StageRun:
-    """One micro-batch in a stage: `forward`, then `backward`, then `weights` where that was asked for in halves.
+    """One micro-batch in a stage: `forward`, then `backward`, then `weights` where that was asked
+    for in halves.
 
     Args:
         wanted: received values that want a gradient.
@@ -83,7 +91,8 @@ class StageRun:
             *(value for span in stage.spans for value in span.differentiable),
         }
         self._graph: _Graph | None = None  # of the last span
-        # What is kept to recompute: tensors as they were, what passes from span to span, each span's random numbers.
+        # What is kept to recompute: tensors as they were, what passes from span to span, each
+        # span's random numbers.
         self._inputs: StageInputs | None = None
         self._values: Values = {}
         self._replays: list[Replay] = []
@@ -120,8 +129,9 @@ class StageRun:
         """Differentiate all spans; returns the gradients of the received values that want one.
 
         Args:
-            receive: waits for the gradients of what was sent to other stages, by value, of values that the stage only
-                passes on too. What is recomputed first is so while they are on their way.
+            receive: waits for the gradients of what was sent to other stages, by value, of values
+                that the stage only passes on too. What is recomputed first is so while they are on
+                their way.
             loss_scale: gradients are those of the loss times this.
             hold: told before every span whose parameters' gradients are not complete with it.
             in_halves: gradients of the weights are left to `weights`, where nothing is recomputed.
@@ -179,7 +189,9 @@ class StageRun:
     def _differentiate(
         self, graph: _Graph, inside: Values, grads: Values, loss_scale: Tensor, in_halves: bool
     ) -> Values:
-        """The backward of a span: gradients of what it read. Those of what it made are taken out of `inside`."""
+        """The backward of a span: gradients of what it read. Those of what it made are taken out of
+        `inside`.
+        """
         pairs = [(edge, inside.pop(v)) for v, edge in graph.made.items() if v in inside]
         pairs += [(edge, grads[v]) for v, edge in graph.sent.items() if v in grads]
         if graph.loss is not None:

@@ -1,7 +1,9 @@
-"""StageWorker: what one stage does with a micro-batch on this device, forward and backward. Knows no schedule.
+"""StageWorker: what one stage does with a micro-batch on this device, forward and backward. Knows
+no schedule.
 
-The executor calls `forward`, then `backward`, of the inputs alone before `backward_weights`, for every micro-batch in
-its schedule's order. Between the two the worker keeps what the backward needs, and nothing more.
+The executor calls `forward`, then `backward`, of the inputs alone before `backward_weights`, for
+every micro-batch in its schedule's order. Between the two the worker keeps what the backward needs,
+and nothing more.
 """
 
 from collections import defaultdict
@@ -20,7 +22,8 @@ from alpa_strategy.runtime.parameters import MeshParameters
 from alpa_strategy.schedules import Action, Orders
 from alpa_strategy.sharding.cross_mesh import Channel, StageSpec
 
-# (stage, `F` or `B`) -> micro-batches in the order in which the stage sends what it makes forward, or back.
+# (stage, `F` or `B`) -> micro-batches in the order in which the stage sends what it makes forward,
+# or back.
 Sends = Mapping[tuple[int, str], Sequence[int]]
 
 
@@ -47,7 +50,8 @@ class OwnStage:
 
 
 class ChannelEnd:
-    """A channel's end at a stage of this device: with every micro-batch one bundle comes in and one goes out.
+    """A channel's end at a stage of this device: with every micro-batch one bundle comes in and one
+    goes out.
 
     Args:
         is_source: values go out here and gradients come in; else the other way round.
@@ -67,7 +71,9 @@ class ChannelEnd:
         ] = []  # of steps that were broken off: gloo may still write into them
 
     def start_step(self, sent: Sequence[int], first_tag: int) -> None:
-        """Forget the step before. sent: micro-batches in the order in which the other end sends them."""
+        """Forget the step before. sent: micro-batches in the order in which the other end sends
+        them.
+        """
         if self._posted:
             self._abandoned.append(self._posted)
         self._coming, self._posted = iter(sent), {}
@@ -79,7 +85,9 @@ class ChannelEnd:
         self._outbound.forget()
 
     def post(self, microbatch: int) -> None:
-        """Post its receive, after those of what is sent before it: NCCL pairs messages by their order alone."""
+        """Post its receive, after those of what is sent before it: NCCL pairs messages by their
+        order alone.
+        """
         while microbatch not in self._posted:
             first = next(self._coming)
             self._posted[first] = self._inbound.receive(self._tag_in + 2 * first)
@@ -178,7 +186,9 @@ class StageWorker:
         self.escaped[microbatch] = {value: escaping[value].detach() for value in self.spec.escaping}
 
     def backward(self, microbatch: int, in_halves: bool) -> None:
-        """The backward of a micro-batch, or (`in_halves`) what others wait for of it: receive, differentiate, send."""
+        """The backward of a micro-batch, or (`in_halves`) what others wait for of it: receive,
+        differentiate, send.
+        """
         run = self._in_flight[microbatch] if in_halves else self._in_flight.pop(microbatch)
         receive = partial(self._arrived_grads, microbatch)
         grads = run.backward(receive, self._loss_scale, self._own.store.hold, in_halves)
@@ -190,7 +200,9 @@ class StageWorker:
         self._in_flight.pop(microbatch).weights()
 
     def _arrived_grads(self, microbatch: int) -> Values:
-        """Receive the gradients of the sent values; what several stages hand back is summed in the stages' order."""
+        """Receive the gradients of the sent values; what several stages hand back is summed in the
+        stages' order.
+        """
         grads: Values = {}
         for end in self._outgoing:
             for value, tensor in zip(end.differentiable, end.take(microbatch), strict=True):

@@ -1,12 +1,14 @@
 """A plan on this rank, and what runs captured steps under it.
 
-`PlacedPlan` holds the meshes, random streams and parameters of this rank's stages, for as long as the module lies in
-shards. For each captured step it makes a `StepProgram`, whatever the number of stages:
+`PlacedPlan` holds the meshes, random streams and parameters of this rank's stages, for as long as
+the module lies in shards. For each captured step it makes a `StepProgram`, whatever the number of
+stages:
 
-- direct: one stage, the whole batch at once. The values carry their autograd graph, and the backward of the loss runs
+- direct: one stage, the whole batch at once. The values carry their autograd graph, and the
+  backward of the loss runs
   it as on one device: hooks on it are called.
-- pipelined: stages or micro-batches. Backward included, a step is one call of a `Pipeline`; the backward of the loss
-  finds the gradients there and only hands them over.
+- pipelined: stages or micro-batches. Backward included, a step is one call of a `Pipeline`; the
+  backward of the loss finds the gradients there and only hands them over.
 - whole: what the stages cannot run, a last smaller batch perhaps. Every rank computes all of it.
 """
 
@@ -41,8 +43,8 @@ ONE_STAGE_SCHEDULE = (
 )
 
 
-# What runs a captured step here: (this rank's batch, the counters' values) -> the step's escaping values by number,
-# whole on every rank; the loss can be differentiated.
+# What runs a captured step here: (this rank's batch, the counters' values) -> the step's escaping
+# values by number, whole on every rank; the loss can be differentiated.
 StepProgram = Callable[[Any, Mapping[str, int]], Values]
 
 
@@ -54,7 +56,8 @@ class PlacedPlan:
         parameters: of the step that was planned.
         compile: arguments of `torch.compile`; None: programs of training steps are not compiled.
         seed: the job's, the same on all ranks.
-        loss_scale: what the loss will be scaled by (half precision): gradients that a step makes need it early.
+        loss_scale: what the loss will be scaled by (half precision): gradients that a step makes
+            need it early.
         replica: runs the plan, beside others that hold the same; None: all of the job runs it.
     """
 
@@ -144,7 +147,8 @@ class PlacedPlan:
         counters: Mapping[str, int],
     ) -> Values:
         buffers = step_buffers(self.module, step, counters)
-        # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into the module's.
+        # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into
+        # the module's.
         pipeline.set_buffers(
             {name: b.clone() if isinstance(b, Tensor) else b for name, b in buffers.items()}
         )
@@ -184,17 +188,19 @@ class PlacedPlan:
         values: Values,
         trains: bool = False,
     ) -> tuple[Values, dict[str, Tensor]]:
-        """What `part` makes of the global batch and of whole parameters, and these, to differentiate by. Collective.
+        """What `part` makes of the global batch and of whole parameters, and these, to
+        differentiate by. Collective.
 
-        Every rank does all of it, with random numbers that are the same on all of them and others at every step; the
-        rank's own go on after it. values: what `part` receives.
+        Every rank does all of it, with random numbers that are the same on all of them and others
+        at every step; the rank's own go on after it. values: what `part` receives.
         """
         leaves = {}
         for given in part.parameters:
             leaf = self.store.gather(self.module.get_parameter(given.name)).detach()
             leaves[given.name] = leaf.requires_grad_(trains and given.meta.requires_grad)
         rows = _global_rows(part, batch, self.store.mesh)
-        # By default fork_rng touches every GPU of the node, with a warning; the others belong to other ranks.
+        # By default fork_rng touches every GPU of the node, with a warning; the others belong to
+        # other ranks.
         here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=here), torch.set_grad_enabled(trains):
             torch.manual_seed(
@@ -216,7 +222,9 @@ class PlacedPlan:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken; nothing is done where that was on other meshes, or of another kind."""
+        """Continue where `state_dict` was taken; nothing is done where that was on other meshes, or
+        of another kind.
+        """
         if state.get("devices") != self._devices():
             return
         self._seed, self.num_steps = state["seed"], state.get("num_steps", 0)
@@ -231,7 +239,9 @@ class PlacedPlan:
 
 
 def hand_over(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:
-    """The loss, with a backward that adds `gradients`, which are those of the loss times `scale`, to `.grad`s."""
+    """The loss, with a backward that adds `gradients`, which are those of the loss times `scale`,
+    to `.grad`s.
+    """
     # An input that wants a gradient makes it differentiable on a rank without parameters too.
     return _HandOver.apply(
         torch.zeros((), device=loss.device, requires_grad=True), loss, gradients, scale
@@ -239,7 +249,9 @@ def hand_over(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:
 
 
 class _HandOver(torch.autograd.Function):
-    """Gradients pass by the parameters' own graph nodes, whose hooks would take them for parts yet to be reduced."""
+    """Gradients pass by the parameters' own graph nodes, whose hooks would take them for parts yet
+    to be reduced.
+    """
 
     @staticmethod
     def forward(
@@ -270,13 +282,17 @@ def step_buffers(module: nn.Module, step: StepGraph, counters: Mapping[str, int]
 
 
 def batch_rows(step: StepGraph, batch: Any) -> list[Tensor]:
-    """The batch's tensor leaves in `step.batch` order: this rank's rows, or all of them (`batch_scope="global"`)."""
+    """The batch's tensor leaves in `step.batch` order: this rank's rows, or all of them
+    (`batch_scope="global"`).
+    """
     leaves = pytree.tree_leaves(batch)
     return [leaves[given.leaf] for given in step.batch]
 
 
 def _rows_at_place(step: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
-    """The rows of this rank's place in the mesh: of another rank where devices lie in an order of their own."""
+    """The rows of this rank's place in the mesh: of another rank where devices lie in an order of
+    their own.
+    """
     rows = batch_rows(step, batch)
     if step.batch_scope == "global":
         return rows
@@ -285,7 +301,8 @@ def _rows_at_place(step: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
 
 
 def _global_rows(part: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
-    """The tensors of the global batch that `part` reads. Collective where the ranks bring rows of their own.
+    """The tensors of the global batch that `part` reads. Collective where the ranks bring rows of
+    their own.
 
     mesh: of all ranks.
     """

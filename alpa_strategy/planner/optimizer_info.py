@@ -1,7 +1,9 @@
-"""What planning must know of an optimizer: its state's bytes per element, those it moves, whether it is element-wise.
+"""What planning must know of an optimizer: its state's bytes per element, those it moves, whether
+it is element-wise.
 
-All are found by experiment, on a copy of the optimizer's class with the user's own settings and a tiny parameter:
-an optimizer is element-wise when training the shards of a parameter gives the shards of training the whole.
+All are found by experiment, on a copy of the optimizer's class with the user's own settings and a
+tiny parameter: an optimizer is element-wise when training the shards of a parameter gives the
+shards of training the whole.
 """
 
 import copy
@@ -26,11 +28,11 @@ Make = Callable[[list[torch.nn.Parameter]], Optimizer]  # a fresh optimizer of p
 
 
 def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerInfo:
-    """Find `OptimizerInfo` of the (single) optimizer that `configure_optimizers` gave, of any class, by experiment:
-    with every kind of group that it has, and parameters of as many dims.
+    """Find `OptimizerInfo` of the (single) optimizer that `configure_optimizers` gave, of any
+    class, by experiment: with every kind of group that it has, and parameters of as many dims.
 
-    Raises AlpaError for none or several. An optimizer that cannot be rebuilt from its settings, or needs a closure,
-    counts as not element-wise: parameters then stay whole, which is always right.
+    Raises AlpaError for none or several. An optimizer that cannot be rebuilt from its settings, or
+    needs a closure, counts as not element-wise: parameters then stay whole, which is always right.
     """
     optimizers = [configured] if isinstance(configured, Optimizer) else list(configured)
     if len(optimizers) != 1:
@@ -41,7 +43,8 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
     (optimizer,) = optimizers
     name = type(optimizer).__name__
     try:
-        # Rates and decays do not say how it works; flags may (`use_muon`), and so may convolutions' dims.
+        # Rates and decays do not say how it works; flags may (`use_muon`), and so may convolutions'
+        # dims.
         kinds: dict[tuple[str, int], dict[str, Any]] = {}
         for group in optimizer.param_groups:
             flags = repr(
@@ -59,7 +62,8 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
         return OptimizerInfo(
             state_bytes, element_wise, name, parameter_wise, moved_bytes=moved, scratch=scratch
         )
-    # Any class of any package is tried here, so any error may come: it means "cannot be known", never a crash.
+    # Any class of any package is tried here, so any error may come: it means "cannot be known",
+    # never a crash.
     except Exception:
         return OptimizerInfo(state_bytes=8.0, element_wise=False, name=name, parameter_wise=False)
 
@@ -93,20 +97,24 @@ def _works(make: Make, dims: int) -> tuple[bool, bool]:
 
 
 def optimizer_info_of(module: Any) -> OptimizerInfo:
-    """`OptimizerInfo` of what `module.configure_optimizers()` gives, for planning without a Trainer.
+    """`OptimizerInfo` of what `module.configure_optimizers()` gives, for planning without a
+    Trainer.
 
     A module whose method needs a Trainer is planned as with Adam.
     """
     try:
         optimizers = _optimizers_in(module.configure_optimizers())
-    # User code that expects a Trainer fails in any way it likes; planning goes on with the usual case.
+    # User code that expects a Trainer fails in any way it likes; planning goes on with the usual
+    # case.
     except Exception:
         return OptimizerInfo()
     return inspect_optimizer(optimizers)
 
 
 def _optimizers_in(configured: Any) -> list[Optimizer]:
-    """The optimizers in what `configure_optimizers` may return: alone, in lists, with schedulers, in dictionaries."""
+    """The optimizers in what `configure_optimizers` may return: alone, in lists, with schedulers,
+    in dictionaries.
+    """
     if isinstance(configured, Optimizer):
         return [configured]
     if isinstance(configured, Mapping):
@@ -119,7 +127,9 @@ def _optimizers_in(configured: Any) -> list[Optimizer]:
 
 
 def wants_sparse_gradients(optimizer: Optimizer) -> bool:
-    """Whether the optimizer steps on sparse gradients alone (`SparseAdam`), which no captured step makes."""
+    """Whether the optimizer steps on sparse gradients alone (`SparseAdam`), which no captured step
+    makes.
+    """
     gradient, make = torch.eye(*_SHAPE), partial(_rebuilt, optimizer, optimizer.param_groups[0])
 
     def takes(grad: Tensor) -> bool:
@@ -133,9 +143,11 @@ def wants_sparse_gradients(optimizer: Optimizer) -> bool:
 
 
 def _per_element(optimizer: Optimizer) -> tuple[float, float, float]:
-    """`OptimizerInfo`'s state_bytes, moved_bytes and scratch, by two steps of a copy; step counters do not count.
+    """`OptimizerInfo`'s state_bytes, moved_bytes and scratch, by two steps of a copy; step counters
+    do not count.
 
-    On a parameter of the dtype that the optimizer's own have; the mean over the elements where those differ.
+    On a parameter of the dtype that the optimizer's own have; the mean over the elements where
+    those differ.
     """
     every = (p for group in optimizer.param_groups for p in group["params"])
     parameters = [p for p in every if p.is_floating_point() or p.is_complex()]  # others never train
@@ -187,7 +199,9 @@ def _num_bytes(tree: Any) -> int:
 def _trained(
     make: Make, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Parameters of a fresh optimizer after one step per gradient; `grads` by parameter, then by step."""
+    """Parameters of a fresh optimizer after one step per gradient; `grads` by parameter, then by
+    step.
+    """
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
     rebuilt = make(parameters)
     for of_step in zip(*grads, strict=True):
@@ -200,7 +214,9 @@ def _trained(
 def _rebuilt(
     optimizer: Optimizer, group: Mapping[str, Any], parameters: list[torch.nn.Parameter]
 ) -> Optimizer:
-    """A fresh optimizer of the same class with a group's settings, as schedulers left them, for other parameters."""
+    """A fresh optimizer of the same class with a group's settings, as schedulers left them, for
+    other parameters.
+    """
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     settings = {

@@ -1,8 +1,10 @@
-"""An iteration of several phases, as a module tells them that generates, scores and updates in one training step.
+"""An iteration of several phases, as a module tells them that generates, scores and updates in one
+training step.
 
-The phase that trains is planned as any step is. Every other is priced with parameters as they lie for it, and in a
-layout of its own, into which they are brought once an iteration, beside what training keeps; the cheaper is taken
-(ReaLHF, arXiv 2406.14088, searches so). What no phase trains lies as the first that uses it wants.
+The phase that trains is planned as any step is. Every other is priced with parameters as they lie
+for it, and in a layout of its own, into which they are brought once an iteration, beside what
+training keeps; the cheaper is taken (ReaLHF, arXiv 2406.14088, searches so). What no phase trains
+lies as the first that uses it wants.
 """
 
 from collections import Counter
@@ -33,10 +35,12 @@ from alpa_strategy.sharding.redistribute import reshard_table
 class Phase:
     """A part of an iteration: `step(*args)`, so many `times`.
 
-    A LightningModule's `iteration_phases(self, batch) -> dict[str, Phase]` names those of a step; new tensors are meta.
+    A LightningModule's `iteration_phases(self, batch) -> dict[str, Phase]` names those of a step;
+    new tensors are meta.
     """
 
-    # computes tensors of `args`: the next token, of one and earlier keys and values, say; a phase that trains: the loss
+    # computes tensors of `args`: the next token, of one and earlier keys and values, say; a phase
+    # that trains: the loss
     step: Callable[..., Any]
     args: tuple[
         Any, ...
@@ -55,7 +59,8 @@ def capture_phases(
     """The phases that `module` names for `batch`, captured; see `capture_step` for the arguments.
 
     Raises:
-        CaptureError: not just one trains, or one cannot be captured. Errors of the user's code pass.
+        CaptureError: not just one trains, or one cannot be captured. Errors of the user's code
+            pass.
     """
     to_meta = partial(torch.empty_like, device="meta")
     with torch.device("meta"), context():
@@ -78,7 +83,8 @@ def _captured(
 ) -> StepGraph:
     """The ops of a phase on `factor` times its rows; without gradients where it does not train.
 
-    What such a phase is given others have made, and others take what it gives: both lie as is best for it.
+    What such a phase is given others have made, and others take what it gives: both lie as is best
+    for it.
     """
     loss = torch.zeros((), device="meta", requires_grad=True)  # a graph has one: this is cut off
 
@@ -106,7 +112,8 @@ def plan_iteration(
     task: PlanTask,
     choose: Callable[[PlanTask], Plan],
 ) -> Plan:
-    """The plan of the phase that trains, which `task` is for and `choose` finds, with what all take (`Plan.phases`).
+    """The plan of the phase that trains, which `task` is for and `choose` finds, with what all take
+    (`Plan.phases`).
 
     Raises:
         PlanError: a phase fits in no layout.
@@ -123,7 +130,8 @@ def plan_iteration(
     )  # where they lie in parts
     plan = choose(replace(task, options=replace(task.options, memory_limit=max(1.0, limit))))
     prices = _Prices(replace(task, cluster=task.cluster.in_order(job_ranks(plan.stages))), plan)
-    # Phases without trained parameters decide how their own lie, and so what room is left for the rest.
+    # Phases without trained parameters decide how their own lie, and so what room is left for the
+    # rest.
     order = sorted(
         captured, key=lambda name: any(p.name in trained for p in captured[name][1].parameters)
     )
@@ -136,7 +144,9 @@ def plan_iteration(
 
 
 class _Place(NamedTuple):
-    """How a parameter lies between phases: on a mesh of all devices (() where on some), with bytes of a device."""
+    """How a parameter lies between phases: on a mesh of all devices (() where on some), with bytes
+    of a device.
+    """
 
     mesh: tuple[int, ...]
     plan: ParameterPlan
@@ -144,7 +154,9 @@ class _Place(NamedTuple):
 
 
 def _places(step: StepGraph, stage: StagePlan) -> dict[str, _Place]:
-    """As a stage has its parameters. What training gathers once a step is in shards as any, gathered at each use."""
+    """As a stage has its parameters. What training gathers once a step is in shards as any,
+    gathered at each use.
+    """
     places, mesh, given = {}, stage.logical_mesh, {p.name: p.meta for p in step.parameters}
     for name, plan in stage.parameter_plans.items():
         local = plan.layout.local_shape(given[name].shape, mesh, (0,) * len(mesh))
@@ -155,7 +167,9 @@ def _places(step: StepGraph, stage: StagePlan) -> dict[str, _Place]:
 
 
 class _Prices:
-    """What phases take beside the plan of the one that trains. lies: parameter -> its place, as far as it has one."""
+    """What phases take beside the plan of the one that trains. lies: parameter -> its place, as far
+    as it has one.
+    """
 
     def __init__(self, task: PlanTask, training: Plan) -> None:
         self._task, self._training = task, training
@@ -181,7 +195,9 @@ class _Prices:
         return self._state_bytes + sum(place.num_bytes for place in self.lies.values())
 
     def of(self, name: str, phase: Phase, step: StepGraph) -> PhaseCost:
-        """How a phase is best done. Its peak is what it adds to all that lies there between phases."""
+        """How a phase is best done. Its peak is what it adds to all that lies there between
+        phases.
+        """
         if phase.trains:
             layout, seconds = (
                 _layout_text(step, self._training),

@@ -1,10 +1,12 @@
-"""Whether a plan can compute anything but the step: every plan is checked here before it runs, given or stored.
+"""Whether a plan can compute anything but the step: every plan is checked here before it runs,
+given or stored.
 
-Independent of the planner on purpose: it asks the op rules (`sharding`) what each op may do, and the graph what each
-stage reads, makes and hands on; nothing of costs, solvers or searches. A plan file may be edited by hand, so what it
-says is a proposal. Ops whose operands and results are placed as their rules offer, resharded between dual layouts, give
-the whole step's values and gradients (docs/formulas.md#sharding-rules): that is all that has to hold.
-(`Plan.load` has seen to it that all of a stage speaks of as many mesh axes.)
+Independent of the planner on purpose: it asks the op rules (`sharding`) what each op may do, and
+the graph what each stage reads, makes and hands on; nothing of costs, solvers or searches. A plan
+file may be edited by hand, so what it says is a proposal. Ops whose operands and results are placed
+as their rules offer, resharded between dual layouts, give the whole step's values and gradients
+(docs/formulas.md#sharding-rules): that is all that has to hold. (`Plan.load` has seen to it that
+all of a stage speaks of as many mesh axes.)
 """
 
 import math
@@ -30,7 +32,8 @@ def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[i
     """PlanError where `plan` would not compute `graph`, or not on all of the job's devices.
 
     Args:
-        graph: what they run: the step, or its micro-batch where there are several (`MicroStep.graph`).
+        graph: what they run: the step, or its micro-batch where there are several
+            (`MicroStep.graph`).
         given: received values that no stage makes (`MicroStep.given`).
     """
     stages = plan.stages
@@ -73,7 +76,9 @@ def _check_ops(stages: Sequence[StagePlan], graph: StepGraph) -> None:
 
 
 def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
-    """Every device is in one mesh; stages at the same place have the same devices in the same order."""
+    """Every device is in one mesh; stages at the same place have the same devices in the same
+    order.
+    """
     ranks: dict[
         tuple[int, int], tuple[int, ...]
     ] = {}  # (first device, last + 1) -> those of the mesh there
@@ -135,7 +140,8 @@ def _check_schedule(plan: Plan) -> None:
 def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
     """Every op has one strategy per mesh axis, each of which its rule offers.
 
-    Later axes cut what earlier ones left, at the device with the least: so were the strategies made.
+    Later axes cut what earlier ones left, at the device with the least: so were the strategies
+    made.
     """
     mesh = stage.logical_mesh
     if extra := sorted(set(stage.strategies) - {op.name for op in part.ops}):
@@ -160,7 +166,9 @@ def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
 
 
 def _check_recomputed(stage: StagePlan, part: StepGraph, where: str) -> None:
-    """Ops whose second run gives what the first one gave; their results are memory of their own. Parts of products."""
+    """Ops whose second run gives what the first one gave; their results are memory of their own.
+    Parts of products.
+    """
     known = {op.name: op for op in part.ops}
     for name in stage.not_kept:
         if name not in known or not can_run_again(known[name].call) or stage.remat:

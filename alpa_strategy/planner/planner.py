@@ -1,7 +1,8 @@
-"""The planner: from a module and a cluster to a Plan (`make_plan`), or from a captured step (`choose_plan`).
+"""The planner: from a module and a cluster to a Plan (`make_plan`), or from a captured step
+(`choose_plan`).
 
-One stage over all devices is the pipeline of one: `search.py` makes plans of both kinds by the same costs, and here is
-decided which is looked at and which is taken. No process groups, no Trainer.
+One stage over all devices is the pipeline of one: `search.py` makes plans of both kinds by the same
+costs, and here is decided which is looked at and which is taken. No process groups, no Trainer.
 """
 
 import time
@@ -54,18 +55,21 @@ def make_plan(
     choose: Callable[[PlanTask], Plan] | None = None,
     around: Plan | None = None,
 ) -> Plan:
-    """Capture `module.training_step` on `batch` and plan it for `cluster`. Needs no devices; tensors may be meta.
+    """Capture `module.training_step` on `batch` and plan it for `cluster`. Needs no devices;
+    tensors may be meta.
 
-    Of a module with `iteration_phases` these are captured instead (see `phases.Phase`) and the one that trains planned.
+    Of a module with `iteration_phases` these are captured instead (see `phases.Phase`) and the one
+    that trains planned.
 
     Args:
         batch: one rank's batch (`options.batch_scope == "rank"`), or the whole one (`"global"`).
-        optimizer: taken from `module.configure_optimizers()` when None, for a Trainer without clipping, callbacks and
-            gradient scaler (`optimizer_info_of` takes those into account).
+        optimizer: taken from `module.configure_optimizers()` when None, for a Trainer without
+            clipping, callbacks and gradient scaler (`optimizer_info_of` takes those into account).
         context: what surrounds the step, such as autocast (see `capture_step`).
         costs: a cost model of your own, as `options.costs`.
         choose: finds the plan; None: `choose_plan`.
-        around: a plan for another step of the same module: parameters lie as there, the rest is solved around them.
+        around: a plan for another step of the same module: parameters lie as there, the rest is
+            solved around them.
 
     Raises:
         CaptureError, PlanError: see there.
@@ -91,11 +95,13 @@ def make_plan(
 
 
 def choose_plan(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None) -> Plan:
-    """A plan of one stage, or a pipeline; where links differ, in each order of the devices that may be the best.
+    """A plan of one stage, or a pipeline; where links differ, in each order of the devices that may
+    be the best.
 
-    A pipeline is made when the options ask for one (on one device: micro-batches, recomputation). Else it is where
-    micro-batches give exactly the whole batch's result, and no single stage fits or the pipeline is predicted to be
-    faster by `MARGIN` than the best one, whose reduction of gradients hides behind the backward as far as it can.
+    A pipeline is made when the options ask for one (on one device: micro-batches, recomputation).
+    Else it is where micro-batches give exactly the whole batch's result, and no single stage fits
+    or the pipeline is predicted to be faster by `MARGIN` than the best one, whose reduction of
+    gradients hides behind the backward as far as it can.
 
     Args:
         pinned: as for `plan_one_stage`; then there is one stage.
@@ -123,10 +129,12 @@ def choose_plan(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = Non
 
 
 def plan_around(task: PlanTask, running: Plan) -> Plan:
-    """The plan of another step on the stages of `running`, whose parameters stay where and as they lie.
+    """The plan of another step on the stages of `running`, whose parameters stay where and as they
+    lie.
 
     Raises:
-        PlanError: the devices or the parameters' shapes are others, or the stages cannot run the step (see `replan`).
+        PlanError: the devices or the parameters' shapes are others, or the stages cannot run the
+            step (see `replan`).
     """
     check_devices(running.stages, task.cluster.num_devices)
     shapes = {name: shape for stage in running.stages for name, shape in stage.shapes.items()}
@@ -154,7 +162,8 @@ def _choose(task: PlanTask) -> Plan:
             )
         return plan_pipeline(task.for_stages())
     try:
-        # What to make again takes minutes to solve on meshes of many devices; pipelines decide it stage by stage.
+        # What to make again takes minutes to solve on meshes of many devices; pipelines decide it
+        # stage by stage.
         is_small = task.cluster.num_devices <= EVERY_SIZE
         if asked.remat is True:  # as the named plan lies on all devices
             return _one_stage(task.for_stages())
@@ -175,7 +184,9 @@ def _choose(task: PlanTask) -> Plan:
 
 
 def _where_one_stage_fails(task: PlanTask, error: PlanError) -> Plan:
-    """A pipeline, or one stage whose spans are made again, or either with all state on the host; else `error`."""
+    """A pipeline, or one stage whose spans are made again, or either with all state on the host;
+    else `error`.
+    """
     if shared_bytes(
         task.step, task.cluster, task.optimizer
     ) <= task.memory_limit and _may_be_pipelined(task):
@@ -194,14 +205,17 @@ def _where_one_stage_fails(task: PlanTask, error: PlanError) -> Plan:
 
 
 def _one_stage(task: PlanTask) -> Plan:
-    """One stage over all devices, as pipelines have them: it may compute spans again and run micro-batches."""
+    """One stage over all devices, as pipelines have them: it may compute spans again and run
+    micro-batches.
+    """
     count = task.options.num_microbatches or (None if _can_be_cut(task) else 1)
     alone = replace(task.options, num_stages=1, num_microbatches=count)
     return replace(plan_pipeline(replace(task, options=alone)), fingerprint=task.fingerprint)
 
 
 def _or_on_devices(one: Plan, task: PlanTask) -> Plan:
-    """The solved stage, or what keeps all on the devices, where that is faster: a pipeline, spans that are made again.
+    """The solved stage, or what keeps all on the devices, where that is faster: a pipeline, spans
+    that are made again.
 
     What is offloaded is solved with the layouts of one stage that makes single results again.
     """
@@ -222,8 +236,9 @@ def _faster(one: Plan, task: PlanTask) -> Plan:
     started = time.perf_counter()
     limit = seconds * (1 - MARGIN)
     try:
-        # Stages that take turns on one micro-batch win only where everything is latency, the least sure to predict. One
-        # stage gains nothing from micro-batches but memory: where it seems to, short ops were timed on a warmer cache.
+        # Stages that take turns on one micro-batch win only where everything is latency, the least
+        # sure to predict. One stage gains nothing from micro-batches but memory: where it seems to,
+        # short ops were timed on a warmer cache.
         many = plan_pipeline(task, known=limit, several=True)
     except PlanError:
         many = None
@@ -242,7 +257,9 @@ def _faster(one: Plan, task: PlanTask) -> Plan:
 
 
 def shared_bytes(step: StepGraph, cluster: ClusterSpec, optimizer: OptimizerInfo) -> float:
-    """Bytes per device of parameters, gradients and optimizer state if nothing is held twice: the least possible."""
+    """Bytes per device of parameters, gradients and optimizer state if nothing is held twice: the
+    least possible.
+    """
     total: float = sum(parameter.meta.num_bytes for parameter in step.parameters)
     trained = [parameter.meta for parameter in step.parameters if parameter.meta.requires_grad]
     total += sum(meta.num_bytes + meta.num_elements * optimizer.state_bytes for meta in trained)
@@ -250,7 +267,9 @@ def shared_bytes(step: StepGraph, cluster: ClusterSpec, optimizer: OptimizerInfo
 
 
 def divided_seconds(step: StepGraph, cluster: ClusterSpec, costs: OpCosts) -> float:
-    """Seconds of the step's ops if the devices shared them and nothing else took time; an op starts on every device."""
+    """Seconds of the step's ops if the devices shared them and nothing else took time; an op starts
+    on every device.
+    """
     launch = cluster.device.launch_seconds * cluster.device.slowdown
     whole = [seconds for op in step.ops for seconds in costs.op_seconds(op.call)]
     return sum(max(seconds / cluster.num_devices, min(seconds, launch)) for seconds in whole)
@@ -261,7 +280,9 @@ def _with_note(plan: Plan, note: str) -> Plan:
 
 
 def _may_be_pipelined(task: PlanTask) -> bool:
-    """Whether nothing that the user asked for, and nothing in the step, stands against a pipeline."""
+    """Whether nothing that the user asked for, and nothing in the step, stands against a
+    pipeline.
+    """
     options = task.options
     pins_mesh = options.parallel != "auto" or options.logical_mesh is not None or options.device_map
     return not pins_mesh and options.num_stages != 1 and _can_be_cut(task)
@@ -274,7 +295,8 @@ def _can_be_cut(task: PlanTask) -> bool:
     if not counts:
         return False
     try:
-        # A note says where micro-batches are not exactly the whole batch (BatchNorm): that is for the user to ask for.
+        # A note says where micro-batches are not exactly the whole batch (BatchNorm): that is for
+        # the user to ask for.
         return microbatch(step, counts[-1], cluster.num_devices).graph.notes == step.notes
     except PlanError:
         return False
@@ -286,7 +308,8 @@ def _can_be_cut(task: PlanTask) -> bool:
 def tune_batch(plan_at: Callable[[int], Plan], given: int) -> dict[int, Plan | PlanError]:
     """What `plan_at` gives by batch size, or why there is no plan; the best is `best_batch` of it.
 
-    Doubled while that gains samples/s and fits; halved while it does not fit, or while that is the faster way.
+    Doubled while that gains samples/s and fits; halved while it does not fit, or while that is the
+    faster way.
     """
     found: dict[int, Plan | PlanError] = {}
 
@@ -311,7 +334,9 @@ def tune_batch(plan_at: Callable[[int], Plan], given: int) -> dict[int, Plan | P
 
 
 def best_batch(found: dict[int, Plan | PlanError]) -> int | None:
-    """The batch size with the most samples a second, of equals within `LEAST_GAIN` the smallest; None: nothing fits."""
+    """The batch size with the most samples a second, of equals within `LEAST_GAIN` the smallest;
+    None: nothing fits.
+    """
     rates = {
         n: n / plan.iteration_seconds
         for n, plan in found.items()

@@ -1,6 +1,7 @@
 """Another step on running stages: batches of another shape. Parameters stay where and as they lie.
 
-The step is cut where the running stages' parameters allow it and least has to pass; layouts are solved around these.
+The step is cut where the running stages' parameters allow it and least has to pass; layouts are
+solved around these.
 """
 
 import glob
@@ -47,7 +48,8 @@ def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
 
 
 def pinned_task(task: PlanTask, running: Plan) -> tuple[PlanTask, dict[str, ParameterPlan]]:
-    """The task of another step on the only stage of `running`, and the parameters that stay as they lie.
+    """The task of another step on the only stage of `running`, and the parameters that stay as they
+    lie.
 
     They are pins, so that plans under different ones have different fingerprints.
 
@@ -79,7 +81,8 @@ def replan(task: PlanTask, running: Plan) -> Plan:
     """The plan of `task.step` on the stages of `running`.
 
     Raises:
-        PlanError: the step uses parameters in another order than the stages have them, or cannot be cut.
+        PlanError: the step uses parameters in another order than the stages have them, or cannot be
+            cut.
     """
     step, cluster = task.step, task.cluster.in_order(job_ranks(running.stages))
     micro = _microbatches(step, running, cluster.num_devices)
@@ -137,7 +140,9 @@ def replan(task: PlanTask, running: Plan) -> Plan:
 
 
 def _microbatches(step: StepGraph, running: Plan, num_devices: int) -> MicroStep:
-    """The step in as many micro-batches as the running plan has, or the most below that its rows and ops allow."""
+    """The step in as many micro-batches as the running plan has, or the most below that its rows
+    and ops allow.
+    """
     num_meshes = len({stage.first_device for stage in running.stages})
     failures: list[PlanError] = []
     for count in range(running.num_microbatches, 0, -1):
@@ -151,7 +156,8 @@ def _microbatches(step: StepGraph, running: Plan, num_devices: int) -> MicroStep
 
 
 def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]:
-    """Positions from 0 to the number of ops: every stage has the parameters that its ops read, and least is passed on.
+    """Positions from 0 to the number of ops: every stage has the parameters that its ops read, and
+    least is passed on.
 
     Raises:
         PlanError: there is no such cut.

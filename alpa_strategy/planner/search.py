@@ -1,9 +1,12 @@
-"""The two kinds of plans that the planner chooses between: the whole batch on one stage, and pipelines.
+"""The two kinds of plans that the planner chooses between: the whole batch on one stage, and
+pipelines.
 
-Both are stages of a `CostJob`, solved by the same `StageSolver` and put together by `plan_of`: costs, pins, the reserve
-for short-lived memory and the reasons why nothing fits are the same. One stage is solved on every logical mesh; stages
-of pipelines are chosen on the costs of `inter_op/stage_costs.py` and then solved. Everything that the options leave
-open is searched: number of micro-batches, schedule, stages, submeshes, logical shapes, recomputation and layouts.
+Both are stages of a `CostJob`, solved by the same `StageSolver` and put together by `plan_of`:
+costs, pins, the reserve for short-lived memory and the reasons why nothing fits are the same. One
+stage is solved on every logical mesh; stages of pipelines are chosen on the costs of
+`inter_op/stage_costs.py` and then solved. Everything that the options leave
+open is searched: number of micro-batches, schedule, stages, submeshes, logical shapes,
+recomputation and layouts.
 """
 
 import math
@@ -66,10 +69,12 @@ def plan_one_stage(
 ) -> Plan:
     """The best single stage over all devices: every logical mesh that the options allow is solved.
 
-    Meshes are taken by their optimum if memory were free: one that is slower so than a plan on another is left alone.
+    Meshes are taken by their optimum if memory were free: one that is slower so than a plan on
+    another is left alone.
 
     Args:
-        pinned: parameter name -> plan to keep; `options.logical_mesh` must then be the running plan's.
+        pinned: parameter name -> plan to keep; `options.logical_mesh` must then be the running
+            plan's.
         by_tensor: whether activations may be made again where the options leave that open.
 
     Raises:
@@ -91,7 +96,8 @@ def plan_one_stage(
             except PlanError as error:
                 failures.append((f"logical mesh {label}", error))
     best: SolvedStage | None = None
-    # A mesh is left as soon as its bound is above the best objective so far (NotCheaper): that makes all affordable.
+    # A mesh is left as soon as its bound is above the best objective so far (NotCheaper): that
+    # makes all affordable.
     priced.sort(key=lambda entry: (entry[1].free.bound, entry[0]), reverse=True)
     while priced:
         label, stage = priced.pop()  # its tables go with it
@@ -115,7 +121,8 @@ def plan_one_stage(
     plan, options = plan_of(solver.job, fingerprint, [best], [0]), task.options
     is_free = options.parallel == "auto" and not options.placements and options.logical_mesh is None
     if is_free and not options.baselines and (data := named.get("data")) is not None:
-        # The ILP adds up what runs side by side: unfair to data parallelism, most of whose communication is hidden.
+        # The ILP adds up what runs side by side: unfair to data parallelism, most of whose
+        # communication is hidden.
         other = plan_of(solver.job, fingerprint, [data], [0])
         theirs, ours = (hidden_seconds(each, task.cluster.overlap) for each in (other, plan))
         if theirs != ours and theirs < (TOLD_APART if task.cluster.measured else 1.0) * ours:
@@ -187,12 +194,15 @@ def plan_pipeline(
     several: bool = False,
     solve: Callable[..., list[Candidate]] = solve_schedules,
 ) -> Plan:
-    """The best plan with micro-batches and stages (one stage included); its ops are those of the micro-batched graph.
+    """The best plan with micro-batches and stages (one stage included); its ops are those of the
+    micro-batched graph.
 
     Args:
-        known: seconds of a step that is there already: only what the DP prices below it is looked at.
+        known: seconds of a step that is there already: only what the DP prices below it is looked
+            at.
         several: at least two stages and two micro-batches.
-        solve: finds stages for one number of micro-batches; its arguments are those of `solve_schedules`.
+        solve: finds stages for one number of micro-batches; its arguments are those of
+            `solve_schedules`.
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
@@ -230,7 +240,9 @@ def _timed(spent: dict[str, float], phase: str) -> Iterator[None]:
 
 
 class _Search:
-    """The numbers of micro-batches that are looked at (see `search_microbatches`), and the best candidates of them."""
+    """The numbers of micro-batches that are looked at (see `search_microbatches`), and the best
+    candidates of them.
+    """
 
     def __init__(
         self, task: PlanTask, several: bool, solve: Callable[..., list[Candidate]]
@@ -344,7 +356,9 @@ class _Search:
             return job
 
     def _bound(self, count: int) -> float:
-        """Seconds if all devices were always busy: an op on several devices takes at least as much of their time."""
+        """Seconds if all devices were always busy: an op on several devices takes at least as much
+        of their time.
+        """
         job = self._job(count)
         if job is None:
             return math.inf
@@ -352,7 +366,9 @@ class _Search:
         return count * seconds / self.task.cluster.num_devices
 
     def _look(self, count: int, used: "Submeshes | None", known: float) -> "Look":
-        """On all submeshes: remember the best candidates. On those in use: only how good the best one is."""
+        """On all submeshes: remember the best candidates. On those in use: only how good the best
+        one is.
+        """
         if used is None and count in self._bounds:
             return Look()  # it has been looked at on all of them
         job = self._job(count)
@@ -395,7 +411,9 @@ class _Search:
         return Look(found[0].seconds, frozenset(found[0].submesh_of))
 
     def _look_at_one_stage(self, counts: Sequence[int], known: float) -> None:
-        """Pipelines want many micro-batches, one stage as few as fit: it is looked at from few to many, on its own."""
+        """Pipelines want many micro-batches, one stage as few as fit: it is looked at from few to
+        many, on its own.
+        """
         whole = next(
             mesh for mesh in self.meshes if math.prod(mesh) == self.task.cluster.num_devices
         )
@@ -415,7 +433,9 @@ class _Search:
 
 
 def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> list[int]:
-    """Numbers of micro-batches to try, from many to few: divisors of the rows, each at most half of the one before."""
+    """Numbers of micro-batches to try, from many to few: divisors of the rows, each at most half of
+    the one before.
+    """
     if options.num_microbatches is not None:
         return [options.num_microbatches]
     rows = math.gcd(*(leaf.meta.shape[0] for leaf in step.batch if leaf.batch_dim == 0))
@@ -430,10 +450,13 @@ def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOption
 def best_solved(
     candidates: Sequence[Candidate], solve: Callable[[Candidate], Plan]
 ) -> tuple[Plan | None, Failures]:
-    """The fastest plan of the candidates, which are solved in turn until it is as fast as the next one promises.
+    """The fastest plan of the candidates, which are solved in turn until it is as fast as the next
+    one promises.
 
-    Where one falls short of its promise, as stages do that do not fit as they were priced, those with the same schedule
-    on such meshes are taken to do so as well: else they would all come before another schedule that keeps its promise.
+    Where one falls short of its promise, as stages do that do not fit as they were priced, those
+    with the same schedule
+    on such meshes are taken to do so as well: else they would all come before another schedule that
+    keeps its promise.
     """
     best: Plan | None = None
     failures: Failures = []
@@ -504,12 +527,14 @@ def plan_of(
     schedule: str = "none",
     wires: Sequence[float] = (0.0,),
 ) -> Plan:
-    """The one place where a Plan is made: solved stages in pipeline order, with what their exact costs predict.
+    """The one place where a Plan is made: solved stages in pipeline order, with what their exact
+    costs predict.
 
     Args:
         first_devices: per stage; stages with the same one share a mesh.
         schedule: of several stages.
-        wires: per stage, seconds of a micro-batch's values to the next one and their gradients back.
+        wires: per stage, seconds of a micro-batch's values to the next one and their gradients
+            back.
 
     Raises:
         PlanError: the stages of one mesh do not fit together.
@@ -577,21 +602,26 @@ def plan_of(
     )
 
 
-# --- Which numbers of micro-batches are looked at, and in which order: by promise and by bounds, never by the clock.
+# --- Which numbers of micro-batches are looked at, and in which order: by promise and by bounds,
+# never by the clock.
 #
-# A step is slow with many micro-batches (ops too small for the device, a launch each) and slow with few (stages that
-# wait, activations that do not fit), so the best number is climbed to from a middling one. At the first number all
-# submeshes are priced; its neighbours are compared on the submeshes that the best plan uses, which is a small part of
-# the work; where another wins, all are priced once more for that one. How busy the machine is changes no plan.
+# A step is slow with many micro-batches (ops too small for the device, a launch each) and slow with
+# few (stages that wait, activations that do not fit), so the best number is climbed to from a
+# middling one. At the first number all submeshes are priced; its neighbours are compared on the
+# submeshes that the best plan uses, which is a small part of the work; where another wins, all are
+# priced once more for that one. How busy the machine is changes no plan.
 
 
 Submeshes = frozenset[int]
-FILL = 8  # micro-batches per stage of the first number tried: a pipeline over all devices waits for an eighth
+# micro-batches per stage of the first number tried: a pipeline over all devices waits for an eighth
+FILL = 8
 
 
 @dataclass(frozen=True)
 class Look:
-    """The best plan found for one number of micro-batches: its seconds (inf: none fits) and submeshes in use."""
+    """The best plan found for one number of micro-batches: its seconds (inf: none fits) and
+    submeshes in use.
+    """
 
     seconds: float = math.inf
     used: Submeshes = frozenset()
@@ -604,12 +634,16 @@ def search_microbatches(
     look: Callable[[int, Submeshes | None], Look],
     known: float = math.inf,
 ) -> list[int]:
-    """Look at `counts` (descending) until their best is found; the counts that were looked at, in order.
+    """Look at `counts` (descending) until their best is found; the counts that were looked at, in
+    order.
 
     Args:
-        bound: seconds below which no plan with so many micro-batches can be; inf: the step cannot be cut so.
-        look: the best plan with so many micro-batches; on the given submeshes only, or on all of them (None).
-        known: seconds of a plan that is there already: numbers of micro-batches that cannot beat it are left out.
+        bound: seconds below which no plan with so many micro-batches can be; inf: the step cannot
+            be cut so.
+        look: the best plan with so many micro-batches; on the given submeshes only, or on all of
+            them (None).
+        known: seconds of a plan that is there already: numbers of micro-batches that cannot beat it
+            are left out.
     """
     visited: list[int] = []
 
@@ -621,7 +655,8 @@ def search_microbatches(
 
     first = min(range(len(counts)), key=lambda i: abs(math.log(counts[i] / (FILL * most_stages))))
     best, found = first, at(first)
-    # Where nothing fits, more micro-batches need less memory; fewer may be faster than what is known.
+    # Where nothing fits, more micro-batches need less memory; fewer may be faster than what is
+    # known.
     for index in (*range(first - 1, -1, -1), *range(first + 1, len(counts))):
         if found.used:
             break
@@ -629,7 +664,8 @@ def search_microbatches(
     if not found.used:
         return visited
     whole = best
-    # More micro-batches may have to grow twice before they are so small that nothing need be recomputed.
+    # More micro-batches may have to grow twice before they are so small that nothing need be
+    # recomputed.
     for step, patience in ((-1, 2), (1, 1)):
         index, misses = best + step, 0
         while 0 <= index < len(counts) and counts[index] not in visited and misses < patience:

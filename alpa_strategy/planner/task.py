@@ -1,4 +1,6 @@
-"""PlanTask: what is planned, for which cluster, and under which wishes. Every way to plan takes one."""
+"""PlanTask: what is planned, for which cluster, and under which wishes. Every way to plan takes
+one.
+"""
 
 import hashlib
 import warnings
@@ -65,7 +67,8 @@ class PlanTask:
     def fingerprint(self) -> Fingerprint:
         """What a plan that is made for this task is stored under, as hashes part by part.
 
-        The optimizer counts as an option: its state needs memory. So do registered rules of the step's ops.
+        The optimizer counts as an option: its state needs memory. So do registered rules of the
+        step's ops.
         """
         own = self.optimizer
         option_text = f"{self.options.digest()} {own.state_bytes:g} {own.element_wise} {own.moved_bytes} {own.scratch}"
@@ -83,8 +86,9 @@ class PlanTask:
 def check_fits(plan: Plan, wanted: Fingerprint, source: str) -> None:
     """PlanError unless a plan that a user gave (`source` names it) can run what `wanted` describes.
 
-    Cluster and options may differ: the user chose the plan, and whether its device count fits is checked where the
-    mesh is built. Graph, parameters, batch and format must be the same, or its strategies mean other ops.
+    Cluster and options may differ: the user chose the plan, and whether its device count fits is
+    checked where the mesh is built. Graph, parameters, batch and format must be the same, or its
+    strategies mean other ops.
     """
     differing = [
         part for part in plan.fingerprint.differences(wanted) if part not in ("cluster", "options")
@@ -96,11 +100,14 @@ def check_fits(plan: Plan, wanted: Fingerprint, source: str) -> None:
         )
 
 
-# --- PlanStore: a folder of plan files, one per fingerprint. Finding none always comes with the reason.
+# --- PlanStore: a folder of plan files, one per fingerprint. Finding none always comes with the
+# reason.
 
 
 class PlanStore:
-    """Plans below `folder`. The files are ordinary plan files; a broken one is reported and passed over."""
+    """Plans below `folder`. The files are ordinary plan files; a broken one is reported and passed
+    over.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -124,7 +131,9 @@ class PlanStore:
         return path
 
     def explain(self, fingerprint: Fingerprint) -> str:
-        """Why `find` gives no plan: for example `"graph, batch changed"` against the closest stored plan."""
+        """Why `find` gives no plan: for example `"graph, batch changed"` against the closest stored
+        plan.
+        """
         if self.path(fingerprint).exists() and self.find(fingerprint) is None:
             return f"the stored plan {self.path(fingerprint)} cannot be used"
         plans = filter(None, map(self._load, sorted(self.folder.glob("*.json"))))

@@ -1,6 +1,8 @@
-"""The plan of a training that runs as it is written: only how parameters are stored is decided, from their sizes.
+"""The plan of a training that runs as it is written: only how parameters are stored is decided,
+from their sizes.
 
-Nothing is captured and nothing solved: every rank runs the user's own step on its own batch, as under DDP.
+Nothing is captured and nothing solved: every rank runs the user's own step on its own batch, as
+under DDP.
 """
 
 from collections.abc import Sequence
@@ -38,7 +40,9 @@ def _against_replicas(options: PlanOptions) -> str | None:
 
 
 def asks_for_written(options: PlanOptions, limits: Limits) -> str | None:
-    """The option that has steps run as they are written, if any; OptionError where another cannot be met so."""
+    """The option that has steps run as they are written, if any; OptionError where another cannot
+    be met so.
+    """
     is_replica = options.batch_scope == "replica" and limits.replicas is None
     asks = (
         'capture="never"'
@@ -57,9 +61,11 @@ def asks_for_written(options: PlanOptions, limits: Limits) -> str | None:
 def submodule_options(
     options: PlanOptions, limits: Limits, num_devices: int
 ) -> tuple[int, PlanOptions] | None:
-    """In how many replicas the submodules of a step are planned, and by which options in each; None: not at all.
+    """In how many replicas the submodules of a step are planned, and by which options in each;
+    None: not at all.
 
-    The first of two mesh axes is that of the replicas. OptionError where `capture="submodules"` cannot be met.
+    The first of two mesh axes is that of the replicas. OptionError where `capture="submodules"`
+    cannot be met.
     """
     asks, mesh, names = limits.capture == "submodules", options.logical_mesh or (), options.parallel
     names = (names,) * max(1, len(mesh)) if isinstance(names, str) else names
@@ -137,7 +143,8 @@ def plan_as_written(
         }
         if peak <= limit:
             break
-    # No times are known that would say how much gathering hides: twice as much ahead, where memory has room.
+    # No times are known that would say how much gathering hides: twice as much ahead, where memory
+    # has room.
     room = min(ahead, max(0.0, limit - peak))
     peak, ahead = peak + room, ahead + room
     predicted = Predicted(step_seconds=0.0, peak_bytes=int(peak))
@@ -170,7 +177,9 @@ def _stored(
     state_bytes: float,
     kept_whole: tuple[str, ...],
 ) -> tuple[dict[str, ParameterPlan], float, float]:
-    """How each parameter lies, the peak's bytes of parameters, gradients and state, and those gathered ahead."""
+    """How each parameter lies, the peak's bytes of parameters, gradients and state, and those
+    gathered ahead.
+    """
     plans: dict[str, ParameterPlan] = {}
     least = sum(given.meta.num_elements for given in parameters) / KEPT_WHOLE
     total = largest = cut = 0.0
@@ -196,6 +205,7 @@ def _stored(
             total += meta.num_bytes + trained
         else:
             cut, largest = cut + meta.num_bytes, max(largest, meta.num_bytes)
-    # Gathered by the bucket: the one in use, the next, the backward's last, what the next arrives in, and gradients.
+    # Gathered by the bucket: the one in use, the next, the backward's last, what the next arrives
+    # in, and gradients.
     bucket = max(largest, min(cut, BUCKET_BYTES))
     return plans, total + 5 * bucket, bucket

@@ -1,8 +1,11 @@
-"""Recorder: a mode under which big tensors are made without memory, and what would be in them is written down.
+"""Recorder: a mode under which big tensors are made without memory, and what would be in them is
+written down.
 
-Under `recording()`, a tensor of `min_bytes` or more becomes a meta tensor; the ops on it are recorded, in place or not.
-Random ops draw their numbers into memory that is freed at once, so that generators go on as on a single device;
-`whole` makes a tensor later, from the states that they had. Small tensors are real: they may be read by Python.
+Under `recording()`, a tensor of `min_bytes` or more becomes a meta tensor; the ops on it are
+recorded, in place or not. Random ops draw their numbers into memory that is freed at once, so that
+generators go on as on a single device;
+`whole` makes a tensor later, from the states that they had. Small tensors are real: they may be
+read by Python.
 """
 
 import hashlib
@@ -56,7 +59,9 @@ class View:
 
 @dataclass(frozen=True)
 class Given:
-    """A real tensor that an op reads: data of the user's, or a small tensor that is not worth deferring."""
+    """A real tensor that an op reads: data of the user's, or a small tensor that is not worth
+    deferring.
+    """
 
     tensor: Tensor
     version: int
@@ -81,7 +86,8 @@ class RecordedOp:
     kwargs: dict[str, Any]
     reads: tuple[int, ...]  # storages whose contents it needs
     writes: dict[int, bool]  # storage -> whether all of it is overwritten (and nothing of it read)
-    # the tensors that it makes, in order of the leaves that it returns; None for one in storage that was there before
+    # the tensors that it makes, in order of the leaves that it returns; None for one in storage
+    # that was there before
     results: tuple[View | None, ...]
     default_dtype: (
         torch.dtype
@@ -101,7 +107,8 @@ class RecordedOp:
 
 
 class Recorder(TorchDispatchMode):
-    """Makes and remembers deferred tensors: the ops on them in order, and how to run those that one tensor needs.
+    """Makes and remembers deferred tensors: the ops on them in order, and how to run those that one
+    tensor needs.
 
     Args:
         device: where tensors really lie that are asked for without a device, or on `meta`.
@@ -142,7 +149,9 @@ class Recorder(TorchDispatchMode):
         )
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The real tensor that a deferred one stands for, made anew at every call; a real one as it is."""
+        """The real tensor that a deferred one stands for, made anew at every call; a real one as it
+        is.
+        """
         if not tensor.is_meta:
             return tensor
         if not self.is_deferred(tensor):
@@ -158,18 +167,24 @@ class Recorder(TorchDispatchMode):
             return _view_of(self._contents({view.storage})[view.storage], view)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """False when a deferred tensor was changed in place while nothing was recorded (and that can be seen)."""
+        """False when a deferred tensor was changed in place while nothing was recorded (and that
+        can be seen).
+        """
         number = self._numbers.get(_key(tensor))
         return number is None or tensor._version <= self._num_writes(number)
 
     def new_data(self, tensor: Tensor, before: int) -> None:
-        """`tensor.data = ...` gave the tensor another storage than `before`: its version goes on counting."""
+        """`tensor.data = ...` gave the tensor another storage than `before`: its version goes on
+        counting.
+        """
         old, new = self._numbers.get(before), self._numbers.get(_key(tensor))
         if old is not None and new is not None and old != new:
             self._earlier_writes[new] = self._earlier_writes.get(new, 0) + self._num_writes(old)
 
     def _num_writes(self, number: int) -> int:
-        """At least as many changes as tensors that are now in this storage can have seen while they were recorded."""
+        """At least as many changes as tensors that are now in this storage can have seen while they
+        were recorded.
+        """
         return len(self._writers[number]) + self._earlier_writes.get(number, 0)
 
     def device_of(self, tensor: Tensor) -> torch.device:
@@ -295,7 +310,9 @@ class Recorder(TorchDispatchMode):
         return Given(given, given._version, is_copy)
 
     def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op on the tensors that deferred ones stand for. What it changes in place must be real itself."""
+        """Run an op on the tensors that deferred ones stand for. What it changes in place must be
+        real itself.
+        """
         for tensor, _ in _written(func, args, kwargs):
             if tensor.is_meta:
                 raise CaptureError(
@@ -366,7 +383,8 @@ class Recorder(TorchDispatchMode):
         for result, tensor in zip(line.results, made, strict=True):
             if result is None or result.storage in storages:
                 continue
-            # A meta kernel may have said other strides than the real one gives; views were recorded by the former's.
+            # A meta kernel may have said other strides than the real one gives; views were recorded
+            # by the former's.
             if tensor.stride() != result.stride or tensor.storage_offset() != result.offset:
                 tensor = _view_of(self._allocate(result.storage), result).copy_(tensor)
             storages[result.storage] = tensor.untyped_storage()
@@ -393,8 +411,8 @@ class Recorder(TorchDispatchMode):
         return content.hexdigest()[:16]
 
     def rank_dependent(self) -> list[Tensor]:
-        """What may differ between ranks that ran the same code: random states and small data, in the ops' order. They
-        may be written to, by `.data`.
+        """What may differ between ranks that ran the same code: random states and small data, in
+        the ops' order. They may be written to, by `.data`.
 
         Data that is only referred to (a file that every rank reads) is taken to be the same.
         """
@@ -411,7 +429,9 @@ class Recorder(TorchDispatchMode):
 
 
 class _LooksReal(TorchFunctionMode):
-    """Python sees deferred tensors on their real device: much code does nothing for meta tensors (`nn.init`, ...)."""
+    """Python sees deferred tensors on their real device: much code does nothing for meta tensors
+    (`nn.init`, ...).
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -487,7 +507,9 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 def generators_of(kwargs: Mapping[str, Any], device: torch.device) -> list[torch.Generator]:
-    """The generators that a random op may draw from: the one that is passed to it, or the default ones."""
+    """The generators that a random op may draw from: the one that is passed to it, or the default
+    ones.
+    """
     if (own := kwargs.get("generator")) is not None:
         return [own]
     if device.type != "cuda":

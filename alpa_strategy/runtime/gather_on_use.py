@@ -1,12 +1,15 @@
-"""Parameters in parts under code that nobody has captured: each is whole while the module that owns it runs.
+"""Parameters in parts under code that nobody has captured: each is whole while the module that owns
+it runs.
 
-The modules' forwards and their own attribute access bring a parameter when it is needed and drop it afterwards; what
-autograd saves of it is a recipe, by which it is gathered again (`comm/regather.py`). Elsewhere a parameter in parts has
-its whole shape and no values (NaN): code that reaches it past its module computes nothing that could be taken for true.
+The modules' forwards and their own attribute access bring a parameter when it is needed and drop it
+afterwards; what autograd saves of it is a recipe, by which it is gathered again
+(`comm/regather.py`). Elsewhere a parameter in parts has its whole shape and no values (NaN): code
+that reaches it past its module computes nothing that could be taken for true.
 
-Ranks need not do the same. They meet in rounds: each says what it needs next, everything that anybody needs is gathered
-by all, and who is done serves the others. Nothing hangs where branches, shapes or numbers of batches differ. Where all
-are about to do what all did in the step before, one round agrees on all of it, and gatherings run ahead of their use.
+Ranks need not do the same. They meet in rounds: each says what it needs next, everything that
+anybody needs is gathered by all, and who is done serves the others. Nothing hangs where branches,
+shapes or numbers of batches differ. Where all are about to do what all did in the step before, one
+round agrees on all of it, and gatherings run ahead of their use.
 """
 
 import sys
@@ -40,7 +43,8 @@ Wait = Callable[[], list[Tensor]]
 
 
 class Rounds:
-    """Gatherings that all ranks make, whatever each needs. Methods are collective, in any order, if not said otherwise.
+    """Gatherings that all ranks make, whatever each needs. Methods are collective, in any order, if
+    not said otherwise.
 
     Args:
         start: begins to gather all of a unit of parameters, by number; collective.
@@ -82,7 +86,9 @@ class Rounds:
         return self._under_way.popleft()()
 
     def pause(self) -> None:
-        """Nothing that is gathered now may be used later. Communicates where others still count on this rank."""
+        """Nothing that is gathered now may be used later. Communicates where others still count on
+        this rank.
+        """
         self._note(_PAUSE)
         self._serve()
 
@@ -110,7 +116,9 @@ class Rounds:
         self._order.append(what)
 
     def _expected(self) -> list[int]:
-        """What this rank will fetch until it meets the others, from the last fetch on, if the step is like the last."""
+        """What this rank will fetch until it meets the others, from the last fetch on, if the step
+        is like the last.
+        """
         return (
             list(takewhile(lambda what: what >= 0, self._before[len(self._order) - 1 :]))
             if self._follows
@@ -154,7 +162,8 @@ class GatherOnUse:
     Args:
         module: whose parameters `store` holds.
         group: see `Rounds`.
-        keeps: whether parameters stay whole from the first `in_use` until `drop` (ZeRO-2), not only while in use.
+        keeps: whether parameters stay whole from the first `in_use` until `drop` (ZeRO-2), not only
+            while in use.
         has_room: for all of them at once, beside a step.
     """
 
@@ -241,7 +250,9 @@ class GatherOnUse:
 
     @contextmanager
     def _within_functions(self, message: str) -> Iterator[None]:
-        """What torch.func begins with (`disable_saved_tensors_hooks`): parameters stay whole until they are stepped."""
+        """What torch.func begins with (`disable_saved_tensors_hooks`): parameters stay whole until
+        they are stepped.
+        """
         assert self._regather is not None
         for parameter in self._sharded:
             self.need(parameter)
@@ -250,7 +261,9 @@ class GatherOnUse:
             yield
 
     def _end(self, failed: bool = False) -> None:
-        """Parameters are parts again; what was changed in whole ones is kept. See `Rounds.pause`."""
+        """Parameters are parts again; what was changed in whole ones is kept. See
+        `Rounds.pause`.
+        """
         if failed:
             self.rounds.forget()
         else:
@@ -270,7 +283,9 @@ class GatherOnUse:
         self._parts = {}
 
     def meet(self) -> None:
-        """Before a collective of the step's own: serve the other ranks until all have come to theirs."""
+        """Before a collective of the step's own: serve the other ranks until all have come to
+        theirs.
+        """
         if self._depth and not self._keeps:
             self.rounds.finish()
 
@@ -308,7 +323,9 @@ class GatherOnUse:
                         self._regather.know(self._parts[each], again, whole)
 
     def again(self, parameter: nn.Parameter) -> Tensor:
-        """All of a parameter in the backward. Collective, see `Rounds`, unless its unit is the last that was needed."""
+        """All of a parameter in the backward. Collective, see `Rounds`, unless its unit is the last
+        that was needed.
+        """
         if (whole := self._whole.get(parameter)) is not None:
             return whole
         if self._without_grad:  # what the backward makes may need the memory of what stayed
@@ -321,7 +338,9 @@ class GatherOnUse:
         return self._again[parameter]
 
     def _install(self) -> None:
-        """Units are the parameters of a block, or of a module outside of blocks, up to a bucket's bytes."""
+        """Units are the parameters of a block, or of a module outside of blocks, up to a bucket's
+        bytes.
+        """
         block_of, scripted = (
             _blocks(self._module),
             dict[nn.Module, nn.Module](),
@@ -380,14 +399,16 @@ class GatherOnUse:
                     self._users.subtract(units)
                     self._drop_unused([unit for unit in units if not self._is_for_generation(unit)])
 
-        # Not a hook: code may run a forward alone, once more for the backward (`runtime/made_again.py`). A partial, not
-        # a decorated function: a copy of the module runs its own.
+        # Not a hook: code may run a forward alone, once more for the backward
+        # (`runtime/made_again.py`). A partial, not a decorated function: a copy of the module runs
+        # its own.
         self._installed.enter_context(
             patched([(module, "forward", partial(running, module, module.forward))])
         )
 
     def _is_for_generation(self, unit: int) -> bool:
-        """Used again and again without a backward, as by a model that writes a token at a time: it stays whole then,
+        """Used again and again without a backward, as by a model that writes a token at a time: it
+        stays whole then,
         until it is used with one, or one begins."""
         return self._has_room and not torch.is_grad_enabled() and self._without_grad[unit] > 1
 
@@ -405,7 +426,9 @@ class GatherOnUse:
         return torch.inference_mode(False)(torch.no_grad()(wait))
 
     def _may_start(self, unit: int, ahead: list[int]) -> bool:
-        """Always the next, more where they fit. What is or will be whole may change until it is gathered again."""
+        """Always the next, more where they fit. What is or will be whole may change until it is
+        gathered again.
+        """
         has_room = (
             not ahead
             or sum(self._unit_bytes[each] for each in (*ahead, unit)) <= self._store.ahead_bytes
@@ -435,7 +458,9 @@ def set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def _blocks(root: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Module -> the outermost element of a list of modules that holds it, for those inside of one."""
+    """Module -> the outermost element of a list of modules that holds it, for those inside of
+    one.
+    """
     found: dict[nn.Module, nn.Module] = {}
     for container in root.modules():
         if (
@@ -478,11 +503,12 @@ class _NeedOnAccess(dict[str, Any]):
 
 
 class WholeOnUse(TorchFunctionMode):
-    """Context of code that all ranks of a store run alike: parameters in parts are whole from where a function of torch
-    first takes them, and their gradients go back into parts.
+    """Context of code that all ranks of a store run alike: parameters in parts are whole from where
+    a function of torch first takes them, and their gradients go back into parts.
 
     Raises:
-        SetupError: the code changes what is whole here alone, or looks at gradients, of which there are parts.
+        SetupError: the code changes what is whole here alone, or looks at gradients, of which there
+            are parts.
     """
 
     def __init__(self, store: ParameterStore) -> None:

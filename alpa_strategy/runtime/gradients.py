@@ -1,10 +1,12 @@
 """The once-per-step reduction of gradients: in buckets, while the backward still runs.
 
-A gradient that is Partial on some axes is all-reduced there (data parallel) or reduce-scattered to its owner (ZeRO).
-Gradients of one kind share buckets, in the order in which the backward makes them; a bucket starts when its last
-gradient is there, and buckets start in one fixed order, the same on all devices. The first backward only observes:
-which parameters get gradients, and when, is then agreed upon between the devices. Another step may use others: what
-has no gradient in it keeps none, as on one device (optimizers pass it over), and what is new gets buckets of its own.
+A gradient that is Partial on some axes is all-reduced there (data parallel) or reduce-scattered to
+its owner (ZeRO). Gradients of one kind share buckets, in the order in which the backward makes
+them; a bucket starts when its last gradient is there, and buckets start in one fixed order, the
+same on all devices. The first backward only observes:
+which parameters get gradients, and when, is then agreed upon between the devices. Another step may
+use others: what has no gradient in it keeps none, as on one device (optimizers pass it over), and
+what is new gets buckets of its own.
 """
 
 import math
@@ -32,7 +34,8 @@ class GradientReducer:
 
     Args:
         mesh: the mesh of the stage.
-        parameters: all trainable ones, in one order on all devices; those with nothing to reduce as well.
+        parameters: all trainable ones, in one order on all devices; those with nothing to reduce as
+            well.
         bucket_bytes: a bucket is closed when it holds so many bytes, or an eighth of all.
     """
 
@@ -48,7 +51,8 @@ class GradientReducer:
         self._only_somewhere: frozenset[str] = (
             frozenset()
         )  # gradients that some devices had and others not
-        self.enabled = True  # the next backward ends with the reduction: not for a micro-batch before a step's last
+        # the next backward ends with the reduction: not for a micro-batch before a step's last
+        self.enabled = True
         self.reset()
 
     def reset(self) -> None:
@@ -63,7 +67,9 @@ class GradientReducer:
             each.sparse_rows = None
 
     def mark_ready(self, name: str) -> None:
-        """The local gradient of `name` is complete (called by a hook of the backward); may start collectives."""
+        """The local gradient of `name` is complete (called by a hook of the backward); may start
+        collectives.
+        """
         if not self.enabled or name in self.held:
             return
         if name in self._seen:
@@ -82,7 +88,9 @@ class GradientReducer:
             self._num_started += 1
 
     def finish(self, completed: Completed | None = None) -> None:
-        """Reduce what is left, wait, hand every gradient to its owner; `completed` is told of each bucket's."""
+        """Reduce what is left, wait, hand every gradient to its owner; `completed` is told of each
+        bucket's.
+        """
         if not self.enabled:
             return
         if self._buckets is None:
@@ -103,7 +111,9 @@ class GradientReducer:
         self.reset()
 
     def _agree(self) -> None:
-        """Find out which gradients exist on any device, and take the first device's order for all."""
+        """Find out which gradients exist on any device, and take the first device's order for
+        all.
+        """
         self._buckets = []
         if not self._parameters:  # a stage of frozen layers
             return
@@ -121,7 +131,9 @@ class GradientReducer:
         self._build(each for each in in_order if found[each.name][0])
 
     def _in_order(self, parameters: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-        """As the first device's backward came to them; what it has not seen comes last. Collective."""
+        """As the first device's backward came to them; what it has not seen comes last.
+        Collective.
+        """
         seen = {name: i for i, name in enumerate(self._seen)}
         is_first = not any(self._mesh.coordinate)
         order = [
@@ -133,7 +145,9 @@ class GradientReducer:
         return [parameters[i] for i in sorted(range(len(order)), key=order.__getitem__)]
 
     def _build(self, parameters: Iterable[ShardedParameter]) -> None:
-        """Add buckets, gradients of one kind together; order them by when their last gradient comes."""
+        """Add buckets, gradients of one kind together; order them by when their last gradient
+        comes.
+        """
         parameters = list(parameters)
         limit = bucket_limit(sum(each.used_bytes for each in parameters), self._bucket_bytes)
         closed: list[tuple[int, _Bucket]] = []
@@ -165,13 +179,15 @@ class Replicas:
     """How ranks with steps of their own average gradients."""
 
     mesh: MeshComm  # of all of them
-    # the largest of some numbers over all ranks, in a group of its own: others may have started more buckets
+    # the largest of some numbers over all ranks, in a group of its own: others may have started
+    # more buckets
     agree: Callable[[Sequence[int]], list[int]]
 
 
 class ReplicaReducer(GradientReducer):
-    """The mean over ranks that each run a step of their own: gradients may be made by some of them alone, in any order,
-    several times in a backward (reentrant checkpoints), by several backwards of a step.
+    """The mean over ranks that each run a step of their own: gradients may be made by some of them
+    alone, in any order, several times in a backward (reentrant checkpoints), by several backwards
+    of a step.
     """
 
     def __init__(
@@ -203,7 +219,8 @@ class ReplicaReducer(GradientReducer):
         late = [
             each.is_taken and each.has_local_gradient for each in self._parameters
         ]  # made after its bucket left
-        # 0: no gradient, 1: a sparse one, 2: a dense one; the largest of all ranks is what their sum is.
+        # 0: no gradient, 1: a sparse one, 2: a dense one; the largest of all ranks is what their
+        # sum is.
         kinds = [
             is_there * (1 if each.is_sparse else 2)
             for is_there, each in zip(here, self._parameters, strict=True)
@@ -215,14 +232,16 @@ class ReplicaReducer(GradientReducer):
         needed = {each.name for each, kind, _ in agreed if kind}
         late_ones = [each for each, _, is_late in agreed if is_late]
         late_gradients = [each.take_gradient() for each in late_ones]
-        # Those of earlier steps first, as ranks that had all of a bucket have started it: all then agree on new ones.
+        # Those of earlier steps first, as ranks that had all of a bucket have started it: all then
+        # agree on new ones.
         running = self._start(self._buckets, needed)
         if new := [each for each in self._unused if each.name in needed]:
             self._unused = [each for each in self._unused if each.name not in needed]
             known = len(self._buckets)
             self._build(self._in_order(new))
             running += self._start(self._buckets[known:], needed)
-        # Late gradients are added to what the buckets bring, and sparse ones get another form: not complete yet.
+        # Late gradients are added to what the buckets bring, and sparse ones get another form: not
+        # complete yet.
         _run(running, None if late_ones or 1 in largest[: len(kinds)] else completed)
         for each in self._rest:  # one rank
             if each.has_local_gradient:
@@ -238,7 +257,9 @@ class ReplicaReducer(GradientReducer):
         self.reset()
 
     def _make_sparse(self, each: ShardedParameter) -> None:
-        """A gradient that was sparse on every rank that made one has the rows of all of them, as under DDP."""
+        """A gradient that was sparse on every rank that made one has the rows of all of them, as
+        under DDP.
+        """
         rows = each.sparse_rows
         if rows is None:  # none was made here
             rows = torch.zeros(each.shape[:1], dtype=torch.bool, device=each.parameter.device)
@@ -261,7 +282,8 @@ class ReplicaReducer(GradientReducer):
 def average(
     parameters: Iterable[nn.Parameter], axis: AxisComm, device: torch.device, bucket_bytes: int
 ) -> None:
-    """Let complete gradients become their mean over `axis`, whose devices hold the same parts. Collective over it.
+    """Let complete gradients become their mean over `axis`, whose devices hold the same parts.
+    Collective over it.
 
     As DDP has it, one that some lack is zero there, and what none has a gradient for keeps none.
 
@@ -292,8 +314,9 @@ def average(
             p.grad = None
     gathered: list[tuple[list[nn.Parameter], Pending]] = []
     for bucket, sizes, pending in begun:
-        # In one order, where an all_reduce's depends on the place in the bucket: copies of a parameter on several ranks
-        # of a replica, which lie at other places there, stay the same bit by bit.
+        # In one order, where an all_reduce's depends on the place in the bucket: copies of a
+        # parameter on several ranks of a replica, which lie at other places there, stay the same
+        # bit by bit.
         own = reduce(torch.add, pending.wait().view(axis.size, sizes[axis.index]))
         gathered.append((bucket, axis.start_all_gather(own, 0, sum(sizes))))
     for bucket, pending in gathered:
@@ -316,7 +339,8 @@ def _run(buckets: "list[_Bucket]", completed: Completed | None = None) -> None:
 
 
 class _Bucket:
-    """Gradients that go through the same collectives together; `needed`: those that are there after it in any case.
+    """Gradients that go through the same collectives together; `needed`: those that are there after
+    it in any case.
 
     scale: what their sums are multiplied by.
     """
@@ -342,7 +366,9 @@ class _Bucket:
         return next(self.running, False) is None
 
     def _reduce(self) -> Iterator[None]:
-        """One collective after the other; stops while each is under way, and hands the gradients over in the end."""
+        """One collective after the other; stops while each is under way, and hands the gradients
+        over in the end.
+        """
         # What an earlier backward has reduced, and this one does not add to, stays as it is.
         is_there = [each.has_local_gradient or each.name in self.needed for each in self.parameters]
         both = list(zip(self.parameters, is_there, strict=True))
@@ -382,7 +408,9 @@ def _flat(grads: Sequence[Tensor], scale: float) -> Tensor:
 
 
 def _rows(grads: Sequence[Tensor], dims: Sequence[int], count: int, scale: float) -> Tensor:
-    """[count, elements]: one row per device, its chunks of all gradients * scale, each padded to the largest chunk."""
+    """[count, elements]: one row per device, its chunks of all gradients * scale, each padded to
+    the largest chunk.
+    """
     columns = [
         chunk_shape(grad.shape, dim, count, 0).numel()
         for grad, dim in zip(grads, dims, strict=True)

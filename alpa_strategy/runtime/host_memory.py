@@ -1,10 +1,12 @@
-"""The C library's allocator, where tensors lie in host memory: freed blocks are kept, as far as the plan has room.
+"""The C library's allocator, where tensors lie in host memory: freed blocks are kept, as far as the
+plan has room.
 
-glibc gives a large freed block back to the system, and the next step pays a page fault for every 4 KB of it: a step was
-seen to take 1.7 x as long. Where blocks are kept, the next tensor of the same size often does not fit where one was:
-PyTorch wants multiples of 64 bytes, for which glibc looks for more than it frees (its bug 14581). Data parallelism held
-1.1 x what is alive, recomputation and ZeRO-3 1.8 to 2.1 x. So a thread looks at how much the process holds, and where
-that is more than it may, all that is free goes back at once.
+glibc gives a large freed block back to the system, and the next step pays a page fault for every 4
+KB of it: a step was seen to take 1.7 x as long. Where blocks are kept, the next tensor of the same
+size often does not fit where one was: PyTorch wants multiples of 64 bytes, for which glibc looks
+for more than it frees (its bug 14581). Data parallelism held
+1.1 x what is alive, recomputation and ZeRO-3 1.8 to 2.1 x. So a thread looks at how much the
+process holds, and where that is more than it may, all that is free goes back at once.
 """
 
 import ctypes
@@ -28,12 +30,14 @@ LEAST_BYTES = (
     50 * 10**6
 )  # planned: what freed blocks add to less is little beside what Python itself holds
 LARGE_BYTES = 250 * 10**6  # planned: what such a plan keeps in vain would be much
-KEPT_BLOCKS = 1.25  # bytes held for each that is planned: 1.1 to 1.2 were seen in most plans, up to 1.5 in some
+# bytes held for each that is planned: 1.1 to 1.2 were seen in most plans, up to 1.5 in some
+KEPT_BLOCKS = 1.25
 PAGE_FAULTS = (
     0.15  # of a step's seconds at least, where blocks are given back: up to 0.35 were seen
 )
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-# Bytes from which blocks are given back (glibc allows no more than 32 MB), and that are kept at a heap's end.
+# Bytes from which blocks are given back (glibc allows no more than 32 MB), and that are kept at a
+# heap's end.
 GIVEN_BACK, KEPT = (2**20, 2**25), (2**25, 2**30)
 LOOK_SECONDS = 0.004  # between two looks at what the process holds; one takes 20 microseconds
 THREAD = "alpa-free-memory"
@@ -43,7 +47,9 @@ SLACK = 0.05  # of what is planned: held once more before it is given back again
 
 @contextmanager
 def tuned(device: torch.device) -> Iterator[None]:
-    """Around what shards a module: what planning took is given back; freed blocks are kept with tensors on the host."""
+    """Around what shards a module: what planning took is given back; freed blocks are kept with
+    tensors on the host.
+    """
     if device.type == "cpu":
         keep_freed(True)
     yield
@@ -60,10 +66,12 @@ def hold_to_plan(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
 ) -> Callable[[], object]:
-    """Until what is returned is called, or `owner` is gone, give free memory back where this process holds as much as
+    """Until what is returned is called, or `owner` is gone, give free memory back where this
+    process holds as much as
     it may besides itself: what is planned, or the limit where that is not far away.
 
-    Nothing is done where the limit has room for all that may be kept and little is planned, nor without glibc.
+    Nothing is done where the limit has room for all that may be kept and little is planned, nor
+    without glibc.
     """
     peak = plan.predicted.peak_bytes
     is_tight = peak > TIGHT * limit_bytes
@@ -82,7 +90,9 @@ def hold_to_plan(
 
 
 def _trim_beyond(most: int, slack: int, ended: threading.Event) -> None:
-    """Until `ended`, wherever more than `most` bytes are held, or `slack` more than were alive at the last time."""
+    """Until `ended`, wherever more than `most` bytes are held, or `slack` more than were alive at
+    the last time.
+    """
     process, allowed = psutil.Process(), most
     while not ended.wait(LOOK_SECONDS):
         held = _held_bytes(process)
@@ -94,7 +104,9 @@ def _trim_beyond(most: int, slack: int, ended: threading.Event) -> None:
 
 
 def _held_bytes(process: psutil.Process) -> int:
-    """Resident memory, pages of files apart: the system takes those and gives them back as it likes."""
+    """Resident memory, pages of files apart: the system takes those and gives them back as it
+    likes.
+    """
     info = process.memory_info()
     return info.rss - info.shared
 
@@ -125,7 +137,8 @@ def _glibc(name: str) -> Any:
 
 
 def process_bytes(module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> int:
-    """What this process takes of the host's memory beside tensors: Python, libraries and their pages. 0 on GPUs.
+    """What this process takes of the host's memory beside tensors: Python, libraries and their
+    pages. 0 on GPUs.
 
     The process's tensors are those of the module and of the optimizers.
     """

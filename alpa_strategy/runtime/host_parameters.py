@@ -1,14 +1,19 @@
-"""Tensors in host memory while steps run: parameters, and results of ops that wait for their backward.
+"""Tensors in host memory while steps run: parameters, and results of ops that wait for their
+backward.
 
-On a GPU each direction has a stream of its own, beside what the device computes. Memory is that of the stream that
-computes: a copy begins when the work before it is done, so that its bytes are free by then, and who reads it waits for
-its event. Host tensors are pinned, by the allocator of torch's, which does not give a block away before the copies that
-use it are done. Elsewhere, where host and device are the same memory, copies are made all the same, at once.
+On a GPU each direction has a stream of its own, beside what the device computes. Memory is that of
+the stream that
+computes: a copy begins when the work before it is done, so that its bytes are free by then, and who
+reads it waits for its event. Host tensors are pinned, by the allocator of torch's, which does not
+give a block away before the copies that use it are done. Elsewhere, where host and device are the
+same memory, copies are made all the same, at once.
 
-Each parameter comes to the device when it is used, and its gradient goes back. The next one is on its way while one is
-used: which that is, is what came after the same two the last time, in forward and backward. Autograd is given a copy
-that is not kept for the backward (`comm/regather.py` has it brought again). Gradients do not pass through the
-parameter's own node, which would add them before they have arrived.
+Each parameter comes to the device when it is used, and its gradient goes back. The next one is on
+its way while one is
+used: which that is, is what came after the same two the last time, in forward and backward.
+Autograd is given a copy that is not kept for the backward (`comm/regather.py` has it brought
+again). Gradients do not pass through the parameter's own node, which would add them before they
+have arrived.
 """
 
 import weakref
@@ -75,7 +80,8 @@ class HostLink:
         with torch.cuda.stream(self._outward):
             copy.copy_(tensor, non_blocking=True)
             self._leaving.append((tensor, self._outward.record_event()))
-        # Kept until it has left; what computes waits for the one before it, so that no more than two are there.
+        # Kept until it has left; what computes waits for the one before it, so that no more than
+        # two are there.
         while len(self._leaving) > 1:
             current.wait_event(self._leaving.popleft()[1])
         return copy
@@ -96,7 +102,9 @@ class StoredTensors:
         self._last: weakref.ref[_Stored] | None = None
 
     def store(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Send it; gives what brings it back once, and starts to bring the one that was sent before it."""
+        """Send it; gives what brings it back once, and starts to bring the one that was sent before
+        it.
+        """
         self._link = self._link or HostLink(tensor.device)
         stored = _Stored(self._link, self._link.send(tensor), self._last)
         self._last = weakref.ref(stored)
@@ -127,7 +135,8 @@ class HostParameters:
     """Those of one mesh that use one link.
 
     Args:
-        look: is shown a parameter's name, and the parameter with the gradient that this rank has made.
+        look: is shown a parameter's name, and the parameter with the gradient that this rank has
+            made.
     """
 
     def __init__(self, device: torch.device, look: Callable[[str, Tensor], None] | None) -> None:

@@ -1,8 +1,10 @@
-"""Forwards of modules of which autograd keeps the inputs alone: in the backward they run again (PyTorch's checkpoint).
+"""Forwards of modules of which autograd keeps the inputs alone: in the backward they run again
+(PyTorch's checkpoint).
 
-The second run finds what the first one found: random numbers, buffers, attributes, and the containers in them. What it
-changes of these is taken back, so that statistics are updated once. What it cannot have as it was (a weight that was
-changed in between) is an error. Works on steps as they are written, which nobody has captured.
+The second run finds what the first one found: random numbers, buffers, attributes, and the
+containers in them. What it changes of these is taken back, so that statistics are updated once.
+What it cannot have as it was (a weight that was changed in between) is an error. Works on steps as
+they are written, which nobody has captured.
 """
 
 import random
@@ -66,7 +68,8 @@ def modules_to_make_again(
 
 
 class MadeAgain:
-    """See the file's docstring. Modules run as they do in evaluation, and where autograd does not watch.
+    """See the file's docstring. Modules run as they do in evaluation, and where autograd does not
+    watch.
 
     Args:
         root: what is trained; None: nothing is.
@@ -128,7 +131,8 @@ class MadeAgain:
 
 
 def forward_of_copy(module: nn.Module) -> Callable[..., Any] | None:
-    """What a forward of ours is to run instead, a partial with `module` among its arguments, where that is called as a
+    """What a forward of ours is to run instead, a partial with `module` among its arguments, where
+    that is called as a
     shallow copy's, which has it with all other attributes (a learner of MAML)."""
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
@@ -139,10 +143,12 @@ def forward_of_copy(module: nn.Module) -> Callable[..., Any] | None:
 
 
 class Room:
-    """Which modules run again so that what a pass (a forward and its backward) keeps fits: the first, as few as do.
+    """Which modules run again so that what a pass (a forward and its backward) keeps fits: the
+    first, as few as do.
 
-    What a module keeps is in proportion to what it is given, as in the first of its kind, which did not run again. What
-    the pass keeps outside of the modules is known from the first backward on; until then half the room is left for it.
+    What a module keeps is in proportion to what it is given, as in the first of its kind, which did
+    not run again. What the pass keeps outside of the modules is known from the first backward on;
+    until then half the room is left for it.
 
     Args:
         num_bytes: for what autograd keeps.
@@ -170,7 +176,9 @@ class Room:
         self._before: list[tuple[Tensor, int]] = []  # what the module is given that runs now
 
     def is_short_for(self, name: str, given: Iterable[Any]) -> bool:
-        """Whether a module is to run again: if not, those that are still to come could not all keep what they do."""
+        """Whether a module is to run again: if not, those that are still to come could not all keep
+        what they do.
+        """
         leaves = tree_leaves(given)
         if name not in self._to_come or not all(
             isinstance(each, Tensor | float | int | str | None) for each in leaves
@@ -234,9 +242,11 @@ class Room:
 
 
 def kept_bytes(results: Any, until: Any, apart: Iterable[Tensor]) -> int:
-    """Bytes that autograd keeps for the backward of `results` down to `until`, beside these and the memory of `apart`.
+    """Bytes that autograd keeps for the backward of `results` down to `until`, beside these and the
+    memory of `apart`.
 
-    What hooks have put in the place of tensors (what runs again, parameters in parts) does not count.
+    What hooks have put in the place of tensors (what runs again, parameters in parts) does not
+    count.
     """
     ends = [each for each in tree_leaves(until) if isinstance(each, Tensor)]
     seen: set[Any] = {None, *(each.grad_fn for each in ends)}
@@ -267,7 +277,9 @@ def _spaces(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _as_it_is(module: nn.Module, arguments: Iterable[Any]) -> Callable[[], None]:
-    """What lets all that a module's tree and other objects hold, and random numbers to come, be as now; no tensors."""
+    """What lets all that a module's tree and other objects hold, and random numbers to come, be as
+    now; no tensors.
+    """
     skipped, seen = (
         framework_attributes(),
         set(map(id, module.modules())),
@@ -339,7 +351,9 @@ class _Start:
             )
 
     def _keep_changed(self) -> None:
-        """Values are kept of what the first run has changed, and of vectors: norms update their statistics unseen."""
+        """Values are kept of what the first run has changed, and of vectors: norms update their
+        statistics unseen.
+        """
         for tensor in list(self._values):
             is_kept = tensor.ndim < 2 or version_of(tensor) != self._versions[tensor]
             del (self._versions if is_kept else self._values)[tensor]

@@ -1,7 +1,9 @@
-"""The user's parameters as this device holds them: shards in place, gathered for the step, gradients brought home.
+"""The user's parameters as this device holds them: shards in place, gathered for the step,
+gradients brought home.
 
-The module keeps its Parameter objects under their names, so optimizers, callbacks and state-dict keys work unchanged;
-only `data` is replaced. Values and gradients move by `Reshard`s from the storage layout to the one that the step uses:
+The module keeps its Parameter objects under their names, so optimizers, callbacks and state-dict
+keys work unchanged; only `data` is replaced. Values and gradients move by `Reshard`s from the
+storage layout to the one that the step uses:
 
     mode    stored       in the step   gradient after the step
     R       Invariant    R             complete on every device already
@@ -9,7 +11,8 @@ only `data` is replaced. Values and gradients move by `Reshard`s from the storag
     S<d>    Shard(d)     S<d>          complete on its shard already
     G<d>    Shard(d)     R*            Partial, reduce-scattered once per step; gathered once per step
 
-`ParameterStore` is all of them, of any number of stages: what the Trainer, checkpoints and the optimizer's state ask.
+`ParameterStore` is all of them, of any number of stages: what the Trainer, checkpoints and the
+optimizer's state ask.
 `MeshParameters` is the part of it on one mesh: what the stages there ask while a step runs.
 """
 
@@ -109,7 +112,9 @@ class MeshParameters:
                 )
 
     def unwatch(self) -> None:
-        """Watch no backward any more: by what does, parameters hold this for ever. No communication."""
+        """Watch no backward any more: by what does, parameters hold this for ever. No
+        communication.
+        """
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
@@ -117,7 +122,8 @@ class MeshParameters:
             sharded.accumulator = None  # it remembers the shard's shape, too
 
     def step_inputs(self, ahead_bytes: int = 0) -> Mapping[str, Tensor]:
-        """Name -> what the lowered step takes: the parameter itself, or (`G` modes) its copy gathered for this step.
+        """Name -> what the lowered step takes: the parameter itself, or (`G` modes) its copy
+        gathered for this step.
 
         All gatherings start now and run beside the step; asking for a parameter waits for its own.
 
@@ -167,20 +173,28 @@ class MeshParameters:
         return sharded.leaf
 
     def will_read(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """A new training program takes parameters in these dtypes, by name; see `StepGraph.dtypes_read`."""
+        """A new training program takes parameters in these dtypes, by name; see
+        `StepGraph.dtypes_read`.
+        """
         for name, dtype in dtypes.items():
             self._by_name[name].will_be_read_in(dtype)
 
     def regather_hooks(self, ahead_bytes: int) -> Regather:
-        """Context of a forward: what it gathers at use is not kept but gathered again (ZeRO-3), so many bytes ahead."""
+        """Context of a forward: what it gathers at use is not kept but gathered again (ZeRO-3), so
+        many bytes ahead.
+        """
         return Regather(self._by_parameter, self._results.store, ahead_bytes)
 
     def hold(self, names: Collection[str]) -> None:
-        """Gradients of these parameters (names of the step's) are not complete when they are made next."""
+        """Gradients of these parameters (names of the step's) are not complete when they are made
+        next.
+        """
         self.reducer.held = frozenset(names)
 
     def finish_backward(self, completed: Completed | None = None) -> None:
-        """After every backward: complete `parameter.grad` (where `reducer.enabled`). Collective over the mesh."""
+        """After every backward: complete `parameter.grad` (where `reducer.enabled`). Collective
+        over the mesh.
+        """
         if self._host is not None:
             self._host.finish()
             completed = None  # gradients have yet to arrive
@@ -195,7 +209,8 @@ class MeshParameters:
 
     def _watch(self, sharded: ShardedParameter) -> None:
         """Announce the gradient of a parameter that the step uses as it is stored."""
-        # A hook of the node that adds to `grad`, not of the tensor: those also run for `torch.autograd.grad`.
+        # A hook of the node that adds to `grad`, not of the tensor: those also run for
+        # `torch.autograd.grad`.
         parameter, part = sharded.parameter, sharded.parameter.data
         if self._replicas is not None:  # the node knows the shape of gradients: that of the whole
             parameter.data = part.new_zeros(()).expand(sharded.module_shape)
@@ -212,7 +227,9 @@ class MeshParameters:
         )
 
     def _made(self, name: str, used: Tensor) -> None:
-        """The backward has made the gradient of a parameter, or of its copy: of this rank, not reduced yet."""
+        """The backward has made the gradient of a parameter, or of its copy: of this rank, not
+        reduced yet.
+        """
         if not self.listens:
             return
         if self._look is not None:
@@ -245,10 +262,13 @@ class _Known:
 
 
 class ParameterStore:
-    """Parameters that any stage uses, in the stages' order: the same on every rank. All others are whole everywhere.
+    """Parameters that any stage uses, in the stages' order: the same on every rank. All others are
+    whole everywhere.
 
-    Where stages lie on different devices, a rank holds the parameters of its own stages only, the others are empty, and
-    whatever gathers is collective over the whole job: the owning stage gathers, and sends to the others.
+    Where stages lie on different devices, a rank holds the parameters of its own stages only, the
+    others are empty, and
+    whatever gathers is collective over the whole job: the owning stage gathers, and sends to the
+    others.
 
     Args:
         module: the user's module; holds whole parameters, equal on all ranks, until `shard`.
@@ -356,21 +376,27 @@ class ParameterStore:
         return known is None or known.held is not None
 
     def chunks(self, parameter: nn.Parameter, tensor: Tensor) -> list[Chunk]:
-        """The boxes of the whole parameter that this rank holds, if any: see `ShardedParameter.chunks`."""
+        """The boxes of the whole parameter that this rank holds, if any: see
+        `ShardedParameter.chunks`.
+        """
         known = self._known.get(parameter)
         if known is None:
             return [Chunk((0,) * tensor.dim(), tensor)]
         return [] if known.held is None else known.held.chunks(tensor)
 
     def replica(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """Of the ranks that hold the same part: which one this is, and how many; None outside of the owning stage."""
+        """Of the ranks that hold the same part: which one this is, and how many; None outside of
+        the owning stage.
+        """
         known = self._known.get(parameter)
         if known is None:
             return self.mesh.whole.index, self.mesh.whole.size
         return None if known.owned is None else known.owned.replica()
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank's elements count in a sum over all ranks: of those that hold the same, the first's do."""
+        """Whether this rank's elements count in a sum over all ranks: of those that hold the same,
+        the first's do.
+        """
         replica = self.replica(parameter)
         return replica is not None and replica[0] == 0
 
@@ -382,10 +408,12 @@ class ParameterStore:
         bucket_bytes: int = BUCKET_BYTES,
         look: Look | None = None,
     ) -> None:
-        """Replace every parameter's data by this rank's part, and watch the backward. Once, before training.
+        """Replace every parameter's data by this rank's part, and watch the backward. Once, before
+        training.
 
         Args:
-            values: gives the whole of a parameter (all of it is freed before the next is asked for).
+            values: gives the whole of a parameter (all of it is freed before the next is asked
+                for).
             look: sees every gradient as this rank has made it, before any sum over ranks.
         """
         for mesh in self._meshes.values():
@@ -396,7 +424,9 @@ class ParameterStore:
                 parameter.grad = None
 
     def unshard(self) -> None:
-        """Give every parameter its whole data back, on every rank. Collective; ends training with this store."""
+        """Give every parameter its whole data back, on every rank. Collective; ends training with
+        this store.
+        """
         for mesh in self._meshes.values():
             mesh.unwatch()
             mesh.after_optimizer_step()
@@ -406,7 +436,8 @@ class ParameterStore:
                 parameter.grad = None  # that of a part
             replace_data(parameter, self.gather(parameter))
 
-    # A training step, where the backward is the Trainer's (stages of a pipeline are told by the pipeline)
+    # A training step, where the backward is the Trainer's (stages of a pipeline are told by the
+    # pipeline)
 
     def sync(self, enabled: bool) -> None:
         """Whether the next backward ends with the reduction."""
@@ -424,7 +455,9 @@ class ParameterStore:
 
     @property
     def awaits_finish(self) -> bool:
-        """Whether a backward of this rank's own has made gradients that `finish_backward` has not seen yet."""
+        """Whether a backward of this rank's own has made gradients that `finish_backward` has not
+        seen yet.
+        """
         reducers = [mesh.reducer for mesh in self._meshes.values()]
         return any(isinstance(each, ReplicaReducer) and each.has_begun for each in reducers)
 
@@ -455,7 +488,8 @@ class ParameterStore:
     def gather_like(
         self, parameter: nn.Parameter, tensor: Tensor, shape: torch.Size | None = None
     ) -> Tensor:
-        """The whole of a tensor laid out as the parameter (its gradient), on every rank. Collective.
+        """The whole of a tensor laid out as the parameter (its gradient), on every rank.
+        Collective.
 
         Tensors of another shape than the owning stage's parts are taken as they are there.
 
@@ -476,13 +510,17 @@ class ParameterStore:
         return whole
 
     def whole_in_step(self, parameter: nn.Parameter) -> Tensor:
-        """The whole parameter for code that all ranks run alike, whose gradients are complete. Collective."""
+        """The whole parameter for code that all ranks run alike, whose gradients are complete.
+        Collective.
+        """
         held = self._known[parameter].held
         assert held is not None
         return held.to_whole(held.in_step(parameter)).view(held.module_shape)
 
     def summed_later(self, parameter: nn.Parameter) -> Tensor | None:
-        """The whole copy of a parameter whose gradient, of this rank alone, more batches of one update add to."""
+        """The whole copy of a parameter whose gradient, of this rank alone, more batches of one
+        update add to.
+        """
         known = self._known[parameter]
         copy = None if known.held is None else known.held.leaf
         return (
@@ -492,7 +530,8 @@ class ParameterStore:
         )
 
     def start_gather(self, parts: Mapping[nn.Parameter, Tensor]) -> Callable[[], list[Tensor]]:
-        """The whole of parameters of one dtype, from their parts: begun now, in one collective where all are cut
+        """The whole of parameters of one dtype, from their parts: begun now, in one collective
+        where all are cut
         along one axis. Collective; what it gives waits, without communication of its own."""
         owned = [each for parameter in parts if (each := self._known[parameter].owned) is not None]
         cuts = [
@@ -549,13 +588,17 @@ class ParameterStore:
         return {p: text for p, text in own.items() if p not in self} | said
 
     def shard_like(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """This rank's part (a copy, perhaps empty) of a tensor of the whole shape; other shapes as they are."""
+        """This rank's part (a copy, perhaps empty) of a tensor of the whole shape; other shapes as
+        they are.
+        """
         if (known := self._known.get(parameter)) is None:
             return whole
         return whole.new_empty(0) if known.held is None else known.held.shard_like(whole)
 
     def take_whole(self, parameter: nn.Parameter, whole: Tensor, part: Tensor) -> None:
-        """Write this rank's part of a parameter, if it holds any, into `part`, and into a gathered copy."""
+        """Write this rank's part of a parameter, if it holds any, into `part`, and into a gathered
+        copy.
+        """
         held = self._known[parameter].held
         if held is not None:
             held.take_whole(whole, part)

@@ -1,4 +1,6 @@
-"""ShardedParameter: one parameter on one mesh: what it is as a whole, which part this device holds, how it moves."""
+"""ShardedParameter: one parameter on one mesh: what it is as a whole, which part this device holds,
+how it moves.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +20,9 @@ from alpa_strategy.runtime.host_parameters import HostLink, host_copy
 
 
 class Chunk(NamedTuple):
-    """A box of a whole tensor: where it begins, and its elements (a view of this process's memory)."""
+    """A box of a whole tensor: where it begins, and its elements (a view of this process's
+    memory).
+    """
 
     offsets: tuple[int, ...]
     tensor: Tensor
@@ -73,7 +77,8 @@ class ShardedParameter:
         """The module's `parameter` under its plan.
 
         Args:
-            replicas: each rank uses all of it, for a step of its own; gradients are summed over this mesh.
+            replicas: each rank uses all of it, for a step of its own; gradients are summed over
+                this mesh.
         """
         shape = torch.Size(given.meta.shape)
         module_shape = torch.Size(given.module_shape or shape)
@@ -111,7 +116,9 @@ class ShardedParameter:
 
     @property
     def is_used_in_place(self) -> bool:
-        """Whether the step uses it as it is stored, and the backward leaves its gradient complete where it belongs."""
+        """Whether the step uses it as it is stored, and the backward leaves its gradient complete
+        where it belongs.
+        """
         return not (self.is_gathered_once or self.to_use.backward_steps)
 
     @property
@@ -139,16 +146,20 @@ class ShardedParameter:
         return tensor if self.module_shape == self.shape else tensor.view(self._local_step_shape)
 
     def gather_like(self, tensor: Tensor) -> Tensor:
-        """The whole (`module_shape`) of a tensor laid out as this parameter: itself, a moment of its optimizer.
+        """The whole (`module_shape`) of a tensor laid out as this parameter: itself, a moment of
+        its optimizer.
 
-        Collective. Tensors of another shape than `local_shape` (step counters) are returned as they are.
+        Collective. Tensors of another shape than `local_shape` (step counters) are returned as they
+        are.
         """
         if tensor.shape != self.local_shape:
             return tensor
         return self.to_whole.values(self.in_step(tensor.to(self.device))).view(self.module_shape)
 
     def shard_like(self, whole: Tensor) -> Tensor:
-        """This device's part (`local_shape`, a copy) of a tensor of `module_shape`; other shapes as they are."""
+        """This device's part (`local_shape`, a copy) of a tensor of `module_shape`; other shapes as
+        they are.
+        """
         if whole.shape != self.module_shape:
             return whole
         piece = self._piece(whole, self.plan.layout)
@@ -160,7 +171,9 @@ class ShardedParameter:
         return part.view(self.local_shape)
 
     def take_whole(self, whole: Tensor, part: Tensor) -> None:
-        """Write this device's part of `whole` into `part`, and into a copy that is gathered for the step."""
+        """Write this device's part of `whole` into `part`, and into a copy that is gathered for the
+        step.
+        """
         part.copy_(self.shard_like(whole))
         if self.leaf is not None:
             self.leaf.data.copy_(self._piece(whole, self._use))
@@ -174,7 +187,9 @@ class ShardedParameter:
         self.leaf = self.gathering = self.partial = None
 
     def will_be_read_in(self, dtype: torch.dtype) -> None:
-        """A program takes the parameter in `dtype`: its own, or what all uses cast it to. The same on all devices."""
+        """A program takes the parameter in `dtype`: its own, or what all uses cast it to. The same
+        on all devices.
+        """
         before, self.read_in = self.gather_dtype, self.read_in | {dtype}
         if self.gather_dtype != before:
             partial = None if self.leaf is None else self.leaf.grad
@@ -183,7 +198,9 @@ class ShardedParameter:
 
     @property
     def gather_dtype(self) -> torch.dtype:
-        """Of the step's copy: a cast of every element is the same before the gathering, with fewer bytes to move."""
+        """Of the step's copy: a cast of every element is the same before the gathering, with fewer
+        bytes to move.
+        """
         return next(iter(self.read_in)) if len(self.read_in) == 1 else self.parameter.dtype
 
     def begin_gathering(self, part: Tensor | None = None) -> Pending:
@@ -198,12 +215,15 @@ class ShardedParameter:
                 self.gathering = self.to_use.start(self.in_step(part).to(self.gather_dtype))
         return self.gathering
 
-    # Its gradient in a step: the backward adds to `used.grad`, `take_gradient` hands that to a reduction (`is_taken`),
-    # `put_gradient` brings the sum (`is_complete`). What was complete before waits in `complete`, and is added to it.
+    # Its gradient in a step: the backward adds to `used.grad`, `take_gradient` hands that to a
+    # reduction (`is_taken`), `put_gradient` brings the sum (`is_complete`). What was complete
+    # before waits in `complete`, and is added to it.
 
     @property
     def used(self) -> Tensor | None:
-        """The tensor whose `.grad` the backward makes: the parameter, or its gathered copy, None without a use."""
+        """The tensor whose `.grad` the backward makes: the parameter, or its gathered copy, None
+        without a use.
+        """
         return self.leaf if self.is_gathered_once else self.parameter
 
     @property
@@ -213,7 +233,9 @@ class ShardedParameter:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """Of the sum over devices: a copy's gradients come in its dtype, but fp16 could overflow in a sum."""
+        """Of the sum over devices: a copy's gradients come in its dtype, but fp16 could overflow in
+        a sum.
+        """
         if self.plan.sums_in_fp32:
             return torch.promote_types(self.parameter.dtype, torch.float32)
         if self.is_gathered_once and self.leaf is not None and self.leaf.dtype == torch.bfloat16:
@@ -226,7 +248,9 @@ class ShardedParameter:
         return self.used is not None and self.used.grad is not None
 
     def take_gradient(self) -> Tensor:
-        """Remove and return what the backward made; zeros in the place of a gradient that is not there."""
+        """Remove and return what the backward made; zeros in the place of a gradient that is not
+        there.
+        """
         used, self.is_taken = self.used, True
         if used is None or used.grad is None:
             return self.no_gradient()
@@ -275,7 +299,9 @@ class ShardedParameter:
         )
 
     def make_sparse(self, rows: Tensor) -> None:
-        """The reduced gradient as the optimizer would have it without a reduction: with these `rows` alone."""
+        """The reduced gradient as the optimizer would have it without a reduction: with these
+        `rows` alone.
+        """
         if self.is_whole and self.parameter.grad is not None:
             grad, index = self.parameter.grad, rows.nonzero().T  # [1, rows]
             self.parameter.grad = torch.sparse_coo_tensor(
@@ -295,7 +321,8 @@ class ShardedParameter:
         self.used.grad = grad
 
     def set_complete_aside(self, grads: tuple[Tensor, ...]) -> None:
-        """Before the backward adds to `grad`: what an earlier backward reduced is not summed over the devices again.
+        """Before the backward adds to `grad`: what an earlier backward reduced is not summed over
+        the devices again.
 
         Args:
             grads: what is about to be added, as autograd's hooks get it.
@@ -353,8 +380,10 @@ class ShardedParameter:
 
 
 def are_held(parameters: Sequence[nn.Parameter]) -> list[bool]:
-    """Of each whether something else holds its memory too, and would not follow it into parts: a view
-    (`self.view = layer.weight.data`), a NumPy array, a state dict that is kept, another parameter."""
+    """Of each whether something else holds its memory too, and would not follow it into parts: a
+    view
+    (`self.view = layer.weight.data`), a NumPy array, a state dict that is kept, another
+    parameter."""
     found = [(parameter.untyped_storage(), parameter.storage_offset()) for parameter in parameters]
     sharing = Counter(
         storage._cdata for storage, _ in found
@@ -372,9 +401,10 @@ def are_held(parameters: Sequence[nn.Parameter]) -> list[bool]:
 def replace_data(parameter: nn.Parameter, data: Tensor) -> None:
     """`parameter.data = data`, of any shape, and gradients have that shape from now on.
 
-    A graph that is still alive (a weight that weight normalization computed when the module was built, a loss that
-    somebody keeps) holds the node that adds to `parameter.grad`, and that node remembers the shape of the data that it
-    was made for. PyTorch makes a new node when the dtype changes, so it is changed there and back.
+    A graph that is still alive (a weight that weight normalization computed when the module was
+    built, a loss that somebody keeps) holds the node that adds to `parameter.grad`, and that node
+    remembers the shape of the data that it was made for. PyTorch makes a new node when the dtype
+    changes, so it is changed there and back.
     """
     other = torch.float32 if parameter.dtype != torch.float32 else torch.float64
     parameter.data = torch.empty(0, dtype=other, device=parameter.device)

@@ -1,6 +1,8 @@
-"""An optimizer's step in parts: what has its gradient is stepped while gradients of other buckets are still summed.
+"""An optimizer's step in parts: what has its gradient is stepped while gradients of other buckets
+are still summed.
 
-What is seen is one step: the gradients that it used are back when it ends, its hooks and schedulers are called once.
+What is seen is one step: the gradients that it used are back when it ends, its hooks and schedulers
+are called once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,14 +17,18 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre
 
 
 class StepByBucket:
-    """Steps some of an optimizer's parameters ahead of the others, between a backward and the optimizer's own step."""
+    """Steps some of an optimizer's parameters ahead of the others, between a backward and the
+    optimizer's own step.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._stepped: list[tuple[nn.Parameter, Tensor]] = []
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """New values for `parameters` from their gradients, which the optimizer's own step does not see again."""
+        """New values for `parameters` from their gradients, which the optimizer's own step does not
+        see again.
+        """
         wanted = set(parameters)
         every = {
             p: p.grad
@@ -47,7 +53,8 @@ class StepByBucket:
 
 
 def can_step_in_parts(optimizer: Optimizer) -> bool:
-    """Whether steps of some parameters each are the same as one of all: state and counters of torch's own optimizers
+    """Whether steps of some parameters each are the same as one of all: state and counters of
+    torch's own optimizers
     are each parameter's, and nobody listens to the step."""
     wrapped = vars(optimizer).get("step")
     listens = (
@@ -62,7 +69,9 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def fused(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Context in which torch's optimizers make a step in one kernel, where their user left open how they make it."""
+    """Context in which torch's optimizers make a step in one kernel, where their user left open how
+    they make it.
+    """
     known = [each for each in optimizers if type(each) in (Adam, AdamW, SGD)]
     groups = [
         (each.state, group) for each in known for group in each.param_groups if _is_open(group)

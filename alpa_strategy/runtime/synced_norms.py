@@ -1,4 +1,6 @@
-"""SyncBatchNorm on any device, in steps as written: captured ones have the whole batch's statistics anyway."""
+"""SyncBatchNorm on any device, in steps as written: captured ones have the whole batch's statistics
+anyway.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +16,11 @@ from alpa_strategy.lower.local_ops import batch_norm_sync
 def synced(
     module: nn.Module, every: bool, ranks: Callable[[], AxisComm]
 ) -> list[tuple[Any, str, Callable[..., Tensor]]]:
-    """For `patched`: the SyncBatchNorms of all ranks, or `every` BatchNorm, train with the statistics of all `ranks`.
+    """For `patched`: the SyncBatchNorms of all ranks, or `every` BatchNorm, train with the
+    statistics of all `ranks`.
 
-    Forwards are classes', and modules stay as they are: copies of them, stored or averaged, know nothing of ranks.
+    Forwards are classes', and modules stay as they are: copies of them, stored or averaged, know
+    nothing of ranks.
     """
     kind = _BatchNorm if every else nn.SyncBatchNorm
     norms = {

@@ -1,9 +1,11 @@
-"""Cross-mesh resharding as data: who sends which box of a tensor to whom on another mesh, and how long that takes.
+"""Cross-mesh resharding as data: who sends which box of a tensor to whom on another mesh, and how
+long that takes.
 
-Every destination device needs the box that its layout says. That box is cut into the grid of its intersections with
-the source devices' boxes; each piece is sent once, by the least loaded of the devices that hold it (Alpa, section 6).
-Destination devices that hold the same box may each receive a part of it and gather the rest among themselves ("local
-all-gather"). No process groups here: `comm/messages.py` carries plans out.
+Every destination device needs the box that its layout says. That box is cut into the grid of its
+intersections with the source devices' boxes; each piece is sent once, by the least loaded of the
+devices that hold it (Alpa, section 6). Destination devices that hold the same box may each receive
+a part of it and gather the rest among themselves ("local all-gather"). No process groups here:
+`comm/messages.py` carries plans out.
 """
 
 import math
@@ -26,7 +28,9 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) per dim, in the global tensor
 
 @dataclass(frozen=True)
 class MeshSide:
-    """One end of a transfer: `ranks` (row-major on a mesh of `shape`) hold a tensor as `layout` says."""
+    """One end of a transfer: `ranks` (row-major on a mesh of `shape`) hold a tensor as `layout`
+    says.
+    """
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -43,7 +47,9 @@ class MeshSide:
 
 @dataclass(frozen=True)
 class Piece:
-    """`box` goes from rank `source` to rank `target` (a copy within the device when they are the same)."""
+    """`box` goes from rank `source` to rank `target` (a copy within the device when they are the
+    same).
+    """
 
     source: int
     target: int
@@ -63,7 +69,8 @@ class TransferPlan:
     shape: tuple[int, ...]
     dtype: torch.dtype
     target: MeshSide  # where it lies after it
-    # layout right after the messages; where it differs from `target.layout`, all-gathers on the target's mesh follow
+    # layout right after the messages; where it differs from `target.layout`, all-gathers on the
+    # target's mesh follow
     received: Layout
     pieces: tuple[Piece, ...]  # in one order on all ranks: by target, then by box
     # source_boxes, received_boxes: rank -> box
@@ -87,7 +94,8 @@ def plan_transfer(
 
     Args:
         shape: of the whole tensor, of `dtype`, on the target's side.
-        local_gather: whether devices of the target that hold the same box share its reception and gather it themselves.
+        local_gather: whether devices of the target that hold the same box share its reception and
+            gather it themselves.
 
     Raises:
         PlanError: a side holds summands (`P`); they must be reduced first.
@@ -143,9 +151,12 @@ def best_transfer(
 
 
 def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
-    """`target.layout` with every replicated axis turned into a shard of a dim that still has enough elements."""
+    """`target.layout` with every replicated axis turned into a shard of a dim that still has enough
+    elements.
+    """
     placements = list(target.layout)
-    # The smallest share of each dim; a cut of n needs n elements, so that no device is left without work.
+    # The smallest share of each dim; a cut of n needs n elements, so that no device is left without
+    # work.
     smallest = list(shape)
     for placement, size in zip(placements, target.shape, strict=True):
         if isinstance(placement, Shard):
@@ -169,7 +180,8 @@ def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
 
 
 def _share_out(wanted: list[Piece], holders: list[int]) -> list[Piece]:
-    """With a sender for each among its holders: the largest first, each to the least loaded (Graham's rule).
+    """With a sender for each among its holders: the largest first, each to the least loaded
+    (Graham's rule).
 
     Boxes of near-equal chunks are of near-equal size, for which that is optimal.
     """
@@ -183,7 +195,9 @@ def _share_out(wanted: list[Piece], holders: list[int]) -> list[Piece]:
 
 
 def transfer_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
-    """Time of a transfer on idle links: the slowest link, device or way out, plus the gathers on the target's mesh."""
+    """Time of a transfer on idle links: the slowest link, device or way out, plus the gathers on
+    the target's mesh.
+    """
     sizes: Counter[tuple[int, int]] = Counter()
     for piece in plan.pieces:
         if piece.source != piece.target:
@@ -222,9 +236,11 @@ def boundary_link(
     cluster: ClusterSpec,
     crosses_nodes: bool,
 ) -> Link:
-    """What a boundary between two submeshes (n_nodes, n_devices) has where all links are alike; layouts unknown.
+    """What a boundary between two submeshes (n_nodes, n_devices) has where all links are alike;
+    layouts unknown.
 
-    Every byte goes once; the links of both ends work side by side: one per node between nodes, one per device inside.
+    Every byte goes once; the links of both ends work side by side: one per node between nodes, one
+    per device inside.
     crosses_nodes: whether the submeshes lie on different nodes.
     """
     link, ends = (cluster.inter_node, 0) if crosses_nodes else (cluster.intra_node, 1)
@@ -232,10 +248,12 @@ def boundary_link(
     return Link(link.latency, link.bandwidth * parallel)
 
 
-# --- Channels: which values go from which stage to which other, forward and back. Data for the pipeline's runtime.
+# --- Channels: which values go from which stage to which other, forward and back. Data for the
+# pipeline's runtime.
 #
-# A value that several stages need goes to each of them straight from the stage that makes it, over as many stages as
-# lie between; to a mesh that has it already for an earlier stage, it goes from that one. No process groups.
+# A value that several stages need goes to each of them straight from the stage that makes it, over
+# as many stages as lie between; to a mesh that has it already for an earlier stage, it goes from
+# that one. No process groups.
 
 
 @dataclass(frozen=True)
@@ -324,7 +342,9 @@ def plan_channels(
 
 
 def _source(value: int, stages: Sequence[StageSpec], target: int) -> int | None:
-    """The stage that hands `value` to stage `target`: its maker, or the first that got it on the target's mesh."""
+    """The stage that hands `value` to stage `target`: its maker, or the first that got it on the
+    target's mesh.
+    """
     maker = next((s for s in reversed(range(target)) if value in stages[s].sent), None)
     if maker is None or stages[maker].ranks == stages[target].ranks:
         return maker

@@ -1,7 +1,10 @@
-"""What a user's autograd.Function does to tensors, seen by running it on shapes alone, forward and backward.
+"""What a user's autograd.Function does to tensors, seen by running it on shapes alone, forward and
+backward.
 
-One that works element by element (straight-through estimators, gradient reversal, activations) may be cut along every
-dim, which its ops prove: nothing is tried on data. Others run whole everywhere, unless `register_sharding` says more.
+One that works element by element (straight-through estimators, gradient reversal, activations) may
+be cut along every
+dim, which its ops prove: nothing is tried on data. Others run whole everywhere, unless
+`register_sharding` says more.
 """
 
 from dataclasses import replace
@@ -20,7 +23,8 @@ from alpa_strategy.sharding.notation import Found, Split
 
 aten = torch.ops.aten
 
-# Element by element though ATen's tags do not say so; and what changes nothing where the shape stays the same.
+# Element by element though ATen's tags do not say so; and what changes nothing where the shape
+# stays the same.
 _COPIES = (
     aten.detach,
     aten.clone,
@@ -34,7 +38,8 @@ _SAME_IF_SHAPE_IS = (aten.view, aten._unsafe_view, aten.expand)
 
 
 def elementwise_dims(call: OpCall, axis_size: int) -> Found | None:
-    """The ways to cut a Function that works element by element over `axis_size` devices; None: it does not.
+    """The ways to cut a Function that works element by element over `axis_size` devices; None: it
+    does not.
 
     A dim is cut where every device's share runs the very ops of the whole with the very constants.
     """
@@ -56,7 +61,9 @@ def elementwise_dims(call: OpCall, axis_size: int) -> Found | None:
 
 
 def may_draw(call: OpCall) -> bool:
-    """Whether the Function draws random numbers, or cannot be asked: it does more than PyTorch has shapes for."""
+    """Whether the Function draws random numbers, or cannot be asked: it does more than PyTorch has
+    shapes for.
+    """
     recorded = _recorded(call)
     return recorded is None or recorded.draws
 
@@ -76,7 +83,9 @@ def _cut(call: OpCall, dim: int, length: int) -> OpCall:
 
 @lru_cache(maxsize=4096)
 def _recorded(call: OpCall) -> "_Recorder | None":
-    """What the call runs, forward and backward; None where tensors without data are not enough for it."""
+    """What the call runs, forward and backward; None where tensors without data are not enough for
+    it.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         with torch.device("meta"):
             operands = without_data(call)
@@ -95,7 +104,8 @@ def _recorded(call: OpCall) -> "_Recorder | None":
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every op that autograd calls, with the constants that it was given, and whether one draws random numbers.
+    """Notes every op that autograd calls, with the constants that it was given, and whether one
+    draws random numbers.
 
     `shape` becomes None at the first that is not element by element on it.
     """
@@ -114,7 +124,8 @@ class _Recorder(TorchDispatchMode):
         made = [tuple(x.shape) for x in tensors_in(results)]
         if func.overloadpacket in _SAME_IF_SHAPE_IS and shapes == made:
             return results
-        # A number (shape []) beside the tensors is an operand or a constant: no op that makes one passes.
+        # A number (shape []) beside the tensors is an operand or a constant: no op that makes one
+        # passes.
         is_elementwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _COPIES
         if (
             not is_elementwise

@@ -1,10 +1,12 @@
-"""Index notation, how a rule is read for one call. What it says is explained to users by `register_sharding`.
+"""Index notation, how a rule is read for one call. What it says is explained to users by
+`register_sharding`.
 
     "[*b, k], [n, k], +[n]? -> [*b, n]"
 
-Beyond that: arguments that are lists are flattened; a result that lacks an index which another result has does not
-depend on it; the length of `*b` is that of the argument of the same name, if there is one (`*normalized_shape`), else
-found from the operands' ranks; cutting `v@name` needs the local implementation `name`.
+Beyond that: arguments that are lists are flattened; a result that lacks an index which another
+result has does not depend on it; the length of `*b` is that of the argument of the same name, if
+there is one (`*normalized_shape`), else found from the operands' ranks; cutting `v@name` needs the
+local implementation `name`.
 """
 
 import re
@@ -108,7 +110,9 @@ def line_of(operands: Iterable[Iterable[str]], result: Iterable[str], num_result
 
 
 def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Length of every group, from arguments of the same name, else from ranks (the longest, others broadcast to it)."""
+    """Length of every group, from arguments of the same name, else from ranks (the longest, others
+    broadcast to it).
+    """
     lengths: dict[str, int] = {}
     for term, _ in pairs:
         for index in term.indices:
@@ -151,7 +155,8 @@ def read(rule: str, call: OpCall) -> "tuple[Split, ...] | None":
         return None
     lengths = _group_lengths([(t, len(call.operands[i].shape)) for t, i in present], bind(call))
 
-    # Which dim of which tensor has each index; dims of size 1 are broadcast, nothing of them can be cut.
+    # Which dim of which tensor has each index; dims of size 1 are broadcast, nothing of them can be
+    # cut.
     order: dict[Key, list[Index]] = {}
     operand_dims: list[tuple[int, Term, dict[Key, int]]] = []
     for term, operand in present:
@@ -197,10 +202,12 @@ def read(rule: str, call: OpCall) -> "tuple[Split, ...] | None":
     return tuple(splits)
 
 
-# --- Split: one index of an op's work divided over one mesh axis, before it is known which tensors need gradients.
+# --- Split: one index of an op's work divided over one mesh axis, before it is known which tensors
+# need gradients.
 #
-# Every family of rules (index notation, views, pointwise, reductions) ends in `Found`; `to_strategies` is the one place
-# that turns it into dual placements, checks sizes and removes duplicates.
+# Every family of rules (index notation, views, pointwise, reductions) ends in `Found`;
+# `to_strategies` is the one place that turns it into dual placements, checks sizes and removes
+# duplicates.
 
 
 SUM = "P"  # result marker: every device holds a term of the sum
@@ -211,10 +218,12 @@ WHOLE = "R"  # result marker: every device ends up with the whole result
 class Split:
     """One way to divide an op's work over the devices of an axis."""
 
-    # per operand the dim that is cut; None: every device needs all of it (`R*` if it gets a gradient)
+    # per operand the dim that is cut; None: every device needs all of it (`R*` if it gets a
+    # gradient)
     operands: tuple[int | None, ...]
     results: tuple[int | str, ...]  # per result the dim that is cut, or `SUM`, or `WHOLE`
-    # the cut dims must be divisible by the axis size (grouped dims, heads that share keys, conv groups)
+    # the cut dims must be divisible by the axis size (grouped dims, heads that share keys, conv
+    # groups)
     even: bool = False
     # implementation, collectives: as in AxisStrategy
     implementation: str | None = None
@@ -228,11 +237,13 @@ class Found:
     splits: Sequence[
         Split | None
     ] = ()  # the ways to divide the work; None (see `split_from_dims`) is none
-    # sets of operands in which the op is jointly linear: all of a set may be `P`, the result is then `P`
+    # sets of operands in which the op is jointly linear: all of a set may be `P`, the result is
+    # then `P`
     linear: tuple[frozenset[int], ...] = ()
-    # offer `R*` on all operands -> `R*`: the work is repeated, the gradient stays partial. Right for every op (backward
-    # is linear in the gradient); offered only where it can save a collective: for what is often applied to parameters
-    # before they meet the data (casts, views, tables, statistics).
+    # offer `R*` on all operands -> `R*`: the work is repeated, the gradient stays partial. Right
+    # for every op (backward is linear in the gradient); offered only where it can save a
+    # collective: for what is often applied to parameters before they meet the data (casts, views,
+    # tables, statistics).
     carries: bool = False
     origin: str = "notation"  # `rule_origin`'s answer
     extra: tuple[
@@ -246,7 +257,9 @@ def split_from_dims(
     results: Sequence[int | str],
     **rest: object,
 ) -> Split | None:
-    """A Split from (operand index, dim) pairs; None when an operand used twice would have to be cut in two ways."""
+    """A Split from (operand index, dim) pairs; None when an operand used twice would have to be cut
+    in two ways.
+    """
     chosen: dict[int, int | None] = {}
     for operand, dim in dims:
         if chosen.setdefault(operand, dim) != dim:  # x * x.t()
@@ -255,7 +268,9 @@ def split_from_dims(
 
 
 def _fits(call: OpCall, split: Split, axis_size: int) -> bool:
-    """Every cut dim has an element for each device; uneven cuts only where all cut dims are equally long."""
+    """Every cut dim has an element for each device; uneven cuts only where all cut dims are equally
+    long.
+    """
     sizes = [
         m.shape[d] for m, d in zip(call.operands, split.operands, strict=True) if d is not None
     ]

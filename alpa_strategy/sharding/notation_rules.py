@@ -1,7 +1,8 @@
 """Rules in index notation, as data: op -> a line, or a function that picks the line from the call.
 
-First come matrices in batches, images, losses over rows and recurrent networks: most of their dims are the op's own
-business (`i!`), and those in front of them are independent. `NOTATION` at the end holds all.
+First come matrices in batches, images, losses over rows and recurrent networks: most of their dims
+are the op's own business (`i!`), and those in front of them are independent. `NOTATION` at the end
+holds all.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,9 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
 
 
 def _in_front(names: str, inner: int) -> dict[str, Callable[[OpCall, int], str]]:
-    """Ops that work on the last `inner` dims of their first operand; what lies in front of them, all tensors have."""
+    """Ops that work on the last `inner` dims of their first operand; what lies in front of them,
+    all tensors have.
+    """
 
     def line(call: OpCall, axis_size: int) -> str:
         num_front = len(call.operands[slots(call)[0].index].shape) - inner
@@ -41,7 +44,9 @@ def _in_front(names: str, inner: int) -> dict[str, Callable[[OpCall, int], str]]
 
 
 def _solve(call: OpCall, axis_size: int, made_of: str = _MATRIX, or_vectors: bool = False) -> str:
-    """Right-hand sides after what the matrix is made of, perhaps vectors (linalg_solve); solve_ex: how it went, too."""
+    """Right-hand sides after what the matrix is made of, perhaps vectors (linalg_solve); solve_ex:
+    how it went, too.
+    """
     sides = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
     if or_vectors:
         matrix, right = (call.operands[bind(call)[name].index].shape for name in ("A", "B"))
@@ -57,7 +62,9 @@ _POOLS = (
 
 
 def _over_rows(*operands: str) -> Callable[[OpCall, int], str]:
-    """The line of a loss over rows, whose index is `n` in `operands`: a number for each, or their sum or mean."""
+    """The line of a loss over rows, whose index is `n` in `operands`: a number for each, or their
+    sum or mean.
+    """
 
     def line(call: OpCall, axis_size: int) -> str:
         reduction = bind(call)["reduction"]
@@ -69,7 +76,9 @@ def _over_rows(*operands: str) -> Callable[[OpCall, int], str]:
 
 
 def recurrent(call: OpCall, axis_size: int) -> str:
-    """lstm, gru, rnn: the samples of a batch are independent, given their initial states; weights are whole."""
+    """lstm, gru, rnn: the samples of a batch are independent, given their initial states; weights
+    are whole.
+    """
     bound = bind(call)
     batched = len(call.operands[bound["input"].index].shape) == 3
     if "batch_sizes" in bound:  # packed sequences: rows of many samples, interleaved
@@ -87,7 +96,9 @@ def recurrent(call: OpCall, axis_size: int) -> str:
 
 
 def embedding_bag(call: OpCall, axis_size: int) -> str:
-    """Columns of the table are independent; `max` (mode 2) also says from which row each element came."""
+    """Columns of the table are independent; `max` (mode 2) also says from which row each element
+    came.
+    """
     bound = bind(call)
     rows_of_maxima = "[m!, d]" if bound["mode"] == 2 and len(call.results[3].shape) == 2 else "[m!]"
     weights = ", [i!]" if isinstance(bound["per_sample_weights"], Slot) else ""
@@ -167,7 +178,8 @@ BATCHED: dict[str, Lines] = {
 
 @dataclass(frozen=True)
 class Notation:
-    """A rule in index notation. Of several lines the first holds that fits the call's ranks, lower ranks first; a
+    """A rule in index notation. Of several lines the first holds that fits the call's ranks, lower
+    ranks first; a
     function picks the line from the call and axis size where ranks are not enough."""
 
     line: Lines
@@ -230,9 +242,11 @@ def _attention(call: OpCall, axis_size: int) -> str:
 
 
 def _ring(call: OpCall, axis_size: int) -> tuple[Split | None, ...]:
-    """Attention with the sequence cut in queries, keys and values alike: the keys and values go around.
+    """Attention with the sequence cut in queries, keys and values alike: the keys and values go
+    around.
 
-    Under a causal mask chunks are folded first, so that all devices have as much work: halves of them must be equal.
+    Under a causal mask chunks are folded first, so that all devices have as much work: halves of
+    them must be equal.
     """
     bound = bind(call)
     query, key, value = (bound[name].index for name in ("query", "key", "value"))
@@ -261,7 +275,8 @@ def _ring(call: OpCall, axis_size: int) -> tuple[Split | None, ...]:
         else []
     )
     collectives = [InnerCollective("all_to_all", num_bytes, phase) for num_bytes, phase in folded]
-    # A ring sends as much as an all-gather does; gradients of keys and values as much as their reduce-scatter.
+    # A ring sends as much as an all-gather does; gradients of keys and values as much as their
+    # reduce-scatter.
     around = (("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward"))
     collectives += [InnerCollective(kind, pair, phase) for kind, phase in around]
     if not call.results[0].requires_grad:
@@ -289,7 +304,9 @@ def _group_norm(call: OpCall, axis_size: int) -> str:
 
 
 def _channel_norm(call: OpCall, axis_size: int) -> str:
-    """batch_norm, instance_norm: samples are independent unless they share statistics; places where those are given."""
+    """batch_norm, instance_norm: samples are independent unless they share statistics; places where
+    those are given.
+    """
     bound = bind(call)
     row = "n!" if bound.get("training", bound["running_mean"] is not None) else "n"
     places = "*s" if bound.get("training") is False else "*s!"
@@ -339,7 +356,9 @@ def _multi_dot(call: OpCall, axis_size: int) -> str:
 
 
 def _kron(call: OpCall, axis_size: int) -> str:
-    """A dim is the first operand's times the second's: equal chunks of the first are those of the result."""
+    """A dim is the first operand's times the second's: equal chunks of the first are those of the
+    result.
+    """
     first, second = (len(call.operands[bind(call)[name].index].shape) for name in ("self", "other"))
     return "[*a=], [*c!] -> [*a=]" if first >= second else "[*a!], [*c!] -> [*c!]"
 
@@ -351,7 +370,9 @@ def _meshgrid(call: OpCall, axis_size: int) -> str:
 
 
 def _cartesian_product(call: OpCall, axis_size: int) -> str:
-    """All tuples, the last element running fastest: equal chunks of the first operand that is longer than one."""
+    """All tuples, the last element running fastest: equal chunks of the first operand that is
+    longer than one.
+    """
     sizes = [call.operands[slot.index].shape for slot in slots(call)]
     if len(sizes) == 1:
         return "[a] -> [a]"
@@ -383,7 +404,9 @@ def _index_select(call: OpCall, axis_size: int) -> str:
 
 
 def _gather(call: OpCall, axis_size: int) -> str:
-    """gather, take_along_dim: dims of one size are parallel; or the index is cut and the source is whole."""
+    """gather, take_along_dim: dims of one size are parallel; or the index is cut and the source is
+    whole.
+    """
     source, index = (call.operands[slot.index].shape for slot in slots(call)[:2])
     dim = bind(call)["dim"]
     if dim is None or len(source) != len(index):
@@ -394,8 +417,9 @@ def _gather(call: OpCall, axis_size: int) -> str:
 
 
 def _written_there(call: OpCall, axis_size: int, adds: bool = False) -> str:
-    """scatter, index_copy and relatives: dims other than the indexed one where all tensors are equally long; or what is
-    added (scatter_add, index_add) is cut along that one, and every device adds its own part.
+    """scatter, index_copy and relatives: dims other than the indexed one where all tensors are
+    equally long; or what is added (scatter_add, index_add) is cut along that one, and every device
+    adds its own part.
 
     Of an index along one dim every device needs all; a scatter's has all dims.
     """
@@ -424,7 +448,8 @@ def _at(indices: list[str], dim: int, index: str) -> list[str]:
 
 
 def _indexed(call: OpCall, axis_size: int, index: str) -> str:
-    """x[i, :, j], read or (index_put) written; `index`: the indices of the (broadcast) index tensors.
+    """x[i, :, j], read or (index_put) written; `index`: the indices of the (broadcast) index
+    tensors.
 
     Masks (how much they pick depends on data) leave every dim whole.
     """
@@ -462,7 +487,8 @@ def _write_into(
 ) -> str:
     """A tensor with a part of it replaced: the dims that the part has as well.
 
-    lacking: arguments that name dims which the part lacks; whole: that name dims which must not be cut.
+    lacking: arguments that name dims which the part lacks; whole: that name dims which must not be
+    cut.
     """
     rank, bound = len(call.results[0].shape), bind(call)
     gone, uncut = ({bound[name] % rank for name in names} for names in (lacking, whole))

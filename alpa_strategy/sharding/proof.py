@@ -1,4 +1,6 @@
-"""An op's shards against the whole op, by experiment: what `prove_sharding` does with each strategy on each data."""
+"""An op's shards against the whole op, by experiment: what `prove_sharding` does with each strategy
+on each data.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,14 +30,17 @@ class WholeRun:
     call: OpCall
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]  # detached
-    # result_grads, operand_grads: what the results received, and what the operands got; None where there is none
+    # result_grads, operand_grads: what the results received, and what the operands got; None where
+    # there is none
     result_grads: Optionals
     operand_grads: Optionals
 
     def equals_shards(self, strategy: AxisStrategy, n: int) -> bool:
-        """Whether `n` devices that follow the strategy give the same results and gradients together.
+        """Whether `n` devices that follow the strategy give the same results and gradients
+        together.
 
-        True where the data is no evidence: summands of infinity, and complex products, are infinity minus infinity.
+        True where the data is no evidence: summands of infinity, and complex products, are infinity
+        minus infinity.
         """
         given = (*self.operands, *self.results, *(g for g in self.operand_grads if g is not None))
         with_summands = PARTIAL in strategy.inputs or REPLICATE in strategy.outputs
@@ -205,7 +210,8 @@ def _with_one(data: Tensor, value: float, generator: torch.Generator) -> Tensor:
     return data
 
 
-# kind -> (normal numbers, generator) -> float64 data: what a threshold, a sort or "any element" hides from random ones.
+# kind -> (normal numbers, generator) -> float64 data: what a threshold, a sort or "any element"
+# hides from random ones.
 _KINDS: tuple[Callable[[Tensor, torch.Generator], Tensor], ...] = (
     lambda x, g: x,
     lambda x, g: 0.05 + 0.9 * torch.rand(x.shape, generator=g, dtype=torch.float64),

@@ -1,9 +1,11 @@
-"""Resharding as a plan: dual layout -> dual layout as single-axis steps, and what they cost. No process groups.
+"""Resharding as a plan: dual layout -> dual layout as single-axis steps, and what they cost. No
+process groups.
 
-The gradient of a resharding takes the same steps backwards, each from `dst.grad` to `src.grad`. When two axes shard the
-same dim, the later axis cuts the chunks of the earlier one, so the earlier may change only while the later does not
-shard that dim; where layouts force it, a step through a replicated value is put in between. Among the valid orders the
-one that moves the fewest bytes is taken (shrink first, gather last); bytes weigh more on earlier, distant axes.
+The gradient of a resharding takes the same steps backwards, each from `dst.grad` to `src.grad`.
+When two axes shard the same dim, the later axis cuts the chunks of the earlier one, so the earlier
+may change only while the later does not shard that dim; where layouts force it, a step through a
+replicated value is put in between. Among the valid orders the one that moves the fewest bytes is
+taken (shrink first, gather last); bytes weigh more on earlier, distant axes.
 """
 
 import heapq
@@ -36,16 +38,19 @@ class AxisStep:
     def collectives(self, differentiable: bool = True) -> tuple[tuple[str, str], ...]:
         """(kind, phase) of each; `backward` ones only when differentiable."""
         forward = placement_collective(self.src.value, self.dst.value)
-        # The gradient goes the other way: from where the result's lies to where the operand's is wanted.
+        # The gradient goes the other way: from where the result's lies to where the operand's is
+        # wanted.
         backward = placement_collective(self.dst.grad, self.src.grad) if differentiable else None
         both = ((forward, "forward"), (backward, "backward"))
         return tuple((kind, phase) for kind, phase in both if kind is not None)
 
 
 def placement_collective(src: Placement, dst: Placement) -> str | None:
-    """Name of the collective that brings a value from `src` to `dst` on one axis, None where it is local.
+    """Name of the collective that brings a value from `src` to `dst` on one axis, None where it is
+    local.
 
-    Local are: equal placements, R -> S (slice), R -> P (device 0 keeps, the others hold zeros), S -> P (zeros around).
+    Local are: equal placements, R -> S (slice), R -> P (device 0 keeps, the others hold zeros), S
+    -> P (zeros around).
     """
     match src, dst:
         case Shard(dim=a), Shard(dim=b):
@@ -82,7 +87,8 @@ def reshard_steps(
             for new in dict.fromkeys(
                 (dst[axis], INVARIANT, REPLICATE)
             ):  # on the way only whole values help
-                # No later axis may cut the chunks that are moved (values and gradients shard the same dims).
+                # No later axis may cut the chunks that are moved (values and gradients shard the
+                # same dims).
                 moved = {old.shard_dim, new.shard_dim} - {None}
                 if new == old or any(later.shard_dim in moved for later in layout[axis + 1 :]):
                     continue
@@ -112,10 +118,12 @@ def reshard_table(
     differentiable: bool,
     mesh: LogicalMesh,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(forward, backward) seconds of every source -> target, arrays [len(sources), len(targets)]; do not write to them.
+    """(forward, backward) seconds of every source -> target, arrays [len(sources), len(targets)];
+    do not write to them.
 
-    Which collectives run does not depend on the tensor's size: the counts are made once per set of layouts, and a
-    tensor only prices the few distinct (collective, axis, share of the tensor) terms.
+    Which collectives run does not depend on the tensor's size: the counts are made once per set of
+    layouts, and a tensor only prices the few distinct (collective, axis, share of the tensor)
+    terms.
     """
     terms, counts = _counted_table(sources, targets, mesh.shape)
     seconds = np.array(
@@ -149,7 +157,9 @@ def _counted_table(
 def _collectives(
     src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]
 ) -> tuple[tuple[tuple[str, int, float], ...], tuple[tuple[str, int, float], ...]]:
-    """(kind, axis, share of the whole tensor's bytes) of the forward and of the backward collectives."""
+    """(kind, axis, share of the whole tensor's bytes) of the forward and of the backward
+    collectives.
+    """
     number: dict[
         int, int
     ] = {}  # of dims as they first occur: which dims they are changes no collective

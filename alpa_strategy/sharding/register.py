@@ -1,6 +1,8 @@
-"""Sharding rules from outside: `register_sharding` gives an op rules, `prove_sharding` tries them out.
+"""Sharding rules from outside: `register_sharding` gives an op rules, `prove_sharding` tries them
+out.
 
-For ops that ATen does not have (`torch.library`) and a user's `autograd.Function`s: without rules they run whole.
+For ops that ATen does not have (`torch.library`) and a user's `autograd.Function`s: without rules
+they run whole.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,35 +26,44 @@ _NOTATION = "one [bracket] per tensor argument, then '->' and one per result: se
 
 
 def register_sharding(op: str | type[torch.autograd.Function], *rules: str) -> None:
-    """Say how an op may be divided over devices, in index notation. Do it where the op is defined, in every process.
+    """Say how an op may be divided over devices, in index notation. Do it where the op is defined,
+    in every process.
 
         register_sharding("mylib::linear", "[*b, k], [n, k], +[n]? -> [*b, n]")
 
-    One bracket per tensor argument of the op's schema, in order, then one per result. Letters name dims:
+    One bracket per tensor argument of the op's schema, in order, then one per result. Letters name
+    dims:
 
-    - An index that the result has (`n`, each of `*b`) is parallel. Devices may each take a part of it: tensors that
-      have the index are cut there, the others are needed whole.
-    - An index that no result has (`k`) is contracted. Each device computes a summand of the result from its part, and
-      the summands are added up when somebody needs the result.
+    - An index that the result has (`n`, each of `*b`) is parallel. Devices may each take a part of
+      it: tensors that have the index are cut there, the others are needed whole.
+    - An index that no result has (`k`) is contracted. Each device computes a summand of the result
+      from its part, and the summands are added up when somebody needs the result.
     - `*b` stands for any number of dims, also none, broadcast and aligned to the right.
-    - `k!`: never cut, for dims along which elements depend on each other without being summed (softmax, sort).
-    - `h=`: cut only into equal chunks, for dims whose length may differ between the tensors (heads that share keys).
-    - `[...]?`: the argument may be None.  `+[...]`: it is added to a contraction's result, which must happen once.
+    - `k!`: never cut, for dims along which elements depend on each other without being summed
+      (softmax, sort).
+    - `h=`: cut only into equal chunks, for dims whose length may differ between the tensors (heads
+      that share keys).
+    - `[...]?`: the argument may be None.  `+[...]`: it is added to a contraction's result, which
+      must happen once.
 
-    Gradients follow by themselves: of a tensor that was cut, each device has its part of the gradient; of one that was
-    needed whole, a summand of it; so the backward must not mix what the rule calls independent either. `prove_sharding`
-    tries that. Several rules may be given, for other ranks or for other splits: those that fit a call's ranks hold
-    together. They take precedence over the package's own rules and replace what was registered for the op before. They
-    are part of a plan's fingerprint: a model with the op is planned again when they change. An op that draws random
-    numbers must have the tag `torch.Tag.nondeterministic_seeded`.
+    Gradients follow by themselves: of a tensor that was cut, each device has its part of the
+    gradient; of one that was needed whole, a summand of it; so the backward must not mix what the
+    rule calls independent either. `prove_sharding`
+    tries that. Several rules may be given, for other ranks or for other splits: those that fit a
+    call's ranks hold together. They take precedence over the package's own rules and replace what
+    was registered for the op before. They are part of a plan's fingerprint: a model with the op is
+    planned again when they change. An op that draws random numbers must have the tag
+    `torch.Tag.nondeterministic_seeded`.
 
     Args:
-        op: `"namespace::name"`, or `"namespace::name.overload"` for one overload only, or an `autograd.Function`, whose
-            brackets are for the tensors that `apply` is given and those that it returns.
+        op: `"namespace::name"`, or `"namespace::name.overload"` for one overload only, or an
+            `autograd.Function`, whose brackets are for the tensors that `apply` is given and those
+            that it returns.
         rules: at least one line.
 
     Raises:
-        ShardingError: there is no such op, it changes its arguments, or a rule cannot be read or misfits its schema.
+        ShardingError: there is no such op, it changes its arguments, or a rule cannot be read or
+            misfits its schema.
     """
     if not rules:
         raise ShardingError(f"register_sharding({op!r}) without a rule", _NOTATION)
@@ -72,7 +83,9 @@ def register_sharding(op: str | type[torch.autograd.Function], *rules: str) -> N
 
 
 def registered_rules(targets: Iterable[Any]) -> str:
-    """The registered rules of those ops that have one, as a text for fingerprints; empty where there are none."""
+    """The registered rules of those ops that have one, as a text for fingerprints; empty where
+    there are none.
+    """
     rules = {
         target_name(target): rule
         for target in set(targets)
@@ -87,20 +100,25 @@ def prove_sharding(
     example_kwargs: Mapping[str, Any] | None = None,
     num_devices: Sequence[int] = (2, 3),
 ) -> tuple[str, ...]:
-    """Run an op in shards in every way that its rules allow, and compare with the whole op, forward and backward.
+    """Run an op in shards in every way that its rules allow, and compare with the whole op, forward
+    and backward.
 
-    Runs in this process on the CPU, without process groups: on the example and on a dozen kinds of random data of the
-    same shapes and dtypes. A few elements per dim are enough; give dims different sizes, at least `num_devices`.
+    Runs in this process on the CPU, without process groups: on the example and on a dozen kinds of
+    random data of the same shapes and dtypes. A few elements per dim are enough; give dims
+    different sizes, at least `num_devices`.
 
     Args:
         op: as for `register_sharding`, by name; its first overload if none is named.
-        example_args, example_kwargs: what the op takes; tensors that require a gradient are checked for theirs.
+        example_args, example_kwargs: what the op takes; tensors that require a gradient are checked
+            for theirs.
         num_devices: how many devices to play.
 
-    Returns the proved strategies: per tensor `S<dim>` cut, `P` summands, `R` whole, `R*` whole with partial gradients.
+    Returns the proved strategies: per tensor `S<dim>` cut, `P` summands, `R` whole, `R*` whole with
+    partial gradients.
 
     Raises:
-        ShardingError: a strategy does not give the whole op's results or gradients, or the op refuses the example.
+        ShardingError: a strategy does not give the whole op's results or gradients, or the op
+            refuses the example.
     """
     call, operands = call_on(_overloads(op)[0], example_args, example_kwargs or {})
     random_state = torch.get_rng_state()

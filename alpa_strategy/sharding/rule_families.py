@@ -1,10 +1,12 @@
-"""Families of rules, read off an op's schema and arguments: pointwise ops, ops along some dims, reductions, and views;
-at the end, rules of single ops that depend on more than index letters (losses, BatchNorm, factories).
+"""Families of rules, read off an op's schema and arguments: pointwise ops, ops along some dims,
+reductions, and views; at the end, rules of single ops that depend on more than index letters
+(losses, BatchNorm, factories).
 
-The first three read as index notation with broadcasting: every dim of the (broadcast) operands that the op does not
-work along is parallel; a dim that is summed is contracted. A view only rearranges elements: it pairs groups of operand
-dims with groups of result dims that hold the same elements in the same order. A group of one dim on each side may be
-cut anyhow; of a larger group only the leading dims, and only into equal chunks.
+The first three read as index notation with broadcasting: every dim of the (broadcast) operands that
+the op does not work along is parallel; a dim that is summed is contracted. A view only rearranges
+elements: it pairs groups of operand dims with groups of result dims that hold the same elements in
+the same order. A group of one dim on each side may be cut anyhow; of a larger group only the
+leading dims, and only into equal chunks.
 """
 
 import math
@@ -33,7 +35,9 @@ FIRST, EACH = ((0,),), ((0,), (1,))
 
 
 def broadcast_dim(call: OpCall, operand: int, dim: int, rank: int) -> int | None:
-    """The operand's own dim at `dim` of the `rank` dims that it is broadcast to; None where it is 1 or absent."""
+    """The operand's own dim at `dim` of the `rank` dims that it is broadcast to; None where it is 1
+    or absent.
+    """
     shape = call.operands[operand].shape
     own = dim - (rank - len(shape))  # aligned to the right
     return own if own >= 0 and shape[own] != 1 else None
@@ -57,7 +61,9 @@ def aligned(
 
 
 def linear_sets(call: OpCall, linear: tuple[tuple[int, ...], ...]) -> tuple[frozenset[int], ...]:
-    """Sets of tensor argument positions -> sets of operands; dropped where one is no tensor or is used twice."""
+    """Sets of tensor argument positions -> sets of operands; dropped where one is no tensor or is
+    used twice.
+    """
     flat = flat_tensor_arguments(call)
     found = []
     for positions in linear:
@@ -89,9 +95,11 @@ def reduction(
     where: str | int = "dim",
     linear: tuple[tuple[int, ...], ...] | None = None,
 ) -> Found:
-    """Reductions over the argument `dim` (None: all), also of what two operands make together (linalg_vecdot).
+    """Reductions over the argument `dim` (None: all), also of what two operands make together
+    (linalg_vecdot).
 
-    kind: `sum`, `mean`, `nansum` (a sum, but not of partial sums), or `other` (reduced dims stay whole).
+    kind: `sum`, `mean`, `nansum` (a sum, but not of partial sums), or `other` (reduced dims stay
+    whole).
     where: the dim, or the argument that names it.
     """
     bound, rank = bind(call), max(len(call.operands[s.index].shape) for s in slots(call))
@@ -112,9 +120,11 @@ def reduction(
 
 
 def elementwise_loss(call: OpCall) -> Found:
-    """Losses with a `reduction` argument: none, mean or sum. Weights broadcast; input and target must not.
+    """Losses with a `reduction` argument: none, mean or sum. Weights broadcast; input and target
+    must not.
 
-    (ATen's backward of a mean over broadcast operands counts the elements of one operand only, so it cannot be split;
+    (ATen's backward of a mean over broadcast operands counts the elements of one operand only, so
+    it cannot be split;
     `torch.nn.functional` expands both before it calls ATen.)
     """
     first, second = (call.operands[s.index].shape for s in slots(call)[:2])
@@ -157,7 +167,8 @@ RESHAPES = (
 
 @cache
 def dim_groups(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[DimGroup, ...]:
-    """Smallest groups (source dims, target dims) of equal element count, in order; dims of size 1 are left out.
+    """Smallest groups (source dims, target dims) of equal element count, in order; dims of size 1
+    are left out.
 
     Both shapes must have the same number of elements (> 0), else ValueError.
     """
@@ -202,7 +213,9 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 
 
 def permutation(call: OpCall) -> Found:
-    """Ops that reorder dims (transpose, permute, t, movedim, ...): the order is read off a run on a meta tensor."""
+    """Ops that reorder dims (transpose, permute, t, movedim, ...): the order is read off a run on a
+    meta tensor.
+    """
     operand = slots(call)[0].index
     rank = len(call.operands[operand].shape)
     probe = torch.empty(_PRIMES[:rank], device="meta")  # every dim has a size of its own
@@ -226,7 +239,9 @@ def _moved(
 
 
 def expand(call: OpCall) -> Found:
-    """expand: dims that are not expanded map one to one; an expanded dim is cut in the result only."""
+    """expand: dims that are not expanded map one to one; an expanded dim is cut in the result
+    only.
+    """
     operand = slots(call)[0].index
     source, target = call.operands[operand].shape, call.results[0].shape
     offset = len(target) - len(source)
@@ -250,7 +265,9 @@ def repeat(call: OpCall) -> Found:
 
 
 def repeat_interleave(call: OpCall) -> Found:
-    """repeat_interleave by a number: the repeated dim is cut evenly (each chunk repeats its own), others anyhow."""
+    """repeat_interleave by a number: the repeated dim is cut evenly (each chunk repeats its own),
+    others anyhow.
+    """
     dim, rank = bind(call)["dim"], len(_source(call))
     if dim is None:
         if rank != 1:
@@ -262,7 +279,8 @@ def repeat_interleave(call: OpCall) -> Found:
 
 
 def keep_other_dims(call: OpCall, *where: str | int, removed: bool = False) -> Found:
-    """Ops that cut, pick or move along some dims (split, select, flip, diagonal): all other dims map one to one.
+    """Ops that cut, pick or move along some dims (split, select, flip, diagonal): all other dims
+    map one to one.
 
     where: the dims, or the arguments that name them (None: all); "dim" if not given.
     removed: those dims are absent from the results, or come last.
@@ -278,7 +296,8 @@ def keep_other_dims(call: OpCall, *where: str | int, removed: bool = False) -> F
 
 
 def slice_(call: OpCall, axis_size: int) -> Found:
-    """slice, narrow: a dim whose size does not change maps one to one; and `[:-1]` of equal chunks, where all but the
+    """slice, narrow: a dim whose size does not change maps one to one; and `[:-1]` of equal chunks,
+    where all but the
     last keep theirs (logits against shifted labels)."""
     source, target, bound = _source(call), call.results[0].shape, bind(call)
     dim = bound["dim"] % len(source)
@@ -303,14 +322,18 @@ def pad(call: OpCall) -> Found:
 
 
 def linear_only(call: OpCall, *linear: tuple[int, ...]) -> Found:
-    """Ops whose elements go anywhere, or are summed: no dim can be cut, but they are linear (in all if not given)."""
+    """Ops whose elements go anywhere, or are summed: no dim can be cut, but they are linear (in all
+    if not given).
+    """
     return Found((), linear_sets(call, linear or ((-1,),)), True, "view")
 
 
 def concatenate(call: OpCall, dim: int | None = None) -> Found:
-    """cat, stack and relatives: every dim but the concatenated one, cut in all operands; linear in all together.
+    """cat, stack and relatives: every dim but the concatenated one, cut in all operands; linear in
+    all together.
 
-    dim: of the result, the argument `dim` if not given. Operands may lack it, and one before it as well (dstack).
+    dim: of the result, the argument `dim` if not given. Operands may lack it, and one before it as
+    well (dstack).
     """
     operands = tuple(s.index for s in slots(call))
     rank = len(call.results[0].shape)
@@ -348,7 +371,9 @@ def rot90(call: OpCall) -> Found:
 
 
 def trapezoid(call: OpCall) -> Found:
-    """trapezoid, trapz, cumulative_trapezoid: dims that are not integrated along; linear in values and places."""
+    """trapezoid, trapz, cumulative_trapezoid: dims that are not integrated along; linear in values
+    and places.
+    """
     ranks = [len(call.operands[s.index].shape) for s in slots(call)]
     if len(set(ranks)) == 1 < len(ranks):  # a place for every value
         return reduction(call, "other", linear=EACH)
@@ -360,7 +385,9 @@ def trapezoid(call: OpCall) -> Found:
 
 
 def cross_entropy(call: OpCall) -> Found:
-    """Rows are summed; the class dim is cut with three all-reduces of a float per row (max, sum of exp, target)."""
+    """Rows are summed; the class dim is cut with three all-reduces of a float per row (max, sum of
+    exp, target).
+    """
     bound = bind(call)
     logits, target = bound["logits"].index, bound["target"].index
     shape = call.operands[logits].shape
@@ -382,7 +409,9 @@ def cross_entropy(call: OpCall) -> Found:
 
 
 def batch_norm_train(call: OpCall) -> Found:
-    """Channels are independent; rows share their statistics: sums and counts are reduced, forward and backward."""
+    """Channels are independent; rows share their statistics: sums and counts are reduced, forward
+    and backward.
+    """
     names = ("x", "weight", "bias", "running_mean", "running_var")
     present = {name: bind(call)[name].index for name in names if isinstance(bind(call)[name], Slot)}
     if len(call.operands[present["x"]].shape) < 2:
@@ -410,7 +439,9 @@ def fourier(call: OpCall) -> Found:
 
 
 def factory(call: OpCall) -> Found:
-    """full, zeros: any dim may be made in shards. new_zeros and the like read only a dtype: any layout will do."""
+    """full, zeros: any dim may be made in shards. new_zeros and the like read only a dtype: any
+    layout will do.
+    """
     made = [shard(d) for d in range(len(call.results[0].shape))]
     found = [AxisStrategy((INVARIANT,) * len(call.operands), (m,)) for m in made]
     for p in (shard(d) for d in range(len(call.operands[0].shape) if call.operands else 0)):

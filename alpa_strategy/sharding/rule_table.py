@@ -1,6 +1,8 @@
-"""The table of rules: op -> a line of index notation, or the family that it belongs to; and how an op finds its rule.
+"""The table of rules: op -> a line of index notation, or the family that it belongs to; and how an
+op finds its rule.
 
-Keys are `namespace.op.overload`, or `namespace.op` for all overloads. Ops tagged pointwise by ATen need no entry.
+Keys are `namespace.op.overload`, or `namespace.op` for all overloads. Ops tagged pointwise by ATen
+need no entry.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,9 @@ Cached = TypeVar("Cached")
 
 @dataclass(frozen=True)
 class RegisteredRule:
-    """What a user said of an op: lines of index notation, of which those that fit a call's ranks hold together."""
+    """What a user said of an op: lines of index notation, of which those that fit a call's ranks
+    hold together.
+    """
 
     op: str
     lines: tuple[str, ...]
@@ -60,8 +64,9 @@ def forget_cached() -> None:
         cached.cache_clear()
 
 
-# autograd.Functions of libraries that need not be there. A scaled float8 product is one of parts that are scaled by
-# themselves: what cuts a tensor makes its scales finer, as under DDP and FSDP, so results differ by float8's rounding.
+# autograd.Functions of libraries that need not be there. A scaled float8 product is one of parts
+# that are scaled by themselves: what cuts a tensor makes its scales finer, as under DDP and FSDP,
+# so results differ by float8's rounding.
 LIBRARY_FUNCTIONS = {
     "torchao.float8.float8_linear.matmul_with_hp_or_float8_args": "[*b, k], [k, n] -> [*b, n]"
 }
@@ -78,7 +83,8 @@ def _of(
     return dict.fromkeys(_aten(names), lambda call, axis_size: family(call, *where, **options))
 
 
-# Which tensor arguments of pointwise ops may be partial sums together; the other arguments must be whole.
+# Which tensor arguments of pointwise ops may be partial sums together; the other arguments must be
+# whole.
 POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(("aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Tensor"), ((0, 1),)),
     "aten.mul.Tensor": EACH,
@@ -239,7 +245,9 @@ def _pointwise(call: OpCall, axis_size: int) -> Found:
 
 
 def _is_scaling(call: OpCall, chosen: frozenset[int]) -> bool:
-    """A product of a partial sum saves a collective only as the scaling of something by something smaller."""
+    """A product of a partial sum saves a collective only as the scaling of something by something
+    smaller.
+    """
     sizes = [call.operands[i].num_elements for i in range(len(call.operands)) if i not in chosen]
     return all(len(call.results[0].shape) == 0 or s < call.results[0].num_elements for s in sizes)
 
@@ -267,7 +275,9 @@ def library_rule(target: Any) -> RegisteredRule | None:
 
 
 def registered_rule(target: Any) -> RegisteredRule | None:
-    """The rule that somebody registered for an op: for its overload, else for all, or for its autograd.Function."""
+    """The rule that somebody registered for an op: for its overload, else for all, or for its
+    autograd.Function.
+    """
     if target in CUSTOM_OPS:
         return REGISTERED.get(CUSTOM_OPS[target].function) or library_rule(target)
     name = target_name(target)
@@ -277,7 +287,9 @@ def registered_rule(target: Any) -> RegisteredRule | None:
 @depends_on_rules
 @cache
 def rule_of(target: Any) -> Family | None:
-    """The rule of an op: one that was registered, else the table's or that of pointwise ops; None: it has none."""
+    """The rule of an op: one that was registered, else the table's or that of pointwise ops; None:
+    it has none.
+    """
     registered = registered_rule(target)
     if registered is not None:
         return registered

@@ -1,7 +1,10 @@
-"""Every valid way to run an op on one mesh axis (`axis_strategies`) and on a whole mesh (`op_strategies`).
+"""Every valid way to run an op on one mesh axis (`axis_strategies`) and on a whole mesh
+(`op_strategies`).
 
-And what one device then runs of it (`localize`): local shapes, size arguments rewritten, the devices' share of means
-and randomness. At the end: the note in the plan that names ops without any way to divide their work.
+And what one device then runs of it (`localize`): local shapes, size arguments rewritten, the
+devices' share of means
+and randomness. At the end: the note in the plan that names ops without any way to divide their
+work.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +37,8 @@ from alpa_strategy.units import format_bytes, format_seconds
 aten = torch.ops.aten
 
 _DESCRIBED = ("aten", "prims", "alpa")  # namespaces whose ops carry the tags of what they do
-RING = "ring_attention"  # the implementation that computes more than its local call says, see `priced_call`
+# the implementation that computes more than its local call says, see `priced_call`
+RING = "ring_attention"
 
 _SIZE_ARGUMENT = frozenset(
     {
@@ -92,7 +96,9 @@ def priced_call(
     mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
 ) -> OpCall:
-    """What the device at `coordinate` has to compute: its local call; in a ring, with everybody's keys and values."""
+    """What the device at `coordinate` has to compute: its local call; in a ring, with everybody's
+    keys and values.
+    """
     if any(s.implementation == RING for s in strategies):
         query = bind(call)["query"].index
         strategies = tuple(
@@ -105,9 +111,11 @@ def priced_call(
 
 
 def ring_bytes(call: OpCall, strategies: tuple[AxisStrategy, ...], local: OpCall) -> int:
-    """Short-lived bytes of a ring beside operands, results and their gradients; 0 where there is none.
+    """Short-lived bytes of a ring beside operands, results and their gradients; 0 where there is
+    none.
 
-    Chunks of the query and its gradients as they are exchanged; keys, values and what is due to them, here and coming.
+    Chunks of the query and its gradients as they are exchanged; keys, values and what is due to
+    them, here and coming.
     """
     if all(s.implementation != RING for s in strategies):
         return 0
@@ -120,10 +128,11 @@ def ring_bytes(call: OpCall, strategies: tuple[AxisStrategy, ...], local: OpCall
 @depends_on_rules
 @lru_cache(maxsize=16384)
 def is_random(call: OpCall) -> bool:
-    """Whether the call draws random numbers: a random op whose probability is not zero and that is not in eval mode.
+    """Whether the call draws random numbers: a random op whose probability is not zero and that is
+    not in eval mode.
 
-    Few ops of other libraries say of themselves that they are random. One with a registered rule must; any other, run
-    whole on every device, is given the same random state everywhere.
+    Few ops of other libraries say of themselves that they are random. One with a registered rule
+    must; any other, run whole on every device, is given the same random state everywhere.
     """
     if not isinstance(call.target, torch._ops.OpOverload):
         return False
@@ -145,7 +154,8 @@ def _local_call(
     if operands == call.operands and results == call.results:
         return call  # the very object: costs are remembered by call
     name = aten_name(call.target)
-    # Views become reshapes to the local result's shape: right for any strides, and for dims that become 1 long.
+    # Views become reshapes to the local result's shape: right for any strides, and for dims that
+    # become 1 long.
     if name in RESHAPES and call.target._overloadname != "dtype":  # view.dtype changes the elements
         source = next(a for a in bind(call).values() if isinstance(a, Slot))
         return OpCall(aten.reshape.default, (source, results[0].shape), (), operands, results)
@@ -182,7 +192,8 @@ def _groups(argument: str) -> Changes:
 def _slice(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> dict[str, Any]:
-    """slice and narrow along a dim that is cut: `[:-1]` of a chunk (of all but the last device's it leaves nothing
+    """slice and narrow along a dim that is cut: `[:-1]` of a chunk (of all but the last device's it
+    leaves nothing
     out), or runs of rows, each of which is cut."""
     bound = bind(call)
     size, local, whole = (
@@ -265,7 +276,8 @@ def _found(call: OpCall, axis_size: int) -> Found | None:
 @depends_on_rules
 @lru_cache(maxsize=65536)
 def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """Every valid way to run `call` on one mesh axis of `axis_size` devices; no duplicates, the repeated one first.
+    """Every valid way to run `call` on one mesh axis of `axis_size` devices; no duplicates, the
+    repeated one first.
 
     An op without a rule runs whole on every device.
     """
@@ -278,7 +290,9 @@ def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
 def op_strategies(
     call: OpCall, mesh_shape: tuple[int, ...]
 ) -> tuple[tuple[AxisStrategy, ...], ...]:
-    """Every combination over the mesh axes. Later axes cut what earlier ones left, at the device with the least."""
+    """Every combination over the mesh axes. Later axes cut what earlier ones left, at the device
+    with the least.
+    """
     combinations: list[tuple[AxisStrategy, ...]] = [()]
     for axis, axis_size in enumerate(mesh_shape):
         longer = []
@@ -319,14 +333,17 @@ def _shrink_collectives(
 def rule_origin(call: OpCall) -> str:
     """Where the op's strategies come from.
 
-    `registered`, `notation`, `view`, `pointwise`, `reduction` (the table), or `replicated`: it has none.
+    `registered`, `notation`, `view`, `pointwise`, `reduction` (the table), or `replicated`: it has
+    none.
     """
     found = _found(call, 2)
     return "replicated" if found is None else found.origin
 
 
 def replicated_notes(step: StepGraph, costs: OpCosts) -> list[str]:
-    """A note per kind of op that every device has to run whole: where it is called, its time, its results' bytes."""
+    """A note per kind of op that every device has to run whole: where it is called, its time, its
+    results' bytes.
+    """
     found: dict[str, list[Op]] = {}
     for op in step.ops:
         if op.operands and rule_origin(op.call) == "replicated":

@@ -1,4 +1,6 @@
-"""Checks of tensors as users write them; in a file of its own, as pytest rewrites the asserts of test files."""
+"""Checks of tensors as users write them; in a file of its own, as pytest rewrites the asserts of
+test files.
+"""
 
 from __future__ import annotations
 

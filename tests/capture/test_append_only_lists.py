@@ -1,4 +1,6 @@
-"""What a step appends to lists of the module is part of its result; lists that it looks at are refused."""
+"""What a step appends to lists of the module is part of its result; lists that it looks at are
+refused.
+"""
 
 from __future__ import annotations
 

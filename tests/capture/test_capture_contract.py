@@ -1,4 +1,6 @@
-"""What the StepGraph says besides the computation: logs, metrics, guards, shapes, digests. Capture leaves no trace."""
+"""What the StepGraph says besides the computation: logs, metrics, guards, shapes, digests. Capture
+leaves no trace.
+"""
 
 from __future__ import annotations
 

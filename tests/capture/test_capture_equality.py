@@ -1,4 +1,6 @@
-"""The captured step computes what training_step computes: loss, gradients, buffer updates, dtype for dtype."""
+"""The captured step computes what training_step computes: loss, gradients, buffer updates, dtype
+for dtype.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from alpa_strategy.ir.graph import StepGraph, run_step
 
 
 class Step(LightningModule):
-    """Two linear layers, a buffer and a constant; the step is given as a function of (module, x, y)."""
+    """Two linear layers, a buffer and a constant; the step is given as a function of (module, x,
+    y).
+    """
 
     def __init__(self, function: Callable[..., Any], child: nn.Module | None = None) -> None:
         super().__init__()
@@ -37,7 +41,9 @@ class Step(LightningModule):
 def assert_same_step(
     module: LightningModule, batch: Any, atol: float = 0.0, context: Any = None
 ) -> StepGraph:
-    """Capture, run the graph, compare with the module's own step. Metadata of every value must hold too."""
+    """Capture, run the graph, compare with the module's own step. Metadata of every value must hold
+    too.
+    """
     step = capture_step(module, batch, context=context)
     reference = copy.deepcopy(module)
     reference.log = reference.log_dict = lambda *_, **__: None
@@ -155,7 +161,9 @@ def in_place(self: Step, x: Tensor, y: Tensor) -> Tensor:
 
 
 def complex_in_place(self: Step, x: Tensor, y: Tensor) -> Tensor:
-    """Modes of a spectrum written one by one (Fourier neural operators), some of them conjugated."""
+    """Modes of a spectrum written one by one (Fourier neural operators), some of them
+    conjugated.
+    """
     spectrum = torch.fft.rfft(self.a(x))
     modes = torch.zeros(len(x), 2, 3, dtype=spectrum.dtype)
     modes[:, 0, :2] = spectrum[:, :2] * torch.view_as_complex(self.b.weight[:2, :2].contiguous())
@@ -367,7 +375,8 @@ def totals(self: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def test_autocast_may_set_a_dtype_and_cast_nothing() -> None:
-    """As on GPUs, where sum and its like get `dtype=float32`. Ops that have no such argument get cast operands, and so
+    """As on GPUs, where sum and its like get `dtype=float32`. Ops that have no such argument get
+    cast operands, and so
     do ops made of such ops (cross entropy of float16): they stay whole."""
     step = assert_same_step(Step(totals), example())
     calls = [
@@ -403,7 +412,9 @@ def test_a_composite_of_two_dtypes_may_want_them_as_they_are() -> None:
 def test_cross_entropy_under_an_autocast_that_knows_its_parts_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """GPUs' leaves log_softmax the dtype of the logits, and sums in float32. CPUs' casts the logits."""
+    """GPUs' leaves log_softmax the dtype of the logits, and sums in float32. CPUs' casts the
+    logits.
+    """
     known = autocast.has_policy
     aten = torch.ops.aten
     monkeypatch.setattr(
@@ -443,7 +454,9 @@ def test_autocast_casts_are_ops() -> None:
     "child", [nn.LSTM(4, 4, batch_first=True), nn.GRU(4, 4), nn.GroupNorm(2, 6)], ids=repr
 )
 def test_composite_ops_stay_whole_under_autocast(child: nn.Module) -> None:
-    """They would be ops of this number of rows otherwise, which neither split nor are cut into micro-batches."""
+    """They would be ops of this number of rows otherwise, which neither split nor are cut into
+    micro-batches.
+    """
 
     def function(self: Step, x: Tensor, y: Tensor) -> Tensor:
         out = self.child(

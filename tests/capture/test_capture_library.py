@@ -1,4 +1,6 @@
-"""Modules of torch.nn and what surrounds them: each equals eager, statistics included, or ends in a clear error."""
+"""Modules of torch.nn and what surrounds them: each equals eager, statistics included, or ends in a
+clear error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a step's Python may ask of tensors: values made of constants and buffers, never of the batch or parameters."""
+"""What a step's Python may ask of tensors: values made of constants and buffers, never of the batch
+or parameters.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def test_distributions_are_not_checked_but_noted() -> None:
 
 
 def test_default_dtype_of_the_capture_stays() -> None:
-    """Under `precision="64-true"` the step runs with another default dtype than what surrounds it."""
+    """Under `precision="64-true"` the step runs with another default dtype than what surrounds
+    it.
+    """
 
     def function(self: Step, x: Tensor, y: Tensor) -> Tensor:
         right = self.a(x).argmax(-1) == y

@@ -1,4 +1,6 @@
-"""Branches on tensors that only raise are captured: their conditions become values that are looked at at run time."""
+"""Branches on tensors that only raise are captured: their conditions become values that are looked
+at at run time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Fused projections are sharded segment by segment: recognised where they are, left alone where they are not."""
+"""Fused projections are sharded segment by segment: recognised where they are, left alone where
+they are not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Globals, closures and the Trainer's values that the step reads are guarded; a step that changes any is refused."""
+"""Globals, closures and the Trainer's values that the step reads are guarded; a step that changes
+any is refused.
+"""
 
 from __future__ import annotations
 
@@ -136,8 +138,11 @@ def test_closures_are_guarded() -> None:
 
 
 def weighted(
-    loss: torch.Tensor, state: dict[str, float] = {"weight": 2.0}, *, power: int = 1
-) -> torch.Tensor:  # noqa: B006
+    loss: torch.Tensor,
+    state: dict[str, float] = {"weight": 2.0},  # noqa: B006
+    *,
+    power: int = 1,
+) -> torch.Tensor:
     return loss**power * state["weight"]
 
 
@@ -357,8 +362,10 @@ def changes_a_class(model: Any, loss: torch.Tensor) -> torch.Tensor:
 
 
 def counts_in_a_default(
-    model: Any, loss: torch.Tensor, state: dict[str, int] = {"calls": 0}
-) -> torch.Tensor:  # noqa: B006
+    model: Any,
+    loss: torch.Tensor,
+    state: dict[str, int] = {"calls": 0},  # noqa: B006
+) -> torch.Tensor:
     state["calls"] += 1
     return loss * state["calls"]
 

@@ -1,4 +1,6 @@
-"""Leaves of the batch that are no tensors: what the step does not look at may change, what it looks at is guarded."""
+"""Leaves of the batch that are no tensors: what the step does not look at may change, what it looks
+at is guarded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Attributes that the step reads are guarded: a change of any of them is noticed, other attributes may change."""
+"""Attributes that the step reads are guarded: a change of any of them is noticed, other attributes
+may change.
+"""
 
 from __future__ import annotations
 
@@ -304,7 +306,9 @@ def test_lambdas_are_known_by_their_code() -> None:
 
 
 class Settles(torch.nn.Module):
-    """Sets a flag in its first call, a size in each, and what a configuration left open (as Hugging Face's do)."""
+    """Sets a flag in its first call, a size in each, and what a configuration left open (as Hugging
+    Face's do).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -455,7 +459,9 @@ def taken(module: Changes) -> float:
 def test_what_a_step_changes_is_refused_and_put_back(
     name: str, change: Callable[[Any], float]
 ) -> None:
-    """Wherever Python keeps it: a class's object, containers of own kinds and in objects, arrays, iterators."""
+    """Wherever Python keeps it: a class's object, containers of own kinds and in objects, arrays,
+    iterators.
+    """
     module = Changes(change)
     before = module.shown()
     with pytest.raises(CaptureError, match=name):
@@ -488,7 +494,9 @@ def test_a_dict_that_answers_otherwise_than_it_holds_stays_as_it_is() -> None:
 
 
 class LeavesEval(LightningModule):
-    """Its first step trains, and those after it evaluate; or (`looks`) it cannot be captured, and raises in between."""
+    """Its first step trains, and those after it evaluate; or (`looks`) it cannot be captured, and
+    raises in between.
+    """
 
     def __init__(self, looks: bool) -> None:
         super().__init__()
@@ -570,7 +578,9 @@ def test_what_fails_to_be_set_leaves_nothing_changed():
 
 
 def test_classes_of_c_extensions_are_left_alone(monkeypatch):
-    """Also immutable types that live on the heap, as those of `re` are, in a file that is nobody's package."""
+    """Also immutable types that live on the heap, as those of `re` are, in a file that is nobody's
+    package.
+    """
     monkeypatch.setattr(sys.modules["re"], "__file__", __file__)
     assert not re.Pattern.__flags__ & 1 << 9 or re.Pattern.__flags__ & 1 << 8
     assert re.Pattern not in _watched_classes(Owned(Schedule()))

@@ -1,4 +1,6 @@
-"""Numbers made of the step's counters: one captured graph for all steps, each with the number of its own."""
+"""Numbers made of the step's counters: one captured graph for all steps, each with the number of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -260,7 +262,9 @@ def test_a_text_that_chooses_is_guarded(text: Callable[[int], str]) -> None:
 
 
 def test_guards_and_digests_know_no_values() -> None:
-    """A comparison decides between two graphs; their digests, and so the plans, are the same at every step."""
+    """A comparison decides between two graphs; their digests, and so the plans, are the same at
+    every step.
+    """
     x = torch.randn(6, 4, dtype=torch.float64)
 
     def at(step: int, form: str) -> StepGraph:

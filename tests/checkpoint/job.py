@@ -1,7 +1,8 @@
-"""A training script as a user writes one: checkpoints every other step, resumed from the last one when it starts.
+"""A training script as a user writes one: checkpoints every other step, resumed from the last one
+when it starts.
 
-Arguments: folder, number of steps, options of AlpaStrategy as JSON, devices. With the environment variable DIE_AT, rank
-1 is killed at that step of the first attempt.
+Arguments: folder, number of steps, options of AlpaStrategy as JSON, devices. With the environment
+variable DIE_AT, rank 1 is killed at that step of the first attempt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Trainings for the checkpoint tests: a small GPT in fp64 with dropout, shuffling, clipping, a schedule, recorded."""
+"""Trainings for the checkpoint tests: a small GPT in fp64 with dropout, shuffling, clipping, a
+schedule, recorded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What one plan saved, any other loads: other numbers of devices, layouts and cuts, and a plain module."""
+"""What one plan saved, any other loads: other numbers of devices, layouts and cuts, and a plain
+module.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def whole_state(strategy: Any) -> dict[str, Any]:
 
 
 class Loaded(pl.Callback):
-    """What the first step of a resumed training begins with: whole parameters and optimizer state; then it stops."""
+    """What the first step of a resumed training begins with: whole parameters and optimizer state;
+    then it stops.
+    """
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
         strategy = trainer.strategy
@@ -133,7 +137,9 @@ def test_export_of_nothing_is_a_clear_error(tmp_path: Path, capsys) -> None:
 
 @pytest.mark.parametrize("schedule", [True, False], ids=["schedule", "no schedule"])
 def test_from_an_ordinary_checkpoint(pool, tmp_path: Path, schedule: bool) -> None:
-    """plain -> 2 ranks -> plain equals the plain training that was never interrupted, with clipping."""
+    """plain -> 2 ranks -> plain equals the plain training that was never interrupted, with
+    clipping.
+    """
     root = str(tmp_path)
     alone = {
         "steps": 1,

@@ -1,4 +1,6 @@
-"""A checkpoint directory is there as a whole or not at all, and what is no checkpoint is neither read nor replaced."""
+"""A checkpoint directory is there as a whole or not at all, and what is no checkpoint is neither
+read nor replaced.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_what_was_cut_short_is_refused(tmp_path: Path) -> None:
 
 
 def test_in_the_background(tmp_path: Path) -> None:
-    """What changes after the call is not in the checkpoint; removals wait; a failure is raised, and nothing removed."""
+    """What changes after the call is not in the checkpoint; removals wait; a failure is raised, and
+    nothing removed.
+    """
     first, second = tmp_path / "1.ckpt", tmp_path / "2.ckpt"
     save(first, 1.0)
     writer = CheckpointWriter(None, is_rank_zero=True)

@@ -19,7 +19,9 @@ HERE = Path(__file__).resolve().parent
 
 
 def test_ranks_agree_in_a_store_that_others_have_used() -> None:
-    """Attempts of 3 ranks, one after the other in one store; in some, a rank dies after its hello."""
+    """Attempts of 3 ranks, one after the other in one store; in some, a rank dies after its
+    hello.
+    """
     store = dist.HashStore()
     names = []
     with ThreadPoolExecutor(3) as threads:
@@ -71,7 +73,9 @@ def test_slurm(pool, tmp_path: Path) -> None:
     "options", ['{"parallel": "zero3"}', '{"num_stages": 2, "num_microbatches": 2}']
 )
 def test_torchrun_restarts_a_job_with_a_killed_rank(tmp_path: Path, options: str) -> None:
-    """It goes on from its last checkpoint with the stored plan, and every step is what it would have been."""
+    """It goes on from its last checkpoint with the stored plan, and every step is what it would
+    have been.
+    """
     expected = _torchrun(tmp_path / "undisturbed", options, {})
     found = _torchrun(tmp_path / "killed", options, {"DIE_AT": "5"})
     assert _steps(expected) == {str(step) for step in range(1, 9)}

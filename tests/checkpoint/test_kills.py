@@ -1,4 +1,6 @@
-"""kill -9 at random moments of training and saving: the last complete checkpoint is always there, and leads on."""
+"""kill -9 at random moments of training and saving: the last complete checkpoint is always there,
+and leads on.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def saving(root: str) -> ModelCheckpoint:
 
 
 class Kills(pl.Callback):
-    """Draws a rank and a moment, and kills the rank then: in the midst of a save, or at any time."""
+    """Draws a rank and a moment, and kills the rank then: in the midst of a save, or at any
+    time.
+    """
 
     def __init__(self, root: str, number: int) -> None:
         draw = random.Random(number)
@@ -66,14 +70,18 @@ class Kills(pl.Callback):
 
 
 def train(root: str, options: dict[str, Any], kill: int | None) -> dict[int, Any]:
-    """Train from the last checkpoint on; with a number, a rank is killed at a moment that is drawn with it."""
+    """Train from the last checkpoint on; with a number, a rank is killed at a moment that is drawn
+    with it.
+    """
     callbacks = [saving(root)] if kill is None else [Kills(root, kill), saving(root)]
     _, _, steps = fit(root, options, 2, STEPS, ckpt_path="last", callbacks=callbacks)
     return steps
 
 
 def check(folder: Path) -> int:
-    """All that is there under a checkpoint's name can be read, every tensor of it; the highest step."""
+    """All that is there under a checkpoint's name can be read, every tensor of it; the highest
+    step.
+    """
     found = 0
     for path in folder.glob("*.ckpt"):
         checkpoint = open_checkpoint(path)

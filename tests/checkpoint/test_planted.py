@@ -1,6 +1,8 @@
-"""A pickle planted in each file of each kind of checkpoint, through every loader of ours under its defaults: not run.
+"""A pickle planted in each file of each kind of checkpoint, through every loader of ours under its
+defaults: not run.
 
-And what happens to files by accident, in ways that leave them readable: no other value is read without a word.
+And what happens to files by accident, in ways that leave them readable: no other value is read
+without a word.
 """
 
 from __future__ import annotations
@@ -139,7 +141,9 @@ def test_checkpoints_of_before_there_were_checksums_are_read(good, tmp_path):
 
 
 def test_partial_checkpoints_are_removed(pool, tmp_path):
-    """What a killed job has left, under another name than this one saves; not what a living one is writing."""
+    """What a killed job has left, under another name than this one saves; not what a living one is
+    writing.
+    """
     import fcntl
 
     abandoned, alive = (

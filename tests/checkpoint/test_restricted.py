@@ -1,4 +1,6 @@
-"""A checkpoint from a stranger: what is planted in its metadata is not run, and no file outside of it is read."""
+"""A checkpoint from a stranger: what is planted in its metadata is not run, and no file outside of
+it is read.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def test_no_file_outside_is_read(folder, name):
 
 @pytest.mark.parametrize("dtype", ["quint8", "qint8", "qint32", "quint4x2", "bits8", "uint4"])
 def test_tensors_that_are_no_plain_numbers_are_refused(folder, dtype):
-    """A quantized tensor without a scale is made, and the first slice of it ends the process (found by fuzz.py)."""
+    """A quantized tensor without a scale is made, and the first slice of it ends the process (found
+    by fuzz.py).
+    """
 
     def quantize(metadata):
         metadata.state_dict_metadata["a"].properties.dtype = getattr(torch, dtype)

@@ -1,4 +1,6 @@
-"""A resumed training is the uninterrupted one, bit by bit, under one plan: dropout, shuffling, schedule, AdamW."""
+"""A resumed training is the uninterrupted one, bit by bit, under one plan: dropout, shuffling,
+schedule, AdamW.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ CASES = {"zero3": ONE_STAGE["zero3"], "tensor": ONE_STAGE["tensor"], "pipeline":
 
 
 def resume_twice(root: str, options: dict[str, Any]) -> bool:
-    """Save every second step of six (four make an epoch), go on from each, and compare every step."""
+    """Save every second step of six (four make an epoch), go on from each, and compare every
+    step.
+    """
     keep = Keep(f"{root}/kept", 2)
     _, _, expected = fit(root, options, 2, 6, callbacks=[keep])
     for step in (2, 4):  # in the middle of an epoch, and at its end
@@ -74,7 +78,9 @@ def test_resumed_where_epochs_end(pool, tmp_path: Path, case: str) -> None:
 
 
 def resume_in_a_chain(root: str, options: dict[str, Any]) -> bool:
-    """Go on from what a resumed training saved, in the middle and at the end of epochs, again and again."""
+    """Go on from what a resumed training saved, in the middle and at the end of epochs, again and
+    again.
+    """
     _, _, expected = fit(f"{root}/undisturbed", options, 2, 13)
     path = None
     for end in (3, 4, 5, 7, 8, 9, 10, 12, 13):
@@ -122,7 +128,8 @@ def resume_the_others(root: str) -> bool:
             _, _, steps = fit(folder, options, 2, 5, ckpt_path=checkpoint_at(folder, step), **extra)
             assert steps.keys() >= set(range(step + 1, 6))
             assert_bitwise(steps, {step: expected[step] for step in steps})
-    # A training that `max_steps` ended in the middle of an epoch, saved when it was over, goes on in that epoch.
+    # A training that `max_steps` ended in the middle of an epoch, saved when it was over, goes on
+    # in that epoch.
     trainer, _, _ = fit(f"{root}/ended", options, 2, 3)
     trainer.save_checkpoint(f"{root}/ended.ckpt")
     trainer, _, steps = fit(f"{root}/ended", options, 2, 6, ckpt_path=f"{root}/ended.ckpt")

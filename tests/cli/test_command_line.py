@@ -1,4 +1,6 @@
-"""The `alpa` command: its subcommands do their work, and what a user gets wrong is one message and exit code 2."""
+"""The `alpa` command: its subcommands do their work, and what a user gets wrong is one message and
+exit code 2.
+"""
 
 import subprocess
 import sys

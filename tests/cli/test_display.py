@@ -24,7 +24,9 @@ LAYERS = 24
 
 
 def gpt_plan(num_stages: int = 1) -> Plan:
-    """A plan of a 24-layer GPT: data parallel x tensor parallel, the last four layers without ZeRO."""
+    """A plan of a 24-layer GPT: data parallel x tensor parallel, the last four layers without
+    ZeRO.
+    """
     modes = {"embed.weight": ("R*", "S0")}
     for layer in range(LAYERS):
         zero = "G0" if layer < LAYERS - 4 else "R*"

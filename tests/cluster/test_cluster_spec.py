@@ -1,4 +1,6 @@
-"""Cluster descriptions: what files may say, and what collectives cost on the axes of logical meshes."""
+"""Cluster descriptions: what files may say, and what collectives cost on the axes of logical
+meshes.
+"""
 
 from __future__ import annotations
 

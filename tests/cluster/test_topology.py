@@ -1,4 +1,6 @@
-"""Clusters whose links differ: what groups of devices reach, and the order in which devices lie in meshes."""
+"""Clusters whose links differ: what groups of devices reach, and the order in which devices lie in
+meshes.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def meshes_of(cluster: ClusterSpec) -> dict:
 
 
 def test_on_the_cube_mesh_neighbours_are_joined_by_two_links():
-    """By hand, on `nvidia-smi topo -m`: pairs 0-3, 1-2, 4-7, 5-6 have two links, 0-1, 2-3 (as numbered) one and two."""
+    """By hand, on `nvidia-smi topo -m`: pairs 0-3, 1-2, 4-7, 5-6 have two links, 0-1, 2-3 (as
+    numbered) one and two.
+    """
     found, *others = CUBE.orders()
     assert found.ranks_of(0, 8) == (0, 3, 1, 2, 4, 7, 5, 6)
     assert not any(
@@ -52,7 +56,8 @@ def test_on_the_cube_mesh_neighbours_are_joined_by_two_links():
     numbered = replace(CUBE, order="numbered")
     assert bandwidths(found, (2,), (1, 2)) == [TWO]
     assert bandwidths(numbered, (2,), (1, 2)) == [ONE]
-    # Of 0, 1, 4, 5 (links 1, 2, 1, 2 around) each device has three links to the others; of 0, 2, 4, 6 device 2 has two.
+    # Of 0, 1, 4, 5 (links 1, 2, 1, 2 around) each device has three links to the others; of 0, 2, 4,
+    # 6 device 2 has two.
     assert bandwidths(found, (4, 2)) == pytest.approx([3 * ONE, TWO])
     assert bandwidths(numbered, (4, 2)) == pytest.approx([2 * ONE, ONE])
     assert bandwidths(found, (8,)) == pytest.approx(
@@ -77,7 +82,9 @@ def test_no_order_of_the_cube_mesh_has_a_mesh_that_is_better_off(every):
 
 
 def test_all_to_alls_go_through_the_host_where_there_is_no_link():
-    """Device 0 of the cube mesh has links to 1, 2, 3 and 4: a 64th of the bytes for each of the others takes PCIe."""
+    """Device 0 of the cube mesh has links to 1, 2, 3 and 4: a 64th of the bytes for each of the
+    others takes PCIe.
+    """
     axis = CUBE.logical_mesh((8,)).axes[0]
     assert axis.seconds("all_to_all", 64e9) == pytest.approx(axis.link.latency + 3 * 1e9 / 8e9)
 
@@ -87,7 +94,8 @@ def test_nodes_of_a_rack_lie_next_to_each_other():
     numbered, found = cluster.orders()
     assert found.ranks_of(0, 16) == (0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15)
     assert numbered.ranks_of(0, 16) == ()
-    # Groups of eight are two nodes. Two such groups as numbered leave each rack, which shares its way out.
+    # Groups of eight are two nodes. Two such groups as numbered leave each rack, which shares its
+    # way out.
     assert bandwidths(found, (2, 8)) == [140e9 / 8, 140e9]
     assert bandwidths(numbered, (2, 8)) == [140e9 / 4, 140e9 / 2]
     assert bandwidths(found, (8,), (2, 4)) == [140e9]
@@ -117,7 +125,9 @@ def test_equal_links_give_the_order_of_the_numbers_and_the_costs_of_no_topology(
 
 
 def test_messages_take_the_links_between_their_devices():
-    """By hand: twelve nodes of two, 25 GB/s out of a node, in three racks with 25 GB/s out of each (4 : 1)."""
+    """By hand: twelve nodes of two, 25 GB/s out of a node, in three racks with 25 GB/s out of each
+    (4 : 1).
+    """
     inside, node = {"latency": 5e-6, "bandwidth": 200e9}, {"latency": 1e-5, "bandwidth": 25e9}
     racks = [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
     up = {"name": "rack", "nodes": racks, "latency": 3e-5, "bandwidth": 25e9}
@@ -135,20 +145,24 @@ def test_messages_take_the_links_between_their_devices():
         *racks[1],
         *racks[2],
     ]
-    # From node to node, both of a rack's and two of them on both sides; eight devices are a rack of `found`, which
-    # sends all of it through one way out. As numbered, half of the messages of eight leave a rack 0 of their own.
+    # From node to node, both of a rack's and two of them on both sides; eight devices are a rack of
+    # `found`, which sends all of it through one way out. As numbered, half of the messages of eight
+    # leave a rack 0 of their own.
     for size, near, far in [(2, 25e9, 25e9), (4, 50e9, 50e9), (8, 25e9, 50e9)]:
         assert found.between((0, size), (size, size)).bandwidth == pytest.approx(near)
         assert numbered.between((0, size), (size, size)).bandwidth == pytest.approx(far)
     assert [found.between((0, n), (n, n)).latency for n in (1, 2, 8)] == [5e-6, 1e-5, 3e-5]
     assert numbered.between((0, 2), (2, 2)).latency == 3e-5
-    # One device to the four of two nodes: what it sends is half for the other node of its rack, half for the third.
+    # One device to the four of two nodes: what it sends is half for the other node of its rack,
+    # half for the third.
     assert found.between((1, 1), (2, 4)).bandwidth == pytest.approx(25e9)
     assert found.between((6, 1), (7, 1)).bandwidth == pytest.approx(200e9)
 
 
 def test_messages_between_linked_devices_have_their_links():
-    """By hand, on the cube mesh: 0-4 and 1-5 (two links), 3-7 and 2-6 (one link) side by side; 0-5 has none."""
+    """By hand, on the cube mesh: 0-4 and 1-5 (two links), 3-7 and 2-6 (one link) side by side; 0-5
+    has none.
+    """
     found, *_ = CUBE.orders()
     assert found.between((0, 4), (4, 4)).bandwidth == pytest.approx(4 * ONE)
     assert found.between((0, 1), (1, 1)).bandwidth == pytest.approx(TWO)
@@ -157,7 +171,8 @@ def test_messages_between_linked_devices_have_their_links():
 
 
 def test_a_pipeline_is_planned_in_the_order_whose_messages_are_fast():
-    """Two PCIe switches with devices by turns: stages that are a switch each meet on the one link between these, stages
+    """Two PCIe switches with devices by turns: stages that are a switch each meet on the one link
+    between these, stages
     over both do not. By hand: four pairs of 24 GB/s, or 16 GB/s for all."""
     switch = {
         "name": "switch",

@@ -1,4 +1,5 @@
-"""What differs between gloo and NCCL jobs, as far as gloo can show it: hosts that agree by themselves, messages of
+"""What differs between gloo and NCCL jobs, as far as gloo can show it: hosts that agree by
+themselves, messages of
 tensors that are not in host memory."""
 
 from __future__ import annotations

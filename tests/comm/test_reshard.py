@@ -1,6 +1,8 @@
-"""Laws of resharding: the value stays the same value, and the gradient of the value is the gradient of its parts.
+"""Laws of resharding: the value stays the same value, and the gradient of the value is the gradient
+of its parts.
 
-Every pair of dual layouts is tried. A local tensor's meaning is decided here independently of the code under test:
+Every pair of dual layouts is tried. A local tensor's meaning is decided here independently of the
+code under test:
 `parts` cuts a whole tensor for a layout, `combine` puts the devices' parts together again.
 """
 

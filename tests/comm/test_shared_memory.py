@@ -1,4 +1,6 @@
-"""Collectives through shared memory: gloo's results at every size, nothing left behind, and no wait for a lost rank."""
+"""Collectives through shared memory: gloo's results at every size, nothing left behind, and no wait
+for a lost rank.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def files() -> set[str]:
 
 
 def same_as_gloo(seed: int) -> int:
-    """Collectives of any kind, dtype and size, in one order, with ranks that come late. How many there were."""
+    """Collectives of any kind, dtype and size, in one order, with ranks that come late. How many
+    there were.
+    """
     axis = build_mesh((dist.get_world_size(),), own_group="test").whole
     assert axis._shared is not None
     size, rank = axis.size, axis.index
@@ -77,7 +81,8 @@ def test_results_are_the_sums_and_copies_that_gloo_makes(pool, ranks):
 
 
 def begun_together(seed: int) -> int:
-    """Sums that are begun, many times what shared memory holds, and waited for in an order of each rank's own, while
+    """Sums that are begun, many times what shared memory holds, and waited for in an order of each
+    rank's own, while
     others are made at once; every rank has the same bits."""
     axis = build_mesh((dist.get_world_size(),), own_group="test").whole
     size, rank = axis.size, axis.index

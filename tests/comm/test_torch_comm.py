@@ -1,4 +1,6 @@
-"""Collectives on process groups give what `AxisComm` promises: every dim, uneven chunks, every dtype, both backends."""
+"""Collectives on process groups give what `AxisComm` promises: every dim, uneven chunks, every
+dtype, both backends.
+"""
 
 from __future__ import annotations
 

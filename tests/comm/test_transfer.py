@@ -1,4 +1,6 @@
-"""Transfers over real messages: any dtype, any layouts, several at once; bytes are those of the plan."""
+"""Transfers over real messages: any dtype, any layouts, several at once; bytes are those of the
+plan.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What a behaviour of the conformance suite is written with: modules, data, Trainers of one kind, and its outcome.
+"""What a behaviour of the conformance suite is written with: modules, data, Trainers of one kind,
+and its outcome.
 
-A behaviour is a function `(bench) -> outcome`. It runs on two ranks under "ddp", under "alpa" with a plan of one stage
-whose parameters are sharded, and under "alpa" with a pipeline of two stages; the outcomes must be equal. "plain" is one
-process on the batches of both ranks together.
+A behaviour is a function `(bench) -> outcome`. It runs on two ranks under "ddp", under "alpa" with
+a plan of one stage whose parameters are sharded, and under "alpa" with a pipeline of two stages;
+the outcomes must be equal. "plain" is one process on the batches of both ranks together.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ class AllRanks(Sampler):
 
 
 class Bench:
-    """Makes Trainers of one kind ("ddp", "alpa", "pipelined" or "plain") below one folder, and everything for them."""
+    """Makes Trainers of one kind ("ddp", "alpa", "pipelined" or "plain") below one folder, and
+    everything for them.
+    """
 
     def __init__(self, kind: str, root: str) -> None:
         self.kind = kind
@@ -104,7 +107,9 @@ class Bench:
         return 1 if self.kind == "plain" else RANKS
 
     def trainer(self, plan: dict[str, Any] | None = None, **arguments: Any) -> pl.Trainer:
-        """A quiet fp64 Trainer; `arguments` are the Trainer's, `plan` replaces the options of the kind's plan."""
+        """A quiet fp64 Trainer; `arguments` are the Trainer's, `plan` replaces the options of the
+        kind's plan.
+        """
         quiet = {} if arguments.get("barebones") else QUIET
         common = {
             "accelerator": "cpu",
@@ -116,7 +121,8 @@ class Bench:
         if self.is_alpa:
             from alpa_strategy import AlpaStrategy
 
-            # Plans are solved once for all behaviours of the session, whose folders lie side by side.
+            # Plans are solved once for all behaviours of the session, whose folders lie side by
+            # side.
             shared = {
                 "cluster": "pcie_8gpu",
                 "verbose": False,
@@ -146,7 +152,9 @@ class Bench:
         )
 
     def loader(self, rows: int = 32, seed: int = 3, **kwargs: Any) -> DataLoader:
-        """Training batches of `ROWS` rows a rank; in one process those of all ranks (Lightning shuffles the ranks')."""
+        """Training batches of `ROWS` rows a rank; in one process those of all ranks (Lightning
+        shuffles the ranks').
+        """
         data = self.data(rows, seed)
         if self.kind == "plain":
             kwargs["sampler"] = AllRanks(data)

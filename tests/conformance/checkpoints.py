@@ -88,7 +88,9 @@ class Scheduled(Net):
 
 
 def resumed_from_last(bench: Bench) -> Any:
-    """After the first epoch; shuffled. (In the midst of an epoch DDP forgets which rows it has seen.)"""
+    """After the first epoch; shuffled. (In the midst of an epoch DDP forgets which rows it has
+    seen.)
+    """
     keep = ModelCheckpoint(
         bench.root, every_n_train_steps=2, save_last=True, save_top_k=1, monitor=None
     )

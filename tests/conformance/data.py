@@ -1,4 +1,6 @@
-"""Behaviours of data loading: DataModules, several loaders, shuffling, iterable data, batches of other sizes."""
+"""Behaviours of data loading: DataModules, several loaders, shuffling, iterable data, batches of
+other sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Behaviours of modules that are built without memory: under "ddp" `configure_model` makes them as they are."""
+"""Behaviours of modules that are built without memory: under "ddp" `configure_model` makes them as
+they are.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ WIDTH = 96  # a matrix is large enough to be deferred
 
 
 class Built(pl.LightningModule):
-    """Layers that `configure_model` makes; `num_deferred` of them had no memory when the training began."""
+    """Layers that `configure_model` makes; `num_deferred` of them had no memory when the training
+    began.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +103,9 @@ class Symmetric(nn.Module):
 
 
 class Table(nn.Module):
-    """A matrix beside buffers that are large, computed, some of them not saved, and a tensor that is no buffer."""
+    """A matrix beside buffers that are large, computed, some of them not saved, and a tensor that
+    is no buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +170,9 @@ def weights_made_in_many_ways(bench: Bench) -> Any:
 
 
 def evaluated_from_a_file(bench: Bench) -> Any:
-    """An ordinary file is read into modules without memory that are not trained; whole, and where they do not fit."""
+    """An ordinary file is read into modules without memory that are not trained; whole, and where
+    they do not fit.
+    """
     path = ordinary_file(bench)
     plans: list[dict[str, Any]] = (
         [{}, {"plan": {"memory_limit": 1.1e5}}] if bench.is_alpa else [{}, {}]

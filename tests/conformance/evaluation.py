@@ -189,7 +189,9 @@ def training_mode_comes_back(bench: Bench) -> Any:
 
 
 def outputs_kept_in_lists(bench: Bench) -> Any:
-    """As Lightning's guides write it: steps append to lists of the module, epochs' ends read and clear them."""
+    """As Lightning's guides write it: steps append to lists of the module, epochs' ends read and
+    clear them.
+    """
 
     class Keeps(Net):
         def __init__(self) -> None:

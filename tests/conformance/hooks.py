@@ -45,7 +45,9 @@ _NOT_RECORDED = {
 
 
 def recording_module(kind: type[pl.LightningModule], calls: list[str]) -> type[pl.LightningModule]:
-    """A subclass that writes down the names of its hooks; `training_step` is no hook: a captured one is not called."""
+    """A subclass that writes down the names of its hooks; `training_step` is no hook: a captured
+    one is not called.
+    """
     return type(
         kind.__name__,
         (kind,),

@@ -1,4 +1,6 @@
-"""Behaviours of logging: `self.log` with every argument, dicts, torchmetrics objects, loggers, printing."""
+"""Behaviours of logging: `self.log` with every argument, dicts, torchmetrics objects, loggers,
+printing.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,8 @@ def logs_of_validation(bench: Bench) -> Any:
             x, y = batch
             rows = F.mse_loss(self.net(x), y, reduction="none").mean(1)
             loss = rows.mean()
-            # What is logged is the whole batch's: it is DDP's where the step reduces rows as `reduce_fx` does ranks.
+            # What is logged is the whole batch's: it is DDP's where the step reduces rows as
+            # `reduce_fx` does ranks.
             for name in ("min", "max", "sum", "mean"):
                 self.log(name, getattr(rows, name)(), reduce_fx=name, sync_dist=True)
             self.log(
@@ -107,7 +110,9 @@ def logs_of_validation(bench: Bench) -> Any:
 
 
 def logs_of_one_rank(bench: Bench) -> Any:
-    """Without `sync_dist` DDP logs what each rank sees, and alpa the mean over the ranks when the loader ends."""
+    """Without `sync_dist` DDP logs what each rank sees, and alpa the mean over the ranks when the
+    loader ends.
+    """
     found = []
 
     class Logs(Net):

@@ -1,4 +1,6 @@
-"""Behaviours of the training loop: when it validates, how long it goes on, what the step may return, hooks in order."""
+"""Behaviours of the training loop: when it validates, how long it goes on, what the step may
+return, hooks in order.
+"""
 
 from __future__ import annotations
 
@@ -228,7 +230,9 @@ def trainer_reads_in_the_step(bench: Bench) -> Any:
 
 
 def epoch_in_the_loss(bench: Bench) -> Any:
-    """`float(epoch)` holds for one epoch: it is captured in every epoch; a number made by operators for all."""
+    """`float(epoch)` holds for one epoch: it is captured in every epoch; a number made by operators
+    for all.
+    """
 
     class Anneals(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

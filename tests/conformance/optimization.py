@@ -1,4 +1,6 @@
-"""Behaviours around the optimizer: clipping, accumulation, schedulers, parameter groups, overridden hooks."""
+"""Behaviours around the optimizer: clipping, accumulation, schedulers, parameter groups, overridden
+hooks.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +194,9 @@ def overridden_gradient_clipping(bench: Bench) -> Any:
 
 
 def norms_before_the_optimizers_step(bench: Bench) -> Any:
-    """`grad_norm` of Lightning, and torch's own, see true gradients; so does `on_after_backward`."""
+    """`grad_norm` of Lightning, and torch's own, see true gradients; so does
+    `on_after_backward`.
+    """
     from lightning.pytorch.utilities import grad_norm
 
     class Norms(Net):
@@ -361,7 +365,9 @@ def gradients_by_hand(bench: Bench) -> Any:
 
 
 def gradients_by_hand_while_they_accumulate(bench: Bench) -> Any:
-    """Parameters that are gathered once a step: gradients of whole copies, in place and as new tensors."""
+    """Parameters that are gathered once a step: gradients of whole copies, in place and as new
+    tensors.
+    """
 
     class ByHand(Net):
         def on_after_backward(self) -> None:

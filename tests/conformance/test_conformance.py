@@ -1,4 +1,6 @@
-"""The same behaviours under "ddp" and under "alpa", with one stage and with a pipeline: equal outcomes."""
+"""The same behaviours under "ddp" and under "alpa", with one stage and with a pipeline: equal
+outcomes.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,9 @@ def test_fabric_is_refused() -> None:
 
 
 def test_notebooks(monkeypatch, tmp_path: Path) -> None:
-    """One device works without a launcher; several cannot be launched from there, which Lightning says."""
+    """One device works without a launcher; several cannot be launched from there, which Lightning
+    says.
+    """
     from lightning.pytorch.trainer.connectors import accelerator_connector
 
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)

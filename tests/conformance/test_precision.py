@@ -1,4 +1,6 @@
-"""Precisions: 50 steps as under "ddp", one stage and pipelined, a scaler that all ranks agree on, plans that follow."""
+"""Precisions: 50 steps as under "ddp", one stage and pipelined, a scaler that all ranks agree on,
+plans that follow.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ class Tiny(GPT):
 
 
 class Overflows(Tiny):
-    """Gradients of the first layer overflow fp16 in the fourth step, on the rows of one rank only."""
+    """Gradients of the first layer overflow fp16 in the fourth step, on the rows of one rank
+    only.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, _ = batch
@@ -109,7 +113,9 @@ def train(
     save_at: int | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Train on two ranks; `plan=None` is DDP; `resume`: from what was saved after step `save_at`."""
+    """Train on two ranks; `plan=None` is DDP; `resume`: from what was saved after step
+    `save_at`.
+    """
     torch.manual_seed(5)
     optimizer = (
         "sgd" if precision == "16-true" else "adamw"
@@ -201,7 +207,9 @@ def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(pool, tmp_path, p
 
 
 def test_plans_follow_the_precision() -> None:
-    """Half the bytes a parameter: half the memory of parameters, gradients and Adam's state, and fewer seconds."""
+    """Half the bytes a parameter: half the memory of parameters, gradients and Adam's state, and
+    fewer seconds.
+    """
     cluster = ClusterSpec.load("p3_16xlarge_x8", {"num_nodes": 1, "devices_per_node": 2})
     bytes_of, seconds_of = {}, {}
     for dtype in (torch.float64, torch.float32, torch.float16):
@@ -218,7 +226,9 @@ def test_plans_follow_the_precision() -> None:
 
 
 def test_masters_are_fp32_and_their_updates_are_not_lost(pool, tmp_path) -> None:
-    """An update of a thousandth is nothing to a bf16 weight of 1: pure bf16 stands still where masters move."""
+    """An update of a thousandth is nothing to a bf16 weight of 1: pure bf16 stands still where
+    masters move.
+    """
     moved = [
         pool.run(2, weight_after_small_updates, *given, str(tmp_path))[0]
         for given in ((True, {}), (False, {}))

@@ -1,4 +1,6 @@
-"""What costs know of GPUs: tiles and waves, attention's backward, compiled pointwise ops, hops, hidden reductions."""
+"""What costs know of GPUs: tiles and waves, attention's backward, compiled pointwise ops, hops,
+hidden reductions.
+"""
 
 from __future__ import annotations
 

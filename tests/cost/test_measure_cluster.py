@@ -1,4 +1,6 @@
-"""Measuring a cluster: every rank agrees, tables cover every mesh axis, and what was found is found again."""
+"""Measuring a cluster: every rank agrees, tables cover every mesh axis, and what was found is found
+again.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_the_budget_leaves_out_large_sizes():
 
 
 class Meshes:
-    """Meshes among the threads of one `run_on_threads`: of each shape that measuring asks for, this thread's."""
+    """Meshes among the threads of one `run_on_threads`: of each shape that measuring asks for, this
+    thread's.
+    """
 
     def __init__(self, world: int) -> None:
         self.world = world

@@ -1,4 +1,6 @@
-"""Op times: FLOP formulas against hand values, the roofline's laws, and its correction by measurements."""
+"""Op times: FLOP formulas against hand values, the roofline's laws, and its correction by
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ COMPUTE_BOUND = replace(DEVICE, memory_bandwidth=1e30)
 def linear(
     batch: int, inputs: int, outputs: int, grads: str = "xwb", dtype: torch.dtype = torch.float32
 ) -> OpCall:
-    """x [batch, inputs], w [outputs, inputs], b [outputs]; `grads` names the operands that require grad."""
+    """x [batch, inputs], w [outputs, inputs], b [outputs]; `grads` names the operands that require
+    grad.
+    """
     metas = [
         TensorMeta(shape, dtype, letter in grads)
         for letter, shape in zip(
@@ -125,7 +129,9 @@ def test_time_is_compute_and_memory_and_launch():
 
 
 def test_a_v100s_products_are_as_fast_as_measured():
-    """83 TFLOP/s at 8192 (Markidis et al. 2018, figure 6); small products reach less of the peak."""
+    """83 TFLOP/s at 8192 (Markidis et al. 2018, figure 6); small products reach less of the
+    peak.
+    """
     device = ClusterSpec.load("p3_16xlarge_x8").device
 
     def rate(rows: int, inner: int) -> float:
@@ -282,7 +288,9 @@ def test_other_shapes_are_scaled_as_their_neighbours_were():
 
 
 def test_a_part_of_a_measured_call_is_scaled_as_that_one_not_as_others_of_its_size():
-    """Others had made half of a convolution's rows cost more than all of them, and a plan compute it on every rank."""
+    """Others had made half of a convolution's rows cost more than all of them, and a plan compute
+    it on every rank.
+    """
     plain, table = RooflineCosts(DEVICE), OpTable()
     wide, narrow = linear(1024, 64, 64), linear(1024, 512, 8)  # of equal work
     table.put("toy", wide, *(2 * seconds for seconds in plain.op_seconds(wide)))

@@ -1,4 +1,6 @@
-"""Rules are proved over PyTorch's own operator database: every strategy, run in shards, gives the whole op's result."""
+"""Rules are proved over PyTorch's own operator database: every strategy, run in shards, gives the
+whole op's result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A module built under a Recorder holds what the same code makes on a device, bit by bit, and so do the generators."""
+"""A module built under a Recorder holds what the same code makes on a device, bit by bit, and so do
+the generators.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Block(nn.Module):
 
 
 class GPTStyle(nn.Module):
-    """Everything is drawn once by the layers and again by `apply`; tied head; masks and tables in buffers."""
+    """Everything is drawn once by the layers and again by `apply`; tied head; masks and tables in
+    buffers.
+    """
 
     def __init__(self, width: int = 16, vocab: int = 40, depth: int = 3) -> None:
         super().__init__()
@@ -63,7 +67,9 @@ class GPTStyle(nn.Module):
 
 
 class Exotic(nn.Module):
-    """Initialisers that compute: orthogonal, truncated normal, sparse, eye, values of other tensors, own generators."""
+    """Initialisers that compute: orthogonal, truncated normal, sparse, eye, values of other
+    tensors, own generators.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +121,9 @@ class Lazy(nn.Module):
 
 
 def build(make, min_bytes):
-    """(module built as it is, the same built under a recorder, the recorder); the generators stand alike afterwards."""
+    """(module built as it is, the same built under a recorder, the recorder); the generators stand
+    alike afterwards.
+    """
     torch.manual_seed(3)
     plain = make()
     after = torch.get_rng_state()
@@ -167,7 +175,9 @@ def test_only_what_one_tensor_needs_is_run() -> None:
 
 
 def test_on_the_meta_device() -> None:
-    """`torch.device("meta")` inside of a recording costs nothing; outside of one, reset_parameters makes the values."""
+    """`torch.device("meta")` inside of a recording costs nothing; outside of one, reset_parameters
+    makes the values.
+    """
 
     def make() -> nn.Module:
         with torch.device("meta"):

@@ -1,7 +1,7 @@
 """One run of a model under a Trainer, with everything recorded that a plan must not change.
 
-`record` runs on every rank; the reference is the same call with `strategy=None`: a plain single-process Trainer whose
-loader yields the global batch in the ranks' order.
+`record` runs on every rank; the reference is the same call with `strategy=None`: a plain
+single-process Trainer whose loader yields the global batch in the ranks' order.
 """
 
 from __future__ import annotations
@@ -82,10 +82,12 @@ def record_model(
     num_microbatches: int = 1,
     samples: int = SAMPLES_PER_STEP,
 ) -> dict[str, Any]:
-    """Train for `steps` optimizer steps; returns losses, gradients, metrics, final weights and buffers, modes used.
+    """Train for `steps` optimizer steps; returns losses, gradients, metrics, final weights and
+    buffers, modes used.
 
-    `num_microbatches` (plain Trainer only): plain gradient accumulation over that many parts of every global batch, the
-    reference where statistics are those of a micro-batch. Lightning divides their losses by their number: they add up.
+    `num_microbatches` (plain Trainer only): plain gradient accumulation over that many parts of
+    every global batch, the reference where statistics are those of a micro-batch. Lightning divides
+    their losses by their number: they add up.
     `samples`: of all ranks in a step.
     """
     dtype = torch.float64 if precision == "64-true" else torch.float32
@@ -153,7 +155,9 @@ def record_model(
 
 
 def _global_batches(num_samples: int, world_size: int, size: int) -> list[list[int]]:
-    """Index lists of the global batches in the order that DistributedSampler gives to `world_size` ranks."""
+    """Index lists of the global batches in the order that DistributedSampler gives to `world_size`
+    ranks.
+    """
     per_rank = size // world_size
     batches = []
     for start in range(0, num_samples, size):
@@ -170,7 +174,9 @@ def _part(batch: list[int], world_size: int, num_microbatches: int, m: int) -> l
 
 
 def assert_same(run: dict[str, Any], reference: dict[str, Any], tolerance: float = 1e-9) -> None:
-    """Losses, gradients of every step, metrics, weights and buffers agree to `tolerance` relative to their scale."""
+    """Losses, gradients of every step, metrics, weights and buffers agree to `tolerance` relative
+    to their scale.
+    """
     assert len(run["losses"]) == len(reference["losses"])
     losses = (torch.tensor(r["losses"], dtype=torch.float64) for r in (run, reference))
     torch.testing.assert_close(*losses, rtol=tolerance, atol=0)
@@ -189,7 +195,8 @@ def assert_same(run: dict[str, Any], reference: dict[str, Any], tolerance: float
             )
     assert run["state"].keys() == reference["state"].keys()
     for name, expected in reference["state"].items():
-        # Adam makes steps of rounding errors where a gradient is zero (the bias of a key): a tenth of lr is a weight.
+        # Adam makes steps of rounding errors where a gradient is zero (the bias of a key): a tenth
+        # of lr is a weight.
         _close(run["state"][name], expected, tolerance, f"final {name}", floor=1e-3)
 
 

@@ -1,4 +1,5 @@
-"""For libraries that compute parts of a float64 model in float32, which rounds sums by their order: those parts in
+"""For libraries that compute parts of a float64 model in float32, which rounds sums by their order:
+those parts in
 float64, so that what is left can be held to 1e-9."""
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Compiled segments give the single-device result under every plan: fp64, losses, gradients, weights to 1e-9.
+"""Compiled segments give the single-device result under every plan: fp64, losses, gradients,
+weights to 1e-9.
 
-`aot_eager` takes the same way as Inductor, Dynamo's graphs and AOTAutograd's backward included, but writes no C++.
+`aot_eager` takes the same way as Inductor, Dynamo's graphs and AOTAutograd's backward included, but
+writes no C++.
 """
 
 from __future__ import annotations
@@ -112,7 +114,9 @@ def test_statistics_of_batches(pool, tmp_path, plan):
     [("data", "aot_eager", True), ("zero3", "aot_eager", False), ("data", "fails", False)],
 )
 def test_steps_as_written_are_compiled_as_under_ddp(pool, tmp_path, parallel, backend, compiles):
-    """But for parameters in parts, which come and go while a module runs; what fails runs as it is."""
+    """But for parameters in parts, which come and go while a module runs; what fails runs as it
+    is.
+    """
     plan = {"capture": "never", "parallel": parallel, "cluster": "pcie_8gpu"}
     arguments = STEPS, 2, None, 1, str(tmp_path), "64-true"
     references = pool.run(2, record, "gpt", MODELS["gpt"], plan, *arguments)
@@ -130,7 +134,9 @@ def test_steps_as_written_are_compiled_as_under_ddp(pool, tmp_path, parallel, ba
 
 
 def test_graphs_of_steps_as_written_end_where_buckets_end(pool, tmp_path):
-    """As under DDP: gradients of the last blocks are summed while the backward of the first ones runs."""
+    """As under DDP: gradients of the last blocks are summed while the backward of the first ones
+    runs.
+    """
     plan = {
         "capture": "never",
         "parallel": "data",
@@ -236,7 +242,9 @@ class TwoGroups(MLP):
 
 
 def fit_two_groups(compiled: bool, folder: str) -> tuple[list[Any], list[Any], list[torch.Tensor]]:
-    """Which groups are fused in the training, and afterwards; the weights after a run, and another that goes on."""
+    """Which groups are fused in the training, and afterwards; the weights after a run, and another
+    that goes on.
+    """
     torch.manual_seed(0)
     model = TwoGroups()
     for steps in (2, 4):
@@ -285,7 +293,9 @@ class OneLayer(MLP):
     ],
 )
 def test_recurrent_nets_stay_whole(kind: str, op: str, compiles: bool) -> None:
-    """As Dynamo has it: a compiler would unroll them over time, which takes minutes, and do without cuDNN."""
+    """As Dynamo has it: a compiler would unroll them over time, which takes minutes, and do without
+    cuDNN.
+    """
     module = OneLayer(getattr(torch.nn, kind)(4, 4))
     step = capture_step(module, torch.ones((3, 4) if compiles else (3, 2, 4)), batch_scope="global")
     (call,) = (each.call for each in step.ops if each.call.target_name.startswith(f"aten.{op}"))

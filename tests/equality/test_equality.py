@@ -1,4 +1,6 @@
-"""The contract: any plan gives the single-device result. fp64, 5 steps, losses, gradients, metrics, weights to 1e-9."""
+"""The contract: any plan gives the single-device result. fp64, 5 steps, losses, gradients, metrics,
+weights to 1e-9.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def run_case(pool, reference, tmp_path, model, optimizer, world_size, strategy):
 
 
 def cases_of_two():
-    """Another optimizer's state lies as the parameter does, whatever the model: SGD with one of dense layers, with
+    """Another optimizer's state lies as the parameter does, whatever the model: SGD with one of
+    dense layers, with
     tied weights and with buffers; the rest is slow."""
     for model in MODELS:
         for plan in PLANS:
@@ -71,7 +74,9 @@ def cases_of_two():
 
 
 def cases_of_four():
-    """Meshes of two axes with all models; one axis of four is cut as one of two is, and tried with two models."""
+    """Meshes of two axes with all models; one axis of four is cut as one of two is, and tried with
+    two models.
+    """
     for model in MODELS:
         for plan in (*PLANS, *PLANS_2D):
             enough = plan in ("solved", *PLANS_2D) or model in ("gpt", "convnet")

@@ -1,4 +1,6 @@
-"""torchao's float8 linears, emulated on CPUs: divided as linears are, with DDP's results, priced as they run."""
+"""torchao's float8 linears, emulated on CPUs: divided as linears are, with DDP's results, priced as
+they run.
+"""
 
 from __future__ import annotations
 

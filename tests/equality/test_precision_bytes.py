@@ -1,4 +1,6 @@
-"""Half precision moves half the bytes: parameters are cast before they are gathered, gradients summed as they come."""
+"""Half precision moves half the bytes: parameters are cast before they are gathered, gradients
+summed as they come.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Counting:
 def bytes_of_steps(
     parallel: str, precision: str, folder: str, wide: bool = False
 ) -> tuple[dict[str, int], dict[bool, int]]:
-    """Bytes of the collectives of two training steps after the first: by kind, and as planned, gathered or summed."""
+    """Bytes of the collectives of two training steps after the first: by kind, and as planned,
+    gathered or summed.
+    """
     Counting.counts = {}
     init = mesh.AxisComm.__init__
 
@@ -143,7 +147,9 @@ def test_fp32_reduction_doubles_the_bytes_of_sums_alone(counted, parallel):
 
 
 class Rows(pl.LightningModule):
-    """The gradient of every weight is the sum of all rows: of one rank 1, of the other a bit that bf16's sum loses."""
+    """The gradient of every weight is the sum of all rows: of one rank 1, of the other a bit that
+    bf16's sum loses.
+    """
 
     def __init__(self) -> None:
         super().__init__()

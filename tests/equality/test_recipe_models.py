@@ -1,4 +1,6 @@
-"""The paper's other families keep the contract: a mixture of experts and a Wide-ResNet equal one process, any plan."""
+"""The paper's other families keep the contract: a mixture of experts and a Wide-ResNet equal one
+process, any plan.
+"""
 
 from __future__ import annotations
 

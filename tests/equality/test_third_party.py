@@ -1,4 +1,6 @@
-"""Modules that nobody here wrote train as on one device: fp64, 5 steps, losses, gradients, weights to 1e-9."""
+"""Modules that nobody here wrote train as on one device: fp64, 5 steps, losses, gradients, weights
+to 1e-9.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +68,13 @@ def check(pool, reference, folder, model: str, strategy: dict, world_size: int):
     """Train under `strategy`; the first rank's record."""
     if model in HUGGING_FACE and importlib.util.find_spec("transformers") is None:
         pytest.skip("needs the extra alpa-strategy[hf]")
-    # Captured, or an error: placements and "tensor" can be met by planned submodules too, which are as equal.
+    # Captured, or an error: placements and "tensor" can be met by planned submodules too, which are
+    # as equal.
     strategy = {**strategy, "cluster": "pcie_8gpu", "plan_dir": str(folder), "capture": "require"}
     runs = pool.run(world_size, record_case, model, strategy, world_size, timeout=200)
-    # As a user gets them, these models' routers and auxiliary losses compute in float32, which rounds sums by the order
-    # of their parts. The `_float64` cases, their own code in float64, are held to 1e-9 like everything else.
+    # As a user gets them, these models' routers and auxiliary losses compute in float32, which
+    # rounds sums by the order of their parts. The `_float64` cases, their own code in float64, are
+    # held to 1e-9 like everything else.
     in_float32 = {"mixtral": 1e-7, "qwen_moe": 1e-7}
     for run in runs:
         assert_same(run, reference(model, world_size), in_float32.get(model, 1e-9))

@@ -1,4 +1,5 @@
-"""Modules that nobody here wrote, each wrapped in a LightningModule of a few lines; and what users write themselves.
+"""Modules that nobody here wrote, each wrapped in a LightningModule of a few lines; and what users
+write themselves.
 
 Hugging Face models come from their configuration with random weights: nothing is downloaded.
 """
@@ -37,7 +38,9 @@ class Wrapped(pl.LightningModule):
 
 
 class HuggingFaceLM(Wrapped):
-    """Any `transformers` language model. The loss is the user's: the library's own rounds the logits to float32."""
+    """Any `transformers` language model. The loss is the user's: the library's own rounds the
+    logits to float32.
+    """
 
     def build(
         self,
@@ -218,7 +221,9 @@ class Recurrent(Wrapped):
 
 
 class SelectiveScan(Wrapped):
-    """A state-space block as in Mamba: a causal depthwise convolution, input-dependent steps, a scan over time."""
+    """A state-space block as in Mamba: a causal depthwise convolution, input-dependent steps, a
+    scan over time.
+    """
 
     def build(self, width: int = 12, states: int = 4) -> None:
         self.embed, self.out = nn.Embedding(VOCAB, width), nn.Linear(width, VOCAB)
@@ -399,7 +404,9 @@ class Bags(Wrapped):
 
 
 class Indices(Wrapped):
-    """Integers, masks and positions: arange, full, one_hot, cumsum, topk, sort, scatter, gather, index_add."""
+    """Integers, masks and positions: arange, full, one_hot, cumsum, topk, sort, scatter, gather,
+    index_add.
+    """
 
     def build(self, width: int = 8) -> None:
         self.embed, self.position, self.out = (

@@ -1,4 +1,6 @@
-"""Files that anybody may write: what is no file of ours is one sentence, no traceback; writing is all or nothing."""
+"""Files that anybody may write: what is no file of ours is one sentence, no traceback; writing is
+all or nothing.
+"""
 
 from __future__ import annotations
 

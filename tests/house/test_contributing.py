@@ -1,4 +1,6 @@
-"""The worked examples of CONTRIBUTING.md: the code runs on public names alone, the diffs apply and do what is said."""
+"""The worked examples of CONTRIBUTING.md: the code runs on public names alone, the diffs apply and
+do what is said.
+"""
 
 import ast
 import os

@@ -40,7 +40,9 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page):
-    """`room/file.py`, or `file.py` anywhere in the package, the recipes, the scripts or the tests."""
+    """`room/file.py`, or `file.py` anywhere in the package, the recipes, the scripts or the
+    tests.
+    """
     text, _, old_words = page.read_text(encoding="utf-8").partition("## Old words")
     text += "".join(
         row.split("|")[2] for row in old_words.splitlines() if row.count("|") == 3

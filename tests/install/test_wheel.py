@@ -1,4 +1,6 @@
-"""The package as a user installs it: a wheel in an environment of its own, no checkout beside it, an empty folder."""
+"""The package as a user installs it: a wheel in an environment of its own, no checkout beside it,
+an empty folder.
+"""
 
 import os
 import subprocess
@@ -51,7 +53,8 @@ def installed(tmp_path_factory):
     run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source, cwd=folder)
     run("rm", "-r", source, cwd=folder)
     run(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder)
-    # PyTorch and the like are linked instead of downloaded again: all but this package and what it does not need.
+    # PyTorch and the like are linked instead of downloaded again: all but this package and what it
+    # does not need.
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.startswith(LEFT_OUT) and entry.suffix != ".pth":
             (heavy / entry.name).symlink_to(entry)

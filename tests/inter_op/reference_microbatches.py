@@ -1,4 +1,6 @@
-"""Reference executor of a MicroStep: whole tensors in one process, micro-batch after micro-batch."""
+"""Reference executor of a MicroStep: whole tensors in one process, micro-batch after
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,12 @@ def run_microbatches(
     batch_leaves: Sequence[Tensor],
     num_ranks: int = 1,
 ) -> dict[int, Tensor]:
-    """One step, micro-batch after micro-batch. Gradients are added to the `.grad` of the parameters.
+    """One step, micro-batch after micro-batch. Gradients are added to the `.grad` of the
+    parameters.
 
     Args:
-        parameters, buffers, batch_leaves: as for `run_step`, `batch_leaves` whole in the order of `graph.batch`.
+        parameters, buffers, batch_leaves: as for `run_step`, `batch_leaves` whole in the order of
+            `graph.batch`.
 
     Returns:
         The step's escaping values, detached, and `graph.loss`.

@@ -1,4 +1,6 @@
-"""The climb over numbers of micro-batches: it finds the best of one valley with few looks, and no clock is in it."""
+"""The climb over numbers of micro-batches: it finds the best of one valley with few looks, and no
+clock is in it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ COUNTS = [2**k for k in range(10, -1, -1)]
 def looks(
     seconds: dict[int, float], counts=COUNTS, bound=lambda count: 0.0, known=math.inf, devices=8
 ):
-    """(counts looked at, submeshes given to each look) where `seconds` holds what is found; others do not fit."""
+    """(counts looked at, submeshes given to each look) where `seconds` holds what is found; others
+    do not fit.
+    """
     given_to: list[frozenset[int] | None] = []
 
     def look(count, used):

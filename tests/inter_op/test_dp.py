@@ -1,4 +1,6 @@
-"""The stage DP equals the exhaustive search of its objective, whatever the schedule, memory and boundaries."""
+"""The stage DP equals the exhaustive search of its objective, whatever the schedule, memory and
+boundaries.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from alpa_strategy.schedules import Terms, in_flight, terms
 def anywhere(
     num_devices: int, *arrays: np.ndarray, boundary: np.ndarray | None = None
 ) -> StageTables:
-    """Stages that may start at every device, with one kind of links, or messages that take no time."""
+    """Stages that may start at every device, with one kind of links, or messages that take no
+    time.
+    """
     L, _, m, _ = arrays[1].shape
     boundary = np.zeros((1, L + 1, m, m)) if boundary is None else boundary
     everywhere = np.ones((num_devices + 1, m), dtype=bool)
@@ -145,7 +149,9 @@ def test_equals_brute_force_on_200_random_cases(block):
 
 
 def test_a_stage_may_be_as_slow_as_itself():
-    """Its second term is added up in one way only: it is not left out at its own threshold by a rounding error."""
+    """Its second term is added up in one way only: it is not left out at its own threshold by a
+    rounding error.
+    """
     for seed in range(100):
         rng = np.random.default_rng(seed)
         tables = random_tables(rng, 4, [1], 1, True, 2)
@@ -176,7 +182,9 @@ def test_equals_brute_force_where_messages_run_beside_the_work(block):
 
 
 def check(tables, found, num_devices, weights, alive, limit, steps):
-    """The stages are what they are said to cost, in order, cover the layers and the devices, and fit."""
+    """The stages are what they are said to cost, in order, cover the layers and the devices, and
+    fit.
+    """
     seconds, bottlenecks, position, left = [], [], 0, num_devices
     for i, stage in enumerate(found.stages):
         at = (stage.first, stage.last, stage.submesh, stage.candidate)
@@ -202,7 +210,8 @@ def check(tables, found, num_devices, weights, alive, limit, steps):
 
 
 def test_golden_case():
-    """`np.random.seed(0)` tables: 8 layers, 8 devices, submeshes of 1, 2, 4, 8; 1F1B with 16 micro-batches.
+    """`np.random.seed(0)` tables: 8 layers, 8 devices, submeshes of 1, 2, 4, 8; 1F1B with 16
+    micro-batches.
 
     Worked out once by brute force (above) over all 128 ways to cut.
     """

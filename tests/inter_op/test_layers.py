@@ -1,4 +1,6 @@
-"""Layer clustering equals the exhaustive search of its own definition, on any graph, and is fast on large ones."""
+"""Layer clustering equals the exhaustive search of its own definition, on any graph, and is fast on
+large ones.
+"""
 
 from __future__ import annotations
 

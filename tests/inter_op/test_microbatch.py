@@ -1,4 +1,6 @@
-"""A step on micro-batches is the step: loss, gradients, logs, outputs and buffers, for any number that divides it."""
+"""A step on micro-batches is the step: loss, gradients, logs, outputs and buffers, for any number
+that divides it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ ROWS = 8
 
 
 class Step(pl.LightningModule):
-    """Layers that the step functions below choose from; x [B, 6], y [B] class indices, w [B] weights."""
+    """Layers that the step functions below choose from; x [B, 6], y [B] class indices, w [B]
+    weights.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -109,7 +113,9 @@ def assert_same(
 
 
 def check_graph(step: StepGraph, micro: MicroStep) -> None:
-    """The micro graph is an ordinary graph: every value read is defined, and has the metadata that it says."""
+    """The micro graph is an ordinary graph: every value read is defined, and has the metadata that
+    it says.
+    """
     for graph in (micro.prologue, micro.graph, micro.epilogue):
         if graph is None:
             continue

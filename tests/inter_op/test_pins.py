@@ -150,7 +150,9 @@ def test_a_stage_that_does_not_fit_is_named():
 
 
 def test_recomputation_makes_fit_what_else_would_not():
-    """Activations bind: with remat left open the solver recomputes, pinned to False nothing fits."""
+    """Activations bind: with remat left open the solver recomputes, pinned to False nothing
+    fits.
+    """
     small = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
     options = {
         "num_stages": 2,

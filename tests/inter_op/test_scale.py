@@ -1,4 +1,6 @@
-"""No plan that people would try by hand is better than the searched one; what is called a bound is one."""
+"""No plan that people would try by hand is better than the searched one; what is called a bound is
+one.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def step_of(name: str, sizes: dict, rows: int = 16):
 
 
 def regular_options(num_devices: int, count: int):
-    """p equal stages, each on a mesh of d x t devices, for every p, d and t with p d t = the number of devices."""
+    """p equal stages, each on a mesh of d x t devices, for every p, d and t with p d t = the number
+    of devices.
+    """
     for stages in range(2, num_devices + 1):
         if num_devices % stages == 0:
             size = num_devices // stages
@@ -113,7 +117,8 @@ def bound_of(
 
 
 def simulated(schedule, seconds, once, count, v=1, wires=(), overhead=0.0):
-    """Seconds of a step of stages that take `seconds` a micro-batch and `once`; a backward takes two forwards, and each
+    """Seconds of a step of stages that take `seconds` a micro-batch and `once`; a backward takes
+    two forwards, and each
     half of the overhead."""
     each = [[s * share + overhead / 2 for s in seconds] for share in (1 / 3, 2 / 3)]
     end = max(
@@ -128,7 +133,8 @@ def simulated(schedule, seconds, once, count, v=1, wires=(), overhead=0.0):
 @example(680)  # as many stages as micro-batches: messages after the last forward count once
 @example(22404)  # fewer micro-batches than stages: a backward has half of the overhead
 def test_no_simulated_pipeline_is_below_the_bound(seed):
-    """Every cut into stages on meshes of every size that pins leave, waiting and messages included; costs grow where
+    """Every cut into stages on meshes of every size that pins leave, waiting and messages included;
+    costs grow where
     layers are divided."""
     rng = np.random.default_rng(seed)
     L, D, count = int(rng.integers(3, 6)), 8, int(rng.integers(2, 24))
@@ -174,7 +180,9 @@ def test_no_simulated_pipeline_is_below_the_bound(seed):
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(["1F1B", "GPipe"]))
 def test_no_division_of_unequal_layers_is_below_the_bound(seed, schedule):
-    """Work alone: layers one after the other on meshes that cover the devices, the busiest mesh against the bound."""
+    """Work alone: layers one after the other on meshes that cover the devices, the busiest mesh
+    against the bound.
+    """
     rng = np.random.default_rng(seed)
     L, meshes, D = int(rng.integers(2, 6)), ((1, 1), (1, 2), (1, 4)), 4
     work = rng.choice([0.3, 1.0, 1.0, 2.0], (L, 1)) * rng.uniform(0.8, 1.0, 3) / np.array([1, 2, 4])
@@ -206,7 +214,9 @@ def test_layers_begin_at_blocks_and_none_is_nothing(num_layers):
 
 
 def test_what_cannot_fit_by_itself_is_left_out_before_the_solve():
-    """An op's short-lived bytes beside the least that all keep: what is over the limit with them is no choice."""
+    """An op's short-lived bytes beside the least that all keep: what is over the limit with them is
+    no choice.
+    """
     task = PlanTask(
         step_of("mlp", {}),
         ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 4}),
@@ -230,7 +240,9 @@ def test_what_cannot_fit_by_itself_is_left_out_before_the_solve():
 
 
 def test_one_stage_of_few_micro_batches_is_found_behind_pipelines_of_many():
-    """Two valleys: pipelines get slower towards few micro-batches, one stage is the faster the fewer they are."""
+    """Two valleys: pipelines get slower towards few micro-batches, one stage is the faster the
+    fewer they are.
+    """
     seconds = {32: 9.0, 16: 8.0, 8: 8.5, 4: 6.5, 2: 6.0, 1: 7.0}
 
     def solve(space, known):

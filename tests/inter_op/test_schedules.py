@@ -1,4 +1,6 @@
-"""Schedules: the same orders as torch's, the same times as the closed forms, the promised activations alive."""
+"""Schedules: the same orders as torch's, the same times as the closed forms, the promised
+activations alive.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,9 @@ def test_unequal_stages_take_the_sum_and_the_slowest(schedule, forward, num_micr
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0.1, 5), min_size=2, max_size=5), st.floats(0, 1), st.integers(1, 16))
 def test_a_boundary_costs_at_most_as_if_its_sender_waited_for_it(forward, wire, num_microbatches):
-    """What the stage DP charges: the transfer of a boundary, both ways, is added to the stage before it."""
+    """What the stage DP charges: the transfer of a boundary, both ways, is added to the stage
+    before it.
+    """
     backward = [2 * f for f in forward]
     timed = timeline(
         "1F1B", forward, backward, num_microbatches, boundary=[wire] * (len(forward) - 1)
@@ -153,7 +157,9 @@ def test_a_schedule_that_cannot_run_says_why():
 
 
 def test_messages_on_one_boundary_follow_each_other():
-    """Links five times as slow as the stages: a step takes at least what its messages take one after the other."""
+    """Links five times as slow as the stages: a step takes at least what its messages take one
+    after the other.
+    """
     timed = timeline("GPipe", [1.0, 1.0], [2.0, 2.0], 8, boundary=[5.0])
     assert max(done.end for done in timed) >= 1 + 8 * 5 + 1
 

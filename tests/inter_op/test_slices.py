@@ -1,4 +1,6 @@
-"""A step cut anywhere and run stage after stage, each under any plan of its own, equals the whole step."""
+"""A step cut anywhere and run stage after stage, each under any plan of its own, equals the whole
+step.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def slice_stages(step, cuts):
 
 
 def shared_parameters(stages):
-    """Name of every parameter that several stages hold -> these stages: its gradient is summed over them."""
+    """Name of every parameter that several stages hold -> these stages: its gradient is summed over
+    them.
+    """
     names = dict.fromkeys(p.name for stage in stages for p in stage.parameters)
     users = {
         name: tuple(i for i, s in enumerate(stages) if name in [p.name for p in s.parameters])
@@ -133,7 +137,9 @@ def test_slices_outside_the_step_are_refused():
 
 @pytest.mark.parametrize("name", CASES)
 def test_stages_under_random_plans_equal_the_whole_step(name):
-    """Forward through all stages, backward by autograd across them; layouts change at every boundary."""
+    """Forward through all stages, backward by autograd across them; layouts change at every
+    boundary.
+    """
     step, parameters, buffers, batch, outputs, gradients = captured(name)
     mesh_shape = (2,)
     for seed in range(3):

@@ -81,7 +81,9 @@ def job_of(name: str, num_microbatches: int = 4, limit: float = np.inf) -> CostJ
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", SIZES)
 def test_runs_are_priced_at_or_just_above_their_ilp(name, shape):
-    """The named approximation of layer_matrix.py, measured: never below the optimum, at most a few percent above."""
+    """The named approximation of layer_matrix.py, measured: never below the optimum, at most a few
+    percent above.
+    """
     job = job_of(name)
     submesh = (1, 2) if shape == (2,) else (2, 2)
     parts = run_parts(job, submesh, shape)
@@ -112,7 +114,9 @@ def test_runs_are_priced_at_or_just_above_their_ilp(name, shape):
     "parallel", ["data", "zero3"]
 )  # (the penalties of "tensor" are those of each layer)
 def test_named_plans_are_priced_as_their_ilp(parallel):
-    """What a named plan forbids is left out before the layers are solved: the price is that of the restricted ILP."""
+    """What a named plan forbids is left out before the layers are solved: the price is that of the
+    restricted ILP.
+    """
     job = job_of("gpt")
     job = replace(job, options=replace(job.options, parallel=parallel))
     parts = run_parts(job, (1, 2), (2,))[:, 0, job.num_layers]
@@ -127,7 +131,9 @@ def test_named_plans_are_priced_as_their_ilp(parallel):
 
 @pytest.mark.parametrize("starts", [(0,), (0, 9), (0, 5, 9, 20)], ids=str)
 def test_the_parts_of_a_stage_add_up(starts):
-    """With equal shares the problem's bytes have the mean of the spans' graphs where the cost has the largest."""
+    """With equal shares the problem's bytes have the mean of the spans' graphs where the cost has
+    the largest.
+    """
     job = job_of("gpt")
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
     intra = stage_build(stage_on(job.graph, job.cuts[1], job.cuts[3], 2), tables)
@@ -147,7 +153,9 @@ def test_the_parts_of_a_stage_add_up(starts):
 
 
 def test_what_is_made_of_parameters_is_paid_once_per_step():
-    """Under one assignment: what the micro-batches are rid of is paid once, and its results are kept."""
+    """Under one assignment: what the micro-batches are rid of is paid once, and its results are
+    kept.
+    """
     module = MODELS["gpt"](**SIZES["gpt"])
     half = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
     step = capture_step(
@@ -183,7 +191,9 @@ def test_what_is_made_of_parameters_is_paid_once_per_step():
 
 
 def test_spans_share_a_stages_graph_and_keep_what_passes_between_them():
-    """Under one assignment: the cut stage's graphs add up to the whole's, but for what is kept instead."""
+    """Under one assignment: the cut stage's graphs add up to the whole's, but for what is kept
+    instead.
+    """
     job = job_of("mlp")
     tables = OptionTables(job.cluster.logical_mesh((2,), (1, 2)), job.costs, ADAM)
     intra = stage_build(stage_on(job.graph, 0, len(job.graph.ops), 2), tables)
@@ -213,7 +223,9 @@ def test_groups_are_balanced(weights, count):
 
 
 def test_a_stage_recomputes_in_the_spans_that_need_least_memory():
-    """Layer by layer with few micro-batches in flight, in fewer spans with many; within a limit that binds."""
+    """Layer by layer with few micro-batches in flight, in fewer spans with many; within a limit
+    that binds.
+    """
     job = job_of("mlp")
     solver = StageSolver(job)
     wish = StageWish(0, job.cuts[-1], (1, 2), (2,), True, 1, cuts=job.cuts[1:-1])

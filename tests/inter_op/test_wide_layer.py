@@ -1,4 +1,6 @@
-"""Layers that are too entangled for elimination tables are priced by real assignments, never below their optimum."""
+"""Layers that are too entangled for elimination tables are priced by real assignments, never below
+their optimum.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a compiled step keeps for its backward, against the minimum cut that PyTorch's partitioner finds."""
+"""What a compiled step keeps for its backward, against the minimum cut that PyTorch's partitioner
+finds.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CLUSTER = ClusterSpec.load("dgx_h100", {"num_nodes": 1, "devices_per_node": 1})
 
 
 def kept_by_plan(module, batch, compiled: bool) -> float:
-    """Bytes that the problem of one device counts for the backward: values in their one layout, and ops' own."""
+    """Bytes that the problem of one device counts for the backward: values in their one layout, and
+    ops' own.
+    """
     step = capture_step(module, batch, world_size=1, batch_scope="global")
     mesh = CLUSTER.logical_mesh((1,), (1, 1))
     intra = build(
@@ -43,7 +47,9 @@ class Step(torch.nn.Module):
 
 
 def kept_by_partitioner(module, batch) -> int:
-    """Bytes of what the compiled forward hands to its backward, but for parameters and the batch, and views of them."""
+    """Bytes of what the compiled forward hands to its backward, but for parameters and the batch,
+    and views of them.
+    """
     sizes: list[int] = []
 
     def is_given(node) -> bool:

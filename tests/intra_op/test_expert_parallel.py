@@ -1,4 +1,6 @@
-"""The solver shards experts where gradients of experts cost more than moving tokens, and only there. Planning alone."""
+"""The solver shards experts where gradients of experts cost more than moving tokens, and only
+there. Planning alone.
+"""
 
 from __future__ import annotations
 

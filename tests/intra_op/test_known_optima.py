@@ -1,4 +1,6 @@
-"""Textbook plans come out of the solver under given alpha and beta, and no assignment is ever cheaper."""
+"""Textbook plans come out of the solver under given alpha and beta, and no assignment is ever
+cheaper.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def test_data_parallel_reduces_each_gradient_once():
 
 
 def test_gradients_wait_for_the_step_where_small_messages_are_the_faster_ones():
-    """Measured: 1 MB goes at twice the rate of 32 MB (caches). That is no reason to reduce within the backward."""
+    """Measured: 1 MB goes at twice the rate of 32 MB (caches). That is no reason to reduce within
+    the backward.
+    """
     points = ((2**10, 2e-5), (2**20, 2**20 / 4e9), (2**22, 2**22 / 4e9), (2**25, 2**25 / 2e9))
     measured = replace(cluster_of(2), tables=(CommTable("all_reduce", 2, 1, points),))
     plan = plan_tower(256, 256, 2, rows=65536, cluster=measured, parallel="data", logical_mesh=(2,))
@@ -207,7 +211,9 @@ def test_brute_force_never_beats_the_solver(mesh_shape, memory_share):
 
 
 def thin(problem: Problem, keep: int) -> Problem:
-    """Keep at most `keep` strategies of every choice (spread over the list), so that all can be enumerated."""
+    """Keep at most `keep` strategies of every choice (spread over the list), so that all can be
+    enumerated.
+    """
     kept = []
     for choice in problem.choices:
         n = len(choice.cost)

@@ -1,4 +1,6 @@
-"""Elimination orders: sizes as announced, and small on what the paper's models are made of. Counts, never seconds."""
+"""Elimination orders: sizes as announced, and small on what the paper's models are made of. Counts,
+never seconds.
+"""
 
 import math
 import random
@@ -29,7 +31,9 @@ from alpa_strategy.options import OptimizerInfo, PlanOptions
 
 
 def test_order_and_sizes_of_a_known_graph():
-    """A star of five leaves: leaves first, each with the centre; never the centre, which would join them all."""
+    """A star of five leaves: leaves first, each with the centre; never the centre, which would join
+    them all.
+    """
     order = elimination_order([7, 2, 3, 4, 5, 6], [(0, leaf) for leaf in range(1, 6)])
     assert sorted(v for v, _ in order) == list(range(6))
     assert max(size for _, size in order) == 7 * 6
@@ -71,7 +75,9 @@ def moe():
 
 
 def test_tables_of_a_mixture_of_experts_stay_small(moe):
-    """Its routing hangs many small ops on a few values; smallest table first made tables of 1e8 entries of it."""
+    """Its routing hangs many small ops on a few values; smallest table first made tables of 1e8
+    entries of it.
+    """
     cluster = ClusterSpec.load("p3_16xlarge_x8")
     cuts = cluster_layers(moe)
     tables = OptionTables(
@@ -85,7 +91,9 @@ def test_tables_of_a_mixture_of_experts_stay_small(moe):
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_layers_to_price_do_not_grow_with_depth(name):
-    """Equal layers are priced once: the distinct ones are the first, the last and what is between."""
+    """Equal layers are priced once: the distinct ones are the first, the last and what is
+    between.
+    """
     counts = []
     for depth in (4, 12):
         module = MODELS[name](num_layers=depth)
@@ -100,7 +108,9 @@ def test_layers_to_price_do_not_grow_with_depth(name):
 
 
 def test_large_tables_do_not_grow_with_depth():
-    """Values with several users (rotary positions) have tables of megabytes: equal layers share them."""
+    """Values with several users (rotary positions) have tables of megabytes: equal layers share
+    them.
+    """
     cluster = ClusterSpec.load("p3_16xlarge_x8")
     tables = OptionTables(
         cluster.logical_mesh((4, 2), (1, 8)), RooflineCosts(cluster.device), OptimizerInfo()

@@ -55,7 +55,9 @@ def test_the_micro_batches_take_all_that_they_need_of_it(name):
 
 
 class Changing(MODELS["mlp"]):
-    """A weight masked at random, one scaled by a buffer that the step updates, and one used transposed."""
+    """A weight masked at random, one scaled by a buffer that the step updates, and one used
+    transposed.
+    """
 
     def __init__(self):
         super().__init__(d_in=8, d_out=8)

@@ -1,4 +1,6 @@
-"""`zero3` and `tensor` are what they say under every precision: their collectives, counted in bytes."""
+"""`zero3` and `tensor` are what they say under every precision: their collectives, counted in
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -105,6 +107,8 @@ def test_sums_in_fp32_are_priced(precision: str, count: int | None):
 
 
 def test_zero3_under_autocast_gathers_again_and_keeps_no_copy():
-    """Casts of parameters are gathered as parameters are: once more for the backward, and not kept until then."""
+    """Casts of parameters are gathered as parameters are: once more for the backward, and not kept
+    until then.
+    """
     mixed, plain = planned("bf16-mixed", "zero3", None), planned("bf16-true", "zero3", None)
     assert moved(mixed)["all_gather", "backward"] == moved(plain)["all_gather", "backward"] > 0

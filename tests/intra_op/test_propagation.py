@@ -1,4 +1,6 @@
-"""Layouts that are propagated: a point of the solver's own problem, as a reader works it out, never the better one."""
+"""Layouts that are propagated: a point of the solver's own problem, as a reader works it out, never
+the better one.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def plan(model, rows, **options):
 
 
 def test_columns_then_rows_have_one_all_reduce():
-    """Megatron's two pins: everything else follows, and nothing is communicated but the second linear's sum."""
+    """Megatron's two pins: everything else follows, and nothing is communicated but the second
+    linear's sum.
+    """
     with torch.device("meta"):
         step = step_of(Pair(), torch.empty(64, 1024), scope="global")
     options = PlanOptions.from_user(
@@ -164,7 +168,9 @@ def random_problem(rng):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_each_op_takes_what_is_cheapest_as_its_operands_lie(seed):
-    """Against the definition: all strategies of an op, and of what is first used there, tried one by one."""
+    """Against the definition: all strategies of an op, and of what is first used there, tried one
+    by one.
+    """
     problem = random_problem(np.random.default_rng(seed))
     found = propagate(problem)
     num_ops = len(problem.choices) // 2

@@ -1,4 +1,6 @@
-"""solve() on GPT-shaped instances: proved without a memory limit, a small gap with one, clear errors, time kept."""
+"""solve() on GPT-shaped instances: proved without a memory limit, a small gap with one, clear
+errors, time kept.
+"""
 
 import time
 from dataclasses import replace

@@ -13,7 +13,9 @@ from alpa_strategy.intra_op.solver.solve import solve
 
 
 def random_problem(seed: int, forbid: float = 0.0, scale: float = 1e-4) -> Problem:
-    """Up to 6 choices of up to 4 strategies; transfers with 1-3 uses, a choice possibly used twice or by itself."""
+    """Up to 6 choices of up to 4 strategies; transfers with 1-3 uses, a choice possibly used twice
+    or by itself.
+    """
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 7))
     sizes = rng.integers(1, 5, n)

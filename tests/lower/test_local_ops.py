@@ -1,4 +1,6 @@
-"""Every local implementation gives the whole op's results and gradients, under the dual-placement contract."""
+"""Every local implementation gives the whole op's results and gradients, under the dual-placement
+contract.
+"""
 
 import itertools
 
@@ -56,7 +58,9 @@ def backward_of(results):
 
 
 def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12, build=build_local_op):
-    """Run whole and sharded; compare results and gradients; return the ranks' collective records."""
+    """Run whole and sharded; compare results and gradients; return the ranks' collective
+    records.
+    """
     strategies = tuple(map(AxisStrategy.parse, texts))
     implementation = next(s.implementation for s in strategies if s.implementation)
     axes = tuple(i for i, s in enumerate(strategies) if s.implementation) if axes is None else axes
@@ -134,8 +138,9 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12, build=b
                 [r[1][i] for r in ranks], grad_layout(operand_duals[i]), leaf.shape, mesh_shape
             )
             torch.testing.assert_close(whole, leaf.grad, rtol=tolerance, atol=tolerance)
-    # A gathered parameter that is saved is gathered again in the backward, by all devices or by none; and all devices
-    # run the same backward: one node less on one of them, and they communicate in another order.
+    # A gathered parameter that is saved is gathered again in the backward, by all devices or by
+    # none; and all devices run the same backward: one node less on one of them, and they
+    # communicate in another order.
     assert all(r[5] == ranks[0][5] for r in ranks if r[4])
     saved = [r[3] for r in ranks if r[4]]  # parts without elements belong to no gathered parameter
     assert all(names == saved[0] for names in saved), (
@@ -148,7 +153,8 @@ def rand(*shape, grad=True):
     return torch.randn(*shape, dtype=torch.float64).requires_grad_(grad)
 
 
-# fraction -------------------------------------------------------------------------------------------------------------
+# fraction
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -185,7 +191,8 @@ def test_mean_loss_of_broadcast_operands():
     check(call, x, (2, 2), ["S0,S0,R*->P@fraction", "S1,S1,S0->P@fraction"])
 
 
-# bias_on_first --------------------------------------------------------------------------------------------------------
+# bias_on_first
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_row_parallel_linear():
@@ -233,7 +240,8 @@ def test_linear_without_bias_is_plain():
     check(call, x, (2,), ["S1,S1->P@bias_on_first"])
 
 
-# vocab_embedding ------------------------------------------------------------------------------------------------------
+# vocab_embedding
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padding_idx", [-1, 0, 6])
@@ -275,7 +283,8 @@ def test_vocabulary_parallel_bags(padding_idx, mode, weighted):
         )
 
 
-# vocab_cross_entropy --------------------------------------------------------------------------------------------------
+# vocab_cross_entropy
+# --------------------------------------------------------------------------------------------------
 
 
 def cross_entropy_call(logits, target, weight=None, ignore_index=-100, smoothing=0.0):
@@ -397,7 +406,8 @@ def test_cross_entropy_target_out_of_range():
         check(call, x, (2,), ["S1,R->R@vocab_cross_entropy"])
 
 
-# batch_norm_sync ------------------------------------------------------------------------------------------------------
+# batch_norm_sync
+# ------------------------------------------------------------------------------------------------------
 
 
 def in_parts(call, strategies, local, mesh):

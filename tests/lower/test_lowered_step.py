@@ -1,4 +1,6 @@
-"""Any assignment of strategies is right, not only the solver's: random plans equal the whole step and its gradients."""
+"""Any assignment of strategies is right, not only the solver's: random plans equal the whole step
+and its gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A plan that passes the check computes the step: whatever is edited in it is refused, or gives the same numbers."""
+"""A plan that passes the check computes the step: whatever is edited in it is refused, or gives the
+same numbers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def plan_of(stage: StagePlan) -> Plan:
 
 
 def edited(stage: StagePlan, rng: python_random.Random) -> StagePlan:
-    """One thing changed, as a person with an editor might: an op's placement on an axis, or a parameter's mode."""
+    """One thing changed, as a person with an editor might: an op's placement on an axis, or a
+    parameter's mode.
+    """
     if rng.random() < 0.3:
         name = rng.choice(sorted(stage.parameter_plans))
         plan = stage.parameter_plans[name]

@@ -1,4 +1,6 @@
-"""What the devices tell each other of the batch alone is begun before the forward; parameters are gathered ahead."""
+"""What the devices tell each other of the batch alone is begun before the forward; parameters are
+gathered ahead.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ CLASSES = 64
 
 
 class Tagger(pl.LightningModule):
-    """Mean over some targets; `one_hot` makes something as large as the logits of the batch alone."""
+    """Mean over some targets; `one_hot` makes something as large as the logits of the batch
+    alone.
+    """
 
     def __init__(self, one_hot: bool) -> None:
         super().__init__()
@@ -146,7 +150,9 @@ def zero3(bandwidth: float) -> IntraOp:
 
 
 def test_as_many_bytes_are_gathered_ahead_as_hide_the_gathering():
-    """By a simulation of the forward: nothing is hidden of a slow link; of others what can be, by the fewest bytes."""
+    """By a simulation of the forward: nothing is hidden of a slow link; of others what can be, by
+    the fewest bytes.
+    """
     found = []
     for bandwidth in (1e6, 1e9, 1e11):
         intra = zero3(bandwidth)

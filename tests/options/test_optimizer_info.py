@@ -75,7 +75,9 @@ class NormScaled(torch.optim.Optimizer):
 
 
 class JointlyScaled(NormScaled):
-    """The step is scaled by the norm of all parameters: those of other pipeline stages would be missing."""
+    """The step is scaled by the norm of all parameters: those of other pipeline stages would be
+    missing.
+    """
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -1,7 +1,9 @@
-"""A small net as hand-written stage programs, on any ranks and in any layouts, and the same step in one process.
+"""A small net as hand-written stage programs, on any ranks and in any layouts, and the same step in
+one process.
 
-Layer l is `h[l + 1] = tanh(h[l] @ W_l^T)`, plus a skip from h[1] into the last layer. The first and the last layer
-share their weight when `tied`. The integer tensor `ids` goes from the first stage to the last by hand.
+Layer l is `h[l + 1] = tanh(h[l] @ W_l^T)`, plus a skip from h[1] into the last layer. The first and
+the last layer share their weight when `tied`. The integer tensor `ids` goes from the first stage to
+the last by hand.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def whole_step(net, batch):
 
 @dataclass(frozen=True)
 class StageCase:
-    """A stage of the net. `style` per mesh axis: rows cut (`S0`), work repeated (`R`) or column-parallel (`T`); `modes`
+    """A stage of the net. `style` per mesh axis: rows cut (`S0`), work repeated (`R`) or
+    column-parallel (`T`); `modes`
     are those of its parameters' plans (default: what the style asks for)."""
 
     ranks: tuple[int, ...]
@@ -247,7 +250,9 @@ def rank_rows(batch):
 def check_steps(
     cases, schedule, num_microbatches, num_layers, tied=False, num_steps=2, cluster=None
 ):
-    """Run and compare with one process; returns the most (stage, micro-batch) pairs that were in flight."""
+    """Run and compare with one process; returns the most (stage, micro-batch) pairs that were in
+    flight.
+    """
     _, pipeline, own = build(cases, schedule, num_microbatches, num_layers, tied, cluster)
     most = count_in_flight(pipeline)
     reference = make_net(num_layers, tied)
@@ -271,7 +276,9 @@ def check_steps(
 
 
 def count_in_flight(pipeline):
-    """[the most (stage, micro-batch) pairs whose activations this rank holds at once], from here on."""
+    """[the most (stage, micro-batch) pairs whose activations this rank holds at once], from here
+    on.
+    """
     most = [0]
     for worker in pipeline._workers.values():
 

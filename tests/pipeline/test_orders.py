@@ -1,4 +1,6 @@
-"""Any order of actions that can be run is run, whoever wrote it; one that cannot is refused before anything runs."""
+"""Any order of actions that can be run is run, whoever wrote it; one that cannot is refused before
+anything runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A pipeline's step equals the same step in one process: stages on any ranks, any schedule, any sharding inside."""
+"""A pipeline's step equals the same step in one process: stages on any ranks, any schedule, any
+sharding inside.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a pipeline promises beside right values: memory in flight, no leaks, faults that are named."""
+"""What a pipeline promises beside right values: memory in flight, no leaks, faults that are
+named.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_what_was_planned_is_executed(pool, schedule):
 
 
 def run_watched(schedule, recomputes=False):
-    """Most activations alive at once, and how many are left after three steps without the garbage collector."""
+    """Most activations alive at once, and how many are left after three steps without the garbage
+    collector.
+    """
     stages = STAGES[schedule]
     _, pipeline, own = build(stages, schedule, 6, len(stages))
     alive, most = weakref.WeakSet(), [0]
@@ -227,7 +231,9 @@ def test_a_hung_rank_is_named_within_the_timeout(pool):
 
 
 def break_off_and_go_on(schedule):
-    """Every rank's second step fails, after its first backwards; the third step is as if nothing had been."""
+    """Every rank's second step fails, after its first backwards; the third step is as if nothing
+    had been.
+    """
     stages = STAGES[schedule]
     _, pipeline, own = build(stages, schedule, 6, len(stages))
     first, gradients_before = pipeline.step(rank_rows(global_batch()))

@@ -65,7 +65,9 @@ def test_halves_make_the_whole(function, num_inputs):
 
 
 def test_weights_take_no_input_gradient_twice():
-    """The second half of a chain calls a matmul per weight: half of what the whole backward calls."""
+    """The second half of a chain calls a matmul per weight: half of what the whole backward
+    calls.
+    """
     x = torch.randn(3, 3, requires_grad=True)
     weights = [torch.randn(3, 3, requires_grad=True) for _ in range(4)]
     h = x

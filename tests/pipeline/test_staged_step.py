@@ -1,4 +1,6 @@
-"""Captured models as pipelines: any cuts, any plans inside the stages, any schedule equal the whole step."""
+"""Captured models as pipelines: any cuts, any plans inside the stages, any schedule equal the whole
+step.
+"""
 
 from __future__ import annotations
 
@@ -244,19 +246,25 @@ def test_gpt_under_every_schedule(pool, schedule, remat):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_recomputation_on_several_devices(pool, seed):
-    """Devices of a stage save different tensors and compute different gradients: they still recompute together."""
+    """Devices of a stage save different tensors and compute different gradients: they still
+    recompute together.
+    """
     pool.run(4, run_model, "gpt", ((0, 1), (2, 3)), "1F1B", 2, seed, True)
 
 
 @pytest.mark.parametrize("name", ["gpt", "bert", "convnet", "derived"])
 def test_recomputation_without_a_pipeline(pool, name):
-    """RematSpans share weights (a tied embedding), whose gradients are reduced once they are complete."""
+    """RematSpans share weights (a tied embedding), whose gradients are reduced once they are
+    complete.
+    """
     for seed in range(2):
         pool.run(2, run_model, name, ((0, 1),), "1F1B", 2, seed, True)
 
 
 def run_in_half(places, remat):
-    """Losses and gradients in bfloat16-mixed precision: casts once per step, and for every micro-batch."""
+    """Losses and gradients in bfloat16-mixed precision: casts once per step, and for every
+    micro-batch.
+    """
     torch.manual_seed(1)
     module = MODELS["gpt"](num_layers=2, vocab_size=32)
     whole = module.example_batch(8, torch.Generator().manual_seed(2))
@@ -305,7 +313,9 @@ class Softmaxes(TorchDispatchMode):
 
 
 def run_and_count_softmaxes(remat):
-    """How many two steps make, and how many of them live after these; nothing collects what holds itself."""
+    """How many two steps make, and how many of them live after these; nothing collects what holds
+    itself.
+    """
     _, step, whole, mine = captured("derived", 1)
     micro = microbatch(step, 4, 1)
     module = MODELS["derived"]().double()

@@ -1,4 +1,6 @@
-"""A plan around the parameters of another: they stay where and as they lie, whatever the batch and the solver."""
+"""A plan around the parameters of another: they stay where and as they lie, whatever the batch and
+the solver.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def test_the_first_that_keeps_its_promise_is_taken() -> None:
 
 
 def test_many_of_a_kind_that_fall_short_do_not_hide_another_kind() -> None:
-    """As on 64 V100s: eight zero-bubble plans promised 73 s and took 87, another schedule took 84."""
+    """As on 64 V100s: eight zero-bubble plans promised 73 s and took 87, another schedule took
+    84.
+    """
     short = [candidate("ZBV", 73 + i / 10, 87 + i / 10) for i in range(8)]
     assert best_of(*short, candidate("1F1B", 83.0, 84.0)) == (84.0, [73.0, 83.0])
     assert best_of(*short, candidate("ZBV", 74.5, 74.3, submesh=1)) == (74.3, [73.0, 74.5])

@@ -1,4 +1,6 @@
-"""One stage or several: what is predicted to be faster, unless the options say; interrupted planning goes on."""
+"""One stage or several: what is predicted to be faster, unless the options say; interrupted
+planning goes on.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_one_stage_stays_where_the_network_is_fast():
 
 
 def test_micro_batches_alone_are_not_for_speed():
-    """Short ops are timed on a warmer cache: what one stage seems to gain by them is not there, stages are."""
+    """Short ops are timed on a warmer cache: what one stage seems to gain by them is not there,
+    stages are.
+    """
     spec = cluster(2e10)
     with torch.device("meta"):
         module = MODELS["mlp"](d_in=2048, d_hidden=2048, d_out=2048, num_layers=8)
@@ -85,7 +89,9 @@ def test_reduction_hides_behind_the_backward_at_most(bandwidth):
 
 
 def test_what_hides_behind_the_backward_is_not_paid_for():
-    """All-reduces so dear that ZeRO's two halves add up to less, but they run beside the backward and it has time."""
+    """All-reduces so dear that ZeRO's two halves add up to less, but they run beside the backward
+    and it has time.
+    """
     slow = replace(
         cluster(2e10), tables=(CommTable("all_reduce", 2, 1, ((2**20, 1e-4), (2**30, 1e-1))),)
     )
@@ -96,7 +102,9 @@ def test_what_hides_behind_the_backward_is_not_paid_for():
 
 
 def test_stages_on_one_mesh_see_it_as_one_grid_whatever_is_best_for_each(monkeypatch):
-    """Tied weights in the first and the last stage, which have a mesh in common: they lie in one way."""
+    """Tied weights in the first and the last stage, which have a mesh in common: they lie in one
+    way.
+    """
     solve = search.solved_plan
 
     def unlike(candidate, meshes, fingerprint):

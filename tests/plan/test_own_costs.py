@@ -1,4 +1,6 @@
-"""A cost model of one's own, from outside: through `make_plan`, the options and the strategy. Public names only."""
+"""A cost model of one's own, from outside: through `make_plan`, the options and the strategy.
+Public names only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An iteration of several phases is priced: each in the cheaper of two layouts, moves between them included."""
+"""An iteration of several phases is priced: each in the cheaper of two layouts, moves between them
+included.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Plans survive the round trip; what is wrong with a file is named; the store says why it finds nothing."""
+"""Plans survive the round trip; what is wrong with a file is named; the store says why it finds
+nothing.
+"""
 
 import json
 import warnings

@@ -1,4 +1,5 @@
-"""What the rules say about captured calls, and whether it is true: every strategy is run in shards on the call's data.
+"""What the rules say about captured calls, and whether it is true: every strategy is run in shards
+on the call's data.
 
 An op's verdict is the best of its calls: some samples are scalars that nothing can cut.
 """
@@ -45,7 +46,9 @@ class _Tally:
 def judge(
     calls: Iterable[CapturedCall], axis_sizes: Sequence[int] = AXIS_SIZES, most: int = 8
 ) -> list[OpVerdict]:
-    """Verdicts by op name. Of each op up to `most` different calls are tried, each on axes of all `axis_sizes`."""
+    """Verdicts by op name. Of each op up to `most` different calls are tried, each on axes of all
+    `axis_sizes`.
+    """
     tallies: dict[str, _Tally] = {}
     seen: set[OpCall] = set()
     for captured in calls:
@@ -81,7 +84,8 @@ def _judge_call(tally: _Tally, captured: CapturedCall, axis_sizes: Sequence[int]
     for axis_size in axis_sizes:
         try:
             strategies = axis_strategies(call, axis_size)
-        except Exception as error:  # of any type: a rule that cannot read a call is as wrong as one that misreads it
+        except Exception as error:
+            # of any type: a rule that cannot read a call is as wrong as one that misreads it
             tally.wrong.append(f"{captured.name}, {axis_size} devices: the rule raises {error!r}")
             return
         for strategy in strategies:
@@ -101,16 +105,20 @@ def _judge_call(tally: _Tally, captured: CapturedCall, axis_sizes: Sequence[int]
 
 
 def divides(strategy: AxisStrategy) -> bool:
-    """Whether the devices of the axis hold different data or do different work (not all `R`, not all `R*`)."""
+    """Whether the devices of the axis hold different data or do different work (not all `R`, not
+    all `R*`).
+    """
     return any(not isinstance(p.value, Replicate) for p in (*strategy.inputs, *strategy.outputs))
 
 
 def refutation(
     call: OpCall, strategy: AxisStrategy, axis_size: int, operands: Sequence[Tensor]
 ) -> str | None:
-    """Why the strategy is wrong on this data and on the same data full of ties; None when it is right.
+    """Why the strategy is wrong on this data and on the same data full of ties; None when it is
+    right.
 
-    Shards of a random op draw other numbers than the whole (`runtime.random`): only shapes are compared.
+    Shards of a random op draw other numbers than the whole (`runtime.random`): only shapes are
+    compared.
     """
     if is_random(call) or "empty" in call.target_name:  # what is in fresh memory is nobody's result
         return _shape_refutation(call, strategy, axis_size, operands)
@@ -122,7 +130,8 @@ def refutation(
                 continue
             text = strategy if proved is call else _values_only(strategy)
             if PARTIAL in text.inputs and _makes_infinity(call, data):
-                continue  # no evidence: summands of either sign divided by zero are infinity minus infinity
+                # no evidence: summands of either sign divided by zero are infinity minus infinity
+                continue
             try:
                 prove(proved, (text,), axis_size, data, rtol=_tolerance(data))
             except ShardingError as error:
@@ -131,7 +140,9 @@ def refutation(
 
 
 def _without_gradients(call: OpCall) -> OpCall:
-    """For ops that are not differentiable here (eigenvectors with any gradient, infinities on the way)."""
+    """For ops that are not differentiable here (eigenvectors with any gradient, infinities on the
+    way).
+    """
 
     def plain(metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
         return tuple(replace(m, requires_grad=False) for m in metas)
@@ -222,7 +233,9 @@ def why_replicated(call: OpCall) -> str:
 
 
 def summary(verdicts: Sequence[OpVerdict]) -> str:
-    """The figures in a few lines of text, then what was wrong, then the ops without a sharded strategy and why."""
+    """The figures in a few lines of text, then what was wrong, then the ops without a sharded
+    strategy and why.
+    """
     missing, impossible = without_strategies(verdicts)
     lines = [
         *figures(verdicts),

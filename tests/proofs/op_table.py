@@ -1,4 +1,6 @@
-"""What `scripts/op_coverage.py --show` prints: how ops may be sharded, by which rule, and what was proved in shards."""
+"""What `scripts/op_coverage.py --show` prints: how ops may be sharded, by which rule, and what was
+proved in shards.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ STORED = (
 
 
 def op_table(pattern: str = "*") -> Table:
-    """Ops whose name matches the glob pattern (`linear` finds `aten.linear.default`), with rule, origin and proof.
+    """Ops whose name matches the glob pattern (`linear` finds `aten.linear.default`), with rule,
+    origin and proof.
 
     Raises OptionError when there is none.
     """
@@ -58,7 +61,9 @@ def op_table(pattern: str = "*") -> Table:
 
 
 def rule_lines() -> dict[str, tuple[str, str]]:
-    """The table: op name (with or without overload) -> (origin, its line of notation where it has a fixed one)."""
+    """The table: op name (with or without overload) -> (origin, its line of notation where it has a
+    fixed one).
+    """
     lines = {
         name: ("notation", rule.line if isinstance(rule.line, str) else "")
         for name, rule in NOTATION.items()

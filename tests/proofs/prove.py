@@ -37,7 +37,8 @@ def prove(
     seed: int = 0,
     rtol: float = 1e-6,
 ) -> None:
-    """Run `call` whole and as `strategies` divide it over a mesh; ShardingError when the results or gradients differ.
+    """Run `call` whole and as `strategies` divide it over a mesh; ShardingError when the results or
+    gradients differ.
 
     Args:
         call: the op at its global shapes.
@@ -45,7 +46,8 @@ def prove(
         mesh_shape: axis sizes (an int for one axis).
         operands: data to use; `random_operands(call)` when None. Floating data is taken in float64.
         seed: of the data, of the cotangents, and of how partial values are cut into summands.
-        rtol: relative tolerance; outputs that the op itself gives in a narrower dtype are compared at that dtype's.
+        rtol: relative tolerance; outputs that the op itself gives in a narrower dtype are compared
+            at that dtype's.
     """
     mesh = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
     strategies = tuple(strategies)
@@ -109,7 +111,9 @@ def prove(
 
 
 def random_operands(call: OpCall, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
-    """Data that nearly every op accepts: floats in (0, 1), indices that no floating operand's dim is too short for."""
+    """Data that nearly every op accepts: floats in (0, 1), indices that no floating operand's dim
+    is too short for.
+    """
     generator = generator or torch.Generator().manual_seed(0)
     dims = [size for o in call.operands if o.dtype.is_floating_point for size in o.shape]
     limit = min(dims, default=8)
@@ -122,7 +126,9 @@ def distribute(
     mesh_shape: Sequence[int],
     generator: torch.Generator,
 ) -> dict[Coordinate, Tensor]:
-    """What each device of the mesh holds of `tensor`; partial values are cut into random summands."""
+    """What each device of the mesh holds of `tensor`; partial values are cut into random
+    summands.
+    """
     if not mesh_shape:
         return {(): tensor}
     num_chunks = mesh_shape[0]
@@ -150,7 +156,9 @@ def combine(
     mesh_shape: Sequence[int],
     rtol: float = 1e-6,
 ) -> Tensor:
-    """Inverse of `distribute`: concatenate, sum, or check that replicas are equal (ValueError when they are not)."""
+    """Inverse of `distribute`: concatenate, sum, or check that replicas are equal (ValueError when
+    they are not).
+    """
     if not mesh_shape:
         return pieces[()]
     parts = [

@@ -1,4 +1,5 @@
-"""Calls of ATen ops, with data, from PyTorch's operator database (`op_db`): each sample goes through capture.
+"""Calls of ATen ops, with data, from PyTorch's operator database (`op_db`): each sample goes
+through capture.
 
 The database is what PyTorch tests its own operators with (needs the package `expecttest`).
 """
@@ -27,7 +28,9 @@ _DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bo
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """One op call that capture gave, and the data that it was called on. `name`: of the database's entry."""
+    """One op call that capture gave, and the data that it was called on. `name`: of the database's
+    entry.
+    """
 
     name: str
     call: OpCall
@@ -109,7 +112,9 @@ def _num_cuttable(sample: Any) -> int:
 
 
 class _Sample(pl.LightningModule):
-    """A training step that calls one op on parameters (what requires a gradient) and buffers (all other tensors)."""
+    """A training step that calls one op on parameters (what requires a gradient) and buffers (all
+    other tensors).
+    """
 
     def __init__(self, op: Any, arguments: tuple[list[Any], pytree.TreeSpec]) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""Instances of the shape that a GPT on a 2-D logical mesh gives, for timing and testing the solver without a model.
+"""Instances of the shape that a GPT on a 2-D logical mesh gives, for timing and testing the solver
+without a model.
 
-Per mesh axis a value is R, R* (repeated, gradient partial), P, S0 (batch), S1 (sequence) or S2 (features); ops choose
-among products of single-axis strategies, and a change of layout costs alpha + beta * bytes. The figures are round, the
-structure is what counts.
+Per mesh axis a value is R, R* (repeated, gradient partial), P, S0 (batch), S1 (sequence) or S2
+(features); ops choose among products of single-axis strategies, and a change of layout costs alpha
++ beta * bytes. The figures are round, the structure is what counts.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ def gpt_like(
     noise: float = 0.0,
     seed: int = 0,
 ) -> Problem:
-    """GPT-shaped, 19 choices a layer on a 4 x 8 mesh, 4 to 36 strategies a choice; `noise` makes layers differ."""
+    """GPT-shaped, 19 choices a layer on a 4 x 8 mesh, 4 to 36 strategies a choice; `noise` makes
+    layers differ.
+    """
     build = _Builder(noise, seed)
     tokens = 32 * 1024
     act = tokens * hidden * 2.0

@@ -1,6 +1,8 @@
-"""A logical mesh whose ranks are threads of one process: the collectives of `runtime.comm` without process groups.
+"""A logical mesh whose ranks are threads of one process: the collectives of `runtime.comm` without
+process groups.
 
-What proves rules, local ops and lowered programs in milliseconds. Not for speed: every exchange copies.
+What proves rules, local ops and lowered programs in milliseconds. Not for speed: every exchange
+copies.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ T = TypeVar("T")
 
 
 class _Exchange:
-    """Lets the threads of one group see each other's tensor. One barrier a round: slots alternate, so that a slot is
+    """Lets the threads of one group see each other's tensor. One barrier a round: slots alternate,
+    so that a slot is
     written again only when everybody has passed the round after the one that read it."""
 
     def __init__(self, size: int, timeout_seconds: float) -> None:
@@ -34,7 +37,9 @@ class _Exchange:
 
 @dataclass(eq=False)
 class ThreadAxis(AxisComm):
-    """`AxisComm` among threads. `record`: (kind, bytes of the full tensor on the axis) of every collective so far."""
+    """`AxisComm` among threads. `record`: (kind, bytes of the full tensor on the axis) of every
+    collective so far.
+    """
 
     size: int
     index: int
@@ -129,9 +134,11 @@ class ThreadMesh:
 def run_on_threads(
     mesh_shape: Sequence[int], fn: Callable[[ThreadMesh], T], timeout_seconds: float = 60.0
 ) -> list[T]:
-    """Run `fn(mesh)` once per rank of a logical mesh, each in its own thread; results in rank order.
+    """Run `fn(mesh)` once per rank of a logical mesh, each in its own thread; results in rank
+    order.
 
-    An exception on one rank ends all ranks and is raised here (the first cause, not the broken barriers that follow).
+    An exception on one rank ends all ranks and is raised here (the first cause, not the broken
+    barriers that follow).
     """
     shape = tuple(mesh_shape)
     coordinates = list(itertools.product(*map(range, shape)))

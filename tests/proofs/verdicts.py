@@ -19,9 +19,11 @@ class OpVerdict:
     Attributes:
         op: for example `aten.linear.default`.
         origin: `notation`, `view`, `pointwise`, `reduction` (rules of the table), or `replicated`.
-        sharded: the strategies that divide work or data, in the order found (of all calls together).
+        sharded: the strategies that divide work or data, in the order found (of all calls
+            together).
         num_calls: calls that were tried.
-        num_proved: strategies that were run in shards on data, forward and backward, and gave the whole result.
+        num_proved: strategies that were run in shards on data, forward and backward, and gave the
+            whole result.
         wrong: those that did not.
         why: for an op without sharded strategy, why it has none.
     """
@@ -45,7 +47,9 @@ def load(path: Path = STORED) -> tuple[OpVerdict, ...]:
 
 
 def figures(verdicts: Sequence[OpVerdict]) -> list[str]:
-    """How many ops and calls were tried, have proved strategies, are replicated, are wrong: a line each."""
+    """How many ops and calls were tried, have proved strategies, are replicated, are wrong: a line
+    each.
+    """
     sharded = [v for v in verdicts if v.sharded]
     missing, impossible = without_strategies(verdicts)
     share = len(sharded) / max(len(sharded) + len(missing), 1)

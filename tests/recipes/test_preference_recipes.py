@@ -30,7 +30,9 @@ class Watch(lightning.Callback):
 
 
 def train(name: str, ranks: int, folder: str, overrides: list[str]) -> dict[str, Any]:
-    """A recipe's metrics at each step and its last weights: under the strategy, or plain where `ranks` is 1."""
+    """A recipe's metrics at each step and its last weights: under the strategy, or plain where
+    `ranks` is 1.
+    """
     quiet = [f"trainer.{key}={str(value).lower()}" for key, value in QUIET.items()]
     ways = (
         ["trainer.strategy=auto"]

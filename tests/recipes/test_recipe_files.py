@@ -1,4 +1,6 @@
-"""Recipes: every file is readable, what is misspelt is named, overrides reach their place, the model is a GPT."""
+"""Recipes: every file is readable, what is misspelt is named, overrides reach their place, the
+model is a GPT.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The tiny recipes train for real, and the routing of the mixture of experts computes what it says."""
+"""The tiny recipes train for real, and the routing of the mixture of experts computes what it
+says.
+"""
 
 from pathlib import Path
 
@@ -88,7 +90,9 @@ def test_experts_are_the_weighted_sum_of_each_tokens_two_best(capacity_factor, s
 
 
 def test_a_full_expert_leaves_later_and_second_choices_out():
-    """Every token wants expert 0 first and expert 1 second; there is room for a quarter of the tokens in each."""
+    """Every token wants expert 0 first and expert 1 second; there is room for a quarter of the
+    tokens in each.
+    """
     torch.manual_seed(0)
     model = MoE(1, 16, 2, 8, 8, 16, group_size=16, capacity_factor=1.0, init_std=0.3).double()
     experts = model.blocks[0].mlp

@@ -59,7 +59,9 @@ def space() -> Space:
 
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "Interleaved1F1B"])
 def test_unequal_stages_that_share_a_mesh_are_divided_as_well_as_a_greedy_search_does(schedule):
-    """What a mesh's stages take together counts, not the largest of them: a step was 10 % longer than greedy's."""
+    """What a mesh's stages take together counts, not the largest of them: a step was 10 % longer
+    than greedy's.
+    """
     space = space_of(6, 32, replace(CLUSTER, num_nodes=1, devices_per_node=4), schedule)
     solved = solve_schedules(space, math.inf)[0]
     found = SEARCHES["greedy"](space, 3.0, 0).best
@@ -79,7 +81,9 @@ def test_nothing_that_a_search_finds_is_better(space, name):
 
 @pytest.mark.parametrize("schedule", [None, "Interleaved1F1B"])
 def test_where_links_differ_every_state_is_priced_by_the_links_of_its_messages(schedule):
-    """Two racks of two nodes with a slow way out, three micro-batches' worth of layers: all states are tried."""
+    """Two racks of two nodes with a slow way out, three micro-batches' worth of layers: all states
+    are tried.
+    """
     up = {"name": "rack", "nodes": [[0, 2], [1, 3]], "latency": 1e-4, "bandwidth": 2e8}
     racks = ClusterSpec.from_dict(
         {**replace(CLUSTER, num_nodes=4, devices_per_node=1).to_dict(), "levels": [up]}
@@ -109,7 +113,9 @@ def test_states_that_leave_devices_or_layers_over_have_none(space):
 
 
 def test_layouts_changed_op_by_op_become_the_plan_and_come_near_the_optimum_of_a_stage():
-    """From data parallelism, which is far from it where links are slow; the plan has the layouts that were found."""
+    """From data parallelism, which is far from it where links are slow; the plan has the layouts
+    that were found.
+    """
     module = MODELS["mlp"](d_in=2048, d_hidden=4096)
     step = capture_step(
         module, module.example_batch(8, torch.Generator().manual_seed(0)), batch_scope="global"
@@ -129,7 +135,9 @@ def test_layouts_changed_op_by_op_become_the_plan_and_come_near_the_optimum_of_a
 
 
 def test_layouts_that_do_not_fit_are_left_first():
-    """Data parallelism needs more than twice the memory that there is; no plan is returned that does not fit."""
+    """Data parallelism needs more than twice the memory that there is; no plan is returned that
+    does not fit.
+    """
     module = MODELS["mlp"](d_in=256, d_hidden=512)
     step = capture_step(
         module, module.example_batch(8, torch.Generator().manual_seed(0)), batch_scope="global"

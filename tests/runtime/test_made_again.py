@@ -1,4 +1,6 @@
-"""Forwards that run again in the backward: the same gradients bit for bit, and traces of a second run taken back."""
+"""Forwards that run again in the backward: the same gradients bit for bit, and traces of a second
+run taken back.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ class Normed(Residual):
 
 
 class Talkative(Residual):
-    """Keyword arguments, one tensor twice, results that are no tensors, a list that it appends to."""
+    """Keyword arguments, one tensor twice, results that are no tensors, a list that it appends
+    to.
+    """
 
     def forward(
         self, x: Tensor, *, scale: Tensor, twin: Tensor, kept: list[Any], debug: str = "no"
@@ -125,7 +129,9 @@ def kept_tensors() -> Iterator[list[Tensor]]:
 def outcome(
     kind: type[nn.Module], again: bool, before: Callable[[nn.Module], None] | None = None
 ) -> dict[str, Any]:
-    """Gradients, buffers, Python's attributes and the next random numbers after two steps; bytes that autograd kept."""
+    """Gradients, buffers, Python's attributes and the next random numbers after two steps; bytes
+    that autograd kept.
+    """
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)

@@ -1,7 +1,8 @@
-"""Training with a ParameterStore gives what one process gives: parameters, gradients, norms, checkpointed values.
+"""Training with a ParameterStore gives what one process gives: parameters, gradients, norms,
+checkpointed values.
 
-The step is a small function that uses parameters as a lowered step would: resharded from the layout that the store
-hands out to whole, with the batch's rows divided over all devices.
+The step is a small function that uses parameters as a lowered step would: resharded from the layout
+that the store hands out to whole, with the batch's rows divided over all devices.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ def reference(accumulate=1, max_norm=None, clear=True):
 
 
 def plan_of(mode: tuple[str, ...], shape) -> ParameterPlan:
-    """`mode`, made to fit a parameter of `shape`: dims that it has not become R*, as do dims too short to be cut."""
+    """`mode`, made to fit a parameter of `shape`: dims that it has not become R*, as do dims too
+    short to be cut.
+    """
     return ParameterPlan.parse(
         " ".join(m if m[0] == "R" or int(m[1:]) < len(shape) else "R*" for m in mode)
     )
@@ -124,7 +127,8 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
     store.shard(bucket_bytes=bucket_bytes)
     uses = {}
     for p in inputs:
-        # Where the mode says R, all devices of that axis must do the same work; elsewhere the rows are divided.
+        # Where the mode says R, all devices of that axis must do the same work; elsewhere the rows
+        # are divided.
         whole = tuple(
             INVARIANT if m.storage is Storage.INVARIANT else REPLICATE for m in plans[p.name].modes
         )
@@ -295,7 +299,9 @@ def test_regather_is_exact_and_frees_the_gathered_weight(mode):
     "read", [torch.view_as_complex, lambda w: torch.view_as_complex(w).conj().mT, torch.t]
 )
 def test_views_that_read_a_gathered_parameter_otherwise(read):
-    """As complex numbers, conjugated, transposed: what autograd saves of them is made again as it was."""
+    """As complex numbers, conjugated, transposed: what autograd saves of them is made again as it
+    was.
+    """
 
     def gradient(mesh, regather):
         module = nn.Module()
@@ -336,7 +342,9 @@ def _rows(weight):
     ],
 )
 def test_only_views_and_casts_of_a_parameter_are_gathered_again(make, gathers):
-    """What an op makes of a parameter is an activation: the plan has it kept, and its gathering paid once."""
+    """What an op makes of a parameter is an activation: the plan has it kept, and its gathering
+    paid once.
+    """
 
     def work(mesh):
         module = nn.Module()
@@ -359,7 +367,9 @@ def test_only_views_and_casts_of_a_parameter_are_gathered_again(make, gathers):
 
 @pytest.mark.parametrize("make", [torch.exp, torch.tanh, lambda x: x.softmax(0)])
 def test_what_is_never_differentiated_does_not_stay(make):
-    """An op that saves its own result (for a figure to log, say) must not hold itself where no backward comes."""
+    """An op that saves its own result (for a figure to log, say) must not hold itself where no
+    backward comes.
+    """
 
     def work(mesh):
         net = make_net()
@@ -376,7 +386,9 @@ def test_what_is_never_differentiated_does_not_stay(make):
 
 
 def test_nothing_is_gathered_ahead_of_a_use_that_is_over():
-    """A layer norm's backward asks for its bias before its weight, which was saved first. No cycle keeps the rest."""
+    """A layer norm's backward asks for its bias before its weight, which was saved first. No cycle
+    keeps the rest.
+    """
 
     def work(mesh):
         norm = nn.LayerNorm(6, dtype=torch.float64)
@@ -509,7 +521,9 @@ def test_a_gradient_that_is_asked_for_leaves_the_reduced_one():
 
 @pytest.mark.parametrize("mode", ["R*", "G0", "S0"])
 def test_steps_may_use_other_parameters_than_the_first(mode):
-    """What a step does not use keeps no gradient, though others of its bucket have one; what is new is reduced."""
+    """What a step does not use keeps no gradient, though others of its bucket have one; what is new
+    is reduced.
+    """
 
     def work(mesh):
         net = make_net()

@@ -16,7 +16,8 @@ from alpa_strategy.inter_op.candidates import TOLERANCE, solve_schedules  # noqa
 
 
 def test_stages_that_share_a_mesh_are_found_where_equal_ones_do_not_fit():
-    """A 10B model of experts took 8 % longer than what an exhaustive search found: the cuts that were moved began where
+    """A 10B model of experts took 8 % longer than what an exhaustive search found: the cuts that
+    were moved began where
     nothing fitted."""
     space = bench_search.space_of("moe_10b:p3_16xlarge_x8:2:64")
     solved = solve_schedules(space, math.inf)[0]

@@ -1,4 +1,6 @@
-"""A short run of the fuzzer: the reader of every format refuses what is damaged, in its own words and in time."""
+"""A short run of the fuzzer: the reader of every format refuses what is damaged, in its own words
+and in time.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""The examination of a GPU runs on a CPU too, at small sizes: whatever it finds there must be right."""
+"""The examination of a GPU runs on a CPU too, at small sizes: whatever it finds there must be
+right.
+"""
 
 from __future__ import annotations
 

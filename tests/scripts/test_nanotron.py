@@ -1,4 +1,6 @@
-"""scripts/nanotron.py: a published configuration and the free choice are plans by the same costs, and said in words."""
+"""scripts/nanotron.py: a published configuration and the free choice are plans by the same costs,
+and said in words.
+"""
 
 from __future__ import annotations
 

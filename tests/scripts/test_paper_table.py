@@ -1,4 +1,6 @@
-"""What the stored results of scripts/paper_table.py must hold: no baseline is faster, what is off has its reason."""
+"""What the stored results of scripts/paper_table.py must hold: no baseline is faster, what is off
+has its reason.
+"""
 
 from __future__ import annotations
 

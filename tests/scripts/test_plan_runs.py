@@ -1,4 +1,6 @@
-"""Random plans and edited ones in real trainings: a few always, many in the slow suite, with a seed of the day."""
+"""Random plans and edited ones in real trainings: a few always, many in the slow suite, with a seed
+of the day.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""scripts/published.py: rows are read as what was run, and the planner prices them; what cannot be says why."""
+"""scripts/published.py: rows are read as what was run, and the planner prices them; what cannot be
+says why.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_ranks():
 
 
 def test_the_rank_that_is_possible_is_said_where_one_configuration_has_several_values():
-    """Three rows, two of them priced alike: Spearman's is at most 0.866. Two that are alike in all give nothing."""
+    """Three rows, two of them priced alike: Spearman's is at most 0.866. Two that are alike in all
+    give nothing.
+    """
     cases = [rows.express(row(tokens_per_s_per_gpu=speed)) for speed in (40000, 50000)]
     other = rows.express(row(tokens_per_s_per_gpu=60000, micro_batch=4, grad_accum=1))
     one, two, three = (price.Prediction(seconds, 0.0, True, {}) for seconds in (1.0, 1.0, 0.5))

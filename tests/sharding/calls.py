@@ -10,7 +10,9 @@ from alpa_strategy.ir.op import OpCall, call_on
 
 
 def call_and_operands(target: Any, *args: Any, **kwargs: Any) -> tuple[OpCall, list[torch.Tensor]]:
-    """The OpCall of `target(*args, **kwargs)`, and the tensors among its arguments (one given twice is two)."""
+    """The OpCall of `target(*args, **kwargs)`, and the tensors among its arguments (one given twice
+    is two).
+    """
     call, operands = call_on(target, args, kwargs)
     return call, list(operands)
 

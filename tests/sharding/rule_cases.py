@@ -1,4 +1,6 @@
-"""One call or more of every op that the sharding rules must know, with the data to prove them on."""
+"""One call or more of every op that the sharding rules must know, with the data to prove them
+on.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,17 @@ aten = torch.ops.aten
 
 
 def call_of(target: Any, *args: Any, **kwargs: Any) -> tuple[OpCall, tuple[Tensor, ...]]:
-    """The OpCall of `target(*args, **kwargs)` and its tensor operands (a tensor given twice is two operands)."""
+    """The OpCall of `target(*args, **kwargs)` and its tensor operands (a tensor given twice is two
+    operands).
+    """
     return call_on(target, args, kwargs)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call with its data. `sharded`: some of the strategies (on 2 devices) that the call must have."""
+    """A call with its data. `sharded`: some of the strategies (on 2 devices) that the call must
+    have.
+    """
 
     name: str
     call: OpCall

@@ -1,4 +1,6 @@
-"""Cases for rule_cases: what the op database has no good samples of (recurrent networks, experts, indexed writes)."""
+"""Cases for rule_cases: what the op database has no good samples of (recurrent networks, experts,
+indexed writes).
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""Our rules beside DTensor's: on one mesh axis both say which operands may be sharded and what the results then are.
+"""Our rules beside DTensor's: on one mesh axis both say which operands may be sharded and what the
+results then are.
 
-torch's are functions per op and axis (`op_single_dim_strategy_funcs`, about a thousand ops), which its own
-`torch/distributed/tensor/_ops/strategy_validation.py` proves as `proofs/prove.py` proves ours: shards in, recombined,
-equal to the whole op. They know no gradients, so only values are compared: sharded operands, sums as results. All of it
+torch's are functions per op and axis (`op_single_dim_strategy_funcs`, about a thousand ops), which
+its own
+`torch/distributed/tensor/_ops/strategy_validation.py` proves as `proofs/prove.py` proves ours:
+shards in, recombined,
+equal to the whole op. They know no gradients, so only values are compared: sharded operands, sums
+as results. All of it
 is private there and may move: nothing but this test reads it.
 """
 
@@ -65,14 +69,18 @@ COMPARED = [name for name, case in CASES.items() if case.call.target in FUNCTION
 
 
 def _text(placement: Any) -> str:
-    """`S0`, `P`, `R`, or what else torch says; its `_ShardingPlaceholder(dim)` stands for every kind of sharding."""
+    """`S0`, `P`, `R`, or what else torch says; its `_ShardingPlaceholder(dim)` stands for every
+    kind of sharding.
+    """
     if isinstance(placement, Partial):
         return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
     return "R" if isinstance(placement, Replicate) else f"S{placement.dim}"
 
 
 def _shards(call: OpCall, inputs: list[Any], outputs: list[Any]) -> str | None:
-    """The strategy as text; None if it takes partial sums, shards nothing, or a dim with fewer than two elements."""
+    """The strategy as text; None if it takes partial sums, shards nothing, or a dim with fewer than
+    two elements.
+    """
     if any(isinstance(p, Partial) for p in inputs):
         return None
     text = f"{','.join(map(_text, inputs))}->{','.join(map(_text, outputs))}"
@@ -121,7 +129,9 @@ def test_the_same_shards_as_torchs_rules(name: str) -> None:
 @in_number
 @pytest.mark.slow
 def test_the_same_shards_over_the_operator_database() -> None:
-    """About 220 ops of torch's database have a rule in both; what differs is listed with the reason."""
+    """About 220 ops of torch's database have a rule in both; what differs is listed with the
+    reason.
+    """
     pytest.importorskip("expecttest")
     seen: Counter[Any] = Counter()
     ours_more, torchs_more = set(), set()

@@ -1,4 +1,6 @@
-"""Which way values take between stages: from their maker, but to a mesh that has them already only once."""
+"""Which way values take between stages: from their maker, but to a mesh that has them already only
+once.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def between_ranks(channel):
 
 
 def test_a_value_crosses_to_a_mesh_once():
-    """Stages 1 and 3 share a mesh: the later one gets it from the earlier, and hands its gradient back there."""
+    """Stages 1 and 3 share a mesh: the later one gets it from the earlier, and hands its gradient
+    back there.
+    """
     stages = [
         stage((0, 1), sent=[1, 2]),
         stage((2, 3), [1, 2]),

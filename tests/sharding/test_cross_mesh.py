@@ -1,4 +1,6 @@
-"""Laws of cross-mesh resharding: right values, no byte twice to one rank, as few bytes as possible, shared fairly."""
+"""Laws of cross-mesh resharding: right values, no byte twice to one rank, as few bytes as possible,
+shared fairly.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def cut(whole, box):
 
 
 def simulate(plan, whole):
-    """rank -> local tensor after the messages; every element that is written twice or never is NaN."""
+    """rank -> local tensor after the messages; every element that is written twice or never is
+    NaN.
+    """
     sources = {rank: cut(whole, box) for rank, box in plan.source_boxes.items()}
     results = {}
     for rank, box in plan.received_boxes.items():

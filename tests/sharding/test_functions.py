@@ -1,4 +1,6 @@
-"""An autograd.Function is cut where its ops prove that it works element by element, and registered rules say more."""
+"""An autograd.Function is cut where its ops prove that it works element by element, and registered
+rules say more.
+"""
 
 import pytest
 import torch

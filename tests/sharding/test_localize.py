@@ -1,4 +1,6 @@
-"""What one device runs: local shapes, rewritten sizes, and which devices draw different random numbers."""
+"""What one device runs: local shapes, rewritten sizes, and which devices draw different random
+numbers.
+"""
 
 from __future__ import annotations
 

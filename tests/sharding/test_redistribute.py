@@ -1,4 +1,6 @@
-"""Laws of resharding plans: valid for nested shards, no more bytes than the obvious way, costs that add up."""
+"""Laws of resharding plans: valid for nested shards, no more bytes than the obvious way, costs that
+add up.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ VOLUME = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_a
 
 @dataclass(frozen=True)
 class BytesAxis:
-    """An axis whose collectives take as many seconds as they move bytes (roughly): costs are easy to say by hand."""
+    """An axis whose collectives take as many seconds as they move bytes (roughly): costs are easy
+    to say by hand.
+    """
 
     size: int
 

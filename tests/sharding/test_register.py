@@ -1,4 +1,5 @@
-"""A rule from outside: registered for a custom op it decides how the op is planned, and the run equals one process.
+"""A rule from outside: registered for a custom op it decides how the op is planned, and the run
+equals one process.
 
 Imports only public names of the package.
 """

@@ -138,7 +138,9 @@ def test_one_slot_used_twice_has_one_placement() -> None:
 
 
 def test_losses_of_broadcast_operands_are_not_split() -> None:
-    """ATen's backward of such a mean counts the elements of one operand only, so shards would not add up."""
+    """ATen's backward of such a mean counts the elements of one operand only, so shards would not
+    add up.
+    """
     call, _ = call_of(aten.mse_loss.default, f(4, 5), f(5), 1)
     assert list(map(str, axis_strategies(call, 2))) == ["R,R->R"]
 

@@ -1,4 +1,6 @@
-"""Every rule is proved by experiment: shards in, combine, equal to the whole op, forward and backward."""
+"""Every rule is proved by experiment: shards in, combine, equal to the whole op, forward and
+backward.
+"""
 
 from __future__ import annotations
 

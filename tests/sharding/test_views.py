@@ -16,7 +16,9 @@ from alpa_strategy.sharding.strategies import axis_strategies, op_strategies
 
 @st.composite
 def shape_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Two shapes of equally many elements, both made by merging runs of the same factors; some dims of size 1."""
+    """Two shapes of equally many elements, both made by merging runs of the same factors; some dims
+    of size 1.
+    """
     factors = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
 
     def merged() -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """Jobs of two ranks that get a signal at a given moment, and what is looked at afterwards.
 
-A job is the script of a user, started as users start it. At its moment each rank writes its process id; the signal is
-sent; every rank must be gone in time, nothing stays behind, checkpoints are whole, and training that goes on from the
-newest one has bit for bit the weights of a training that nobody disturbed.
+A job is the script of a user, started as users start it. At its moment each rank writes its process
+id; the signal is sent; every rank must be gone in time, nothing stays behind, checkpoints are
+whole, and training that goes on from the newest one has bit for bit the weights of a training that
+nobody disturbed.
 """
 
 from __future__ import annotations
@@ -168,7 +169,9 @@ def train(
     max_steps: int = -1,
     trainer_options: dict[str, Any] | None = None,
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """One `fit` on two ranks; returns the whole weights after each of its steps (not where it is signalled)."""
+    """One `fit` on two ranks; returns the whole weights after each of its steps (not where it is
+    signalled).
+    """
     from alpa_strategy import AlpaStrategy
 
     if signalled and moment == "planning":
@@ -218,7 +221,9 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What was seen: seconds until every rank was gone, and what is wrong (nothing, in the good case)."""
+    """What was seen: seconds until every rank was gone, and what is wrong (nothing, in the good
+    case).
+    """
 
     seconds: float = 0.0
     resumed_from: int | None = None
@@ -257,7 +262,8 @@ def started(
     with (root / "output").open("w") as output:
         job = subprocess.Popen(
             [*command, str(path), *arguments], env=environment, stdout=output, stderr=output,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's `&` has it ignored
+            # a shell's `&` has it ignored
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
     try:
         yield job

@@ -1,4 +1,6 @@
-"""Plans with given stages: which ranks each stage has, how it is parallel inside, whether it recomputes."""
+"""Plans with given stages: which ranks each stage has, how it is parallel inside, whether it
+recomputes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def staged_plan(
     remat: bool = False,
     batch_scope: str = "rank",
 ) -> Plan:
-    """The plan of a `record` run of the model; stages have about equal work, layouts are the solver's."""
+    """The plan of a `record` run of the model; stages have about equal work, layouts are the
+    solver's.
+    """
     world = 1 + max(max(ranks) for ranks in places)
     torch.set_default_dtype(torch.float64)
     try:

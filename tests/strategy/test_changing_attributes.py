@@ -1,4 +1,6 @@
-"""Attributes that the step reads may change during training: the step is captured again, the numbers stay eager's."""
+"""Attributes that the step reads may change during training: the step is captured again, the
+numbers stay eager's.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from torch import Tensor
 
 
 class Annealed(MLP):
-    """Its loss has a factor that a hook changes, a mask that is changed in place, and a layer that is frozen late."""
+    """Its loss has a factor that a hook changes, a mask that is changed in place, and a layer that
+    is frozen late.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -77,7 +81,9 @@ def test_what_other_objects_hold_may_change(pool, tmp_path: Path) -> None:
 
 
 class Refitted(MLP):
-    """Hooks change what torch's layers do, are, and call; the step says in which phase it is, as does a validation."""
+    """Hooks change what torch's layers do, are, and call; the step says in which phase it is, as
+    does a validation.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

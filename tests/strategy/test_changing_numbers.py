@@ -1,4 +1,6 @@
-"""Numbers that change at every step, attributes or in the batch, are captured twice and are inputs from then on."""
+"""Numbers that change at every step, attributes or in the batch, are captured twice and are inputs
+from then on.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,9 @@ class OtherOnARank(Net):
 
 
 def train(name: str, strategy: Any) -> tuple[dict[str, Tensor], list[dict[str, float]], int, bool]:
-    """Final state, what was logged by step, how often the step was captured, and whether it runs as written."""
+    """Final state, what was logged by step, how often the step was captured, and whether it runs as
+    written.
+    """
     torch.manual_seed(5)
     model = globals()[name]().double()
     logged: list[dict[str, float]] = []

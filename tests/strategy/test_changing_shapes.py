@@ -1,4 +1,6 @@
-"""Batches of many shapes: each is captured and planned around the running parameters; the training stays the same."""
+"""Batches of many shapes: each is captured and planned around the running parameters; the training
+stays the same.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
 
 
 class Texts(Dataset):
-    """Rows of tokens as long as their batch wants, with a name and a number that the step does not look at."""
+    """Rows of tokens as long as their batch wants, with a name and a number that the step does not
+    look at.
+    """
 
     def __len__(self) -> int:
         return len(LENGTHS) * ROWS

@@ -1,4 +1,6 @@
-"""`check_gradients` tells a fault of one rank or of a sum from values that one device would have as well."""
+"""`check_gradients` tells a fault of one rank or of a sum from values that one device would have as
+well.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Device(pl.Callback):
 
 
 class Link(pl.Callback):
-    """From the third step on the sums of gradients that rank 1 receives have another value in their midst."""
+    """From the third step on the sums of gradients that rank 1 receives have another value in their
+    midst.
+    """
 
     value = float("nan")
 

@@ -1,4 +1,6 @@
-"""Evaluation on whole parameters or on shards: the same numbers, outputs and hook calls as a plain Trainer's."""
+"""Evaluation on whole parameters or on shards: the same numbers, outputs and hook calls as a plain
+Trainer's.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ class Evaluated(MLP):
 
 
 def loaders(model: MLP, sizes: list[int], world_size: int, rank: int) -> list[DataLoader]:
-    """One loader a size: rows in the order of a DistributedSampler; world_size 1: the global batches of two ranks."""
+    """One loader a size: rows in the order of a DistributedSampler; world_size 1: the global
+    batches of two ranks.
+    """
     made = []
     for number, num_rows in enumerate(sizes):
         data = TensorDataset(
@@ -116,7 +120,9 @@ def fit(
     stream: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """One training in fp64 with validation on loaders of so many rows; `strategy=None` is the plain Trainer."""
+    """One training in fp64 with validation on loaders of so many rows; `strategy=None` is the plain
+    Trainer.
+    """
     world_size = 1 if strategy is None else torch.distributed.get_world_size()
     rank = 0 if strategy is None else torch.distributed.get_rank()
     torch.manual_seed(7)
@@ -162,7 +168,9 @@ def fit(
 
 
 def assert_same(runs: list[dict[str, Any]], reference: dict[str, Any]) -> None:
-    """Weights and metrics of every rank, and rows of all ranks together, are those of the plain Trainer."""
+    """Weights and metrics of every rank, and rows of all ranks together, are those of the plain
+    Trainer.
+    """
     for run in runs:
         torch.testing.assert_close(run["state"], reference["state"], rtol=TOLERANCE, atol=TOLERANCE)
         assert run["metrics"].keys() == reference["metrics"].keys()
@@ -228,7 +236,9 @@ def test_steps_that_no_graph_can_hold(pool, tmp_path: Path, strategy: dict) -> N
 
 
 class Metrics(MLP):
-    """Torchmetrics of every kind of state, in training and validation; one step of each loop cannot be captured."""
+    """Torchmetrics of every kind of state, in training and validation; one step of each loop cannot
+    be captured.
+    """
 
     def __init__(self, written: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -355,7 +365,8 @@ class Predicting(Plain):
 def evaluate_without_fit(
     root: str, strategy: dict[str, Any] | str | None, sizes: list[int], uneven: bool = False
 ) -> dict[str, Any]:
-    """validate, test and predict of one trainer, on a model that was never trained; `uneven`: each rank has batches of
+    """validate, test and predict of one trainer, on a model that was never trained; `uneven`: each
+    rank has batches of
     another size, from the first one on."""
     world_size = 1 if strategy is None else torch.distributed.get_world_size()
     rank = 0 if strategy is None else torch.distributed.get_rank()
@@ -396,7 +407,9 @@ def evaluate_without_fit(
 
 
 class Sizes(pl.Callback):
-    """Notes how many elements of the parameters this rank keeps; the module can be called between the steps."""
+    """Notes how many elements of the parameters this rank keeps; the module can be called between
+    the steps.
+    """
 
     def __init__(self, seen: list[int]) -> None:
         self.seen = seen
@@ -442,7 +455,9 @@ def test_evaluation_of_a_model_that_was_never_trained(
 
 
 def test_ranks_whose_batches_differ(pool, tmp_path: Path) -> None:
-    """On a model that was never trained and does not fit: what each rank gets is what it would get alone."""
+    """On a model that was never trained and does not fit: what each rank gets is what it would get
+    alone.
+    """
     sizes = [13, 6]
     expected = pool.run(
         2, evaluate_without_fit, str(tmp_path), {"memory_limit": float("inf")}, sizes, True

@@ -1,4 +1,6 @@
-"""An exception on one rank ends the whole job, quickly, with that exception shown, and leaves no process behind."""
+"""An exception on one rank ends the whole job, quickly, with that exception shown, and leaves no
+process behind.
+"""
 
 from __future__ import annotations
 

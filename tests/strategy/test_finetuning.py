@@ -1,4 +1,6 @@
-"""Layers that callbacks, or steps, freeze and unfreeze: all ranks train the same ones, wherever these lie."""
+"""Layers that callbacks, or steps, freeze and unfreeze: all ranks train the same ones, wherever
+these lie.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Parameters that are gathered ahead, and gradients whose sums go on beside the backward, change no bit."""
+"""Parameters that are gathered ahead, and gradients whose sums go on beside the backward, change no
+bit.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ ROWS = 16
 
 
 def train(root: str, ahead_bytes: int | None, precision: str) -> tuple[dict[str, Tensor], int, int]:
-    """Three steps in ZeRO-3: (final weights, sums that went on beside the backward, planned bytes ahead).
+    """Three steps in ZeRO-3: (final weights, sums that went on beside the backward, planned bytes
+    ahead).
 
     ahead_bytes: in the place of the planned, from the plan that `root` has.
     """

@@ -1,4 +1,6 @@
-"""Hooks between a step's forward and its backward that change parameters: the backward is that of a plain module."""
+"""Hooks between a step's forward and its backward that change parameters: the backward is that of a
+plain module.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from alpa_strategy import AlpaStrategy
 
 
 class Constrained(MLP):
-    """As pykeen's constrainers: other data, which the backward does not see, or the same data with other values."""
+    """As pykeen's constrainers: other data, which the backward does not see, or the same data with
+    other values.
+    """
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()

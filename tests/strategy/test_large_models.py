@@ -1,4 +1,6 @@
-"""Modules built without memory (configure_model, init_module, the meta device) train as those that were built whole."""
+"""Modules built without memory (configure_model, init_module, the meta device) train as those that
+were built whole.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SIZES = {"vocab_size": 128, "d_model": 64, "num_heads": 4, "num_layers": 2, "seq
 
 
 class Configured(pl.LightningModule):
-    """GPT that is built in configure_model and initialises itself twice, as many do; tied; a mask; an unused layer."""
+    """GPT that is built in configure_model and initialises itself twice, as many do; tied; a mask;
+    an unused layer.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -75,7 +79,9 @@ def train(
     seed: int = 3,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Two steps in fp64; state, metrics, and how many parameters had no memory before the first batch."""
+    """Two steps in fp64; state, metrics, and how many parameters had no memory before the first
+    batch.
+    """
     data = TensorDataset(*GPT(**SIZES).example_batch(2 * ROWS, torch.Generator().manual_seed(3)))
     per_rank = ROWS // world_size
     if strategy is None:

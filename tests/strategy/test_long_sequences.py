@@ -1,4 +1,6 @@
-"""Sequences longer than one device holds: one sample cut over the devices, as the solver finds it, without a pin."""
+"""Sequences longer than one device holds: one sample cut over the devices, as the solver finds it,
+without a pin.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ STEPS = 2
 
 
 def slow_cluster(num_devices: int) -> ClusterSpec:
-    """Devices as slow as these sequences are short: what pays for long ones on real devices pays here."""
+    """Devices as slow as these sequences are short: what pays for long ones on real devices pays
+    here.
+    """
     spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": num_devices})
     device = replace(
         spec.device, memory_bandwidth=1e9, peak_flops=(("float64", 1e10),), launch_seconds=1e-6
@@ -34,7 +38,9 @@ def train(model: dict[str, Any], strategy: dict[str, Any] | None) -> dict[str, A
 
 
 def limit_that_holds(length: int, model: dict) -> int:
-    """Bytes that a plan for one device needs for a sample of this length, which keeps all its activations."""
+    """Bytes that a plan for one device needs for a sample of this length, which keeps all its
+    activations.
+    """
     torch.set_default_dtype(torch.float64)
     try:
         module = GPT(**{**model, "seq_len": length})
@@ -79,7 +85,9 @@ def test_a_sample_four_times_as_long_as_fits_trains_on_four_ranks(
 
 
 class ScoresComputed(TorchDispatchMode):
-    """Scores that attention computes in this thread: half of a block where a causal mask hides the other half."""
+    """Scores that attention computes in this thread: half of a block where a causal mask hides the
+    other half.
+    """
 
     def __init__(self) -> None:
         super().__init__()

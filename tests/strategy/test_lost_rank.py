@@ -1,4 +1,6 @@
-"""kill -9 of one rank in mid-schedule or while rank 0 plans: all others end soon and name it, no process is left."""
+"""kill -9 of one rank in mid-schedule or while rank 0 plans: all others end soon and name it, no
+process is left.
+"""
 
 from __future__ import annotations
 

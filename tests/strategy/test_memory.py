@@ -1,4 +1,6 @@
-"""Peak memory is what the plan says, from process start on where a module is built without memory; nothing leaks."""
+"""Peak memory is what the plan says, from process start on where a module is built without memory;
+nothing leaks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ BENCH = Path(__file__).parents[2] / "scripts" / "bench_memory.py"
     "case", ["data", "zero3", "tensor", "1F1B", "GPipe", "large", "large, 6 layers"]
 )
 def test_measured_peaks_are_the_planned_ones(case: str) -> None:
-    """Within 15 % (`data` is held to a limit), and the whole process below plan and `process_bytes` + 10 %; `large`
+    """Within 15 % (`data` is held to a limit), and the whole process below plan and `process_bytes`
+    + 10 %; `large`
     does not fit on one device, and is never whole on any rank."""
     environment = {
         **os.environ,
@@ -108,7 +111,9 @@ def test_memory_does_not_grow_over_steps_of_changing_shapes(
 
 
 class Deep(pl.LightningModule):
-    """Layers that keep tensors of 6 to 24 MB for their backward: with no thread that trims, 592 MB were held."""
+    """Layers that keep tensors of 6 to 24 MB for their backward: with no thread that trims, 592 MB
+    were held.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +132,9 @@ class Deep(pl.LightningModule):
 
 
 class Most(pl.Callback):
-    """The most that this process held within the steps after the first, beyond what it held before the first."""
+    """The most that this process held within the steps after the first, beyond what it held before
+    the first.
+    """
 
     def __init__(self) -> None:
         self.num_bytes, self._steps, self._before, self.threads = 0, 0, 0, 0
@@ -222,7 +229,9 @@ def test_a_plan_without_room_counts_page_faults(pool, tmp_path: Path) -> None:
 
 
 def planned_to_accumulate(root: str) -> list[int]:
-    """Planned bytes: without accumulation, with it from the first epoch on, and from a later one on."""
+    """Planned bytes: without accumulation, with it from the first epoch on, and from a later one
+    on.
+    """
     later = [GradientAccumulationScheduler({0: 1, 3: 2})]
     given: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2}, {"callbacks": later}]
     return [planned_under_limit(root, None, **each)[0].peak_bytes for each in given]

@@ -1,4 +1,6 @@
-"""A rank that has no batch of a dataloader, in an evaluation of several: an error on all ranks instead of a hang."""
+"""A rank that has no batch of a dataloader, in an evaluation of several: an error on all ranks
+instead of a hang.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""State that does not fit on the devices lies in host memory: the same training, within the limit."""
+"""State that does not fit on the devices lies in host memory: the same training, within the
+limit.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,9 @@ def test_every_parameter_in_host_memory(
 def resume(
     folder: str, first: dict[str, Any], then: dict[str, Any]
 ) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Two steps under `first`, saved, and two more under `then`; and the four under `then`: (resumed, undisturbed)."""
+    """Two steps under `first`, saved, and two more under `then`; and the four under `then`:
+    (resumed, undisturbed).
+    """
     fit(folder, first, 1, 2, callbacks=[Keep(f"{folder}/kept", 2)])
     _, _, resumed = fit(folder, then, 1, 4, ckpt_path=checkpoint_at(folder, 2))
     _, _, undisturbed = fit(f"{folder}/whole", then, 1, 4)

@@ -1,4 +1,6 @@
-"""Hooks see this rank's rows of a step's results, as of the batch beside them; what all rows share is whole."""
+"""Hooks see this rank's rows of a step's results, as of the batch beside them; what all rows share
+is whole.
+"""
 
 from __future__ import annotations
 

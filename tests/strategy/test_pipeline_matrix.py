@@ -1,4 +1,5 @@
-"""Every schedule x equal and unequal stages x every kind of parallelism inside, on many models: one device's training.
+"""Every schedule x equal and unequal stages x every kind of parallelism inside, on many models: one
+device's training.
 
 A representative selection by default, all of it in the slow suite.
 """
@@ -164,7 +165,8 @@ def cases():
             for split in FLAT:
                 for inside in INSIDE:
                     if split == "2+1+1" and not SCHEDULES[schedule].has_one_stage_per_mesh:
-                        continue  # six stages: more than the small models' micro-batches and layers allow
+                        # six stages: more than the small models' micro-batches and layers allow
+                        continue
                     yield (
                         model,
                         schedule,

@@ -1,4 +1,6 @@
-"""Pipelines under the Trainer: the same training as on one device, whatever stages, schedule and micro-batches."""
+"""Pipelines under the Trainer: the same training as on one device, whatever stages, schedule and
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +167,9 @@ PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
 
 @pytest.mark.parametrize("kind", ["Validated", "Measured"])
 def test_validation_and_logs(pool, tmp_path, kind):
-    """Evaluation sees whole parameters; metrics, numbers and dicts are logged, and outputs returned, on all ranks."""
+    """Evaluation sees whole parameters; metrics, numbers and dicts are logged, and outputs
+    returned, on all ranks.
+    """
     arguments = {"validate": kind == "Validated", "max_epochs": 2}
     reference = train(KINDS[kind], str(tmp_path), None, **arguments)
     for run in pool.run(2, run_train, kind, str(tmp_path), PIPELINE, arguments):
@@ -211,7 +215,9 @@ def test_a_checkpoint_in_the_middle_of_training(pool, tmp_path):
 
 @pytest.mark.parametrize("num_rows", [3 * ROWS + 4, 3 * ROWS + 2])
 def test_a_smaller_last_batch_and_a_branch_on_batch_idx(pool, tmp_path, num_rows):
-    """The stages run a smaller batch; one that cannot be cut, or a step with other ops, runs in one piece."""
+    """The stages run a smaller batch; one that cannot be cut, or a step with other ops, runs in one
+    piece.
+    """
     reference = train(KINDS["Phased"], str(tmp_path), None, num_rows=num_rows)
     for run in pool.run(2, run_train, "Phased", str(tmp_path), PIPELINE, {"num_rows": num_rows}):
         same_training(run, reference)
@@ -260,7 +266,9 @@ def slow_network():
 
 
 def test_the_number_of_stages_alone_may_be_asked_for(pool, tmp_path):
-    """The rest is solved; few rows, many weights, a slow network. The stored plan gives the same."""
+    """The rest is solved; few rows, many weights, a slow network. The stored plan gives the
+    same.
+    """
     options = {
         "cluster": slow_network(),
         "plan_dir": str(tmp_path),

@@ -1,4 +1,6 @@
-"""Plans of running jobs: found again, made anew, given by file; errors reach every rank as one message."""
+"""Plans of running jobs: found again, made anew, given by file; errors reach every rank as one
+message.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def run(
     hidden: int = 16,
     same: bool = False,
 ) -> str:
-    """Two steps; the error that this rank ended with, or "trained". rows: this rank's per batch; same: on all ranks."""
+    """Two steps; the error that this rank ended with, or "trained". rows: this rank's per batch;
+    same: on all ranks.
+    """
     model = globals()[kind](d_hidden=hidden)
     rank = torch.distributed.get_rank()
     data = TensorDataset(

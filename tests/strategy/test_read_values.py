@@ -18,7 +18,9 @@ IGNORED = -100
 
 
 class Classes(pl.LightningModule):
-    """Its loss is a mean over targets that are not ignored, of which the ranks have unequal numbers."""
+    """Its loss is a mean over targets that are not ignored, of which the ranks have unequal
+    numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Memory by the tensor: where a limit binds, some activations are made again in the backward; results are the same."""
+"""Memory by the tensor: where a limit binds, some activations are made again in the backward;
+results are the same.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_products_are_made_again_on_several_devices_too() -> None:
 
 
 def test_what_a_second_run_gathers_is_priced() -> None:
-    """Under ZeRO-3 a matrix is gathered for the forward, for the second run and for the backward."""
+    """Under ZeRO-3 a matrix is gathered for the forward, for the second run and for the
+    backward.
+    """
 
     def gathered(remat: Any) -> tuple[float, float]:
         """(bytes, seconds of all communication)"""
@@ -88,7 +92,9 @@ def test_what_a_second_run_gathers_is_priced() -> None:
 
 
 def test_on_many_devices_stages_of_pipelines_recompute_and_not_tensors(monkeypatch) -> None:
-    """To decide tensor by tensor takes minutes there; the plan is stored under the options as they were given."""
+    """To decide tensor by tensor takes minutes there; the plan is stored under the options as they
+    were given.
+    """
     module, cluster = (
         MODELS["gpt"](**SIZES),
         ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2}),
@@ -145,7 +151,9 @@ def test_a_pin_changes_no_result(
 
 
 def test_what_is_read_through_views_is_made_again(pool, tmp_path: Path) -> None:
-    """All products of a block, its fused projection too, of which views alone are read: within what that spares."""
+    """All products of a block, its fused projection too, of which views alone are read: within what
+    that spares.
+    """
     kept, again = (plan("gpt", remat=remat) for remat in (False, ["blocks.*.qkv"]))
     (name,) = {name.rpartition("_")[0] for name in again.stages[0].recomputed}
     assert name == "linear"
@@ -236,7 +244,9 @@ def check(pool, tmp_path: Path, model: str, world_size: int, options: dict[str, 
 
 @pytest.mark.parametrize("parallel", ["data", "zero3", "tensor"])
 def test_recomputation_keeps_a_named_plan_on_all_devices(parallel: str) -> None:
-    """On devices that mostly wait, stages that take turns would be faster: they are not what the name means."""
+    """On devices that mostly wait, stages that take turns would be faster: they are not what the
+    name means.
+    """
     module, cluster = (
         MODELS["gpt"](),
         ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2}),

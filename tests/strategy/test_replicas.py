@@ -1,4 +1,6 @@
-"""Replicas of several devices each: as under DDP with a rank for each replica, whatever the plan inside of them."""
+"""Replicas of several devices each: as under DDP with a rank for each replica, whatever the plan
+inside of them.
+"""
 
 from __future__ import annotations
 
@@ -247,7 +249,9 @@ def train_replicas(
 
 
 def check(found: list[Any], expected: list[Any]) -> None:
-    """Each rank's logs are those of its replica under DDP, weights too; replicas hold the same parts, bit by bit."""
+    """Each rank's logs are those of its replica under DDP, weights too; replicas hold the same
+    parts, bit by bit.
+    """
     size = RANKS // REPLICAS
     for rank, one in enumerate(found):
         ddp = expected[rank // size]

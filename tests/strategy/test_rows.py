@@ -1,4 +1,6 @@
-"""What is a row is known from the loader; what is none must be the same on every rank, and is checked at every step."""
+"""What is a row is known from the loader; what is none must be the same on every rank, and is
+checked at every step.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +153,9 @@ def test_looking_leaves_no_trace_in_random_numbers_counters_and_samples() -> Non
 
 
 class Stepping:
-    """A collate function that counts its calls in what its attributes hold, as I-JEPA's masks do."""
+    """A collate function that counts its calls in what its attributes hold, as I-JEPA's masks
+    do.
+    """
 
     def __init__(self, counter: Any) -> None:
         self.counter = counter
@@ -252,7 +256,9 @@ def fitted(
 def train(
     root: str, use: str, fault: int | None, callbacks: Any = (), model: Any = Model, **options: Any
 ) -> tuple[list[Tensor], bool]:
-    """Final weights, and whether the steps were run as they are written; fault: None with `packed` batches."""
+    """Final weights, and whether the steps were run as they are written; fault: None with `packed`
+    batches.
+    """
     torch.manual_seed(3)
     model = model(use).double()
     collate = Scaled() if fault is None else Masked(fault)
@@ -296,7 +302,9 @@ def test_leaves_that_count_this_ranks_rows_run_the_step_per_replica(
 
 
 class CountsRows(Model):
-    """With the batch size as an attribute, or in the batch: in the loss, or where it only weighs what is logged."""
+    """With the batch size as an attribute, or in the batch: in the loss, or where it only weighs
+    what is logged.
+    """
 
     def __init__(self, use: str) -> None:
         super().__init__("mask")
@@ -502,7 +510,9 @@ def threads_of(root: str) -> tuple[int, int]:
 
 
 def test_ranks_compute_with_equally_many_threads(pool, tmp_path) -> None:
-    """Kernels round by their number of threads: work that all ranks do alike must come out alike."""
+    """Kernels round by their number of threads: work that all ranks do alike must come out
+    alike.
+    """
     assert pool.run(2, threads_of, str(tmp_path)) == [(1, 1), (2, 1)]
 
 

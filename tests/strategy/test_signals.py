@@ -1,5 +1,7 @@
-"""Signals of schedulers and people: every rank is gone in 10 seconds, whatever it was doing, no process stays, and
-training goes on from the last checkpoint as if nothing had been. `scripts/signal_matrix.py` runs all, with times."""
+"""Signals of schedulers and people: every rank is gone in 10 seconds, whatever it was doing, no
+process stays, and
+training goes on from the last checkpoint as if nothing had been. `scripts/signal_matrix.py` runs
+all, with times."""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_so_do_runs_of_other_kinds(tmp_path, pool, undisturbed, case):
     [pytest.param((0, 1), id="all"), pytest.param((0,), id="rank 0", marks=pytest.mark.slow)],
 )
 def test_slurm_requeues_and_goes_on_bit_for_bit(tmp_path, pool, undisturbed, ranks):
-    """SIGUSR1 before the time limit: Lightning's own checkpoint and `scontrol requeue`, then SIGTERM ends the job."""
+    """SIGUSR1 before the time limit: Lightning's own checkpoint and `scontrol requeue`, then
+    SIGTERM ends the job.
+    """
     scontrol, called = tmp_path / "scontrol", tmp_path / "called"
     scontrol.write_text(f'#!/bin/sh\necho "$@" > {called}\n')
     scontrol.chmod(0o755)
@@ -100,7 +104,9 @@ def test_slurm_requeues_and_goes_on_bit_for_bit(tmp_path, pool, undisturbed, ran
 
 @pytest.mark.parametrize("launcher", ["own", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_rank_0_is_stopped(tmp_path, launcher):
-    """A stopped process does nothing, and the job's store is its own: the others end; it, when it goes on."""
+    """A stopped process does nothing, and the job's store is its own: the others end; it, when it
+    goes on.
+    """
     with started(tmp_path, JOB, str(tmp_path), "steady", launcher=launcher) as job:
         processes = pids(tmp_path, job)
         os.kill(processes[0], signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""What is complete is stepped while other gradients are summed, and nobody can tell it from one step."""
+"""What is complete is stepped while other gradients are summed, and nobody can tell it from one
+step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Results that wait in host memory for their backward: where that is cheaper than making them again, and exact."""
+"""Results that wait in host memory for their backward: where that is cheaper than making them
+again, and exact.
+"""
 
 from __future__ import annotations
 

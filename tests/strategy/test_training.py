@@ -1,6 +1,8 @@
-"""What surrounds the steps: validation, checkpoints, accumulation, clipping, batches of another shape, batch scopes.
+"""What surrounds the steps: validation, checkpoints, accumulation, clipping, batches of another
+shape, batch scopes.
 
-Each compares with a plain single-process Trainer on the global batches, or with a run of the same strategy.
+Each compares with a plain single-process Trainer on the global batches, or with a run of the same
+strategy.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def train(
     validate: bool = False,
     **trainer_arguments: Any,
 ) -> dict[str, Any]:
-    """One training in fp64 without shuffling; `strategy=None` is the plain Trainer on the global batches."""
+    """One training in fp64 without shuffling; `strategy=None` is the plain Trainer on the global
+    batches.
+    """
     torch.manual_seed(7)
     torch.set_default_dtype(torch.float64)
     try:
@@ -155,7 +159,9 @@ def test_validation_sees_whole_parameters(pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", [ZERO3, TENSOR], ids=lambda s: s["parallel"])
 def test_checkpoints_are_ordinary_and_resume_anywhere(pool, tmp_path: Path, strategy: dict) -> None:
-    """alpa -> file -> alpa, and alpa -> file -> plain Trainer, equal the plain training that was never interrupted."""
+    """alpa -> file -> alpa, and alpa -> file -> plain Trainer, equal the plain training that was
+    never interrupted.
+    """
     root = str(tmp_path)
     reference = train(MLP, root, None, max_epochs=2)
     strategy = {**strategy, "checkpoint": "single"}
@@ -172,7 +178,9 @@ def test_checkpoints_are_ordinary_and_resume_anywhere(pool, tmp_path: Path, stra
 
 
 def test_a_checkpoint_in_the_middle_of_training(pool, tmp_path: Path) -> None:
-    """A callback saves while parameters are sharded; the file is what a plain Trainer would have written."""
+    """A callback saves while parameters are sharded; the file is what a plain Trainer would have
+    written.
+    """
     plain, alpa = tmp_path / "plain", tmp_path / "alpa"
     train(MLP, str(plain), None, callbacks=[SaveMidway()])
     pool.run(2, run_with_midway_checkpoint, str(alpa))
@@ -217,7 +225,9 @@ def run_with_midway_checkpoint(root: str) -> None:
 
 
 class Measured(MLP):
-    """Logs torchmetrics objects, a number, a dict, and returns more than the loss; batches are dicts."""
+    """Logs torchmetrics objects, a number, a dict, and returns more than the loss; batches are
+    dicts.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -1,4 +1,6 @@
-"""What hooks around a batch make of its rows is tried: rows stay captured, all else runs per replica, as DDP."""
+"""What hooks around a batch make of its rows is tried: rows stay captured, all else runs per
+replica, as DDP.
+"""
 
 from __future__ import annotations
 
@@ -309,7 +311,9 @@ class RowsInABuffer(RowsOfTheStep):
 
 
 class RowsOfTheLastBatch(RowsOfTheStep):
-    """Known when the first batch ends, as it wants outputs: the second step is the first that is per replica."""
+    """Known when the first batch ends, as it wants outputs: the second step is the first that is
+    per replica.
+    """
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         pass
@@ -476,7 +480,8 @@ class Tracker:
 
 
 class AveragesOutside(Net):
-    """Its hook stores what the step reads, and changes what a trial must put back: through `.data`, in a network that
+    """Its hook stores what the step reads, and changes what a trial must put back: through `.data`,
+    in a network that
     is no submodule, in tensors, arrays and objects."""
 
     factor = 1.0
@@ -513,7 +518,9 @@ class AveragesInOtherMemory(AveragesOutside):
 
 
 class Pace:
-    """What a hook changes: an attribute of a class, a slot, an attribute of a function, of the Trainer, a dataset's."""
+    """What a hook changes: an attribute of a class, a slot, an attribute of a function, of the
+    Trainer, a dataset's.
+    """
 
     __slots__ = ("now",)
     of_all = 1.0
@@ -560,7 +567,9 @@ class TakesTheNext(RowsOfTheStep):
 
 
 class CallbackOfAThread(Net):
-    """What runs beside the step, and changes its own variables meanwhile, is no change of the step's."""
+    """What runs beside the step, and changes its own variables meanwhile, is no change of the
+    step's.
+    """
 
     class Watches(pl.Callback):
         def on_train_start(self, *_: Any) -> None:
@@ -596,7 +605,9 @@ class Fills(threading.Thread):
 
 
 class DatasetOfAThread(Net):
-    """What a thread puts into the dataset, of which the step reads something else, is all there afterwards."""
+    """What a thread puts into the dataset, of which the step reads something else, is all there
+    afterwards.
+    """
 
     def on_train_start(self) -> None:
         data = self.trainer.train_dataloader.dataset
@@ -635,7 +646,9 @@ class Lines(logging.Handler):
 def train(
     name: str, strategy: Any, root: str
 ) -> tuple[dict[str, Tensor], list[float], bool, list[str]]:
-    """Final state, losses by step, whether steps ran as written, and the lines that the package says."""
+    """Final state, losses by step, whether steps ran as written, and the lines that the package
+    says.
+    """
     torch.manual_seed(5)
     model = globals()[name]().double()
     losses: list[float] = []

@@ -1,6 +1,8 @@
-"""Programs whose steps no graph can hold: they train as they are written, as under DDP. What a user might write.
+"""Programs whose steps no graph can hold: they train as they are written, as under DDP. What a user
+might write.
 
-A program is a LightningModule without arguments; `rows(rank)` may give each rank a loader of its own.
+A program is a LightningModule without arguments; `rows(rank)` may give each rank a loader of its
+own.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class ReadsItsLoss(Program):
 
 
 class LooksAtItsWeights(Program):
-    """Whole parameters for what it generates, a gradient step and a checkpoint in the midst of a step."""
+    """Whole parameters for what it generates, a gradient step and a checkpoint in the midst of a
+    step.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, label = batch
@@ -148,7 +152,9 @@ class SelectsRows(Program):
 
 
 class Experts(nn.Module):
-    """A mixture of experts as it was first written: each gets the rows that chose it, and keeps statistics of them."""
+    """A mixture of experts as it was first written: each gets the rows that chose it, and keeps
+    statistics of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +192,9 @@ class GradientPenalty(Program):
 
 
 class LearnsToLearn(Program):
-    """MAML as learn2learn writes it: a learner shares the net's attributes, but for weights made of the net's."""
+    """MAML as learn2learn writes it: a learner shares the net's attributes, but for weights made of
+    the net's.
+    """
 
     def _learner(self, module: nn.Module) -> nn.Module:
         learner = copy.copy(module)
@@ -266,7 +274,9 @@ class Checkpointed(Program):
 
 
 class CheckpointedTwice(Checkpointed):
-    """A weight whose gradient comes in two parts: DDP refuses it; compared without recomputation."""
+    """A weight whose gradient comes in two parts: DDP refuses it; compared without
+    recomputation.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, label = batch
@@ -324,7 +334,9 @@ class OtherShapes(Program):
 
 
 class Normalized(Program):
-    """BatchNorm's statistics are rank 0's when a step begins; accumulated, clipped; dropout is each rank's own."""
+    """BatchNorm's statistics are rank 0's when a step begins; accumulated, clipped; dropout is each
+    rank's own.
+    """
 
     arguments: ClassVar = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
@@ -352,7 +364,9 @@ class Normalized(Program):
 
 
 class Recurrent(Program):
-    """Parameters that a module keeps in a list, that are used past their module, shared, and used twice."""
+    """Parameters that a module keeps in a list, that are used past their module, shared, and used
+    twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +456,9 @@ class GanEveryNSteps(Gan):
 
 
 class FrozenCritic(Gan):
-    """As in pix2pix: the critic is left frozen when a step ends, and trains again within the next."""
+    """As in pix2pix: the critic is left frozen when a step ends, and trains again within the
+    next.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, _ = batch
@@ -501,7 +517,9 @@ class SeveralBackwards(AccumulatesByHand):
 
 
 class ClipsByHand(AccumulatesByHand):
-    """Torch's norms between backward and step, by two names and of two kinds; the rest is element by element."""
+    """Torch's norms between backward and step, by two names and of two kinds; the rest is element
+    by element.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -555,7 +573,9 @@ class Sam(AccumulatesByHand):
 
 
 class ActorCritic(Program):
-    """Actions are drawn, returns computed by Python, two parts trained by two optimizers from one graph."""
+    """Actions are drawn, returns computed by Python, two parts trained by two optimizers from one
+    graph.
+    """
 
     ddp = "ddp_find_unused_parameters_true"
 
@@ -618,7 +638,9 @@ class TwoKindsOfOptimizer(Program):
 
 
 class CapturableAtFirst(Program):
-    """Something that no graph can hold comes in the fourth batch only, between two batches of one optimizer step."""
+    """Something that no graph can hold comes in the fourth batch only, between two batches of one
+    optimizer step.
+    """
 
     begins_captured = True
     arguments: ClassVar = {"accumulate_grad_batches": 2}
@@ -675,7 +697,9 @@ class AveragesParts(AveragesWeights):
 
 
 class Annealed(Program):
-    """Temperatures in a list and a length are others in every batch: each would be another capture."""
+    """Temperatures in a list and a length are others in every batch: each would be another
+    capture.
+    """
 
     begins_captured = True
 
@@ -702,7 +726,9 @@ class SparseAdjacency(Program):
 
 
 class Functions(Program):
-    """Transforms of torch.func: a step of gradient descent inside of the step, tangents, Jacobians."""
+    """Transforms of torch.func: a step of gradient descent inside of the step, tangents,
+    Jacobians.
+    """
 
     def loss(self, x: Tensor, label: Tensor) -> Tensor:
         def inner(weights: Any, x: Tensor, label: Tensor) -> Tensor:
@@ -733,7 +759,9 @@ class Scripted(Program):
 
 
 class EvaluatesInside(Program):
-    """A direction for the inputs by a net that evaluates within the step, and trains again after it."""
+    """A direction for the inputs by a net that evaluates within the step, and trains again after
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -844,7 +872,9 @@ class SparseTablesBySgd(SparseTables):
 
 
 class AccumulatesOneOfAKind(Program):
-    """The gradient of a number is complete before those that lie in shards, batch by batch of an optimizer step."""
+    """The gradient of a number is complete before those that lie in shards, batch by batch of an
+    optimizer step.
+    """
 
     arguments: ClassVar = {"accumulate_grad_batches": 2}
 
@@ -857,7 +887,9 @@ class AccumulatesOneOfAKind(Program):
 
 
 class SetsItsGradients(AccumulatesByHand):
-    """To whole tensors of its own (made sample by sample, say), and to new tensors of what is there."""
+    """To whole tensors of its own (made sample by sample, say), and to new tensors of what is
+    there.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer, weights = self.optimizers(), [self.net[0].weight, self.net[2].weight]
@@ -874,7 +906,9 @@ class SetsItsGradients(AccumulatesByHand):
 
 
 class TrainsElsewhere(Program):
-    """Backward passes of its own in a hook and in its validation, where it adapts to a batch for a while."""
+    """Backward passes of its own in a hook and in its validation, where it adapts to a batch for a
+    while.
+    """
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         x, label = batch
@@ -906,7 +940,9 @@ class TrainsElsewhere(Program):
 
 
 class Adversarial(Program):
-    """Its step runs a backward for the inputs' gradient and clears what that left in the weights."""
+    """Its step runs a backward for the inputs' gradient and clears what that left in the
+    weights.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, label = batch
@@ -970,7 +1006,9 @@ class Named(Rows):
 
 
 class CountsNames(Program):
-    """Rows are read one by one beside their names: of all ranks' rows there would be those of one rank alone."""
+    """Rows are read one by one beside their names: of all ranks' rows there would be those of one
+    rank alone.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, label, names = batch
@@ -1008,7 +1046,9 @@ class LooksAtNames(CountsNames):
 
 
 class WritesAnswers(AccumulatesByHand):
-    """Writes answers of a length that the rank's rows decide, beside a frozen reference, and learns from them twice."""
+    """Writes answers of a length that the rank's rows decide, beside a frozen reference, and learns
+    from them twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()

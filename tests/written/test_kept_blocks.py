@@ -1,4 +1,6 @@
-"""Steps as written keep the memory that they free: its pages are not asked of the system at every step again."""
+"""Steps as written keep the memory that they free: its pages are not asked of the system at every
+step again.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def faults_of_a_step(root: str) -> float:
     )
     module = Wide()
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(ROWS * STEPS, 1)), ROWS))
-    # Blocks find their places in the first dozen steps: until then the heap grows by a few of them now and then.
+    # Blocks find their places in the first dozen steps: until then the heap grows by a few of them
+    # now and then.
     return median(b - a for a, b in pairwise(module.faults[STEPS // 2 :]))
 
 

@@ -1,4 +1,6 @@
-"""Dynamic padding on each rank: batches of forty lengths. What is prepared for new lengths must not hold up the run."""
+"""Dynamic padding on each rank: batches of forty lengths. What is prepared for new lengths must not
+hold up the run.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ IN_ORDER = -1  # of lengths, not at random
 
 
 class Padded(IterableDataset):
-    """Batches [8, T, 64]: T differs from step to step; and between the ranks, where no seed for all is given."""
+    """Batches [8, T, 64]: T differs from step to step; and between the ranks, where no seed for all
+    is given.
+    """
 
     def __init__(self, seed: int | None) -> None:
         self.seed = seed

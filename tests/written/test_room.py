@@ -1,4 +1,6 @@
-"""Steps as written whose activations do not fit: the first blocks run again in the backward, as few as will do."""
+"""Steps as written whose activations do not fit: the first blocks run again in the backward, as few
+as will do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rounds of gatherings: right and without a hang whatever each rank asks for, ahead where all repeat themselves."""
+"""Rounds of gatherings: right and without a hang whatever each rank asks for, ahead where all
+repeat themselves.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ FINISH, PAUSE, UNITS = -1, -3, 6
 
 
 class Talk:
-    """Rounds of this rank; a unit's value is its number from every rank, so gatherings in another order are seen."""
+    """Rounds of this rank; a unit's value is its number from every rank, so gatherings in another
+    order are seen.
+    """
 
     def __init__(self, depth: int = 1) -> None:
         self.num_started, self.ahead, self.num_under_way = 0, 0, 0
@@ -73,7 +77,8 @@ def other_steps(seed: int) -> None:
     asked = [0]
     for _ in range(60):
         if common.random() < 0.3:
-            # Others' own pauses and ends in another number would not meet: FINISH stays where it is.
+            # Others' own pauses and ends in another number would not meet: FINISH stays where it
+            # is.
             asked = [common.choice([*range(UNITS), PAUSE]) for _ in range(common.randrange(9))]
         mine = list(asked)
         if own.random() < 0.3:

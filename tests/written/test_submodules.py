@@ -1,4 +1,6 @@
-"""Steps that no graph can hold, whose submodules are planned: DDP's numbers, with a rank for each replica."""
+"""Steps that no graph can hold, whose submodules are planned: DDP's numbers, with a rank for each
+replica.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Block(nn.Module):
 
 
 class Program(pl.LightningModule):
-    """Reads its loss, logs as users do, and has a metric, a random number and a BatchNorm of its own."""
+    """Reads its loss, logs as users do, and has a metric, a random number and a BatchNorm of its
+    own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +69,9 @@ class Program(pl.LightningModule):
 
 
 class Matches(Program):
-    """Two encoders, whose outputs are matched by code that no graph holds (the Hungarian method), across all ranks."""
+    """Two encoders, whose outputs are matched by code that no graph holds (the Hungarian method),
+    across all ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +91,9 @@ class Matches(Program):
 
 
 class Masked(Program):
-    """Rows by data in the loss, a weight that a planned module shares with code outside, a penalty on all weights."""
+    """Rows by data in the loss, a weight that a planned module shares with code outside, a penalty
+    on all weights.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens = batch[0]
@@ -169,7 +177,9 @@ class Penalized(Gan):
 
 
 class Scaled(nn.Module):
-    """Its call takes a number that its Python reads, by name, and what no program gives: an object."""
+    """Its call takes a number that its Python reads, by name, and what no program gives: an
+    object.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +197,8 @@ class Pair:
 
 
 class Unruly(Program):
-    """Forwards that run again in the backward, take numbers, return objects, have hooks, are frozen later, and an
+    """Forwards that run again in the backward, take numbers, return objects, have hooks, are frozen
+    later, and an
     evaluation."""
 
     def __init__(self) -> None:

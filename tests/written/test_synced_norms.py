@@ -1,4 +1,6 @@
-"""BatchNorm over all ranks: asked of the Trainer or of modules, as written and captured, a step is one device's."""
+"""BatchNorm over all ranks: asked of the Trainer or of modules, as written and captured, a step is
+one device's.
+"""
 
 from __future__ import annotations
 

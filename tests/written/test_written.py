@@ -1,4 +1,6 @@
-"""Steps that no graph can hold train as they are written: as under DDP, to the last digits, and the user is told."""
+"""Steps that no graph can hold train as they are written: as under DDP, to the last digits, and the
+user is told.
+"""
 
 from __future__ import annotations
 
@@ -139,15 +141,17 @@ def under_ddp(pool, tmp_path_factory):
     return get
 
 
-# Optimizers that look at all of a parameter, and steps that work on gradients themselves, need parameters whole.
+# Optimizers that look at all of a parameter, and steps that work on gradients themselves, need
+# parameters whole.
 IN_SHARDS = sorted(
     PROGRAMS.keys() - {"Lbfgs", "Sam", "Pruned", "LotteryTickets", "SparseTables", "Adversarial"}
 )
 
 
-# Parameters that are gathered once a step (ZeRO-2) are whole in all of it, as those of plain data parallelism: what
-# can go wrong is when they are gathered and when gradients are cut up. These programs step, freeze, look or begin at
-# other moments than most, or have gradients of other kinds; ZeRO-3 is tried with all.
+# Parameters that are gathered once a step (ZeRO-2) are whole in all of it, as those of plain data
+# parallelism: what can go wrong is when they are gathered and when gradients are cut up. These
+# programs step, freeze, look or begin at other moments than most, or have gradients of other kinds;
+# ZeRO-3 is tried with all.
 AT_OTHER_MOMENTS = {
     *(
         "LooksAtItsWeights",
@@ -183,7 +187,9 @@ def test_in_shards_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: 
 
 
 def gatherings(root: str, memory: float) -> list[int]:
-    """Of units of parameters, by step, in steps that write answers, on devices of `memory` bytes."""
+    """Of units of parameters, by step, in steps that write answers, on devices of `memory`
+    bytes.
+    """
     counts: list[int] = []
     start = GatherOnUse._start
 
@@ -213,7 +219,9 @@ def gatherings(root: str, memory: float) -> list[int]:
 
 
 def test_what_writes_is_gathered_twice_a_step_where_it_has_room(pool, tmp_path) -> None:
-    """Once to see that it is used again, once to stay; twice more in each of two updates and their backward passes."""
+    """Once to see that it is used again, once to stay; twice more in each of two updates and their
+    backward passes.
+    """
     with_room, _ = pool.run(RANKS, gatherings, str(tmp_path), 1e9)
     without, _ = pool.run(RANKS, gatherings, str(tmp_path), 3e3)
     assert max(with_room) < min(without)
@@ -245,8 +253,9 @@ def test_what_is_reached_past_its_module_has_no_values_in_shards_and_that_is_sai
     assert pool.run(RANKS, warnings_of_nan, "data", str(tmp_path)) == [0, 0]
 
 
-# Penalties differentiate twice, experts have shapes of their own, recurrent nets keep weights in lists, queues and
-# norms have buffers, GANs run several backward passes, some checkpoint by themselves.
+# Penalties differentiate twice, experts have shapes of their own, recurrent nets keep weights in
+# lists, queues and norms have buffers, GANs run several backward passes, some checkpoint by
+# themselves.
 MADE_AGAIN = [
     *(
         "GradientPenalty",

@@ -1,4 +1,5 @@
-"""Exact min-sum variable elimination over a problem's factors (Bertele and Brioschi, 1972), with dense numpy tables.
+"""Exact min-sum variable elimination over a problem's factors (Bertele and Brioschi, 1972), with
+dense numpy tables.
 
 It minimises seconds; the memory limit is not seen here (solve.py puts a price on bytes).
 The order is planned on sizes alone, so an instance that is too wide costs little time to decline.
@@ -29,7 +30,9 @@ class Factor:
 
 @dataclass(frozen=True)
 class Network:
-    """Variables (choices first, then layouts of widely shared values) and the factors whose sum is minimised."""
+    """Variables (choices first, then layouts of widely shared values) and the factors whose sum is
+    minimised.
+    """
 
     sizes: tuple[int, ...]
     factors: tuple[Factor, ...]
@@ -71,7 +74,8 @@ def network_of(problem: Problem) -> Network | None:
 def eliminate(
     network: Network, order: Sequence[int], kept: tuple[int, ...] = ()
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The minimum for all values of the variables `kept` (inf where every assignment is forbidden), and the minimising
+    """The minimum for all values of the variables `kept` (inf where every assignment is forbidden),
+    and the minimising
     value of every variable there: tables over `kept`."""
     holding, _, constant = _passed_on(network, order, kept)
     minimum = join([factor for v in kept for factor in holding[v]], kept, network.sizes) + constant
@@ -86,7 +90,8 @@ def eliminate(
 def _best_values(factors: Sequence[Factor], v: int, values: Sequence[np.ndarray]) -> np.ndarray:
     """The minimising value of `v`, given (arrays of) those of the other variables in its factors.
 
-    Cheaper than to keep where each entry of a whole table has its minimum: few entries are asked for.
+    Cheaper than to keep where each entry of a whole table has its minimum: few entries are asked
+    for.
     """
     total = np.zeros(1)
     for factor in factors:
@@ -97,7 +102,9 @@ def _best_values(factors: Sequence[Factor], v: int, values: Sequence[np.ndarray]
 
 
 def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
-    """[c][k]: the minimum over all assignments in which choice c takes k (two passes over the bucket tree)."""
+    """[c][k]: the minimum over all assignments in which choice c takes k (two passes over the
+    bucket tree).
+    """
     holding, inward, total = _passed_on(network, order)
     children: dict[int, list[int]] = {v: [] for v in order}
     for v, message in inward.items():
@@ -105,7 +112,8 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
             children[message.scope[0]].append(v)
     if not np.isfinite(total):
         return [np.full(size, np.inf) for size in network.sizes[: network.num_choices]]
-    # outside[v]: what the rest of the network adds to bucket v: its parent's belief less what v itself told it.
+    # outside[v]: what the rest of the network adds to bucket v: its parent's belief less what v
+    # itself told it.
     outside = {
         v: np.array(total - float(message.table))
         for v, message in inward.items()
@@ -118,7 +126,8 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
         marginals[v] = belief.reshape(len(belief), -1).min(axis=1)
         for child in children[v]:
             finite = np.isfinite(inward[child].table)
-            # Scopes are in the order of elimination: what is left has the axes of the child's message.
+            # Scopes are in the order of elimination: what is left has the axes of the child's
+            # message.
             seen = belief.min(
                 axis=tuple(i for i, u in enumerate(scope) if u not in inward[child].scope)
             )
@@ -132,7 +141,8 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
 def _passed_on(
     network: Network, order: Sequence[int], kept: tuple[int, ...] = ()
 ) -> tuple[list[list[Factor]], dict[int, Factor], float]:
-    """The first pass: the factors of every bucket, what each passes on (its minimum, over the variables that it shares
+    """The first pass: the factors of every bucket, what each passes on (its minimum, over the
+    variables that it shares
     with later ones), and the sum of what goes to none."""
     position = {v: i for i, v in enumerate((*order, *kept))}
     holding = _buckets(network, position)
@@ -144,7 +154,8 @@ def _passed_on(
             sorted({u for f in holding[v] for u in f.scope} - {v}, key=position.__getitem__)
         )
         axis = {u: i for i, u in enumerate((v, *rest))}
-        # Equal for buckets that join the same tables in the same way, as layers of one kind do: worked out once.
+        # Equal for buckets that join the same tables in the same way, as layers of one kind do:
+        # worked out once.
         key = tuple(sorted((id(f.table), *(axis[u] for u in f.scope)) for f in holding[v]))
         if key not in known:
             known[key] = join(holding[v], (v, *rest), network.sizes).min(axis=0)
@@ -175,8 +186,8 @@ def _buckets(network: Network, position: dict[int, int]) -> list[list[Factor]]:
 def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:
     """The sum of `factors` as one table over `scope`.
 
-    Small tables are added up first, next always the one that widens the sum least: each pass over the whole table
-    costs as much as all those over parts of it.
+    Small tables are added up first, next always the one that widens the sum least: each pass over
+    the whole table costs as much as all those over parts of it.
     """
     axis = {v: i for i, v in enumerate(scope)}
     left: list[np.ndarray] = []
@@ -214,7 +225,9 @@ def _through_layouts(
     factors: list[Factor],
     known: dict[tuple, np.ndarray],
 ) -> bool:
-    """Variables for the distinct layouts at both ends, tied to the choices, and one table over them."""
+    """Variables for the distinct layouts at both ends, tied to the choices, and one table over
+    them.
+    """
     ends = [(transfer.producer, np.asarray(transfer.source))]
     ends += [(use.choice, np.asarray(use.layout)) for use in transfer.uses]
     distinct = [np.unique(layout, return_inverse=True) for _, layout in ends]
@@ -237,12 +250,14 @@ def _through_layouts(
     return True
 
 
-# --- In which order variables are eliminated: the one thing that decides how large the tables become.
+# --- In which order variables are eliminated: the one thing that decides how large the tables
+# become.
 #
-# Minimum fill, weighted: next is the variable whose elimination ties the fewest and smallest pairs of others together
-# that were not tied before (Kjaerulff, 1990). On layers with many small ops around a few values (a mixture of
-# experts) the tables are ten times smaller than when the smallest next table is taken; on some others (rotary
-# positions) that one is the better, so it is the second try.
+# Minimum fill, weighted: next is the variable whose elimination ties the fewest and smallest pairs
+# of others together that were not tied before (Kjaerulff, 1990). On layers with many small ops
+# around a few values (a mixture of experts) the tables are ten times smaller than when the smallest
+# next table is taken; on some others (rotary positions) that one is the better, so it is the second
+# try.
 
 
 def plan_order(
@@ -251,7 +266,9 @@ def plan_order(
     most_in_all: float = MAX_TOTAL_ENTRIES,
     kept: Collection[int] = (),
 ) -> list[int] | None:
-    """An order of elimination whose tables have no more entries than that; None where none is found."""
+    """An order of elimination whose tables have no more entries than that; None where none is
+    found.
+    """
     for smallest_table in (False, True):
         order = elimination_order(
             network.sizes, [f.scope for f in network.factors], kept, smallest_table
@@ -272,7 +289,8 @@ def elimination_order(
 
     Args:
         sizes: values of each variable. scopes: the variables of every factor.
-        smallest_table: next is the variable with the smallest table, fill decides among equals; else the reverse.
+        smallest_table: next is the variable with the smallest table, fill decides among equals;
+            else the reverse.
     """
     around: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:

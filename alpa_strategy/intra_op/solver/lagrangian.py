@@ -1,7 +1,9 @@
-"""The memory limit as a price: min over x of seconds(x) + price * (bytes(x) - limit) is a lower bound, price >= 0.
+"""The memory limit as a price: min over x of seconds(x) + price * (bytes(x) - limit) is a lower
+bound, price >= 0.
 
-The best price is found by the secant method on the lower hull of (bytes, seconds) points (exact after a few
-eliminations); the two assignments that meet there are spliced into one that fits the limit.
+The best price is found by the secant method on the lower hull of (bytes, seconds) points (exact
+after a few eliminations); the two assignments that meet there are spliced into one that fits the
+limit.
 """
 
 import time
@@ -21,7 +23,9 @@ MAX_SWEEPS = 20
 
 @dataclass(frozen=True)
 class Dual:
-    """The best price found (s/byte), its bound (s), and the hull's points on both sides of the limit."""
+    """The best price found (s/byte), its bound (s), and the hull's points on both sides of the
+    limit.
+    """
 
     price: float
     bound: float
@@ -35,7 +39,9 @@ def point(problem: Problem, assignment: Sequence[int]) -> Solution:
 
 
 def price_memory(problem: Problem, price: float, seconds_weight: float = 1.0) -> Problem:
-    """No limit, and the seconds are seconds_weight * seconds + price * bytes; equal arrays stay shared."""
+    """No limit, and the seconds are seconds_weight * seconds + price * bytes; equal arrays stay
+    shared.
+    """
     shared: dict[tuple[int, int], np.ndarray] = {}
 
     def priced(cost: np.ndarray, memory: np.ndarray) -> np.ndarray:
@@ -71,7 +77,8 @@ def best_price(
 
     Args:
         problem: with a finite memory limit.
-        minimise: price -> (assignment, lower bound of seconds + price * bytes), None when it cannot tell.
+        minimise: price -> (assignment, lower bound of seconds + price * bytes), None when it cannot
+            tell.
         over: the optimum at price 0 (above the limit). under: any assignment within the limit.
         deadline: time.process_time() at which to stop.
     """
@@ -101,10 +108,12 @@ def best_price(
 
 
 def splice(problem: Problem, over: Solution, under: Solution, near: "Neighbourhood") -> Solution:
-    """The first choices (in the order of the graph) of one point and the last of the other, as much of `over` as fits.
+    """The first choices (in the order of the graph) of one point and the last of the other, as much
+    of `over` as fits.
 
-    In a deep model of equal layers the two points differ in every layer and are connected throughout, so that no group
-    of choices can be crossed alone; but a run of layers can, and pays for resharding once, where the two meet.
+    In a deep model of equal layers the two points differ in every layer and are connected
+    throughout, so that no group of choices can be crossed alone; but a run of layers can, and pays
+    for resharding once, where the two meet.
     """
     order = _graph_order(problem)
     best = under
@@ -130,7 +139,9 @@ def splice(problem: Problem, over: Solution, under: Solution, near: "Neighbourho
 
 
 def _graph_order(problem: Problem) -> list[int]:
-    """Choices by their place in the graph: consumers stand in order already, inputs go with their first consumer."""
+    """Choices by their place in the graph: consumers stand in order already, inputs go with their
+    first consumer.
+    """
     consumes: set[int] = set()
     first_use: dict[int, int] = {}
     for transfer in problem.transfers:
@@ -141,7 +152,8 @@ def _graph_order(problem: Problem) -> list[int]:
     return sorted(place, key=place.__getitem__)
 
 
-# --- Coordinate descent on an assignment: from a rounded relaxation to a good incumbent within the memory limit.
+# --- Coordinate descent on an assignment: from a rounded relaxation to a good incumbent within the
+# memory limit.
 
 
 class Neighbourhood:
@@ -155,7 +167,9 @@ class Neighbourhood:
                 self.incident[c].append(transfer)
 
     def totals(self, assignment: Sequence[int], c: int) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds [k], bytes [k]) of choice c and its transfers, with strategy k in place of the present one."""
+        """(seconds [k], bytes [k]) of choice c and its transfers, with strategy k in place of the
+        present one.
+        """
         choice = self.problem.choices[c]
         seconds, num_bytes = np.array(choice.cost, float), np.array(choice.memory, float)
         strategies = np.arange(len(seconds))
@@ -179,7 +193,8 @@ class Neighbourhood:
 
 
 def repair(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> list[int] | None:
-    """Bring an assignment under the memory limit by the cheapest moves per byte, then improve it within the limit.
+    """Bring an assignment under the memory limit by the cheapest moves per byte, then improve it
+    within the limit.
 
     Returns None when single moves do not get there.
     """
@@ -209,7 +224,9 @@ def repair(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> 
 
 
 def improve(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> list[int]:
-    """Change one choice at a time while the seconds fall (forbidden transfers are dear), within the memory limit."""
+    """Change one choice at a time while the seconds fall (forbidden transfers are dear), within the
+    memory limit.
+    """
     current = list(assignment)
     for _ in range(MAX_SWEEPS):
         moved = False

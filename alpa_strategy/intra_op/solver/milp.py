@@ -1,8 +1,9 @@
 """The problem as a (mixed-integer) linear program, built with arrays and solved by HiGHS.
 
-One-hot s[c, k]. For every use u of a transfer, w[u, p, q] with the marginals of the producer's source layouts and of
-the consumer's target layouts; where several uses share the transfer, z[p, q] >= w[u, p, q] carries the cost once
-(docs/formulas.md#intra-op, the y and z variables in their tightest disaggregated form).
+One-hot s[c, k]. For every use u of a transfer, w[u, p, q] with the marginals of the producer's
+source layouts and of the consumer's target layouts; where several uses share the transfer, z[p, q]
+>= w[u, p, q] carries the cost once (docs/formulas.md#intra-op, the y and z variables in their
+tightest disaggregated form).
 """
 
 import time
@@ -82,7 +83,8 @@ def formulate(problem: Problem) -> LinearProgram:
             layout = np.asarray(use.layout)
             asked = np.zeros(cost.shape[1], dtype=bool)
             asked[layout] = True
-            # w[p, q]: this use gets the value from source p in target q. Sums over q and over p are the ends' choices.
+            # w[p, q]: this use gets the value from source p in target q. Sums over q and over p are
+            # the ends' choices.
             p, q = np.nonzero(np.isfinite(cost) & asked[None, :])
             w = num_columns + np.arange(len(p))
             num_columns += len(p)
@@ -137,10 +139,12 @@ def solve_program(
     hint: Sequence[int] | None = None,
     tolerance: float = 1e-6,
 ) -> tuple[float, Mass | None]:
-    """Solve the relaxation or, with `integer`, the program itself, for at most `time_limit` seconds of CPU time.
+    """Solve the relaxation or, with `integer`, the program itself, for at most `time_limit` seconds
+    of CPU time.
 
-    `hint` is an assignment to start the integer search from, `tolerance` a relative gap at which it ends. Never prints.
-    Returns a true bound in seconds (inf: proved that no assignment exists), and the solution (None: not in time).
+    `hint` is an assignment to start the integer search from, `tolerance` a relative gap at which it
+    ends. Never prints. Returns a true bound in seconds (inf: proved that no assignment exists), and
+    the solution (None: not in time).
     """
     limit = wall = max(time_limit, 0.1)
     num_strategies = int(program.first[-1])

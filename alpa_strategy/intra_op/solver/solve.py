@@ -1,7 +1,8 @@
 """The intra-op solver: presolve, then the cheapest method that proves its answer.
 
-Without a binding memory limit: exact elimination, else the LP relaxation (usually integral), else the MIP. With one:
-the LP with the memory row, rounding and local search for an incumbent, then the MIP for what is left of the gap.
+Without a binding memory limit: exact elimination, else the LP relaxation (usually integral), else
+the MIP. With one: the LP with the memory row, rounding and local search for an incumbent, then the
+MIP for what is left of the gap.
 """
 
 import time
@@ -39,7 +40,9 @@ MAX_COLUMNS = 150_000  # the relaxation of a program of this size takes a few se
 
 @dataclass(frozen=True)
 class _Found:
-    """A solution of a presolved problem: assignment in its own indices (None: none found), bound in seconds."""
+    """A solution of a presolved problem: assignment in its own indices (None: none found), bound in
+    seconds.
+    """
 
     assignment: list[int] | None
     bound: float
@@ -60,15 +63,16 @@ def solve(
     """The cheapest assignment whose bytes are within `problem.memory_limit`.
 
     Args:
-        time_limit: seconds of this process's work (how busy the machine is changes no plan) after which the best
-            assignment found is returned, with the bound proved so far.
+        time_limit: seconds of this process's work (how busy the machine is changes no plan) after
+            which the best assignment found is returned, with the bound proved so far.
         cutoff: seconds of something else that will be taken unless this is cheaper.
         unlimited: what this function gave for the problem without its memory limit.
         tolerance: where memory binds, a relative gap at which the search ends.
 
     Raises:
         NotCheaper: as soon as it is proved that no assignment is cheaper than `cutoff`.
-        PlanError: no assignment has a finite cost, or none fits into the memory limit (it says the least bytes).
+        PlanError: no assignment has a finite cost, or none fits into the memory limit (it says the
+            least bytes).
     """
     deadline = time.process_time() + time_limit
     problem = with_shared_arrays(problem)
@@ -100,8 +104,9 @@ def solve(
 def propagate(problem: Problem) -> Solution:
     """Layouts as they follow from op to op, nothing optimised and no memory limit.
 
-    Each op takes the strategy that is cheapest as its operands lie, resharding included. What consumes nothing (a
-    parameter, what a stage receives) takes what is cheapest for its first consumer.
+    Each op takes the strategy that is cheapest as its operands lie, resharding included. What
+    consumes nothing (a parameter, what a stage receives) takes what is cheapest for its first
+    consumer.
 
     Raises:
         PlanError: an op has no strategy for its operands as they lie.
@@ -148,7 +153,9 @@ def propagate(problem: Problem) -> Solution:
 
 
 def _minimise(problem: Problem, deadline: float, only_elimination: bool = False) -> _Found:
-    """The optimum without the memory limit; none where `only_elimination` and that would take too large tables."""
+    """The optimum without the memory limit; none where `only_elimination` and that would take too
+    large tables.
+    """
     reduced = presolve(replace(problem, memory_limit=float("inf")))
     if any(len(choice.cost) == 0 for choice in reduced.problem.choices):
         return _Found(None, np.inf, "presolve")
@@ -188,7 +195,9 @@ def _solve_limited(
     cutoff: float,
     tolerance: float,
 ) -> Solution:
-    """With the memory limit binding: price, splice, prune by reduced cost, then the MIP on what is left."""
+    """With the memory limit binding: price, splice, prune by reduced cost, then the MIP on what is
+    left.
+    """
     assert free.assignment is not None
 
     def minimise(price: float) -> tuple[list[int], float] | None:
@@ -243,14 +252,18 @@ def _solve_limited(
 
 
 def _excess(problem: Problem, dual: Dual) -> list[np.ndarray] | None:
-    """[c][k]: by how many seconds every assignment with strategy k of c exceeds the priced minimum, at least."""
+    """[c][k]: by how many seconds every assignment with strategy k of c exceeds the priced minimum,
+    at least.
+    """
     planned = _planned(lagrangian.price_memory(problem, dual.price))
     base = dual.bound + dual.price * problem.memory_limit
     return None if planned is None else [marginal - base for marginal in min_marginals(*planned)]
 
 
 def _planned(problem: Problem) -> tuple[Network, list[int]] | None:
-    """The factors of a problem and an order to eliminate them in; None where tables would be too large."""
+    """The factors of a problem and an order to eliminate them in; None where tables would be too
+    large.
+    """
     network = network_of(problem)
     order = plan_order(network) if network else None
     return None if network is None or order is None else (network, order)
@@ -281,7 +294,9 @@ def _by_program(
 
 
 def _round(problem: Problem, mass: Mass | None, near: lagrangian.Neighbourhood) -> list[int] | None:
-    """The best assignment near a (fractional) solution that is finite and within the memory limit."""
+    """The best assignment near a (fractional) solution that is finite and within the memory
+    limit.
+    """
     start = (
         [int(m.argmax()) for m in mass]
         if mass is not None
