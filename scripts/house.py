@@ -27,7 +27,6 @@ MIN_COMMENT_SHARE = 0.03
 # several files; none is added here.
 TO_BE_SPLIT = {
     "capture/intercept.py",
-    "capture/python_state.py",
     "cluster/spec.py",
     "cost/model.py",
     "inter_op/candidates.py",

@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture import graph_builder, rewrites
 from alpa_strategy.capture.autocast import Autocast
 from alpa_strategy.capture.graph_builder import Builder, Memory, View, ViewStep, Write, map_refs
+from alpa_strategy.capture.module_state import changed_attributes, initialized
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
-from alpa_strategy.capture.python_state import Same, changed_attributes, initialized
+from alpa_strategy.capture.python_state import Same
 from alpa_strategy.capture.trace import StepCall, Trace, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
 from alpa_strategy.ir import graph as ir

@@ -32,15 +32,11 @@ from torch.utils import _pytree as pytree
 from torchmetrics import MetricCollection
 from torchmetrics.wrappers.abstract import WrapperMetric
 
+from alpa_strategy.capture.module_state import attributes_kept, changed_attributes
 from alpa_strategy.capture.ops import apply_as_op
+from alpa_strategy.capture.outside_state import globals_kept
 from alpa_strategy.capture.python_reads import refuse_iterator
-from alpa_strategy.capture.python_state import (
-    attributes_kept,
-    changed_attributes,
-    globals_kept,
-    is_metric,
-    patched,
-)
+from alpa_strategy.capture.python_state import is_metric, patched
 from alpa_strategy.capture.symbolic_scalars import (
     StepCounter,
     TraceNumbers,

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture import python_state
+from alpa_strategy.capture import kept_state, module_state, outside_state, python_state
 from alpa_strategy.capture.non_tensor_inputs import value_text
 from alpa_strategy.capture.python_state import (
     LIBRARIES,
@@ -398,7 +398,7 @@ def counters_for(
             for i, (holder, item, c) in enumerate(given)
             if holder.get(item) is not c
         ]:
-            raise python_state.changed_attributes(changed)
+            raise module_state.changed_attributes(changed)
 
 
 def freed(guards: Sequence[ValueGuard], places: Sequence[Place]) -> tuple[ValueGuard, ...]:
@@ -441,7 +441,7 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
     data_module = getattr(trainer, "datamodule", None)
     # Every loader has its batch size: it counts where the step may ask for one.
     loaders = (
-        python_state.loaders_of(trainer) if "batch_size" in user_code.mentioned_names(step) else []
+        outside_state.loaders_of(trainer) if "batch_size" in user_code.mentioned_names(step) else []
     )
     classes = python_state.user_classes(module)
     set_from = {
@@ -457,7 +457,7 @@ def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tupl
     ):
         dicts = [each for each in attributes.values() if isinstance(each, dict)]
         kept = [
-            each.items for v in attributes.values() for each in python_state.kept_in(v, "", set())
+            each.items for v in attributes.values() for each in kept_state.kept_in(v, "", set())
         ]
         owners += [attributes, *dicts, *(each for each in kept if isinstance(each, dict))]
     return [

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture import python_reads
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
+from alpa_strategy.capture.kept_state import KeptState, restored, state_of
 from alpa_strategy.capture.non_tensor_inputs import (
     UnreadLeaf,
     index_of,
@@ -39,14 +40,7 @@ from alpa_strategy.capture.non_tensor_inputs import (
     traced_with_leaves,
     value_text,
 )
-from alpa_strategy.capture.python_state import (
-    KeptState,
-    patched,
-    restored,
-    snapshot,
-    standing_in,
-    state_of,
-)
+from alpa_strategy.capture.python_state import patched, snapshot, standing_in
 from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError

@@ -28,8 +28,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types, value_text
+from alpa_strategy.capture.outside_state import fields_kept
 from alpa_strategy.capture.python_reads import places_of
-from alpa_strategy.capture.python_state import fields_kept, patched
+from alpa_strategy.capture.python_state import patched
 from alpa_strategy.capture.trace import likely_rows
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.comm.mesh import AxisComm

@@ -22,13 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from alpa_strategy.capture.python_state import (
-    KeptNames,
-    framework_attributes,
-    kept_in,
-    patched,
-    version_of,
-)
+from alpa_strategy.capture.kept_state import KeptNames, kept_in
+from alpa_strategy.capture.python_state import framework_attributes, patched, version_of
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
 from alpa_strategy.units import format_bytes
 

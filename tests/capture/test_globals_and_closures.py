@@ -28,7 +28,7 @@ from capture.outside_settings import CACHE, Defaults
 from torch import nn
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.python_state import fields_kept
+from alpa_strategy.capture.outside_state import fields_kept
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.guards import changed_value
 
