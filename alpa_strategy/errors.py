@@ -62,6 +62,22 @@ class NotRowsError(CaptureError):
     """
 
 
+class RuntimeMismatchError(AlpaError):
+    """What happens at run time differs from what was planned (batch shapes, optimizer, ranks)."""
+
+
+class FailedCheckError(CaptureError, RuntimeMismatchError):
+    """A check of the step's (`assert`, `if ...: raise`) does not pass on a batch.
+
+    Args:
+        own: the exception that the step would raise, with its text.
+    """
+
+    def __init__(self, problem: str, fix: str = "", own: Exception | None = None) -> None:
+        super().__init__(problem, fix)
+        self.own = own
+
+
 class ShardingError(AlpaError):
     """A layout, rule or pin asks for something that an op cannot do."""
 
@@ -72,10 +88,6 @@ class PlanError(AlpaError):
 
 class DoesNotFitError(PlanError):
     """What was planned needs more memory than a device may use."""
-
-
-class RuntimeMismatchError(AlpaError):
-    """What happens at run time differs from what was planned (batch shapes, optimizer, ranks)."""
 
 
 class UnlikeStepsError(CaptureError, RuntimeMismatchError):

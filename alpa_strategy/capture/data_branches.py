@@ -202,9 +202,59 @@ def passing_answer(frame: FrameType) -> bool | None:
     return None if raises[0] == raises[1] else raises[0]
 
 
+def raised_where_not(frame: FrameType, answer: bool) -> tuple[str, str]:
+    """Which exception `frame` raises where the truth that it asks for is not `answer`.
+
+    Returns the exception's class as `module.name`, and its text: the code's constant, or empty.
+    """
+    code = frame.f_code
+    start = _start_of_branch(code, frame.f_lasti, not answer)
+    assert start is not None  # `passing_answer` has been there
+    name, text = "builtins.RuntimeError", ""
+    for each in _way_to_raise(code, start):
+        if each.opname == "LOAD_ASSERTION_ERROR":
+            name, text = "builtins.AssertionError", ""
+        elif each.opname.startswith("LOAD_CONST"):
+            text = each.argval if isinstance(each.argval, str) else text
+        elif each.opname.startswith("LOAD_"):
+            held = _value_of(frame, each.argval)
+            if isinstance(held, type) and issubclass(held, BaseException):
+                name, text = f"{held.__module__}.{held.__qualname__}", ""
+        elif each.opname in ("FORMAT_VALUE", "BUILD_STRING", "FORMAT_SIMPLE", "BINARY_OP"):
+            return name, ""  # a text of this batch's values
+    return name, text
+
+
+def _value_of(frame: FrameType, name: Any) -> Any:
+    namespaces = (frame.f_locals, frame.f_globals, frame.f_builtins)
+    return next((each[name] for each in namespaces if name in each), None)
+
+
+def _way_to_raise(code: CodeType, start: int) -> list[dis.Instruction]:
+    """The instructions from one on to the first raise, jumps followed that are always taken."""
+    instructions, places = _instructions(code)
+    way: list[dis.Instruction] = []
+    place = start
+    while place < len(instructions) and len(way) <= len(instructions):
+        each = instructions[place]
+        way.append(each)
+        if each.opname == "RAISE_VARARGS":
+            break
+        place = places[each.argval] if each.opname in _ALWAYS_JUMP else place + 1
+    return way
+
+
 def _raises_after(code: CodeType, offset: int, truth: bool) -> bool:
     """Whether the code ends in a raise, whatever else it finds, where the truth asked for at
     `offset` is this one.
+    """
+    start = _start_of_branch(code, offset, truth)
+    return start is not None and _only_raises(code, start)
+
+
+def _start_of_branch(code: CodeType, offset: int, truth: bool) -> int | None:
+    """Place of the instruction with which the code goes on after a branch on the truth asked for
+    at `offset`; None where nothing branches on it.
     """
     instructions, places = _instructions(code)
     place = places.get(offset, len(instructions))
@@ -212,21 +262,20 @@ def _raises_after(code: CodeType, offset: int, truth: bool) -> bool:
         each = instructions[place]
         if "IF_TRUE" in each.opname or "IF_FALSE" in each.opname:
             jumps = truth == ("IF_TRUE" in each.opname)
-            if not (
-                jumps and "OR_POP" in each.opname
-            ):  # `bool(x and y)` in Python 3.11: x is what bool is given
-                return _only_raises(code, places[each.argval] if jumps else place + 1)
+            # `bool(x and y)` in Python 3.11: x is what bool is given
+            if not (jumps and "OR_POP" in each.opname):
+                return places[each.argval] if jumps else place + 1
             place = places[each.argval]
             continue
         if each.opname == "UNARY_NOT":
             truth = not truth
         elif each.opname in ("PRECALL", "CALL"):
             if not _is_bool(code, each.positions):
-                return False
+                return None
         elif each.opname != "TO_BOOL":  # from Python 3.13 on, before each jump
-            return False
+            return None
         place += 1
-    return False
+    return None
 
 
 def _only_raises(code: CodeType, start: int) -> bool:

@@ -8,18 +8,10 @@ step does by itself is refused: the captured step has the rows of all ranks alre
 
 import builtins
 import inspect
-import io
-import logging
-import os
-import random
-import sys
-import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from threading import get_ident
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -28,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from lightning.pytorch import LightningModule
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils import _pytree as pytree
 from torchmetrics import MetricCollection
 from torchmetrics.wrappers.abstract import WrapperMetric
@@ -37,6 +30,7 @@ from alpa_strategy.capture.ops import apply_as_op
 from alpa_strategy.capture.outside_state import globals_kept
 from alpa_strategy.capture.python_reads import refuse_iterator
 from alpa_strategy.capture.python_state import is_metric, patched
+from alpa_strategy.capture.side_effects import checked, side_effects_refused
 from alpa_strategy.capture.symbolic_scalars import (
     StepCounter,
     TraceNumbers,
@@ -47,7 +41,7 @@ from alpa_strategy.capture.symbolic_scalars import (
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import MetricRef, Place
 from alpa_strategy.ir.guards import MISSING, CounterRef, Guard, ValueGuard
-from alpa_strategy.ir.user_code import asked_by_user, is_user_file, user_frame
+from alpa_strategy.ir.user_code import user_frame
 
 
 @dataclass
@@ -61,10 +55,41 @@ class Recording:
     attributes: tuple[ValueGuard, ...] = ()
     trainer_reads: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)  # what the user should know, each once
-    checks: list[tuple[Tensor, bool, str]] = field(default_factory=list)
+    # value, what it must be, the user's line, class and text of the exception that is raised else
+    checks: list[tuple[Tensor, bool, str, str, str]] = field(default_factory=list)
     stored: dict[str, Any] = field(default_factory=dict)
     grown: list[Place] = field(default_factory=list)
     appended: "dict[Place, AppendedList]" = field(default_factory=dict)
+    tracer: Any = None  # what traced the step, once it has run
+    constant_inputs: frozenset[fx.Node] = frozenset()  # placeholders of buffers
+    refused: list[CaptureError] = field(default_factory=list)
+
+    def refuse(self, error: CaptureError) -> NoReturn:
+        """Raise it, and remember it: code of the step may swallow what is raised (logging does)."""
+        self.refused.append(error)
+        raise error
+
+    def traced_by(self, mode: Any, constant: Container[int]) -> None:
+        """The step has run under this mode of make_fx; these of its inputs, by number, are
+        buffers.
+        """
+        self.tracer = mode.tracer
+        inputs = [node for node in mode.tracer.graph.nodes if node.op == "placeholder"]
+        self.constant_inputs = frozenset(n for i, n in enumerate(inputs) if i in constant)
+
+    def is_of_data(self, tensor: Tensor) -> bool:
+        """Whether a tensor that the step made depends on its batch or on parameters."""
+        slot = None if self.tracer is None else get_proxy_slot(tensor, self.tracer, None)
+        waiting = [] if slot is None else [slot.proxy.node]
+        seen: set[fx.Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node.op == "placeholder" and node not in self.constant_inputs:
+                return True
+            if node not in seen:
+                seen.add(node)
+                waiting += node.all_input_nodes
+        return False
 
     def note(self, text: str) -> None:
         """The user should know this."""
@@ -232,25 +257,34 @@ def recording(
         # Outermost, so that what the other contexts put into attributes is gone when they are
         # compared.
         held: set[int] = set()  # ids of what lives longer than the step
-        stack.enter_context(attributes_kept(module, record.stored, record.grown, held))
+        stack.enter_context(
+            attributes_kept(module, record.stored, record.grown, held, record.is_of_data)
+        )
         record.appended = {place: AppendedList(place.attribute) for place in appended}
         # The attribute may be the class's: this then hides it.
         lists = [(place.holder(module), place.name, x) for place, x in record.appended.items()]
         stack.enter_context(patched(lists))
-        files = stack.enter_context(globals_kept(module, held))
+        files = stack.enter_context(globals_kept(module, held, record.is_of_data))
         stack.enter_context(patched(functions_of_counters(namespaces)))
         stack.enter_context(_recording_class(module, record, names, device))
         for name, metric in module.named_modules():
             if is_metric(metric):  # those inside a collection may be called by themselves
                 stack.enter_context(_shadowed_metric(metric, name, record))
         stack.enter_context(_forbidden_calls(record, held))
-        stack.enter_context(patched(_outside_numbers(files.values())))
+        stack.enter_context(patched(side_effects_refused(record, files)))
         stack.enter_context(collectives_refused())
         # Statistics of a captured step are all rows' without collectives of the user's.
         stack.enter_context(
             patched([(nn.SyncBatchNorm, "forward", nn.modules.batchnorm._BatchNorm.forward)])
         )
-        yield record
+        try:
+            yield record
+        except Exception as error:
+            if record.refused and error is not record.refused[0]:
+                raise record.refused[0] from error
+            raise
+        if record.refused:  # and the step's code went on
+            raise record.refused[0]
 
 
 def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Callable[..., None]]:
@@ -317,9 +351,12 @@ def _recording_class(
             _INSTEAD_OF_CHANGING,
         )
 
-    def note_print(self: LightningModule, *_: Any, **__: Any) -> None:
-        record.note(
-            f"self.print in the step ({user_frame()}) is left out: a captured step repeats tensor work only"
+    def refuse_print(self: LightningModule, *_: Any, **__: Any) -> NoReturn:
+        record.refuse(
+            CaptureError(
+                f"the step prints ({user_frame()}): captured, it would do so once and never again",
+                "print in a hook such as on_train_batch_end, and log values with self.log",
+            )
         )
 
     members = {
@@ -332,7 +369,7 @@ def _recording_class(
         ),
         "device": property(lambda self: device),
         "all_gather": lambda self, *_, **__: refuse("self.all_gather"),
-        "print": note_print,
+        "print": refuse_print,
         "logger": property(lambda self: getattr(view, "logger", None)),
         "loggers": property(lambda self: getattr(view, "loggers", [])),
         "optimizers": refuse_changing,
@@ -446,32 +483,10 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> AbstractContext
         if id(iterator) in held:
             refuse_iterator()
 
-    def check_open(file: Any, mode: str = "r", *_: Any, **__: Any) -> None:
-        if not set("wax+").isdisjoint(mode) or asked_by_user(sys._getframe(2)):
-            refusal(
-                f"open({str(file)!r}, {mode!r})",
-                "read and write files in hooks such as on_train_batch_start",
-            )()
-
-    def note_message(logger: logging.Logger, message: logging.LogRecord) -> None:
-        if is_user_file(message.pathname):
-            record.note(
-                f"messages to logging ({user_frame()}) are left out: a captured step repeats tensor work only"
-            )
-        if not any(
-            isinstance(x, Tensor) for x in pytree.tree_leaves(message.args)
-        ):  # these have no value to be said
-            handle(logger, message)
-
-    handle = logging.Logger.handle
     hooks_fix = "change gradients in on_after_backward"
     refuse_backward = refusal("backward()", "return the loss: Lightning calls backward")
     patches: list[tuple[Any, str, Any]] = [
-        (builtins, "next", _checked(next, check_iterator)),
-        *(
-            (owner, "open", _checked(open, check_open)) for owner in (builtins, io)
-        ),  # pathlib asks `io`
-        (logging.Logger, "handle", note_message),
+        (builtins, "next", checked(next, check_iterator)),
         (torch.distributions.Distribution, "__init__", init_unchecked),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),
         (
@@ -498,65 +513,6 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> AbstractContext
     return patched(patches)
 
 
-def _checked(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """`function`, which `check` may refuse to this thread; others (a loader's, a checkpoint's) just
-    call it.
-    """
-    thread = get_ident()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if get_ident() == thread:
-            check(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _outside_numbers(files: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, str, Any]]:
-    """What refuses clocks, seeds and the system's random numbers to the user's code, as `patched`
-    takes it.
-
-    files: the globals of each.
-    """
-
-    def refuse_to_user(name: str, *_: Any, **__: Any) -> None:
-        if asked_by_user(sys._getframe(2)):  # 0: here, 1: what `_checked` gives, 2: who asks
-            raise CaptureError(
-                f"the step calls {name} ({user_frame()}): captured, it would be called once",
-                "take times in hooks such as on_train_batch_start and on_train_batch_end, draw with torch, seed "
-                "before the training",
-            )
-
-    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-        return _checked(function, partial(refuse_to_user, function.__name__))
-
-    yield type(os.environ), "__setitem__", refusing(type(os.environ).__setitem__)
-    outside = [os.urandom, *(getattr(time, name) for name in _CLOCKS)]
-    outside += [
-        getattr(owner, name)
-        for owner in (torch, torch.random)
-        for name in _SEEDS
-        if hasattr(owner, name)
-    ]
-    functions = {id(each): refusing(each) for each in outside}
-    for values in (vars(time), vars(os), vars(random), vars(torch), vars(torch.random), *files):
-        yield from (
-            (values, name, functions[id(v)])
-            for name, v in list(values.items())
-            if id(v) in functions
-        )
-
-
-_CLOCKS = (
-    "time",
-    "time_ns",
-    "perf_counter",
-    "perf_counter_ns",
-    "monotonic",
-    "monotonic_ns",
-    "process_time",
-)
-_SEEDS = ("manual_seed", "seed", "set_rng_state", "fork_rng")
 _BACKWARD_HOOKS = (
     "_get_backward_hooks",
     "_get_backward_pre_hooks",
@@ -582,7 +538,7 @@ def collectives_refused() -> AbstractContextManager[None]:
         (
             module,
             name,
-            _checked(value, lambda *_, what=f"torch.distributed's {name}", **__: refuse(what)),
+            checked(value, lambda *_, what=f"torch.distributed's {name}", **__: refuse(what)),
         )
         for module in (dist, functional)
         for name, value in vars(module).items()

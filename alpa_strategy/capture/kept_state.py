@@ -10,9 +10,10 @@ import ctypes
 import pickle
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property, partial
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
@@ -28,15 +29,20 @@ from alpa_strategy.capture.python_state import (
     MAX_DEPTH,
     MAX_ITEMS,
     PLAIN,
+    RECORDS,
     SHARED,
     WITH_STATE,
     dict_of,
     has_fields,
+    is_librarys_by_descent,
+    is_own_class,
     is_user_class,
     put,
 )
 from alpa_strategy.ir.graph import Place
 from alpa_strategy.ir.guards import MISSING
+
+OfData = Callable[[Tensor], bool]
 
 
 @dataclass(frozen=True)
@@ -71,19 +77,27 @@ class Kept:
     def differs(self) -> bool:
         return self.came() != []
 
-    def changes(self) -> dict[str, Any]:
-        """What changed, as messages call it, as it is now."""
-        is_change = (
-            self.is_noticed and self.differs() and not (self.is_inside and self._is_filled_cache())
-        )
-        return {self.place: self.items} if is_change else {}
+    def changes(self, of_data: OfData = lambda _: False) -> dict[str, Any]:
+        """What changed, as messages call it, as it is now.
 
-    def _is_filled_cache(self) -> bool:
-        """Whether nothing came but new entries of a dict or a set that are no numbers: these fill
-        themselves again.
+        of_data: whether a tensor was made of the batch or of parameters.
+        """
+        if not self.is_noticed or not self.differs():
+            return {}
+        is_cache = self.is_inside and self._is_filled_cache(of_data)
+        return {} if is_cache else {self.place: self.items}
+
+    def _is_filled_cache(self, of_data: OfData) -> bool:
+        """Whether nothing came but new entries of a dict or a set that are the same at every step,
+        and no numbers: these fill themselves again.
         """
         came = self.came() if isinstance(self.items, dict | set) else None
-        return came is not None and not any(type(each) in (int, float) for each in came)
+        if came is None:
+            return False
+        held = list(_held_in(came))
+        if any(type(each) in (int, float) for each in came):
+            return False
+        return not any(isinstance(each, Tensor) and of_data(each) for each in held)
 
     def restore(self) -> None:
         """Let it hold what it did."""
@@ -110,10 +124,13 @@ class KeptNames(Kept):
     owner: Any = None  # whose attributes they are
     skipped: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()  # names that are restored, but not the user's
+    counted: frozenset[str] | None = None  # the names that count at all; None: every one
 
     def _changed(self) -> list[str]:
         names = [
-            name for name in changed_names(self.items, self.before) if name not in self.skipped
+            name
+            for name in changed_names(self.items, self.before)
+            if name not in self.skipped and (self.counted is None or name in self.counted)
         ]
         return [
             n
@@ -122,7 +139,7 @@ class KeptNames(Kept):
         ]
 
     @override
-    def changes(self) -> dict[str, Any]:
+    def changes(self, of_data: OfData = lambda _: False) -> dict[str, Any]:
         # A cached_property that was not there before fills itself again.
         held = [(n, getattr(type(self.owner), str(n), None)) for n in self._changed()]
         changed = [
@@ -150,7 +167,7 @@ class KeptHooks(Kept):
     """
 
     @override
-    def changes(self) -> dict[str, Any]:
+    def changes(self, of_data: OfData = lambda _: False) -> dict[str, Any]:
         changed = changed_names(self.items, self.before)
         return {f"{self.place}.{number}": self.items.get(number, MISSING) for number in changed}
 
@@ -172,7 +189,11 @@ class KeptAttributes(Kept):
 
 def _attributes_of(owner: Any) -> dict[str, Any]:
     if isinstance(owner, type):
-        return {name: value for name, value in vars(owner).items() if name[:1] != "_"}
+        return {
+            name: value
+            for name, value in vars(owner).items()
+            if not name.startswith(("__", "_abc_"))
+        }
     if isinstance(owner, types.CellType):
         names = ["cell_contents"]
     else:
@@ -214,17 +235,33 @@ def state_of(value: Any) -> Any:
 
 
 @contextmanager
-def restored(kept: Iterable[Kept]) -> Iterator[dict[str, Any]]:
+def restored(kept: Iterable[Kept], of_data: OfData = lambda _: False) -> Iterator[dict[str, Any]]:
     """All is afterwards what it was; the block is given a dict, in which then stands what had
-    changed.
+    changed. of_data: see `Kept.changes`.
     """
     changed: dict[str, Any] = {}
     try:
         yield changed
     finally:
         for each in kept:
-            changed |= each.changes()
+            changed |= each.changes(of_data)
             each.restore()
+
+
+def _held_in(value: Any, depth: int = 0) -> Iterator[Any]:
+    """What lies in containers and in the fields of the user's objects, and these themselves."""
+    yield value
+    if depth == MAX_DEPTH:
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        inner = value
+    elif is_user_class(type(value)) and has_fields(value):
+        inner = vars(value).values()
+    for each in inner:
+        yield from _held_in(each, depth + 1)
 
 
 def _raw(value: Any) -> Any:
@@ -252,46 +289,148 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def kept_in(
-    value: Any, place: str, seen: set[int], attribute: Place | None = None, is_noticed: bool = True
+    value: Any,
+    place: str,
+    seen: set[int],
+    attribute: Place | None = None,
+    is_noticed: bool = True,
+    named: Collection[str] = (),
 ) -> Iterator[Kept]:
     """What is to be kept of what lies at `place`: its fields, its containers, its generators of
-    random numbers, and those inside them, each once. Caches inside of objects, which only fill, are
-    not noticed. `seen` gets their ids, and
-    those of iterators, whose state cannot be kept."""
-    waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(value, (), False)]
+    random numbers, and those inside them, each once.
+
+    Objects of libraries are not walked through: of a Trainer, a strategy, a logger, a lock or a
+    queue nothing is kept, whoever holds it, and of an installed package's object its own fields
+    only. Other threads work on what lies deeper.
+
+    Args:
+        value: what lies there.
+        place: how messages call it.
+        seen: gets the ids of what is kept, and those of iterators, whose state cannot be kept.
+        attribute: of the module, where the value is one.
+        is_noticed: whether a change is one of the user's; all is restored.
+        named: attributes that the reached code names, which count in objects that are a library's
+            by descent (a thread of the user's class).
+    """
+    waiting: list[_Item] = [_Item(value, (), False, False)]
     while waiting:
-        value, keys, is_inside = waiting.pop()
-        value = value.bit_generator if isinstance(value, np.random.Generator) else value
-        value = value.get_obj() if isinstance(value, SynchronizedBase) else value
-        value = (value.args, value.keywords) if isinstance(value, partial) else value
+        item = waiting.pop()
+        value = _behind(item.value)
         kind = type(value)
         if id(value) in seen or kind in PLAIN:
             continue
-        label, found = place + "".join(f"[{key!r}]" for key in keys), list[Kept]()
-        is_object = has_fields(value) or isinstance(value, types.FunctionType | nn.Module)
+        label, found = place + "".join(f"[{key!r}]" for key in item.keys), list[Kept]()
         container = next((each for each in CONTAINERS if isinstance(value, each)), None)
-        is_small = kind is np.ndarray and value.size <= MAX_ITEMS and value.flags.writeable
-        is_small |= isinstance(value, ARRAYS) and len(value) <= MAX_ITEMS
-        if isinstance(value, WITH_STATE) or is_small:
+        is_shallow = len(item.keys) < MAX_DEPTH
+        if isinstance(value, WITH_STATE) or _is_small_array(value):
             found.append(KeptState(label, value, state_of(value), is_noticed))
-        elif is_object and len(keys) < MAX_DEPTH:
-            found.append(KeptNames(label, vars(value), dict(vars(value)), is_noticed, owner=value))
-            waiting += [(v, (*keys, k), True) for k, v in vars(value).items()]
-        elif (
-            kind is types.CellType
-            or is_user_class(value)
-            or (is_user_class(kind) and not isinstance(value, tuple))
-        ):
-            found.append(KeptAttributes(label, value, _attributes_of(value), is_noticed))
-        if container is not None:
-            place_itself = None if keys else attribute
+        elif (access := _access(value)) is not _Access.NONE and not item.of_library and is_shallow:
+            fields = vars(value)
+            by_name = frozenset(named) if access is _Access.NAMED else None
             found.append(
-                Kept(label, value, container(_raw(value)), is_noticed, place_itself, is_inside)
+                KeptNames(label, fields, dict(fields), is_noticed, owner=value, counted=by_name)
+            )
+            counted = fields if by_name is None else fields.keys() & by_name
+            of_library = access is _Access.OWN_FIELDS
+            waiting += [
+                _Item(fields[name], (*item.keys, name), True, of_library) for name in counted
+            ]
+            if access is _Access.ALL and is_own_class(kind):
+                waiting.append(_Item(kind, (*item.keys, kind.__name__), False, False))
+        elif _has_attributes(value) and is_shallow:
+            attributes = _attributes_of(value)
+            found.append(KeptAttributes(label, value, attributes, is_noticed))
+            waiting += [
+                _Item(held, (*item.keys, name), not isinstance(value, type), False)
+                for name, held in attributes.items()
+                if not isinstance(held, _DEFINITIONS) or is_own_class(held)
+            ]
+            if isinstance(value, type):
+                bases = filter(is_own_class, value.__mro__[1:])
+                waiting += [
+                    _Item(base, (*item.keys, base.__name__), False, False) for base in bases
+                ]
+        if container is not None:
+            place_itself = None if item.keys else attribute
+            found.append(
+                Kept(label, value, container(_raw(value)), is_noticed, place_itself, item.is_inside)
             )
         if found or isinstance(value, Iterator):
             seen.add(id(value))
             yield from found
         has_items = isinstance(value, list | dict | deque | tuple) and len(value) <= MAX_ITEMS
-        if has_items and len(keys) < MAX_DEPTH:
+        if has_items and is_shallow:
             items = value.items() if container is dict else enumerate(value)
-            waiting += [(item, (*keys, key), is_inside) for key, item in items]
+            waiting += [
+                _Item(held, (*item.keys, key), item.is_inside, item.of_library)
+                for key, held in items
+            ]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Something that `kept_in` has yet to look at."""
+
+    value: Any
+    keys: tuple[Any, ...]  # the way to it
+    is_inside: bool  # whether it lies inside of an object
+    of_library: bool  # whether that is an object of an installed package
+
+
+class _Access(Enum):
+    """Which of an object's fields are kept."""
+
+    ALL = 1
+    OWN_FIELDS = 2  # not those of the objects in them
+    NAMED = 3  # those that the reached code names
+    NONE = 4
+
+
+def _access(value: Any) -> _Access:
+    kind: Any = type(value)
+    if isinstance(value, types.FunctionType | nn.Module | RECORDS):
+        return _Access.ALL
+    if not has_fields(value) or not is_user_class(kind):
+        return _Access.NONE
+    if is_librarys_by_descent(kind):
+        return _Access.NAMED
+    return _Access.ALL if is_own_class(kind) else _Access.OWN_FIELDS
+
+
+def _behind(value: Any) -> Any:
+    """What holds the state of a value that only stands before it."""
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator
+    if isinstance(value, SynchronizedBase):
+        return value.get_obj()
+    if isinstance(value, partial):
+        return value.args, value.keywords
+    return value.__self__ if isinstance(value, types.MethodType) else value
+
+
+def _is_small_array(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        is_plain_array = type(value) is np.ndarray and value.flags.writeable
+        return is_plain_array and value.size <= MAX_ITEMS
+    return isinstance(value, ARRAYS) and len(value) <= MAX_ITEMS
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether it is the variable of a closure, a user's class, or an object of one with slots."""
+    if isinstance(value, types.CellType) or is_user_class(value):
+        return True
+    kind = type(value)
+    return is_user_class(kind) and not isinstance(value, tuple) and not has_fields(value)
+
+
+# What a class holds beside state.
+_DEFINITIONS = (
+    types.FunctionType,
+    classmethod,
+    staticmethod,
+    property,
+    type,
+    types.ModuleType,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+)

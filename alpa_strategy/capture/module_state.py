@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from alpa_strategy.capture.kept_state import Kept, KeptHooks, KeptNames, kept_in
+from alpa_strategy.capture.kept_state import Kept, KeptHooks, KeptNames, OfData, kept_in
 from alpa_strategy.capture.python_state import (
     LIBRARIES,
     framework_attributes,
@@ -37,7 +37,11 @@ def _class_values(kind: type) -> dict[str, Any]:
 
 @contextmanager
 def attributes_kept(
-    module: nn.Module, stored: dict[str, Any], appended: list[Place], seen: set[int]
+    module: nn.Module,
+    stored: dict[str, Any],
+    appended: list[Place],
+    seen: set[int],
+    of_data: OfData = lambda _: False,
 ) -> Iterator[None]:
     """Restore the plain attributes of all submodules; refuse a step that changed any: it would not
     happen again.
@@ -45,7 +49,7 @@ def attributes_kept(
     Containers that are attributes count too, with those inside them, and fields of objects. Where
     the step stored nothing but numbers, texts, flags and hooks, these go to `stored` instead, by
     dotted name: it may be what a first call does once (`initialized`). Lists of the module that
-    only grew go to `appended`, what is found to `seen`.
+    only grew go to `appended`, what is found to `seen`. of_data: see `Kept.changes`.
     """
     # What Lightning and nn.Module keep for themselves changes in every step.
     framework = framework_attributes() - {"_hparams", "training"}
@@ -93,7 +97,7 @@ def attributes_kept(
                 and each.came()
             ):
                 appended.append(each.attribute)
-            elif own_changes := each.changes():
+            elif own_changes := each.changes(of_data):
                 changed |= own_changes
                 for name, value in (
                     each.items.items() if isinstance(each, KeptNames | KeptHooks) else ()

@@ -4,19 +4,28 @@ that changes them is refused, and all is put back.
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from alpa_strategy.capture.kept_state import Kept, KeptNames, KeptState, kept_in, restored, state_of
+from alpa_strategy.capture.kept_state import (
+    Kept,
+    KeptNames,
+    KeptState,
+    OfData,
+    kept_in,
+    restored,
+    state_of,
+)
 from alpa_strategy.capture.python_state import (
-    CONTAINERS,
     MAX_ITEMS,
     WITH_STATE,
     functions_in,
     has_fields,
+    is_own_class,
     is_user_module,
     user_classes,
 )
@@ -25,7 +34,9 @@ from alpa_strategy.ir import user_code
 
 
 @contextmanager
-def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[str, Any]]]:
+def globals_kept(
+    module: nn.Module, seen: set[int], of_data: OfData = lambda _: False
+) -> Iterator[dict[str, dict[str, Any]]]:
     """Restore the globals (which the block is given, by file) and closures of the methods of the
     module's classes, and of the functions that they name; caches (`functools.lru_cache`) that were
     filled, with fake tensors, are emptied.
@@ -36,49 +47,39 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
     """
     kinds = user_classes(module)
     members = [member for kind in kinds for member in vars(kind).values()]
-    trainer: Any = getattr(module, "_trainer", None)
-    methods = user_code.reached_functions([cast(Any, module.training_step), *functions_in(kinds)])
-    files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
+    step: Any = module.training_step
+    methods = user_code.reached_functions([step, *_step_methods(kinds)])
     named = {name for method in methods for name in user_code.code_names(method.__code__)}
-    every = [
-        (f"{where}.{name}", name, value)
+    files = _named_files(methods, named)
+    found = [
+        (f"{where}.{name}", name, names[name])
         for where, names in files.items()
-        for name, value in names.items()
+        for name in sorted(named & names.keys())
     ]
-    found = [each for each in every if each[1] in named or isinstance(each[2], CONTAINERS)]
+    every = [value for names in files.values() for value in names.values()]
     found += [each for method in methods for each in _held_by(method)]
-    found += [(kind.__name__, "", kind) for kind in kinds]
-    # What threads work on beside the step (a monitor's, a loader's) only where the step sets or
-    # fills such attributes.
-    beside = [("trainer.callbacks", "callback", each) for each in getattr(trainer, "callbacks", ())]
-    beside += [("trainer.datamodule", "datamodule", getattr(trainer, "datamodule", None))]
-    beside += [
-        ("the dataset", "dataset", getattr(loader, "dataset", None))
-        for loader in loaders_of(trainer)
-    ]
-    sets = user_code.stored_names(cast(Any, module.training_step))
-    found += [each for each in beside if not sets.isdisjoint(dir(each[2]))]
+    found += [(f"{kind.__module__}.{kind.__name__}", "", kind) for kind in kinds]
+    found += _beside(module, user_code.stored_names(step))
     own = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
     # What other packages fill are their caches (einops: a dict of backends).
     foreign = {where: each for where, each in files.items() if where.partition(".")[0] not in own}
     installed = {
-        where for where, each in foreign.items() if user_code.is_installed(each.get("__file__", ""))
+        where for where, each in foreign.items() if _is_installed_file(each.get("__file__"))
     }
+    installed |= {kind.__module__ for kind in kinds if not is_own_class(kind)}
     kept: list[Kept] = [
-        KeptNames(where, names, dict(names), where not in installed)
+        KeptNames(where, names, dict(names), where not in installed, counted=frozenset(named))
         for where, names in files.items()
     ]
     for place, name, value in found:
         if _may_change(name, value):
             where = place.rpartition(".")[0]
-            kept += kept_in(value, place, seen, is_noticed=where not in installed)
+            kept += kept_in(value, place, seen, is_noticed=where not in installed, named=named)
     cached = [
-        (v, v.cache_info().misses)
-        for v in (*members, *(v for *_, v in every))
-        if hasattr(type(v), "cache_info")
+        (v, v.cache_info().misses) for v in (*members, *every) if hasattr(type(v), "cache_info")
     ]
     try:
-        with restored(kept) as changed:
+        with restored(kept, of_data) as changed:
             yield files
     finally:
         for function, misses in cached:
@@ -91,6 +92,54 @@ def globals_kept(module: nn.Module, seen: set[int]) -> Iterator[dict[str, dict[s
             "do it before training or in a hook such as on_train_batch_end (the returned dict arrives there), or "
             "use register_buffer for tensors",
         )
+
+
+def _step_methods(kinds: Iterable[type]) -> list[types.FunctionType]:
+    """Methods of the classes of the module tree that a step may call: not Lightning's other hooks,
+    unless the step's code names them.
+    """
+    hooks = {name for name in dir(LightningModule) if name[:1] != "_"} - {"forward"}
+    return [each for each in functions_in(kinds) if each.__name__ not in hooks]
+
+
+def _named_files(
+    methods: Collection[types.FunctionType], named: Set[str]
+) -> dict[str, dict[str, Any]]:
+    """Globals by file: those of the methods, and of the user's modules that these name
+    (`meters.ITEMS`).
+    """
+    files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
+    for module in (each for method in methods for each in user_code.imported_in(method)):
+        if not _is_installed_file(module.__file__):
+            files.setdefault(module.__name__, vars(module))
+    waiting = list(files.values())
+    while waiting:
+        names = waiting.pop()
+        for name in named & names.keys():
+            value = names[name]
+            is_own = is_user_module(value) and not _is_installed_file(value.__file__)
+            if is_own and value.__name__ not in files:
+                files[value.__name__] = vars(value)
+                waiting.append(vars(value))
+    return files
+
+
+def _is_installed_file(path: str | None) -> bool:
+    return path is not None and user_code.is_installed(path)
+
+
+def _beside(module: nn.Module, sets: Collection[str]) -> Iterator[tuple[str, str, Any]]:
+    """(place, name, value) of the Trainer's callbacks, data module and datasets.
+
+    What threads work on beside the step (a monitor's, a loader's) only where the step sets or
+    fills such attributes.
+    """
+    trainer: Any = getattr(module, "_trainer", None)
+    found = [("trainer.callbacks", "callback", each) for each in getattr(trainer, "callbacks", ())]
+    found.append(("trainer.datamodule", "datamodule", getattr(trainer, "datamodule", None)))
+    datasets = (getattr(loader, "dataset", None) for loader in loaders_of(trainer))
+    found += [("the dataset", "dataset", each) for each in datasets]
+    yield from (each for each in found if not set(sets).isdisjoint(dir(each[2])))
 
 
 def loaders_of(trainer: Any) -> list[Any]:

@@ -10,13 +10,14 @@ import ctypes
 import dataclasses
 import random
 import sys
+import threading
 import types
 import weakref
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any, TypeGuard
 
@@ -46,6 +47,32 @@ WITH_STATE = (
     *SHARED,
 )
 _MEMBERS = ("_parameters", "_buffers", "_modules")
+# Objects of Python's own classes that are nothing but their fields.
+RECORDS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, threading.local)
+# Modules whose classes other threads work on, or the framework: what descends from one of these
+# is not walked through.
+_NOT_WALKED = (
+    "threading",
+    "_thread",
+    "logging",
+    "queue",
+    "_queue",
+    "multiprocessing",
+    "concurrent",
+    "asyncio",
+    "subprocess",
+    "socket",
+    "io",
+    "_io",
+    "alpa_strategy",
+    "lightning.fabric",
+    "lightning_fabric",
+    *(
+        f"{package}.{part}"
+        for package in ("lightning.pytorch", "pytorch_lightning")
+        for part in ("trainer", "strategies", "loggers", "plugins", "accelerators", "profilers")
+    ),
+)
 MAX_DEPTH = 6
 MAX_ITEMS, MAX_COMPARED = 1000, 10_000
 
@@ -194,6 +221,25 @@ def functions_in(kinds: Iterable[type]) -> list[types.FunctionType]:
 
 def is_user_class(value: Any) -> bool:
     return isinstance(value, type) and is_user_module(sys.modules.get(value.__module__))
+
+
+def is_own_class(value: Any) -> bool:
+    """Whether it is a class of the user's own code, not of an installed package."""
+    if not is_user_class(value):
+        return False
+    file = sys.modules[value.__module__].__file__
+    return file is not None and not user_code.is_installed(file)
+
+
+@cache
+def is_librarys_by_descent(kind: type) -> bool:
+    """Whether a class is, or descends from, one whose objects other threads or the framework work
+    on: a thread, a lock, a logger, a queue, a Trainer, a strategy.
+    """
+    if issubclass(kind, threading.local):
+        return False
+    homes = (base.__module__ for base in kind.__mro__)
+    return any(f"{home}.".startswith(tuple(f"{each}." for each in _NOT_WALKED)) for home in homes)
 
 
 def is_user_module(value: Any) -> bool:

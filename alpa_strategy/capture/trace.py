@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import python_reads
@@ -158,15 +158,16 @@ def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
             held = _held(module, inputs)
             with python_reads.attribute_reads(module) as reads:
                 output = module.training_step(*arguments) if call.step is None else call.step(rows)
+            record.traced_by(get_proxy_mode(), buffers)
             _check_added(module, call.batch, rows)
             made["reads"] = reads
-            buffers = _reassigned_buffers(held, _held(module, inputs), inputs)
+            reassigned = _reassigned_buffers(held, _held(module, inputs), inputs)
         appended = [each._items for each in record.appended.values()]
         result: dict[str, Any] = {
             "output": output,
             "logs": record.logs,
             "metrics": record.metrics,
-            "buffers": buffers,
+            "buffers": reassigned,
         }
         result |= {"checks": record.checks, "appended": appended}
         outputs: list[Tensor] = []

@@ -11,7 +11,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.data_branches import UNKNOWN, ConstantValues, passing_answer
+from alpa_strategy.capture.data_branches import (
+    UNKNOWN,
+    ConstantValues,
+    passing_answer,
+    raised_where_not,
+)
 from alpa_strategy.capture.intercept import Recording
 from alpa_strategy.capture.ops import ctc_replacement, grouped_mm_replacement
 from alpa_strategy.capture.symbolic_scalars import StepCounter, alike
@@ -55,10 +60,12 @@ class TracerMode(TorchFunctionMode):
         answer = self.known.answer(_TRUTH, (tensor,), {})
         if answer is not UNKNOWN:
             return answer
-        answer = passing_answer(sys._getframe(2))  # 0: here, 1: the lambda, 2: who asks
+        asking = sys._getframe(2)  # 0: here, 1: the lambda, 2: who asks
+        answer = passing_answer(asking)
         if answer is None:
             return _TRUTH(tensor)
-        self.record.checks.append((tensor.clone(), answer, user_frame()))
+        raised = raised_where_not(asking, answer)
+        self.record.checks.append((tensor.clone(), answer, user_frame(), *raised))
         return answer
 
     def __enter__(self) -> "TracerMode":

@@ -1,7 +1,7 @@
 """A job that ends and starts as one: an exception on one rank ends all, a restarted job finds its
 own store.
 
-`FailureWatch`: the failing rank writes its traceback into the job's store (the one that formed the
+`FailureWatch`: the failing rank writes its error's name into the job's store (the one that formed the
 process group); a thread on every rank looks there once a second. No collectives, so it also works
 while the main thread hangs in one. A
 rank that was killed says nothing: it is named by the others, as the one that gives no sign of life.
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from alpa_strategy.errors import AlpaError, LostRankError
+from alpa_strategy.errors import LostRankError
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 2.0
@@ -87,7 +86,7 @@ class FailureWatch:
         """Called where `error` is about to end this rank: tell the others, and give them time to
         read it.
 
-        When another rank failed first, its traceback is shown last and this process ends at once:
+        When another rank failed first, its error is named last and this process ends at once:
         `error` is then only the consequence (a closed connection). An error that every rank raises
         by agreement ends each rank by itself.
         """
@@ -98,8 +97,7 @@ class FailureWatch:
             error, LostRankError
         ):  # at once: whoever launched the job may end it any moment
             print(f"\nalpa: {error.problem}", file=sys.stderr, flush=True)
-        trace = said if isinstance(error, AlpaError) else "".join(traceback.format_exception(error))
-        text = f"{self._rank}\n{message}\n{trace}"
+        text = f"{self._rank}\n{message}"
         try:
             first = self._main_store.compare_set(_CAUSE, "", text).decode()
             self._main_store.set(f"seen/{self._rank}", "seen")
@@ -111,7 +109,7 @@ class FailureWatch:
         except RuntimeError:  # nobody is left to tell
             print(f"\nalpa: rank {self._rank} ends: {_NO_STORE}", file=sys.stderr, flush=True)
             return
-        rank, first_message, _ = first.split("\n", 2)
+        rank, first_message = first.split("\n", 1)
         if int(rank) != self._rank and first_message != message:
             self._end_because_of(first, self._main_store)
 
@@ -170,18 +168,21 @@ class FailureWatch:
                 self._end_because_of(first, self._watch_store)
 
     def _end_because_of(self, text: str, store: Any) -> None:
-        """Show another rank's traceback and end; whichever of the two threads comes first."""
+        """Name another rank's error, which that rank shows itself, and end; whichever of the two
+        threads comes first.
+        """
         self._ending.acquire()  # never released: the process ends
-        rank, _, trace = text.split("\n", 2)
+        rank, message = text.split("\n", 1)
         sys.stdout.flush()
         print(
-            f"\nalpa: rank {self._rank} ends because rank {rank} failed:\n{trace}",
+            f"\nalpa: rank {self._rank} ends because rank {rank} failed: {message}",
             file=sys.stderr,
             flush=True,
         )
         with contextlib.suppress(RuntimeError):
             self._name_the_silent(store)
-        self.end_process()
+        # The rank that failed may be a child of this one, and has a traceback to show.
+        self.end_process(grace_seconds=2 * GRACE_SECONDS)
 
     def end_process(self, code: int = 1, grace_seconds: float = GRACE_SECONDS) -> None:
         """End this process and its children at once: its main thread may hang in a collective for

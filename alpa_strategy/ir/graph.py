@@ -42,13 +42,16 @@ class LeafRef:
 
 @dataclass(frozen=True)
 class Check:
-    """A branch of the step that only raises: `value`, as a truth, must be `expected`. `source`: the
-    line.
+    """A branch of the step that only raises: `value`, as a truth, must be `expected`.
+
+    source: the line. raised, text: class (`builtins.ValueError`) and text of what it raises.
     """
 
     value: ValueRef
     expected: bool
     source: str
+    raised: str = "builtins.RuntimeError"
+    text: str = ""
 
 
 @dataclass(frozen=True)

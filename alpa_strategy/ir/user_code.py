@@ -75,6 +75,16 @@ def user_frame() -> str:
     return "line unknown" if found is None else _describe(found.f_code, found.f_lineno)
 
 
+def own_line() -> str:
+    """`file:line: code` of the innermost frame of the running stack that is the user's own code, or
+    else an installed package's.
+    """
+    frame = _user_frame(sys._getframe(1))
+    while frame is not None and is_installed(frame.f_code.co_filename):
+        frame = _user_frame(frame.f_back)
+    return user_frame() if frame is None else _describe(frame.f_code, frame.f_lineno)
+
+
 def asked_by_user(frame: FrameType | None) -> bool:
     """Whether `frame` is of the user's code, or of the standard library's on its behalf.
 
@@ -94,6 +104,20 @@ def asked_by_user(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return asking is not None and is_user_file(asking.f_code.co_filename)
+
+
+def asking_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame at or above `frame` that is not the standard library's; None where an
+    import asks, once.
+    """
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if frame.f_code.co_name == "_find_and_load":
+            return None
+        if path[:1] != "<" and not _is_pythons(path):
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def _is_pythons(path: str) -> bool:
@@ -290,6 +314,7 @@ def _reach(function: Any, found: dict[types.FunctionType, None], depth: int) -> 
         names = set(code_names(layer.__code__))
         held = [cell.cell_contents for cell in closure_values(layer).values()]
         held += [layer.__globals__[name] for name in names if name in layer.__globals__]
+        held += imported_in(layer)
         if owner is not None:
             attributes = getattr(owner, "__dict__", {})
             held += [attributes[name] for name in names if name in attributes]
@@ -299,8 +324,33 @@ def _reach(function: Any, found: dict[types.FunctionType, None], depth: int) -> 
                 _reach(callee, found, depth + 1)
 
 
+def imported_in(function: types.FunctionType) -> list[types.ModuleType]:
+    """The user's modules that the code of a function may import in its body."""
+    package = function.__globals__.get("__package__") or ""
+    found = []
+    for name in code_names(function.__code__):
+        for path in (name, f"{package}.{name}"):
+            module = sys.modules.get(path)
+            file = getattr(module, "__file__", None)
+            if module is not None and isinstance(file, str) and is_user_file(file):
+                found.append(module)
+    return found
+
+
+_MAX_HELD = 100  # items of a container whose functions are looked at
+
+
 def functions_of(value: Any, names: set[str]) -> Iterator[Any]:
-    """The user's functions that code with `names` may call by way of `value`."""
+    """The user's functions that code with `names` may call by way of `value`, or of the items of
+    such a container.
+    """
+    if isinstance(value, list | tuple | dict) and len(value) <= _MAX_HELD:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _functions_of_one(item, names)
+    yield from _functions_of_one(value, names)
+
+
+def _functions_of_one(value: Any, names: set[str]) -> Iterator[Any]:
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         if is_user_code(value):
             yield value

@@ -104,8 +104,8 @@ def capture(
             )
         except Exception as error:
             if isinstance(error, AlpaError) or not (job.may_run_as_written or job.submodules):
-                if is_joint and not isinstance(error, AlpaError):
-                    error.add_note(f"alpa: {_JOINT_ROWS}")
+                if not isinstance(error, AlpaError):
+                    _explain(error, is_joint)
                 raise
             text = f"{type(error).__name__}: {error}\n  at {user_line(error.__traceback__)}"
             raise CaptureError(f"training_step cannot be captured: {text}") from error
@@ -125,6 +125,18 @@ def capture(
     leaves.begin(batch)
     leaves.finish()
     return step
+
+
+def _explain(error: Exception, is_joint: bool) -> None:
+    """An error of the user's step, which stays what it is, says under what the step has run."""
+    if is_joint:
+        error.add_note(f"alpa: {_JOINT_ROWS}")
+    if error.__cause__ is None:
+        error.__cause__ = CaptureError(
+            f"training_step raises {type(error).__name__} while it is captured\n"
+            f"  at {user_line(error.__traceback__)}",
+            "see the error below, which is the step's own",
+        )
 
 
 def _with_numbers(

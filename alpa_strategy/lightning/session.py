@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from alpa_strategy.capture.python_state import requiring_grad
 from alpa_strategy.comm.collectives import any_rank, world_size
 from alpa_strategy.display.table import plan_table
-from alpa_strategy.errors import AlpaError, CaptureError
+from alpa_strategy.errors import AlpaError, CaptureError, FailedCheckError
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import DeferredInit, stays_sharded
 from alpa_strategy.lightning.evaluation_loop import EvaluationLoop
@@ -154,16 +154,18 @@ class Session:
         assert self.run is not None
         self.run.begin_check(batch)
         try:
-            return self.run.training_step(batch, batch_idx, as_written)
+            with _caused_by(self._why_written):
+                return self.run.training_step(batch, batch_idx, as_written)
         except CaptureError as error:
-            if self.run.plan.is_as_written or not self._make_job().may_run_as_written:
-                raise
-            if self.deferred_init.was_needed and stays_sharded(self.run):
+            is_final = self.run.plan.is_as_written or not self._make_job().may_run_as_written
+            if is_final or (self.deferred_init.was_needed and stays_sharded(self.run)):
+                if isinstance(error, FailedCheckError) and error.own is not None:
+                    raise error.own from error
                 raise
             self._why_written = error
-        return self._go_on_as_written(self.run, batch, batch_idx).training_step(
-            batch, batch_idx, as_written
-        )
+        run = self._go_on_as_written(self.run, batch, batch_idx)
+        with _caused_by(self._why_written):
+            return run.training_step(batch, batch_idx, as_written)
 
     def _go_on_as_written(self, run: "PlacedModule", batch: Any, batch_idx: int) -> "PlacedModule":
         """What runs this step and all that follow after `run`, perhaps between batches of one
@@ -329,6 +331,29 @@ class Session:
         if self.run is not None:
             self.run.close()
         self.run = None
+
+
+@contextmanager
+def _caused_by(why: CaptureError | None) -> Iterator[None]:
+    """An error of the user's step that `why` foretold has it as its cause; any other stays as it
+    is.
+    """
+    try:
+        yield
+    except AlpaError:
+        raise
+    except Exception as error:
+        if error.__cause__ is None and error is not why and _foretells(why, error):
+            error.__cause__ = why
+        raise
+
+
+def _foretells(why: BaseException | None, error: Exception) -> bool:
+    """Whether the step was not captured, or a captured one ended, because it raises this error."""
+    if isinstance(why, FailedCheckError):
+        return True
+    text = f"{type(error).__name__}: "
+    return isinstance(why, CaptureError) and text in why.problem
 
 
 def _show_plan(run: "PlacedModule", job: Job, process_bytes: int = 0) -> None:

@@ -7,6 +7,7 @@ metric sums over ranks when it computes.
 `MetricStates` knows whose rows a metric's state stands for.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -20,8 +21,8 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
 from alpa_strategy.comm.collectives import rank_in, world_size
 from alpa_strategy.comm.mesh import Replica
-from alpa_strategy.errors import RuntimeMismatchError
-from alpa_strategy.ir.graph import LeafRef, MetricRef, StepGraph, ValueRef
+from alpa_strategy.errors import FailedCheckError
+from alpa_strategy.ir.graph import Check, LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.ir.guards import CounterRef
 from alpa_strategy.microbatch.rules import State, cut
 
@@ -77,12 +78,26 @@ def append_to_lists(
 
 
 def verify(step: StepGraph, values: Mapping[int, Tensor]) -> None:
-    """RuntimeMismatchError when a check of the step's (`assert`, `if ...: raise`) does not pass."""
+    """FailedCheckError when a check of the step's (`assert`, `if ...: raise`) does not pass."""
     for check in step.checks:
         if bool(values[check.value.index]) != check.expected:
-            raise RuntimeMismatchError(
-                f"a check in the step failed: {check.source}", "look at the data of this batch"
+            raise FailedCheckError(
+                f"a check in the step failed: {check.source}",
+                "look at the data of this batch",
+                _exception_of(check),
             )
+
+
+def _exception_of(check: Check) -> Exception | None:
+    """What the step raises where this check fails; None where it cannot be made of a text alone."""
+    module, _, name = check.raised.rpartition(".")
+    kind = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return None
+    try:
+        return kind(check.text or check.source)
+    except TypeError:  # a class of the user's that wants something else
+        return None
 
 
 def write_buffers(module: nn.Module, step: StepGraph, values: Mapping[int, Tensor]) -> None:

@@ -536,15 +536,15 @@ class SaysAndAsks(Settled):
             * (1.0 if isinstance(self.forward, KIND) else 2.0)
         )
         if batch_idx % 2 == 0:
-            print(
+            logging.getLogger(__name__).debug(
                 "so far",
                 f"batch {batch_idx}",
             ); batch = batch * 2.0  # fmt: skip  # noqa: E702
-        logging.getLogger(__name__).warning("loss %.3f of batch %d", loss.detach(), batch_idx)
+        logging.getLogger(__name__).debug("loss %.3f of batch %d", loss.detach(), batch_idx)
         return loss
 
 
-def test_a_text_that_is_only_said_is_good_for_every_batch() -> None:
+def test_a_text_for_a_message_below_its_level_is_good_for_every_batch() -> None:
     step = capture_step(SaysAndAsks(), torch.randn(6, 4), batch_idx=2)
     assert changed_value(step.attributes) is None
     assert all(guard.holds(batch_idx=4) for guard in step.guards)

@@ -41,5 +41,7 @@ def test_one_ranks_exception_ends_all_ranks(tmp_path: Path) -> None:
     assert time.monotonic() - started < 100
     shown = done.stderr.split("rank 0 ends because rank 1 failed:")
     assert len(shown) == 2, done.stderr
-    assert "ValueError: the user's own mistake" in shown[1]
+    assert shown[1].startswith(" ValueError: the user's own mistake\n")
+    # The rank that failed shows where, and no other does.
+    assert done.stderr.count('raise ValueError("the user') == 1
     assert processes_left(tmp_path) == ""

@@ -1,0 +1,34 @@
+"""What a step says, writes and fills besides computing is what it is under DDP, rank by rank; a
+pipeline refuses it by its line.
+"""
+
+from __future__ import annotations
+
+import pytest
+from conformance.bench import RANKS, differences
+from conformance.habits import HABITS, outcomes, refusals
+
+
+@pytest.fixture(scope="module")
+def both(pool, tmp_path_factory):
+    """Outcomes of all habits by rank, under DDP and here."""
+    folders = [str(tmp_path_factory.mktemp(kind)) for kind in ("ddp", "alpa")]
+    expected = pool.run(RANKS, outcomes, "ddp", folders[0], timeout=300)
+    found = pool.run(RANKS, outcomes, "alpa", folders[1], timeout=500)
+    return expected, found
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_as_under_ddp(both, name: str) -> None:
+    expected, found = ([rank[name] for rank in kind] for kind in both)
+    assert not differences(expected, found)
+    is_seen = ("said", "warned", "lines", "count", "by name")
+    kept = any(expected[0]["held"]) or any(expected[0][key] for key in is_seen)
+    assert kept or name == "text that decides"
+
+
+def test_a_pipeline_refuses_by_the_line(pool, tmp_path) -> None:
+    for rank in pool.run(RANKS, refusals, str(tmp_path), timeout=300):
+        for name, text in rank.items():
+            assert text.startswith("CaptureError"), (name, text)
+            assert "habits.py:" in text or "changes" in text, (name, text)
