@@ -119,11 +119,13 @@ def _model(program: LinearProgram, integer: bool) -> "ModelProto":
     num_columns, num_rows = len(program.cost), len(program.row_lower)
     num_auxiliary = num_columns - program.num_strategies
     priced = np.flatnonzero(program.cost)
+    # Relaxations are solved faster with all bounds, integer programs without those that follow.
+    upper = program.upper if integer else np.ones(num_columns)
     return model_pb2.ModelProto(
         variables=model_pb2.VariablesProto(
             ids=range(num_columns),
             lower_bounds=[0.0] * num_columns,
-            upper_bounds=program.upper.tolist(),
+            upper_bounds=upper.tolist(),
             integers=[integer] * program.num_strategies + [False] * num_auxiliary,
         ),
         objective=model_pb2.ObjectiveProto(
