@@ -80,6 +80,16 @@ def test_clusters_and_the_license_are_in_the_wheel(installed, tmp_path):
     )
 
 
+def test_the_wheel_requires_ortools_and_no_other_solver(installed, tmp_path):
+    code = (
+        "import importlib.metadata as m;"
+        "print([r for r in m.requires('alpa-strategy') if r.startswith(('ortools', 'highspy'))])"
+    )
+    shown = run(installed / "python", "-c", code, cwd=tmp_path)
+    assert "ortools" in shown
+    assert "highspy" not in shown
+
+
 def test_plan_by_name_from_an_empty_folder(installed, tmp_path):
     shown = run(
         installed / "alpa",

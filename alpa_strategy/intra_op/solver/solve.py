@@ -21,7 +21,8 @@ from alpa_strategy.intra_op.solver.elimination import (
     plan_order,
 )
 from alpa_strategy.intra_op.solver.lagrangian import Dual
-from alpa_strategy.intra_op.solver.milp import Mass, formulate, num_columns, solve_program
+from alpa_strategy.intra_op.solver.mathopt import Mass, solve_program
+from alpa_strategy.intra_op.solver.milp import formulate, num_columns
 from alpa_strategy.options import PROPAGATION
 from alpa_strategy.units import format_bytes
 
