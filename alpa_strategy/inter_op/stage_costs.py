@@ -7,7 +7,7 @@ is kept of each are the cheapest candidates for growing numbers of micro-batches
 """
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
@@ -26,6 +26,7 @@ from alpa_strategy.inter_op.layer_matrix import (
     passing_seconds,
 )
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
+from alpa_strategy.inter_op.stored_costs import job_key, runs_arguments, runs_record
 from alpa_strategy.inter_op.subgraph import crossing_values, span_name, stage_on
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.memory_choices import pinned_offload, with_offload
@@ -33,6 +34,7 @@ from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT
 from alpa_strategy.options import PROPAGATION, OptimizerInfo, PlanOptions
+from alpa_strategy.partial_results import NOT_STORED, Key, PartialResults
 from alpa_strategy.units import format_bytes
 
 # Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with
@@ -83,6 +85,13 @@ class CostJob:
     # of each layer, the meshes (first place, devices) that are pinned for it (`pins.layers_of`);
     # (): none
     places: tuple[frozenset[tuple[int, int]], ...] = ()
+    # where costs and solutions are stored as they are computed
+    results: PartialResults = field(default=NOT_STORED, compare=False, repr=False)
+
+    @cached_property
+    def content(self) -> str:
+        """Hash of everything that the costs of runs depend on, apart from their submesh."""
+        return Key(*job_key(self)).text
 
     @property
     def num_layers(self) -> int:
@@ -142,9 +151,23 @@ def stage_costs(
         prices = () if submesh in unlikely or job.options.solver == PROPAGATION else PRICES
         key = job.num_microbatches, submesh, prices
         if key not in known:
-            known[key] = run_costs(job, submesh, prices)
+            known[key] = _stored_run_costs(job, submesh, prices)
         found.append(known[key])
     return found
+
+
+def _stored_run_costs(
+    job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[float, int]]
+) -> RunCosts:
+    """As `run_costs`, or what an interrupted planning has stored of them."""
+    shapes = allowed_shapes(job.cluster, job.options, submesh)
+    return job.results.get(
+        "runs",
+        key=lambda: Key(job.content, submesh, tuple(prices)),
+        compute=lambda: run_costs(job, submesh, prices),
+        encode=runs_record,
+        decode=lambda record: RunCosts(**runs_arguments(record, job, shapes)),
+    )
 
 
 def run_costs(

@@ -22,6 +22,7 @@ from alpa_strategy.inter_op.stage_problem import (
     take_apart,
     weighted,
 )
+from alpa_strategy.inter_op.stored_costs import stage_fields, stage_record
 from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op import memory_choices
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
@@ -29,9 +30,11 @@ from alpa_strategy.intra_op.decode import busy_seconds, bytes_ahead, decode, wor
 from alpa_strategy.intra_op.memory_choices import with_host_price, with_recompute
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 from alpa_strategy.intra_op.restrict import least_of_equals, restrict
-from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, propagate, solve
+from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, propagate
+from alpa_strategy.intra_op.solver.stored import solve_stored
 from alpa_strategy.ir.plan import Collective, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.options import PROPAGATION, PlanOptions
+from alpa_strategy.partial_results import Key
 from alpa_strategy.units import format_bytes
 
 # Equal layers make many equal choices of what to keep: proving the last of the gap takes minutes.
@@ -145,6 +148,7 @@ class StageSolver:
 
     def __init__(self, job: CostJob) -> None:
         self.job = job
+        self._solve_problem = partial(solve_stored, job.results)
         self._again = memory_choices.pinned_again(job.graph, job.options)
         self._on_host = memory_choices.pinned_offload(job.graph, job.options, job.cluster.host)
         self._tables: dict[tuple, OptionTables] = {}
@@ -161,11 +165,22 @@ class StageSolver:
 
     def solve(self, wish: StageWish) -> SolvedStage:
         """The cheapest layouts of the stage that fit (where memory binds: see
-        `StagePlan.derives_again`).
+        `StagePlan.derives_again`), or those that an interrupted planning has stored.
 
         Raises:
             PlanError: none do.
         """
+        pinned = sorted(wish.pinned.items())
+        return self.job.results.get(
+            "stage",
+            key=lambda: Key(self.job.content, replace(wish, pinned={}), pinned),
+            compute=lambda: self._cheapest(wish),
+            encode=stage_record,
+            decode=lambda record: SolvedStage(**stage_fields(record, wish)),
+        )
+
+    def _cheapest(self, wish: StageWish) -> SolvedStage:
+        """See `solve`."""
         found: list[SolvedStage] = []
         failures: list[PlanError] = []
         for derives_again in (False, True) if wish.remat else (False,):
@@ -240,7 +255,7 @@ class StageSolver:
         """Without a memory limit."""
         if self.job.options.solver == PROPAGATION:
             return propagate(problem)
-        return solve(problem, self.job.options.solver_seconds)
+        return self._solve_problem(problem, self.job.options.solver_seconds)
 
     def _pinned(self, intra: IntraOp) -> IntraOp:
         """With what the user wants to be made again, and in host memory."""
@@ -311,7 +326,7 @@ class StageSolver:
         if self.job.keeps_by_tensor:
             free = free.changed(partial(memory_choices.with_stored_results, host=host))
         offloading = free = replace(
-            free, free=solve(free.intra.problem, self.job.options.solver_seconds)
+            free, free=self._solve_problem(free.intra.problem, self.job.options.solver_seconds)
         )
         for attempt in range(HOST_PRICES):
             found = self._solve(offloading, cutoff)
@@ -384,7 +399,7 @@ class StageSolver:
             problem = _without_the_largest(problem, stage.intra, limit, largest_temporary)
             if free is not None and not math.isfinite(evaluate(problem, free.assignment)[0]):
                 free = None
-            free = free or solve(
+            free = free or self._solve_problem(
                 replace(problem, memory_limit=math.inf), job.options.solver_seconds
             )
             seconds, tolerance = job.options.solver_seconds, PROVED
@@ -393,7 +408,7 @@ class StageSolver:
             elif not job.is_whole_batch:
                 tolerance = STAGE_GAP
             try:
-                solution = solve(
+                solution = self._solve_problem(
                     problem, seconds, cutoff=cutoff, unlimited=free, tolerance=tolerance
                 )
             except DoesNotFitError as error:
