@@ -29,9 +29,10 @@ from rich.text import Text
 
 from alpa_strategy.checkpoint.saving import export_checkpoint
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.progress import Progress, peak_rss_bytes
 from alpa_strategy.display.table import plan_html, plan_svg, plan_table, plan_timing, tune_table
-from alpa_strategy.errors import AlpaError, CheckpointError, OptionError, check_names
+from alpa_strategy.errors import AlpaError, CheckpointError, OptionError, check_names, printable
 from alpa_strategy.files import RECIPES, is_possible, shipped_folder
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import compiled_by_user
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(arguments)
     except AlpaError as error:
-        console = Console(stderr=True, soft_wrap=True)
+        console = make_console(stderr=True, soft_wrap=True)
         console.print(Text.assemble(("error: ", "bold red"), (error.problem, "red")))
         if error.fix:
             console.print(Text.assemble(("what to do: ", "bold"), error.fix))
@@ -199,7 +200,7 @@ def _train(arguments: argparse.Namespace) -> int:
             ", ".join(
                 [
                     f"trained {trainer.global_step} steps",
-                    *(f"{k} {v:.4g}" for k, v in shown.items()),
+                    *(f"{printable(k)} {v:.4g}" for k, v in shown.items()),
                 ]
             )
         )
@@ -221,7 +222,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     with _writing(arguments.output or "plan.json"):
         pass  # an impossible path is told before the planning
     to_cluster, overrides = _split_overrides(arguments.overrides)
-    cluster, console = ClusterSpec.load(arguments.cluster, to_cluster), Console()
+    cluster, console = ClusterSpec.load(arguments.cluster, to_cluster), make_console()
     recipe = load_recipe(arguments.recipe, overrides)
     options, given = plan_options(recipe), recipe.strategy
     limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits) if f.name in given})
@@ -240,7 +241,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.output:
         with _writing(arguments.output):
             plan.save(arguments.output)
-        console.print(f"plan stored in {arguments.output}")
+        console.print(plain(f"plan stored in {arguments.output}"))
     return 0
 
 
@@ -332,7 +333,7 @@ def _rare_collections() -> Iterator[None]:
 
 def _show(arguments: argparse.Namespace) -> int:
     plan = Plan.load(arguments.plan)
-    Console().print(plan_table(plan))
+    make_console().print(plan_table(plan))
     for path, render in ((arguments.html, plan_html), (arguments.svg, plan_svg)):
         if path:
             with _writing(path) as target:

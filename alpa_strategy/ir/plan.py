@@ -471,10 +471,11 @@ AXIS_SEPARATOR = " | "
 # More in a file is a mistake, and what is made of it would not fit into memory.
 MAX_DEVICES = 1 << 24
 MAX_MICROBATCHES = 1 << 14
-_PLACED = re.compile(r"R|S\d+")
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_PLACED = re.compile(r"R|S[0-9]{1,9}")
 _IN, _ON_HOST = " in ", " on host"
 _IN_FP32 = ", summed in fp32"
-_SEGMENTS = re.compile(r"([2-9]|[1-9]\d+) segments")
+_SEGMENTS = re.compile(r"([2-9]|[1-9][0-9]{1,8}) segments")
 _KIND_NAMES = {
     dict: "an object",
     list: "a list",
@@ -575,7 +576,7 @@ def _read_fields(kind: Any, data: dict[str, Any], where: str) -> Any:
 
 def _key(kind: type, key: str, where: str) -> Any:
     """A key; JSON knows texts only."""
-    if kind is int and not key.isdigit():
+    if kind is int and not _NUMBER.fullmatch(key):
         raise PlanError(f"{where}: {key!r} is not the number of a value", _FIX)
     return kind(key)
 

@@ -198,11 +198,11 @@ class ParallelJob(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         """Join the job's process group, and watch the other ranks."""
-        reset_seed()
         self.set_world_ranks()
         self.interrupted = False
-        if self.world_size == 1:
+        if self.world_size == 1:  # random numbers go on as under a plain Trainer
             return
+        reset_seed()
         assert self.cluster_environment is not None
         assert self._timeout is not None
         store: dict[str, Any] = {}
