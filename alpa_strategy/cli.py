@@ -40,6 +40,7 @@ from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.planner.written_plan import asks_for_written
 from alpa_strategy.recipe import (
+    KEYS,
     Recipe,
     build_data,
     build_model,
@@ -49,6 +50,9 @@ from alpa_strategy.recipe import (
 )
 
 EXIT_USER_ERROR = 2
+# What overrides of `alpa plan` may begin with besides a recipe's keys: the cluster's fields, and the
+# recipe's `strategy` by another name.
+PLAN_KEYS = ("cluster", "plan")
 SEARCHES = (
     "mcmc",
     "greedy",
@@ -102,7 +106,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def of_recipe(
-        name: str, about: str, example: str, run: Callable[[argparse.Namespace], int]
+        name: str,
+        about: str,
+        example: str,
+        run: Callable[[argparse.Namespace], int],
+        keys: Sequence[str] = KEYS,
     ) -> Any:
         command = commands.add_parser(
             name, help=about, description=f"{about[0].upper()}{about[1:]}."
@@ -111,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
             "recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped"
         )
         command.add_argument(
-            "overrides", nargs="*", metavar="key=value", help=f"for example {example}"
+            "overrides", nargs="*", metavar="key=value", help=_overrides_help(example, keys)
         )
         command.set_defaults(run=run)
         return command
@@ -121,7 +129,11 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "plan a recipe for a cluster; no devices and no weights are needed"
     plan = of_recipe(
-        "plan", about, "cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8", _plan
+        "plan",
+        about,
+        "cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8",
+        _plan,
+        (*PLAN_KEYS, *KEYS),
     )
     plan.add_argument(
         "--cluster",
@@ -178,6 +190,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.set_defaults(run=_export)
     return parser
+
+
+def _overrides_help(example: str, keys: Sequence[str]) -> str:
+    sections = [f"{key}." for key in keys if key != "seed"]
+    return f"for example {example}; a key is seed, or begins with {', '.join(sections)}"
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -372,7 +389,14 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
     to_cluster: dict[str, Any] = {}
     to_recipe: list[str] = []
     for text in overrides:
-        if text.startswith("cluster."):
+        section = re.split(r"[.=]", text, maxsplit=1)[0]
+        check_names([section], (*PLAN_KEYS, *KEYS), f"override {text!r}: unknown key")
+        if section in PLAN_KEYS and not text.startswith(f"{section}."):
+            raise OptionError(
+                f"override {text!r} names no field of {section!r}",
+                "write cluster.num_nodes=2, or plan.parallel=tensor",
+            )
+        if section == "cluster":
             key, equals, value = text.removeprefix("cluster.").partition("=")
             if not equals:
                 raise OptionError(

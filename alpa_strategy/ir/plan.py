@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from itertools import pairwise
@@ -382,6 +382,8 @@ class Plan:
     notes: tuple[
         str, ...
     ] = ()  # things that a user should know (replicated ops, unproved optimality, ...)
+    # of the notes, those on the step it was made for: another step has its own (`with_notes_of`)
+    step_notes: tuple[str, ...] = ()
     solver_seconds: dict[str, float] = field(
         default_factory=dict
     )  # how long planning took, by phase
@@ -406,6 +408,12 @@ class Plan:
     def iteration_seconds(self) -> float:
         """Of all phases, which are the step alone where there are none."""
         return sum(phase.total_seconds for phase in self.phases) or self.predicted.step_seconds
+
+    def with_notes_of(self, step_notes: tuple[str, ...]) -> "Plan":
+        """This plan for a step that has the notes `step_notes`; those on the plan itself stay."""
+        replaced = {*self.step_notes, *step_notes}
+        on_plan = [note for note in self.notes if note not in replaced]
+        return replace(self, notes=(*step_notes, *on_plan), step_notes=step_notes)
 
     def collectives(self) -> list[Collective]:
         """Every kind of collective of every stage, with kind, mesh axis, bytes and times per
@@ -497,6 +505,7 @@ _LATER |= {
     "ahead_bytes",
     "in_parts",
     "phases",
+    "step_notes",
 }
 _LARGE = (
     "predicted",
