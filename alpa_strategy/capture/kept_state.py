@@ -388,7 +388,7 @@ class _Access(Enum):
 
 def _access(value: Any) -> _Access:
     kind: Any = type(value)
-    if isinstance(value, types.FunctionType | nn.Module | RECORDS):
+    if isinstance(value, (types.FunctionType, nn.Module, *RECORDS)):
         return _Access.ALL
     if not has_fields(value) or not is_user_class(kind):
         return _Access.NONE
