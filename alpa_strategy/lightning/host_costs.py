@@ -5,13 +5,12 @@ import torch
 from alpa_strategy.cost.host import (
     LONGEST_SECONDS,
     OrderedCall,
-    assumed_loop_seconds,
-    optimizer_host_seconds,
     plan_with_host,
     time_in_order,
 )
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.planner.known_host import known_host_seconds
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.sharding.strategies import localize
 
@@ -22,11 +21,9 @@ def add_host_seconds(plan: Plan, task: PlanTask, device: torch.device) -> Plan:
     The loop's part is an assumption until it has run (`loop_clock.py`).
     """
     spec = task.cluster.device
-    num_trained = sum(parameter.meta.requires_grad for parameter in task.step.parameters)
-    host = optimizer_host_seconds(task.optimizer, num_trained, spec)
-    host += _ops_host_seconds(plan, task.step, device, spec.slowdown)
-    loop = assumed_loop_seconds(spec, len(task.step.logs))
-    return plan_with_host(plan, host, loop, spec)
+    optimizer, loop = known_host_seconds(task)
+    ops = _ops_host_seconds(plan, task.step, device, spec.slowdown)
+    return plan_with_host(plan, ops + optimizer, loop, spec)
 
 
 def _ops_host_seconds(plan: Plan, step: StepGraph, device: torch.device, slowdown: float) -> float:
