@@ -35,6 +35,7 @@ from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning import batch_rows
 from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
+from alpa_strategy.lightning.host_costs import add_host_seconds
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.same_steps import SAME_SHAPES, shapes_text
 from alpa_strategy.microbatch.transform import microbatch
@@ -301,7 +302,9 @@ def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) 
         costs = _timed(calls, task, job, budget, later=whole)
 
     costed = replace(task, costs=costs, stage_costs=partial(_measured_stage_costs, task, job))
-    return _chosen(costed, job, pinned)
+    plan = _chosen(costed, job, pinned)
+    with job.progress("time host"):
+        return add_host_seconds(plan, costed, job.device)
 
 
 def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:

@@ -56,6 +56,7 @@ from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, Predicted, j
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.partial_results import Key
+from alpa_strategy.planner.known_host import seconds_with_host
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import mesh_of
 from alpa_strategy.sharding.strategies import replicated_notes
@@ -146,7 +147,11 @@ def _plan_one_stage(
         # The ILP adds up what runs side by side: unfair to data parallelism, most of whose
         # communication is hidden.
         other = plan_of(solver.job, fingerprint, [data], [0])
-        theirs, ours = (hidden_seconds(each, task.cluster.overlap) for each in (other, plan))
+        # What the devices would save beside a host that takes longer tells no plans apart.
+        theirs, ours = (
+            seconds_with_host(hidden_seconds(each, task.cluster.overlap), task)
+            for each in (other, plan)
+        )
         if theirs != ours and theirs < (TOLD_APART if task.cluster.measured else 1.0) * ours:
             is_faster = "the reduction of gradients runs beside the backward"
             is_noise = (
