@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from alpa_strategy.comm.failure import job_store
+from alpa_strategy.comm.shared_memory import AGREEMENT_BYTES, shared_memory_group
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 
 T = TypeVar("T")
@@ -217,10 +218,7 @@ def _agreement_group(group: Any) -> Any:
     Every training step agrees several times. Through the shared memory of one host that takes a
     tenth of gloo's time, whose threads wait for a core. Collective at its first call.
     """
-    # Imported here: shared memory is set up by functions of this module.
-    from alpa_strategy.comm.shared_memory import AGREEMENT_BYTES, shared_memory_group
-
-    hosts = host_group(group) or dist.group.WORLD
+    hosts: Any = host_group(group) or dist.group.WORLD
     key = ("agreement", hosts.group_name)
     _forget_groups_of_other_jobs()
     if key not in _groups:

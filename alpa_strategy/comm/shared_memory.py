@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alpa_strategy.comm.collectives import of_all_ranks
 from alpa_strategy.errors import LostRankError
 
 FOLDER = Path("/dev/shm")
@@ -219,7 +218,8 @@ def shared_memory_group(
     total_bytes = file_bytes(size, TOTAL_BYTES if wanted_bytes is None else wanted_bytes)
     path = _new_file(total_bytes) if rank == 0 else None
     place = _host()
-    found = of_all_ranks((place, path), group)
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, (place, path), group)
     path = found[0][1]
     made = None
     if path is not None and place is not None and all(each == place for each, _ in found):
