@@ -42,6 +42,12 @@ def fill(
     a CounterRef.
     """
 
+    # Most are one tensor, or an argument of `self.log`: they need no walk.
+    if isinstance(structure, ValueRef):
+        return values[structure.index]
+    if structure is None or isinstance(structure, bool | int | float | str):
+        return structure
+
     def filled(leaf: Any) -> Any:
         if isinstance(leaf, ValueRef):
             return values[leaf.index]
