@@ -79,12 +79,9 @@ class NoFabric:
     """
 
     def __init__(self, *_: Any, **__: Any) -> NoReturn:
-        from alpa_strategy.errors import AlpaError
+        from alpa_strategy.lightning.other_entries import fabric_error
 
-        raise AlpaError(
-            'Fabric(strategy="alpa"): alpa plans the training_step of a LightningModule, and Fabric has none',
-            'put the step into a LightningModule and use Trainer(strategy="alpa"), or another strategy of Fabric',
-        )
+        raise fabric_error()
 
 
 def __getattr__(name: str) -> Any:
@@ -102,10 +99,12 @@ def _register() -> None:
     try:
         strategy = importlib.import_module("alpa_strategy.strategy")
         checkpointing = importlib.import_module("alpa_strategy.lightning.checkpointing")
+        other_entries = importlib.import_module("alpa_strategy.lightning.other_entries")
     finally:
         if was_collecting:
             gc.enable()
     checkpointing.let_directories_load()
+    other_entries.name_the_cures()
     if "alpa" not in StrategyRegistry:
         about = "Solved shardings: plans how the module is parallelised"
         StrategyRegistry.register("alpa", strategy.AlpaStrategy, description=about)

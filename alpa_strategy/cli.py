@@ -5,6 +5,7 @@ The planner waits inside the subcommands that need it.
 
 import argparse
 import gc
+import json
 import re
 import sys
 import warnings
@@ -29,16 +30,20 @@ from rich.text import Text
 
 from alpa_strategy.checkpoint.saving import export_checkpoint
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.display.console import make_console, plain
+from alpa_strategy.display.op_table import op_data, op_rows, op_table
 from alpa_strategy.display.progress import Progress, peak_rss_bytes
 from alpa_strategy.display.table import plan_html, plan_svg, plan_table, plan_timing, tune_table
-from alpa_strategy.errors import AlpaError, CheckpointError, OptionError, check_names
+from alpa_strategy.errors import AlpaError, CheckpointError, OptionError, check_names, printable
 from alpa_strategy.files import RECIPES, is_possible, shipped_folder
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import compiled_by_user
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.options import Limits, PlanOptions
+from alpa_strategy.partial_results import PartialResults
 from alpa_strategy.planner.written_plan import asks_for_written
 from alpa_strategy.recipe import (
+    KEYS,
     Recipe,
     build_data,
     build_model,
@@ -48,6 +53,9 @@ from alpa_strategy.recipe import (
 )
 
 EXIT_USER_ERROR = 2
+# What overrides of `alpa plan` may begin with besides a recipe's keys: the cluster's fields, and the
+# recipe's `strategy` by another name.
+PLAN_KEYS = ("cluster", "plan")
 SEARCHES = (
     "mcmc",
     "greedy",
@@ -68,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(arguments)
     except AlpaError as error:
-        console = Console(stderr=True, soft_wrap=True)
+        console = make_console(stderr=True, soft_wrap=True)
         console.print(Text.assemble(("error: ", "bold red"), (error.problem, "red")))
         if error.fix:
             console.print(Text.assemble(("what to do: ", "bold"), error.fix))
@@ -101,7 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def of_recipe(
-        name: str, about: str, example: str, run: Callable[[argparse.Namespace], int]
+        name: str,
+        about: str,
+        example: str,
+        run: Callable[[argparse.Namespace], int],
+        keys: Sequence[str] = KEYS,
     ) -> Any:
         command = commands.add_parser(
             name, help=about, description=f"{about[0].upper()}{about[1:]}."
@@ -110,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
             "recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped"
         )
         command.add_argument(
-            "overrides", nargs="*", metavar="key=value", help=f"for example {example}"
+            "overrides", nargs="*", metavar="key=value", help=_overrides_help(example, keys)
         )
         command.set_defaults(run=run)
         return command
@@ -120,7 +132,11 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "plan a recipe for a cluster; no devices and no weights are needed"
     plan = of_recipe(
-        "plan", about, "cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8", _plan
+        "plan",
+        about,
+        "cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8",
+        _plan,
+        (*PLAN_KEYS, *KEYS),
     )
     plan.add_argument(
         "--cluster",
@@ -159,6 +175,19 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--svg", metavar="OUT.svg", help="write a picture")
     show.set_defaults(run=_show)
 
+    ops = commands.add_parser(
+        "ops", help="how ops may be sharded: rules in index notation, and how these were proved"
+    )
+    ops.add_argument(
+        "pattern",
+        nargs="?",
+        default="*",
+        metavar="PATTERN",
+        help="a glob pattern such as 'aten.conv*', or a part of the name",
+    )
+    ops.add_argument("--json", action="store_true", help="print everything known of them as JSON")
+    ops.set_defaults(run=_ops)
+
     export = commands.add_parser(
         "export", help="turn a sharded checkpoint into an ordinary Lightning file"
     )
@@ -177,6 +206,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.set_defaults(run=_export)
     return parser
+
+
+def _overrides_help(example: str, keys: Sequence[str]) -> str:
+    sections = [f"{key}." for key in keys if key != "seed"]
+    return f"for example {example}; a key is seed, or begins with {', '.join(sections)}"
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -199,7 +233,7 @@ def _train(arguments: argparse.Namespace) -> int:
             ", ".join(
                 [
                     f"trained {trainer.global_step} steps",
-                    *(f"{k} {v:.4g}" for k, v in shown.items()),
+                    *(f"{printable(k)} {v:.4g}" for k, v in shown.items()),
                 ]
             )
         )
@@ -221,7 +255,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     with _writing(arguments.output or "plan.json"):
         pass  # an impossible path is told before the planning
     to_cluster, overrides = _split_overrides(arguments.overrides)
-    cluster, console = ClusterSpec.load(arguments.cluster, to_cluster), Console()
+    cluster, console = ClusterSpec.load(arguments.cluster, to_cluster), make_console()
     recipe = load_recipe(arguments.recipe, overrides)
     options, given = plan_options(recipe), recipe.strategy
     limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits) if f.name in given})
@@ -230,28 +264,38 @@ def _plan(arguments: argparse.Namespace) -> int:
     ):
         fix = "leave it out; one of several replicas: a cluster of its devices, and batch_scope=global"
         raise OptionError(f"{asks}: there is no plan of all devices", fix)
-    plan = (
-        _tuned(arguments, cluster, overrides, console)
-        if arguments.tune
-        else _planned(arguments, cluster, overrides)
-    )
+    progress = Progress()
+    # What a planning that was killed had computed; searches for comparison are timed from their
+    # start.
+    folder = None if arguments.search else Path(".alpa") / "planning"
+    with PartialResults(folder, progress.tell) as results:
+        planned = partial(_planned, arguments, cluster, progress=progress, results=results)
+        if arguments.tune:
+            plan = _tuned(arguments, cluster, overrides, console, planned)
+        else:
+            plan = planned(overrides)
     console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
     console.print(plan_timing(plan, peak_rss_bytes()))
     if arguments.output:
         with _writing(arguments.output):
             plan.save(arguments.output)
-        console.print(f"plan stored in {arguments.output}")
+        console.print(plain(f"plan stored in {arguments.output}"))
     return 0
 
 
-def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str]) -> Plan:
+def _planned(
+    arguments: argparse.Namespace,
+    cluster: ClusterSpec,
+    overrides: Sequence[str],
+    progress: Progress,
+    results: PartialResults,
+) -> Plan:
     """The recipe's plan."""
     from alpa_strategy.planner.optimizer_info import optimizer_info_of
     from alpa_strategy.planner.planner import make_plan
 
     recipe = load_recipe(arguments.recipe, overrides)
     options = plan_options(recipe)
-    progress = Progress()
     # Shapes are all that planning needs: a model of 39 B parameters takes no memory here.
     with progress("build the model on the meta device"), torch.device("meta"):
         model = build_model(recipe)
@@ -270,7 +314,17 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
         around = Plan.load(arguments.around) if arguments.around else None
         context = precision.train_step_context
         return make_plan(
-            model, batch, cluster, options, optimizer, progress, context, None, choose, around
+            model,
+            batch,
+            cluster,
+            options,
+            optimizer,
+            progress,
+            context,
+            None,
+            choose,
+            around,
+            results,
         )
 
 
@@ -285,7 +339,11 @@ def _search(name: str) -> Callable[..., Plan]:
 
 
 def _tuned(
-    arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str], console: Console
+    arguments: argparse.Namespace,
+    cluster: ClusterSpec,
+    overrides: Sequence[str],
+    console: Console,
+    planned: Callable[[Sequence[str]], Plan],
 ) -> Plan:
     """The plan of the best batch size around the recipe's; a table of all that were planned is
     printed.
@@ -303,9 +361,7 @@ def _tuned(
             "give a whole number, such as 8",
         )
     free = ["strategy.num_microbatches=null", *overrides]
-    found = tune_batch(
-        lambda n: _planned(arguments, cluster, [*free, f"data.batch_size={n}"]), given
-    )
+    found = tune_batch(lambda n: planned([*free, f"data.batch_size={n}"]), given)
     ranks = 1 if plan_options(recipe).rows == "global" else cluster.num_devices
     best = best_batch(found)
     console.print(tune_table(found, best, ranks))
@@ -332,11 +388,20 @@ def _rare_collections() -> Iterator[None]:
 
 def _show(arguments: argparse.Namespace) -> int:
     plan = Plan.load(arguments.plan)
-    Console().print(plan_table(plan))
+    make_console().print(plan_table(plan))
     for path, render in ((arguments.html, plan_html), (arguments.svg, plan_svg)):
         if path:
             with _writing(path) as target:
                 target.write_text(render(plan), encoding="utf-8")
+    return 0
+
+
+def _ops(arguments: argparse.Namespace) -> int:
+    rows = op_rows(arguments.pattern)
+    if arguments.json:
+        print(json.dumps(op_data(rows), indent=1))
+    else:
+        make_console().print(op_table(rows))
     return 0
 
 
@@ -371,7 +436,14 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
     to_cluster: dict[str, Any] = {}
     to_recipe: list[str] = []
     for text in overrides:
-        if text.startswith("cluster."):
+        section = re.split(r"[.=]", text, maxsplit=1)[0]
+        check_names([section], (*PLAN_KEYS, *KEYS), f"override {text!r}: unknown key")
+        if section in PLAN_KEYS and not text.startswith(f"{section}."):
+            raise OptionError(
+                f"override {text!r} names no field of {section!r}",
+                "write cluster.num_nodes=2, or plan.parallel=tensor",
+            )
+        if section == "cluster":
             key, equals, value = text.removeprefix("cluster.").partition("=")
             if not equals:
                 raise OptionError(

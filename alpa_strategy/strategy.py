@@ -38,6 +38,7 @@ from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.full_parameters import check_backward
 from alpa_strategy.lightning.job import Job, compiled_by_user, most_accumulated
+from alpa_strategy.lightning.loader_order import LoaderOrder
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ENDS, PAUSES, ParallelJob
 from alpa_strategy.lightning.session import Session
@@ -185,6 +186,7 @@ class AlpaStrategy(ParallelJob):
         self._verbose = verbose
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
         self._hooks = BatchHooks()
+        self._loader_order = LoaderOrder()
         self._session = Session(self._job, self._checkpoints)
 
     @property
@@ -300,6 +302,7 @@ class AlpaStrategy(ParallelJob):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._loader_order.use(self._module.trainer, self.world_size)
         replicas = self.limits.replicas
         checks.check_replicas(
             replicas, self.options.batch_scope, self.num_nodes, self.num_processes
@@ -477,7 +480,10 @@ class AlpaStrategy(ParallelJob):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return self._checkpoints.load(checkpoint_path, weights_only, self.checkpoint_io)
+        checkpoint = self._checkpoints.load(checkpoint_path, weights_only, self.checkpoint_io)
+        if self._checkpoints.resumes_an_epoch_of_other_ranks:
+            self._loader_order.restore(self._module.trainer)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
