@@ -94,6 +94,9 @@ class FullParameters:
             with on_use.suspended():
                 yield
             return
+        if not self.is_entered and not self._parts:  # nothing is whole: every step comes here
+            yield
+            return
         self._take_changes(is_stepping)
         is_entered, parts, is_renewed = self.is_entered, self._parts, False
         whole = [(parameter, parameter.data, parameter.grad) for parameter, _, _ in parts]

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import of_all_ranks
 from alpa_strategy.comm.mesh import Replica
-from alpa_strategy.cost.measured import device_memory_bytes
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.lightning.batch_rows import BatchHooks
 from alpa_strategy.options import LEAST_BUCKET_BYTES, Limits, PlanOptions
@@ -155,6 +154,8 @@ def compiled_as_written(
 
 def device_limit(job: Job) -> float:
     """Bytes of a device that may be used, the least of all ranks. Collective."""
+    from alpa_strategy.cost.measured import device_memory_bytes
+
     cluster = job.cluster
     own = (
         device_memory_bytes(job.device, job.devices_per_node)

@@ -52,7 +52,7 @@ from alpa_strategy.units import format_bytes, format_seconds
 
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
 FIRST_BUDGET, LATER_BUDGET = (
-    5.0,
+    3.0,
     1.0,
 )  # seconds for timing ops: of the training step, and of what is pinned to its plan
 

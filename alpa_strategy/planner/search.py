@@ -57,6 +57,7 @@ from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.partial_results import Key
 from alpa_strategy.planner.known_host import seconds_with_host
+from alpa_strategy.planner.short_steps import why_data_parallel
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import mesh_of
 from alpa_strategy.sharding.strategies import replicated_notes
@@ -64,7 +65,6 @@ from alpa_strategy.units import format_bytes
 
 BASELINES = ("data", "zero2", "zero3", "tensor")
 BACKWARD_SHARE = 2 / 3  # of compute
-TOLD_APART = 1.1  # plans by times measured in a running job: noise is seldom more
 MOST_SOLVED = (
     6  # candidates that are solved exactly, in turn, until one is as good as others promise
 )
@@ -152,13 +152,9 @@ def _plan_one_stage(
             seconds_with_host(hidden_seconds(each, task.cluster.overlap), task)
             for each in (other, plan)
         )
-        if theirs != ours and theirs < (TOLD_APART if task.cluster.measured else 1.0) * ours:
-            is_faster = "the reduction of gradients runs beside the backward"
-            is_noise = (
-                f"another plan is {theirs / ours - 1:.0%} faster as measured, which may be noise"
-            )
-            note = f"data parallel: {is_faster if theirs < ours else is_noise}"
-            plan = replace(other, notes=(*other.notes, note))
+        why = why_data_parallel(task, theirs, ours)
+        if why is not None:
+            plan = replace(other, notes=(*other.notes, f"data parallel: {why}"))
     return replace(
         plan,
         baselines={
