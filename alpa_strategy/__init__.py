@@ -19,6 +19,7 @@ from alpa_strategy.errors import AlpaError
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.checkpointing import let_directories_load
+from alpa_strategy.lightning.cli_checkpoints import let_cli_read_directories
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.schedules import Action, Schedule, register_schedule
 from alpa_strategy.strategy import AlpaStrategy
@@ -79,6 +80,7 @@ def __getattr__(name: str) -> Any:
 
 
 let_directories_load()
+let_cli_read_directories()
 if "alpa" not in StrategyRegistry:
     StrategyRegistry.register(
         "alpa", AlpaStrategy, description="Solved shardings: plans how the module is parallelised"
