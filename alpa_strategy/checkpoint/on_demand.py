@@ -30,7 +30,9 @@ class Entry:
     is_local: bool  # this rank holds all of it
     held: Any = None  # the `LocalShards`: what this rank writes of it
     cached: Tensor | None = None  # the full tensor, where views of it may be in use
-    version: int = 0  # of `cached`, when it was gathered
+    # `cached` as it was gathered: versions of tensors do not tell, as views that an operation gives
+    # within `__torch_dispatch__` have versions of their own.
+    gathered: Tensor | None = None
 
     def full(self, keeps: bool) -> Tensor:
         """The full tensor. Collective with what the other ranks do in `OnDemandGather`.
@@ -45,13 +47,15 @@ class Entry:
             return self.gather()
         tensor = self.owner.full(self)
         if keeps:
-            self.cached, self.version = tensor, tensor._version
+            self.cached, self.gathered = tensor, tensor.clone()
         return tensor
 
     @property
     def is_changed(self) -> bool:
         """Whether a hook has changed it in place."""
-        return self.cached is not None and self.cached._version != self.version
+        if self.cached is None or self.gathered is None:
+            return False
+        return not torch.equal(self.cached, self.gathered)
 
 
 class OnDemandGather:
@@ -68,7 +72,8 @@ class OnDemandGather:
     def begin(self) -> None:
         """The entries that are added from now on are those of another checkpoint."""
         for entry in self._entries:
-            entry.number, entry.cached, entry.held = -1, None, None
+            entry.number, entry.held = -1, None
+            entry.cached = entry.gathered = None
         self._entries = []
 
     def add(

@@ -68,7 +68,7 @@ class _Elsewhere(Tensor):
 
     def tolist(self) -> Any:
         """As of the full tensor."""
-        return self.in_memory().tolist()
+        return self.whole().tolist()
 
     def data_ptr(self) -> int:
         """As of the full tensor."""
@@ -83,12 +83,12 @@ class _Elsewhere(Tensor):
         return self.in_memory().storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copy = self.in_memory().clone()
+        copy = self.whole().clone()
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.in_memory().__reduce_ex__(protocol)
+        return self.whole().__reduce_ex__(protocol)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -213,7 +213,8 @@ def rate_finder(bench: Bench) -> Any:
     finder = Tuner(trainer).lr_find(model, datamodule=Data(64), num_training=8, min_lr=1e-4)
     left = sorted(name for name in os.listdir(bench.root) if name.startswith(".lr_find"))
     assert finder is not None
-    return finder.results["lr"], finder.results["loss"], left, weights(model.state_dict())
+    # Not the losses: DDP's are those of one rank's rows.
+    return finder.results["lr"], left, weights(model.state_dict())
 
 
 def rate_finder_callback(bench: Bench) -> Any:

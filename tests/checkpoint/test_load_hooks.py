@@ -63,9 +63,12 @@ class Loads(Net):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = self.change(checkpoint["state_dict"])
 
+    def on_train_start(self) -> None:
+        self.loaded = {key: value.clone() for key, value in self.state_dict().items()}
+
 
 def load(root: str, path: str, options: dict[str, Any] | None) -> dict[str, Any]:
-    """The weights after one more step, for every change to what was loaded."""
+    """The weights with which the training goes on, for every change to what was loaded."""
     found = {}
     for name, change in CHANGES.items():
         strategy: Any = "ddp"
@@ -75,7 +78,7 @@ def load(root: str, path: str, options: dict[str, Any] | None) -> dict[str, Any]
             accelerator="cpu",
             devices=2,
             strategy=strategy,
-            max_steps=3,
+            max_steps=2,
             **{**QUIET, "default_root_dir": root},
         )
         torch.manual_seed(2)
@@ -83,7 +86,7 @@ def load(root: str, path: str, options: dict[str, Any] | None) -> dict[str, Any]
         net = Loads()
         net.change = change
         trainer.fit(net, DataLoader(data, batch_size=4), ckpt_path=path)
-        found[name] = {key: value.clone() for key, value in net.state_dict().items()}
+        found[name] = net.loaded
     return found
 
 
