@@ -1,10 +1,14 @@
-"""What pyproject.toml cannot say: the top-level folders of recipes and clusters are data of the
-package in a wheel.
+"""What pyproject.toml cannot say: the top-level folders of recipes and clusters, and the
+findings on ops among the docs, are data of the package in a wheel.
 """
 
 from setuptools import find_packages, setup
 
-DATA = {"alpa_strategy.recipes": "recipes", "alpa_strategy.configs": "configs"}
+DATA = {
+    "alpa_strategy.recipes": "recipes",
+    "alpa_strategy.configs": "configs",
+    "alpa_strategy.docs": "docs",
+}
 
 setup(
     packages=[*find_packages(include=["alpa_strategy*"]), *DATA],
@@ -12,5 +16,6 @@ setup(
     package_data={
         "alpa_strategy.recipes": ["*.yaml"],
         "alpa_strategy.configs": ["clusters/*.yaml"],
+        "alpa_strategy.docs": ["op_coverage.json"],
     },
 )

@@ -5,6 +5,7 @@ The planner waits inside the subcommands that need it.
 
 import argparse
 import gc
+import json
 import re
 import sys
 import warnings
@@ -29,6 +30,7 @@ from rich.text import Text
 
 from alpa_strategy.checkpoint.saving import export_checkpoint
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.display.op_table import op_data, op_rows, op_table
 from alpa_strategy.display.progress import Progress, peak_rss_bytes
 from alpa_strategy.display.table import plan_html, plan_svg, plan_table, plan_timing, tune_table
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError, check_names
@@ -37,6 +39,7 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import compiled_by_user
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.options import Limits, PlanOptions
+from alpa_strategy.partial_results import PartialResults
 from alpa_strategy.planner.written_plan import asks_for_written
 from alpa_strategy.recipe import (
     Recipe,
@@ -159,6 +162,19 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--svg", metavar="OUT.svg", help="write a picture")
     show.set_defaults(run=_show)
 
+    ops = commands.add_parser(
+        "ops", help="how ops may be sharded: rules in index notation, and how these were proved"
+    )
+    ops.add_argument(
+        "pattern",
+        nargs="?",
+        default="*",
+        metavar="PATTERN",
+        help="a glob pattern such as 'aten.conv*', or a part of the name",
+    )
+    ops.add_argument("--json", action="store_true", help="print everything known of them as JSON")
+    ops.set_defaults(run=_ops)
+
     export = commands.add_parser(
         "export", help="turn a sharded checkpoint into an ordinary Lightning file"
     )
@@ -230,11 +246,16 @@ def _plan(arguments: argparse.Namespace) -> int:
     ):
         fix = "leave it out; one of several replicas: a cluster of its devices, and batch_scope=global"
         raise OptionError(f"{asks}: there is no plan of all devices", fix)
-    plan = (
-        _tuned(arguments, cluster, overrides, console)
-        if arguments.tune
-        else _planned(arguments, cluster, overrides)
-    )
+    progress = Progress()
+    # What a planning that was killed had computed; searches for comparison are timed from their
+    # start.
+    folder = None if arguments.search else Path(".alpa") / "planning"
+    with PartialResults(folder, progress.tell) as results:
+        planned = partial(_planned, arguments, cluster, progress=progress, results=results)
+        if arguments.tune:
+            plan = _tuned(arguments, cluster, overrides, console, planned)
+        else:
+            plan = planned(overrides)
     console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
     console.print(plan_timing(plan, peak_rss_bytes()))
     if arguments.output:
@@ -244,14 +265,19 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str]) -> Plan:
+def _planned(
+    arguments: argparse.Namespace,
+    cluster: ClusterSpec,
+    overrides: Sequence[str],
+    progress: Progress,
+    results: PartialResults,
+) -> Plan:
     """The recipe's plan."""
     from alpa_strategy.planner.optimizer_info import optimizer_info_of
     from alpa_strategy.planner.planner import make_plan
 
     recipe = load_recipe(arguments.recipe, overrides)
     options = plan_options(recipe)
-    progress = Progress()
     # Shapes are all that planning needs: a model of 39 B parameters takes no memory here.
     with progress("build the model on the meta device"), torch.device("meta"):
         model = build_model(recipe)
@@ -270,7 +296,17 @@ def _planned(arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Seq
         around = Plan.load(arguments.around) if arguments.around else None
         context = precision.train_step_context
         return make_plan(
-            model, batch, cluster, options, optimizer, progress, context, None, choose, around
+            model,
+            batch,
+            cluster,
+            options,
+            optimizer,
+            progress,
+            context,
+            None,
+            choose,
+            around,
+            results,
         )
 
 
@@ -285,7 +321,11 @@ def _search(name: str) -> Callable[..., Plan]:
 
 
 def _tuned(
-    arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str], console: Console
+    arguments: argparse.Namespace,
+    cluster: ClusterSpec,
+    overrides: Sequence[str],
+    console: Console,
+    planned: Callable[[Sequence[str]], Plan],
 ) -> Plan:
     """The plan of the best batch size around the recipe's; a table of all that were planned is
     printed.
@@ -303,9 +343,7 @@ def _tuned(
             "give a whole number, such as 8",
         )
     free = ["strategy.num_microbatches=null", *overrides]
-    found = tune_batch(
-        lambda n: _planned(arguments, cluster, [*free, f"data.batch_size={n}"]), given
-    )
+    found = tune_batch(lambda n: planned([*free, f"data.batch_size={n}"]), given)
     ranks = 1 if plan_options(recipe).rows == "global" else cluster.num_devices
     best = best_batch(found)
     console.print(tune_table(found, best, ranks))
@@ -337,6 +375,15 @@ def _show(arguments: argparse.Namespace) -> int:
         if path:
             with _writing(path) as target:
                 target.write_text(render(plan), encoding="utf-8")
+    return 0
+
+
+def _ops(arguments: argparse.Namespace) -> int:
+    rows = op_rows(arguments.pattern)
+    if arguments.json:
+        print(json.dumps(op_data(rows), indent=1))
+    else:
+        Console().print(op_table(rows))
     return 0
 
 

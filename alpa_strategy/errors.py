@@ -71,7 +71,13 @@ class PlanError(AlpaError):
 
 
 class DoesNotFitError(PlanError):
-    """What was planned needs more memory than a device may use."""
+    """What was planned needs more memory than a device may use.
+
+    Attributes:
+        least_bytes: of a device, that every plan of the problem needs; None where that is unknown.
+    """
+
+    least_bytes: float | None = None
 
 
 class RuntimeMismatchError(AlpaError):

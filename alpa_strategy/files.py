@@ -30,6 +30,7 @@ MAX_DIGITS = 19  # of a whole number: 64 bits
 # The folders of a checkout, as package data in a wheel (see setup.py).
 RECIPES = "recipes"
 CLUSTERS = "configs/clusters"
+FINDINGS = "docs"  # op_coverage.json alone
 _WHOLE_NUMBER = re.compile(r"[-+]?[0-9_]+")
 
 
@@ -93,17 +94,20 @@ def write_json(path: str | Path, data: Any) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
     """A file beside `path`, to be written in the context, that takes its place at the end. Its
     folder is made.
+
+    durable: wait until the content is on the disk, so that it is whole after a power cut, too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not `tempfile`: it makes files that only their owner can read, and teammates share a store.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        if durable:
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -179,7 +183,7 @@ def _check_values(data: Any, most: float = math.inf, most_digits: float = math.i
 
 
 def shipped_folder(folder: str) -> Path:
-    """Where `RECIPES` or `CLUSTERS` lies: inside the installed package, or beside it in a
+    """Where `RECIPES`, `CLUSTERS` or `FINDINGS` lies: inside the installed package, or beside it in a
     checkout.
     """
     package = Path(__file__).resolve().parent

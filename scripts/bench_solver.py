@@ -1,82 +1,362 @@
-"""How long the intra-op solver takes on GPT-shaped instances: python scripts/bench_solver.py
-[num_layers ...].
+"""The programs of real plans, solved by OR-tools and, where it is installed, by highspy as before.
 
-One row per size and memory limit (as a share of the way from the least bytes to those of the
-fastest assignment).
+    python scripts/bench_solver.py                            # the cells below
+    python scripts/bench_solver.py gpt_39b:p3_16xlarge_x8:8   # recipe:cluster:nodes
+    python scripts/bench_solver.py --instances /tmp/programs  # kept there for the next run
+
+Each cell is planned once, in a process of its own, and the programs that its planning solves are
+written down with their incumbents. Of every kind (recipe, mixed-integer or relaxation alone, with
+and without a memory limit, infeasible) some are taken from the smallest to the largest. An instance
+is timed as planning solves it: its arrays, its relaxation, then the integer program from the
+incumbent with the time limit of planning. OR-tools and highspy cannot be loaded together, so both
+sides run in processes of their own, in turns; the least CPU seconds of `--repeat` rounds count.
+
+Fails where an instance takes more than 1.1 times what highspy takes, or a bound is another. Those
+that neither side solves in time are listed with their bounds and not compared by seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
+import os
+import pickle
+import resource
+import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from proofs.synthetic import gpt_like, least_bytes
-from rich.console import Console
-from rich.table import Table
+from alpa_strategy.intra_op.problem import Problem, evaluate, presolve
+from alpa_strategy.intra_op.solver import solve as solving
+from alpa_strategy.intra_op.solver.milp import LinearProgram, formulate
 
-from alpa_strategy.intra_op.problem import Problem
-from alpa_strategy.intra_op.solver.solve import solve
+ROOT = Path(__file__).resolve().parents[1]
+CELLS = ("gpt_6_7b:p3_16xlarge_x8:2", "gpt_39b:p3_16xlarge_x8:8", "moe_10b:p3_16xlarge_x8:2")
+SYNTHETIC_LAYERS = (4, 14)
+PER_KIND = 8
+MOST = 1.1
+SAME_BOUND = 1e-5
+
+# What a solver is given: (program, integer, time limit, hint, tolerance); what it answers: bound in
+# seconds and the masses of the strategies.
+Solver = Callable[..., tuple[float, object]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("num_layers", nargs="*", type=int, default=[4, 16, 53])
-    parser.add_argument(
-        "--memory", nargs="*", type=float, default=[0.7, 0.3, 0.1], help="shares; 1 is the loosest"
+@dataclass(frozen=True)
+class Instance:
+    """One program as planning solves it.
+
+    Attributes:
+        kind: what it stands for; instances are chosen from each.
+        integer: whether the integer program follows the relaxation.
+        incumbent: the assignment that the integer search starts from.
+    """
+
+    name: str
+    kind: str
+    problem: Problem
+    integer: bool
+    incumbent: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one side needed for an instance: CPU seconds, bound and objective in seconds of a step
+    (infinite: proved to have no solution, nan: none found), and whether time ran out.
+    """
+
+    seconds: float
+    bound: float
+    objective: float
+    timed_out: bool
+
+
+# --- Instances
+
+
+def collect(cell: str, folder: Path) -> None:
+    """Plan a cell in this process and write down a choice of the programs that it solves."""
+    recipe, cluster, nodes = cell.split(":")
+    recorded: list[Instance] = []
+    limited, by_program = solving._solve_limited, solving._by_program
+
+    def record_limited(problem, free, least, *rest):  # type: ignore[no-untyped-def]
+        recorded.extend(_whole_problems(recipe, problem, least.num_bytes))
+        return limited(problem, free, least, *rest)
+
+    def record_program(problem, deadline, incumbent=None, tolerance=solving.PROVED):  # type: ignore[no-untyped-def]
+        kind = f"{recipe} chosen strategies"
+        recorded.append(Instance("", kind, problem, True, incumbent))
+        return by_program(problem, deadline, incumbent, tolerance)
+
+    solving._solve_limited, solving._by_program = record_limited, record_program
+    from alpa_strategy.cli import main as alpa
+
+    options = ["--cluster", cluster, f"cluster.num_nodes={nodes}", "-o", str(folder / "plan.json")]
+    sys.argv = ["alpa", "plan", recipe, *options]
+    try:
+        alpa()
+    except SystemExit as end:
+        if end.code:
+            raise
+    _write(recorded, folder)
+
+
+def _whole_problems(recipe: str, problem: Problem, least_bytes: float) -> list[Instance]:
+    """The relaxation of a whole problem: with its limit, without one, and with one that nothing
+    meets.
+    """
+    limits = {
+        "with memory": problem.memory_limit,
+        "without limit": float("inf"),
+        "infeasible": 0.98 * least_bytes,
+    }
+    instances = []
+    for name, limit in limits.items():
+        reduced = presolve(replace(problem, memory_limit=limit)).problem
+        if solving.num_columns(reduced) <= solving.MAX_COLUMNS:
+            instances.append(Instance("", f"{recipe} whole, {name}", reduced, False))
+    return instances
+
+
+def synthetic(folder: Path) -> None:
+    """GPT-shaped problems with layers that all differ: the largest programs that planning solves."""
+    from proofs.synthetic import gpt_like
+
+    instances = []
+    for num_layers in SYNTHETIC_LAYERS:
+        problem = presolve(gpt_like(num_layers, noise=0.1)).problem
+        instances.append(Instance("", f"synthetic {num_layers} layers", problem, False))
+    _write(instances, folder)
+
+
+def _write(recorded: list[Instance], folder: Path) -> None:
+    """Keep `PER_KIND` instances of each kind, evenly from the smallest to the largest."""
+    kinds: dict[str, dict[tuple[int, float], Instance]] = {}
+    for instance in recorded:
+        least = sum(float(choice.cost.min()) for choice in instance.problem.choices)
+        size = (solving.num_columns(instance.problem), least)
+        kinds.setdefault(instance.kind, {})[size] = instance
+    for kind, sizes in kinds.items():
+        ordered = [sizes[size] for size in sorted(sizes)]
+        places = np.linspace(0, len(ordered) - 1, min(PER_KIND, len(ordered)))
+        for number, place in enumerate(places.round().astype(int)):
+            named = replace(ordered[place], name=f"{kind} {number}")
+            path = folder / f"{named.name.replace(' ', '_')}.pickle"
+            path.write_bytes(pickle.dumps(named))
+
+
+# --- Both sides
+
+
+def by_highspy(
+    program: LinearProgram,
+    *,
+    integer: bool,
+    time_limit: float,
+    hint: list[int] | None = None,
+    tolerance: float = 1e-6,
+) -> tuple[float, object]:
+    """What solved the programs before: HiGHS by its own package, otherwise as `solve_program`."""
+    import highspy
+
+    model = highspy.HighsLp()
+    num_columns, num_rows = len(program.cost), len(program.row_lower)
+    model.num_col_, model.num_row_ = num_columns, num_rows
+    model.col_cost_ = program.cost
+    # Every column was bounded by 1, also where that follows.
+    model.col_lower_, model.col_upper_ = np.zeros(num_columns), np.ones(num_columns)
+    model.row_lower_, model.row_upper_ = program.row_lower, program.row_upper
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = np.searchsorted(program.row, np.arange(num_rows + 1))
+    model.a_matrix_.index_, model.a_matrix_.value_ = program.column, program.value
+
+    highs = highspy.Highs()
+    highs.silent()
+    highs.setOptionValue("time_limit", time_limit)
+    highs.setOptionValue("mip_rel_gap", tolerance)
+    highs.passModel(model)
+    strategies = np.arange(program.num_strategies, dtype=np.int32)
+    if integer:
+        kinds = np.full(len(strategies), highspy.HighsVarType.kInteger, dtype=np.uint8)
+        highs.changeColsIntegrality(len(strategies), strategies, kinds)
+    if hint is not None:
+        taken = np.isin(strategies, program.first[:-1] + np.asarray(hint))
+        highs.setSolution(len(strategies), strategies, taken.astype(float))
+    highs.run()
+
+    status, info = highs.getModelStatus(), highs.getInfo()
+    statuses = highspy.HighsModelStatus
+    if status in (statuses.kInfeasible, statuses.kUnboundedOrInfeasible):
+        return np.inf, None
+    solved = info.objective_function_value if status == statuses.kOptimal else -np.inf
+    bound = float(info.mip_dual_bound if integer else solved) * program.seconds_per_unit
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return bound, None
+    values = np.array(highs.getSolution().col_value)[: program.num_strategies]
+    return bound, tuple(np.split(values, program.first[1:-1]))
+
+
+def time_all(side: str, folder: Path, out: Path) -> None:
+    """Solve every instance of a folder by one side, in this process; the timings as JSON."""
+    from alpa_strategy.intra_op.solver.mathopt import solve_program
+
+    solver: Solver = by_highspy if side == "highspy" else solve_program
+    paths = sorted(folder.glob("*.pickle"))
+    instances = [pickle.loads(path.read_bytes()) for path in paths]
+    # What is loaded at the first call is told apart from solving.
+    before, started = _peak_bytes(), time.process_time()
+    smallest = min(instances, key=lambda instance: solving.num_columns(instance.problem))
+    solve_instance(smallest, solver)
+    loading = {"seconds": time.process_time() - started, "bytes": _peak_bytes() - before}
+    timings = {x.name: asdict(solve_instance(x, solver)) for x in instances}
+    out.write_text(json.dumps({"loading": loading, "timings": timings}))
+
+
+def solve_instance(instance: Instance, solver: Solver) -> Timing:
+    """Solve one instance as planning does (`solve._by_program`), without its rounding."""
+    limit = solving.PATIENCE if instance.integer else 60.0
+    started = time.process_time()
+    program = formulate(instance.problem)
+    bound, mass = solver(program, integer=False, time_limit=limit)
+    if instance.integer and np.isfinite(bound):
+        relaxed = bound
+        exact, mass = solver(program, integer=True, time_limit=limit, hint=instance.incumbent)
+        bound = max(relaxed, exact)
+    seconds = time.process_time() - started
+    objective = _objective(instance, mass, bound)
+    open_gap = not instance.integer or objective - bound > 2e-6 * abs(objective)
+    timed_out = np.isneginf(bound) or (instance.integer and np.isfinite(bound) and open_gap)
+    return Timing(seconds, bound, objective, bool(timed_out))
+
+
+def _objective(instance: Instance, mass: object, bound: float) -> float:
+    """Seconds of the assignment that was found; of a relaxation, its bound."""
+    if mass is None:
+        return float("nan")
+    if not instance.integer:
+        return bound
+    assignment = [int(part.argmax()) for part in mass]  # type: ignore[attr-defined]
+    return float(evaluate(instance.problem, assignment)[0])
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# --- The comparison
+
+
+def run_self(*arguments: str) -> None:
+    """This script in a process of its own, on one thread."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    subprocess.run(command, env=environment, check=True)
+
+
+def best_of(rounds: list[dict]) -> dict[str, Timing]:
+    """The fastest round of each instance."""
+    best: dict[str, Timing] = {}
+    for result in rounds:
+        for name, values in result["timings"].items():
+            timing = Timing(**values)
+            if name not in best or timing.seconds < best[name].seconds:
+                best[name] = timing
+    return best
+
+
+def compare(sides: dict[str, list[dict]], folder: Path) -> int:
+    """Print a line an instance and what both sides take in all; 1 where a limit is passed."""
+    new = best_of(sides["ortools"])
+    old = best_of(sides.get("highspy", []))
+    failed = []
+    for path in sorted(folder.glob("*.pickle")):
+        instance: Instance = pickle.loads(path.read_bytes())
+        name, after = instance.name, new[instance.name]
+        size = solving.num_columns(instance.problem)
+        line = f"{name:<44} {size:7d} columns  ortools {_shown(after)}"
+        if before := old.get(name):
+            verdict, is_good = judge(before, after)
+            line += f"  highspy {_shown(before)}  {verdict}"
+            if not is_good:
+                failed.append(name)
+        print(line, flush=True)
+    for side, results in sides.items():
+        total = sum(timing.seconds for timing in (new if side == "ortools" else old).values())
+        loading = results[0]["loading"]
+        megabytes = loading["bytes"] / 2**20
+        print(
+            f"{side}: {total:.2f} CPU-s in all; loaded and first used in"
+            f" {loading['seconds']:.2f} CPU-s, {megabytes:.0f} MiB"
+        )
+    print(f"slower than {MOST} x or another bound: {failed or 'none'}")
+    return 1 if failed else 0
+
+
+def judge(before: Timing, after: Timing) -> tuple[str, bool]:
+    """The ratio of seconds, and whether an instance is as good as before."""
+    if before.timed_out and after.timed_out:
+        return "both out of time", True
+    ratio = after.seconds / before.seconds
+    same = after.bound == before.bound or abs(after.bound / before.bound - 1) <= SAME_BOUND
+    is_better_proved = before.timed_out and not after.timed_out
+    text = f"{ratio:5.2f}x"
+    if not same and not is_better_proved:
+        return f"{text} ANOTHER BOUND", False
+    return text, ratio <= MOST
+
+
+def _shown(timing: Timing) -> str:
+    open_ = " (out of time)" if timing.timed_out else ""
+    return f"{timing.seconds:7.3f} s, objective {timing.objective:.6g}, bound {timing.bound:.6g}{open_}"
+
+
+def main() -> int:
+    """Collect what is missing, time both sides in turns, compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--noise", type=float, default=0.0, help="relative noise on costs: makes all layers differ"
-    )
-    parser.add_argument("--time-limit", type=float, default=30.0)
+    parser.add_argument("cells", nargs="*", help="recipe:cluster:nodes")
+    parser.add_argument("--instances", type=Path, help="folder of instances, filled where empty")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--collect", help=argparse.SUPPRESS)
+    parser.add_argument("--time", nargs=2, metavar=("SIDE", "OUT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.collect:
+        collect(options.collect, options.instances)
+        return 0
+    if options.time:
+        time_all(options.time[0], options.instances, Path(options.time[1]))
+        return 0
 
-    table = Table(
-        title="solve()",
-        caption="CPU seconds of one core; gap = (objective - proved bound) / objective",
-    )
-    for column in (
-        "layers",
-        "choices",
-        "strategies",
-        "memory",
-        "method",
-        "objective",
-        "gap",
-        "CPU s",
-    ):
-        table.add_column(column, justify="right")
-    for num_layers in options.num_layers:
-        problem = gpt_like(num_layers, noise=options.noise)
-        most = solve(problem).num_bytes
-        least = least_bytes(problem)
-        limits = [("none", float("inf"))]
-        limits += [(f"{share:.0%}", least + share * (most - least)) for share in options.memory]
-        for name, limit in limits:
-            table.add_row(
-                str(num_layers),
-                *_row(replace(problem, memory_limit=limit), name, options.time_limit),
-            )
-    Console().print(table)
-
-
-def _row(problem: Problem, memory: str, time_limit: float) -> list[str]:
-    start = time.process_time()
-    solution = solve(problem, time_limit)
-    took = time.process_time() - start
-    sizes = [str(len(problem.choices)), str(sum(len(choice.cost) for choice in problem.choices))]
-    figures = [
-        solution.method,
-        f"{solution.seconds * 1e3:.3f} ms",
-        f"{solution.gap:.4%}",
-        f"{took:.2f}",
-    ]
-    return [*sizes, memory, *figures]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.instances or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not any(folder.glob("*.pickle")):
+            for cell in options.cells or CELLS:
+                run_self("--collect", cell, "--instances", str(folder))
+            synthetic(folder)
+        sides: dict[str, list[dict]] = {"ortools": []}
+        if importlib.util.find_spec("highspy"):
+            sides["highspy"] = []
+        else:
+            print("highspy is not installed: only OR-tools is timed")
+        for _ in range(options.repeat):
+            for side, results in sides.items():
+                out = Path(temporary) / "timings.json"
+                run_self("--time", side, str(out), "--instances", str(folder))
+                results.append(json.loads(out.read_text()))
+        return compare(sides, folder)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

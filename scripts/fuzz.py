@@ -31,16 +31,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from alpa_strategy import AlpaError, ClusterSpec, Plan
+from alpa_strategy import AlpaError, ClusterSpec, Plan, partial_results
 from alpa_strategy.cli import main as alpa
 from alpa_strategy.comm.measure import load_stored
 from alpa_strategy.cost.measured import OpTable
 from alpa_strategy.display.table import plan_html, plan_svg, plan_table
+from alpa_strategy.intra_op.problem import Choice, Problem
+from alpa_strategy.intra_op.solver.stored import solve_stored
+from alpa_strategy.partial_results import PartialResults
 from alpa_strategy.recipe import load_recipe
 
 SECONDS = 2.0  # of one case: processor time
@@ -282,6 +286,29 @@ def measured_clusters(folder: Path) -> Format:
     return texts(folder, [json.dumps(good.to_dict())], ".json", read)
 
 
+def unfinished_plannings(folder: Path) -> Format:
+    """A stored solution: whatever its file holds, the problem's own is what comes back."""
+    costs, limit = np.array([1.0, 2.0, np.inf]), np.inf
+    problem = Problem((Choice("op", costs, costs), Choice("other", costs, costs)), (), limit)
+    partial_results.LEAST_SECONDS = 0.0
+    stored = folder / "planning"
+    right = solve_stored(PartialResults(stored), problem)
+    (place,) = stored.iterdir()
+
+    def read(path: Path) -> None:
+        content = path.read_bytes()
+        with contextlib.suppress(Exception):
+            # Every other file has the checksum of what it holds: it does not stop at that.
+            data = json.loads(content)
+            data["checksum"] = partial_results._checksum(data["data"])
+            content = json.dumps(data).encode() if len(content) % 2 else content
+        place.write_bytes(content)
+        if solve_stored(PartialResults(stored), problem).assignment != right.assignment:
+            raise AssertionError("another solution")
+
+    return texts(folder, [place.read_text()], ".json", read)
+
+
 def checkpoints(folder: Path) -> Format:
     """Folders and files, by every loader; see fuzz_checkpoints.py."""
     from fuzz_checkpoints import Checkpoints
@@ -296,6 +323,7 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
     "recipe": recipes,
     "op times": op_times,
     "measured cluster": measured_clusters,
+    "unfinished planning": unfinished_plannings,
     "checkpoint": checkpoints,
 }
 

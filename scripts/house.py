@@ -43,6 +43,8 @@ TO_BE_SPLIT = {
 # files that wait.
 LAZY_PACKAGES = {
     "deepspeed": "an extra; its import takes a second",
+    "ortools": "0.1 to 0.3 s, and only where a plan needs the solver's proof",
+    "pybind11_abseil": "comes with ortools",
     "torch._dynamo": "a second, and only where the step uses torch.compile",
     "torch._inductor": "loads torch._dynamo",
     "transformers": "seconds, and only where a model comes from there",

@@ -18,10 +18,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from proofs.judge import judge, merged, save, summary
-from proofs.op_table import STORED, op_table
 from proofs.samples import NotCaptured, captured_calls, database
 from proofs.verdicts import load
 from rich.console import Console
+
+from alpa_strategy.display.op_table import STORED, op_rows, op_table
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -53,7 +54,7 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(given)
     if arguments.show:
-        Console().print(op_table(arguments.show))
+        Console().print(op_table(op_rows(arguments.show)))
         return 0
     if arguments.merge:
         save(merged(verdict for path in arguments.merge for verdict in load(path)))

@@ -127,6 +127,14 @@ class OpTable:
             forward, backward, *op_work(call)
         )
 
+    def times_of(self, device: str) -> list[tuple[str, str, OpTime]]:
+        """Every measurement of a device, as (family, call, time) in a fixed order."""
+        found = []
+        for (name, family), calls in sorted(self._families.items(), key=lambda item: item[0]):
+            if name == device:
+                found += [(family, key, calls[key]) for key in sorted(calls)]
+        return found
+
     def family(self, device: str, family: str) -> dict[str, OpTime]:
         """Every measurement of a family (`call_family`), by `call_key`."""
         return self._families.get((device, family), {})

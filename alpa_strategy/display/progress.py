@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from alpa_strategy.units import format_seconds
 
@@ -30,6 +31,10 @@ class Progress:
         """A line or a table."""
         if self.enabled:
             self.console.print(what)
+
+    def tell(self, line: str) -> None:
+        """A line that is text, whatever names of files it holds: nothing in it is markup."""
+        self.say(Text(line))
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

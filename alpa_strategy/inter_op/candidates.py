@@ -139,15 +139,19 @@ class StageSpace:
         if self.allowed is not None:
             seconds[~self.allowed] = np.inf
         fits = stage_fits(self.job.cluster, tuple(self.meshes))
-        once, always, in_flight = (stack(name, 0.0) for name in ("once", "always", "in_flight"))
+        once, always, in_flight, at_update = (
+            stack(name, 0.0) for name in ("once", "always", "in_flight", "at_update")
+        )
+        seconds[at_update > self.job.memory_limit] = np.inf
         # Stages take devices in order: where one ends the next one starts.
         D, some = self.job.cluster.num_devices, range(len(self.meshes))
         starts = (self.places[..., 0], np.arange(D, -1, -1)) if any(self.job.places) else None
         joints = [(D - left, D - left) if 0 < left < D else None for left in range(D + 1)]
         boundary, link_at = _wires(self, fits, joints, list(product(some, some)))
         return StageTables(
-            np.array(self.sizes), seconds, once, always, in_flight, boundary, fits, link_at, starts
-        )
+            np.array(self.sizes), seconds, once, always, in_flight, boundary, fits, link_at, starts,
+            at_update,
+        )  # fmt: skip
 
     @cached_property
     def _without_recomputation(self) -> StageTables:
@@ -377,6 +381,9 @@ class EqualMeshes:
         """
         one = _in_units(self.tables, np.array([self.submesh]), self.space.sizes[self.submesh])
         always = self.stages_per_mesh * one.bytes_always
+        # All stages of a mesh are updated together.
+        at_update = self.stages_per_mesh * one.bytes_at_update
+        seconds = np.where(at_update > self.space.job.memory_limit, np.inf, one.seconds)
         starts = self.tables.starts
         if starts is not None:
             starts = (
@@ -385,7 +392,12 @@ class EqualMeshes:
             )
         anywhere = np.ones((len(self.holders) + 1, 1), dtype=bool)
         return replace(
-            one, bytes_always=always, fits=anywhere, link_at=self.tables.link_at, starts=starts
+            one,
+            seconds=seconds,
+            bytes_always=always,
+            fits=anywhere,
+            link_at=self.tables.link_at,
+            starts=starts,
         )
 
     def cheapest(self, cuts: Sequence[int]) -> tuple[Stages, list[float]]:
@@ -496,6 +508,7 @@ def _in_units(tables: StageTables, kept: np.ndarray, unit: int) -> StageTables:
         tables.fits[::unit, kept],
         tables.link_at[::unit],
         None if tables.starts is None else (tables.starts[0], tables.starts[1][::unit]),
+        tables.bytes_at_update[:, :, kept],
     )
 
 

@@ -34,10 +34,12 @@ MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
 # micro-batch in flight, boundary in, boundary out, largest short-lived; where every layer is
 # recomputed alone: the largest layer's graph, and what passes from layer to layer inside the run;
 # of `once` and `always`: what is made of parameters alone, which can be made again for every
-# micro-batch; where gradients begin with the step, those that the run's backward makes.
+# micro-batch; temporary bytes of the optimizer's update; where gradients begin with the step, those
+# that the run's backward makes.
 Part = IntEnum(
     "Part",
-    "FORWARD BACKWARD ONCE ALWAYS SAVED ENTERING LEAVING WORKING AGAIN PASSING DERIVING DERIVED MADE",
+    "FORWARD BACKWARD ONCE ALWAYS SAVED ENTERING LEAVING WORKING AGAIN PASSING DERIVING DERIVED"
+    " UPDATE MADE",
     start=0,
 )
 SUMMED = {
@@ -266,6 +268,9 @@ def _sum_parts(
     offset = len(intra.parameters)
     for index, parts in enumerate(joined.choices):
         _add(total, parts, values[index])
+    scratch = intra.tables.optimizer.scratch
+    for index, parameter in enumerate(intra.parameters):
+        total[..., Part.UPDATE] += scratch * parameter.gradient_bytes[values[index]]
     for index, (options, parameters) in enumerate(zip(intra.ops, read, strict=True)):
         made += sum(intra.parameters[p].gradient_bytes[values[p]] for p in parameters)
         np.maximum(working, options.temporary_bytes[values[offset + index]] - made, out=working)

@@ -7,7 +7,7 @@ is kept of each are the cheapest candidates for growing numbers of micro-batches
 """
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
@@ -26,6 +26,7 @@ from alpa_strategy.inter_op.layer_matrix import (
     passing_seconds,
 )
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
+from alpa_strategy.inter_op.stored_costs import job_key, runs_arguments, runs_record
 from alpa_strategy.inter_op.subgraph import crossing_values, span_name, stage_on
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.memory_choices import pinned_offload, with_offload
@@ -33,6 +34,7 @@ from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT
 from alpa_strategy.options import PROPAGATION, OptimizerInfo, PlanOptions
+from alpa_strategy.partial_results import NOT_STORED, Key, PartialResults
 from alpa_strategy.units import format_bytes
 
 # Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with
@@ -60,6 +62,8 @@ class RunCosts:
     in_flight: np.ndarray
     shape: np.ndarray  # index of the logical shape in `shapes`
     remat: np.ndarray  # whether the stage recomputes its activations
+    # bytes per device while the optimizer updates: nothing is in flight then
+    at_update: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,13 @@ class CostJob:
     # of each layer, the meshes (first place, devices) that are pinned for it (`pins.layers_of`);
     # (): none
     places: tuple[frozenset[tuple[int, int]], ...] = ()
+    # where costs and solutions are stored as they are computed
+    results: PartialResults = field(default=NOT_STORED, compare=False, repr=False)
+
+    @cached_property
+    def content(self) -> str:
+        """Hash of everything that the costs of runs depend on, apart from their submesh."""
+        return Key(*job_key(self)).text
 
     @property
     def num_layers(self) -> int:
@@ -140,9 +151,23 @@ def stage_costs(
         prices = () if submesh in unlikely or job.options.solver == PROPAGATION else PRICES
         key = job.num_microbatches, submesh, prices
         if key not in known:
-            known[key] = run_costs(job, submesh, prices)
+            known[key] = _stored_run_costs(job, submesh, prices)
         found.append(known[key])
     return found
+
+
+def _stored_run_costs(
+    job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[float, int]]
+) -> RunCosts:
+    """As `run_costs`, or what an interrupted planning has stored of them."""
+    shapes = allowed_shapes(job.cluster, job.options, submesh)
+    return job.results.get(
+        "runs",
+        key=lambda: Key(job.content, submesh, tuple(prices)),
+        compute=lambda: run_costs(job, submesh, prices),
+        encode=runs_record,
+        decode=lambda record: RunCosts(**runs_arguments(record, job, shapes)),
+    )
 
 
 def run_costs(
@@ -158,9 +183,7 @@ def run_costs(
     least, each, layers = np.full(L, np.inf), np.full(L, np.inf), np.arange(L)
     for index, shape in enumerate(shapes):
         parts = run_parts(job, submesh, shape, prices)
-        # Stages choose layer by layer, and lie between what all layers choose at one price of
-        # memory and at the next.
-        between = [(1 - share) * parts[:-1] + share * parts[1:] for share in BETWEEN]
+        between = [_mixed(parts[:-1], parts[1:], share) for share in BETWEEN]
         columns += _candidates(np.concatenate([parts, *between]), index, job.remat)
         alone = parts[0, layers, layers + 1]  # [layer, part]: memory has no price
         seconds = alone[:, Part.FORWARD] + alone[:, Part.BACKWARD]
@@ -168,9 +191,22 @@ def run_costs(
         each = np.minimum(each, seconds)
     if not columns:  # no shape is allowed: one candidate that is forbidden
         zero = np.zeros((L, L + 1, 1))
-        columns.append((zero + np.inf, zero, zero, zero, zero.astype(int), zero.astype(bool)))
+        nowhere = (zero + np.inf, zero, zero, zero, zero.astype(int), zero.astype(bool), zero)
+        columns.append(nowhere)
     stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
     return RunCosts(shapes, least, each, *_prune(stacked, job))
+
+
+def _mixed(cheap: np.ndarray, small: np.ndarray, share: float) -> np.ndarray:
+    """[price, first, last + 1, part] of runs whose layers choose at one price of memory or the next.
+
+    Sums are divided between the two by `share`, of layers that take the layouts of `small`. What
+    is the largest of all layers is the larger of the two, whatever the share.
+    """
+    mixed = (1 - share) * cheap + share * small
+    for largest in (Part.WORKING, Part.AGAIN):
+        mixed[..., largest] = np.maximum(cheap[..., largest], small[..., largest])
+    return mixed
 
 
 def free_runs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
@@ -178,8 +214,9 @@ def free_runs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     zero = np.zeros((job.num_layers, job.num_layers + 1, 1))
     seconds = np.where(np.triu(zero[..., 0] == 0, 1)[..., None] & bool(shapes), 0.0, np.inf)
+    nothing = zero[:, 0, 0]
     return RunCosts(
-        shapes, zero[:, 0, 0], zero[:, 0, 0], seconds, zero, zero, zero, zero.astype(int), zero > 0
+        shapes, nothing, nothing, seconds, zero, zero, zero, zero.astype(int), zero > 0, zero
     )
 
 
@@ -298,10 +335,11 @@ def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) ->
 
 
 def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple[np.ndarray, ...]]:
-    """(seconds, once, always, in flight, shape, remat), each [first, last + 1, price]: without
-    recomputation, with a
-    stage recomputed as a whole, layer by layer, and so together with what is made of parameters
-    alone."""
+    """(seconds, once, always, in flight, shape, remat, at update), each [first, last + 1, price].
+
+    Without recomputation, with a stage recomputed as a whole, layer by layer, and so together with
+    what is made of parameters alone.
+    """
     # Each [first, last + 1, price].
     parts = np.moveaxis(parts[..., : Part.MADE], (0, -1), (-1, 0))
     (
@@ -317,6 +355,7 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
         passing,
         deriving,
         derived,
+        update,
     ) = parts
     recomputed = always + working + leaving
     num_layers = np.maximum(1, np.arange(once.shape[1]) - np.arange(once.shape[0])[:, None])[
@@ -339,6 +378,7 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
             each,
             index,
             np.full(once.shape, twice),
+            always + update,
         )
         for twice, derives, base, each in ways
         if remat in (None, twice)
@@ -349,14 +389,16 @@ def _prune(columns: list[np.ndarray], job: CostJob) -> list[np.ndarray]:
     """`columns` (see `_candidates`) of each run's cheapest that fits, for growing numbers of
     micro-batches alive.
     """
-    seconds, once, always, each, _, _ = columns  # each [first, last + 1, candidate]
+    # Each [first, last + 1, candidate].
+    seconds, once, always, each, _, _, at_update = columns
     B = job.num_microbatches
     alive = sorted({min(B, n) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {B})
     total = B * seconds + once  # [first, last + 1, candidate] seconds per step
     picks, fits = [], []
     for count in alive:
         need = always + count * each
-        fitting = np.where(need <= job.memory_limit, total, np.inf)
+        is_fitting = (need <= job.memory_limit) & (at_update <= job.memory_limit)
+        fitting = np.where(is_fitting, total, np.inf)
         lowest = fitting.min(axis=2, keepdims=True)
         picks.append(
             np.where(fitting <= lowest * (1 + 1e-9), need, np.inf).argmin(axis=2)

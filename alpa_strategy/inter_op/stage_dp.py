@@ -9,7 +9,7 @@ only thresholds that can still win are tried.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,9 @@ class StageTables:
     # [L, L + 1] the place at which layers [first, last) are pinned to start, -1 where they are not,
     # and [devices left] that at which a stage does; None: nothing is pinned
     starts: tuple[np.ndarray, np.ndarray] | None = None
+    # [L, L + 1, m, c] bytes while the optimizer updates, with nothing in flight; stages for which
+    # that is too much have no seconds
+    bytes_at_update: np.ndarray = field(default_factory=lambda: np.zeros((1, 1, 1, 1)))
 
     def may_begin(self, first: int, last: int, submesh: int, left: int) -> bool:
         """Whether layers [first, last) may be a stage on a submesh where so many devices are

@@ -3,7 +3,7 @@ by those in
 flight, and where it recomputes, the spans that need least memory."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -22,6 +22,7 @@ from alpa_strategy.inter_op.stage_problem import (
     take_apart,
     weighted,
 )
+from alpa_strategy.inter_op.stored_costs import stage_fields, stage_record
 from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op import memory_choices
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
@@ -29,9 +30,11 @@ from alpa_strategy.intra_op.decode import busy_seconds, bytes_ahead, decode, wor
 from alpa_strategy.intra_op.memory_choices import with_host_price, with_recompute
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 from alpa_strategy.intra_op.restrict import least_of_equals, restrict
-from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, propagate, solve
+from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, propagate
+from alpa_strategy.intra_op.solver.stored import solve_stored
 from alpa_strategy.ir.plan import Collective, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.options import PROPAGATION, PlanOptions
+from alpa_strategy.partial_results import Key
 from alpa_strategy.units import format_bytes
 
 # Equal layers make many equal choices of what to keep: proving the last of the gap takes minutes.
@@ -39,6 +42,13 @@ BY_TENSOR_SECONDS, BY_TENSOR_GAP = 2.0, 1e-3
 OFFLOADING_SIZE = 16  # devices up to which offload is solved: with 64, planning took a sixth longer
 HOST_PRICES = 8  # of host memory that are tried, each twice the one before
 LARGE = 0.9  # of the largest span's graph: spans that count for the memory limit
+# Relative gap at which the layouts of a pipeline's stage are good enough: the stages themselves are
+# chosen within 1e-3 of their optimum.
+STAGE_GAP = 3e-4
+# Of the bytes that a stage does not need for what is kept, the share that temporary memory gets
+# where its usual need does not fit. The rest leaves the solver a choice.
+HEADROOM_FOR_TEMPORARIES = 0.75
+ATTEMPTS = 6
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,8 @@ class PricedStage:
     free: Solution
     derives_again: bool
     known: StageProblem | None = None  # the parts of `intra`, where they are there already
+    # what stages with the same problem have in common; None: the problem was changed
+    key: Hashable | None = None
 
     @cached_property
     def finest(self) -> StageProblem:
@@ -120,7 +132,9 @@ class PricedStage:
 
     def changed(self, change: Callable[[IntraOp], IntraOp]) -> "PricedStage":
         """The same with other choices."""
-        return replace(self, whole=change(self.whole), intra=change(self.intra), known=None)
+        return replace(
+            self, whole=change(self.whole), intra=change(self.intra), known=None, key=None
+        )
 
     def unrestricted(self, starts: tuple[int, ...]) -> StageProblem:
         """The same without pins and penalties: what its assignments really cost."""
@@ -134,11 +148,14 @@ class StageSolver:
 
     def __init__(self, job: CostJob) -> None:
         self.job = job
+        self._solve_problem = partial(solve_stored, job.results)
         self._again = memory_choices.pinned_again(job.graph, job.options)
         self._on_host = memory_choices.pinned_offload(job.graph, job.options, job.cluster.host)
         self._tables: dict[tuple, OptionTables] = {}
         self._whole: dict[tuple[int, ...], IntraOp] = {}  # of a whole batch, by logical shape
         self._free: dict[tuple, Solution] = {}  # optima without a memory limit
+        # Those that fit, by the stage's key and the micro-batches in flight.
+        self._fitting: dict[Hashable, _Solved] = {}
 
     def under(self, options: PlanOptions) -> "StageSolver":
         """A solver of the same job under other options; what does not depend on them is shared."""
@@ -148,11 +165,22 @@ class StageSolver:
 
     def solve(self, wish: StageWish) -> SolvedStage:
         """The cheapest layouts of the stage that fit (where memory binds: see
-        `StagePlan.derives_again`).
+        `StagePlan.derives_again`), or those that an interrupted planning has stored.
 
         Raises:
             PlanError: none do.
         """
+        pinned = sorted(wish.pinned.items())
+        return self.job.results.get(
+            "stage",
+            key=lambda: Key(self.job.content, replace(wish, pinned={}), pinned),
+            compute=lambda: self._cheapest(wish),
+            encode=stage_record,
+            decode=lambda record: SolvedStage(**stage_fields(record, wish)),
+        )
+
+    def _cheapest(self, wish: StageWish) -> SolvedStage:
+        """See `solve`."""
         found: list[SolvedStage] = []
         failures: list[PlanError] = []
         for derives_again in (False, True) if wish.remat else (False,):
@@ -221,13 +249,13 @@ class StageSolver:
         if key not in self._free:
             problem = weighted(finest, job.num_microbatches, 1, wish.remat)
             self._free[key] = self._free_layouts(problem)
-        return PricedStage(job, wish, whole, intra, self._free[key], derives_again, finest)
+        return PricedStage(job, wish, whole, intra, self._free[key], derives_again, finest, key)
 
     def _free_layouts(self, problem: Problem) -> Solution:
         """Without a memory limit."""
         if self.job.options.solver == PROPAGATION:
             return propagate(problem)
-        return solve(problem, self.job.options.solver_seconds)
+        return self._solve_problem(problem, self.job.options.solver_seconds)
 
     def _pinned(self, intra: IntraOp) -> IntraOp:
         """With what the user wants to be made again, and in host memory."""
@@ -257,7 +285,7 @@ class StageSolver:
             and mesh.num_devices <= OFFLOADING_SIZE
         )
         try:
-            found = self._solve(priced, cutoff)
+            found = self._solve_once(priced, cutoff)
             if may_offload and found.solution is not priced.free:
                 with suppress(DoesNotFitError, NotCheaper):
                     found, priced = self._offloaded(priced, min(cutoff, found.solution.seconds))
@@ -298,7 +326,7 @@ class StageSolver:
         if self.job.keeps_by_tensor:
             free = free.changed(partial(memory_choices.with_stored_results, host=host))
         offloading = free = replace(
-            free, free=solve(free.intra.problem, self.job.options.solver_seconds)
+            free, free=self._solve_problem(free.intra.problem, self.job.options.solver_seconds)
         )
         for attempt in range(HOST_PRICES):
             found = self._solve(offloading, cutoff)
@@ -323,9 +351,19 @@ class StageSolver:
             <= self.job.memory_limit / wish.stages_per_mesh
         )
 
+    def _solve_once(self, priced: PricedStage, cutoff: float) -> _Solved:
+        """`_solve`, or what it returned for a stage with the same problem and as much in flight."""
+        if priced.key is None:
+            return self._solve(priced, cutoff)
+        wish = priced.wish
+        key = priced.key, wish.alive, wish.stages_per_mesh
+        if key not in self._fitting:
+            self._fitting[key] = self._solve(priced, cutoff)
+        return self._fitting[key]
+
     def _solve(self, priced: PricedStage, cutoff: float) -> _Solved:
-        """The optimum without a memory limit where that fits, in the thriftiest spans; else the
-        cheapest that fits.
+        """The optimum without a memory limit where that fits, in the spans that need least memory;
+        else the cheapest that fits.
         """
         job, wish, solution = self.job, priced.wish, priced.free
         limit, alive = job.memory_limit / wish.stages_per_mesh, wish.alive / wish.stages_per_mesh
@@ -347,25 +385,39 @@ class StageSolver:
         free = (
             solution if job.is_whole_batch else None
         )  # memory weighs there as in the problem that was priced
-        reserve, least = 0.0, math.inf
+        reserve = 0.0
+        least = math.inf
+        largest_temporary = math.inf
         large: set[int] = set()
-        for _ in range(4 + 2 * (stage.num_spans > 1)):
+        for _ in range(ATTEMPTS):
             most = max(cost.again)
             large |= {span for span, again in enumerate(cost.again) if again >= LARGE * most}
             shares = [(span in large) / len(large) for span in range(stage.num_spans)]
             problem = weighted(
                 stage, job.num_microbatches, alive, wish.remat, limit - reserve, shares
             )
-            problem = _without_the_largest(problem, stage.intra, limit)
+            problem = _without_the_largest(problem, stage.intra, limit, largest_temporary)
             if free is not None and not math.isfinite(evaluate(problem, free.assignment)[0]):
                 free = None
-            free = free or solve(
+            free = free or self._solve_problem(
                 replace(problem, memory_limit=math.inf), job.options.solver_seconds
             )
             seconds, tolerance = job.options.solver_seconds, PROVED
             if stage.intra.recomputes or stage.intra.stores:
                 seconds, tolerance = min(seconds, BY_TENSOR_SECONDS), BY_TENSOR_GAP
-            solution = solve(problem, seconds, cutoff=cutoff, unlimited=free, tolerance=tolerance)
+            elif not job.is_whole_batch:
+                tolerance = STAGE_GAP
+            try:
+                solution = self._solve_problem(
+                    problem, seconds, cutoff=cutoff, unlimited=free, tolerance=tolerance
+                )
+            except DoesNotFitError as error:
+                # What is reserved is what one solution needs; another may need less.
+                headroom = limit - (error.least_bytes or limit)
+                if headroom <= 0 or reserve <= headroom:
+                    raise
+                reserve = largest_temporary = HEADROOM_FOR_TEMPORARIES * headroom
+                continue
             working = self._working(stage.intra, solution)
             cost = cost_of(stage, solution.assignment, working)
             need = cost.num_bytes(alive, wish.remat)
@@ -375,6 +427,8 @@ class StageSolver:
             left_out = max(cost.again) - sum(s * a for s, a in zip(shares, cost.again, strict=True))
             beyond = need - replace(cost, working=0.0, update=0.0).num_bytes(alive, wish.remat)
             reserve = max(reserve, beyond + (left_out if wish.remat else 0.0))
+            # The next solution's ops need no more, so that what is reserved is enough for it.
+            largest_temporary = min(largest_temporary, _largest_temporary(stage.intra, solution))
         needed = format_bytes(least)
         raise DoesNotFitError(
             f"a stage on {math.prod(wish.submesh)} devices needs {needed} of {format_bytes(limit)}"
@@ -435,9 +489,18 @@ def _least_memory(priced: PricedStage, alive: float) -> tuple[int, ...]:
     return best
 
 
-def _without_the_largest(problem: Problem, intra: IntraOp, limit: float) -> Problem:
+def _largest_temporary(intra: IntraOp, solution: Solution) -> float:
+    """Bytes of the op that needs most temporary memory, with its gradients."""
+    strategies = solution.assignment[len(intra.parameters) :]
+    of_ops = [float(op.temporary_bytes[k]) for op, k in zip(intra.ops, strategies, strict=False)]
+    return max(of_ops, default=0.0)
+
+
+def _without_the_largest(
+    problem: Problem, intra: IntraOp, limit: float, largest_temporary: float = math.inf
+) -> Problem:
     """Strategies forbidden whose op, with its gradients, does not fit beside what all choices keep
-    at least.
+    at least, or needs more temporary bytes than `largest_temporary`.
 
     Raises:
         DoesNotFitError: all those of an op are.
@@ -445,7 +508,8 @@ def _without_the_largest(problem: Problem, intra: IntraOp, limit: float) -> Prob
     room = limit - sum(float(x.memory[np.isfinite(x.cost)].min()) for x in problem.choices)
     choices, offset = list(problem.choices), len(intra.parameters)
     for place, op in enumerate(intra.ops, start=offset):
-        cost = np.where(op.temporary_bytes > room, np.inf, choices[place].cost)
+        most_bytes = min(room, max(largest_temporary, float(op.temporary_bytes.min())))
+        cost = np.where(op.temporary_bytes > most_bytes, np.inf, choices[place].cost)
         if not np.isfinite(cost).any():
             most = format_bytes(limit - room + float(op.temporary_bytes.min()))
             raise DoesNotFitError(

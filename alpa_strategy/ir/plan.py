@@ -313,6 +313,17 @@ class StagePlan:
         """
         return self.recomputed + self.stored
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return _written(StagePlan, self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "StagePlan":
+        """Inverse of `to_dict`; PlanError names the field that is missing or wrong."""
+        stage = _read(StagePlan, data, "stage")
+        _check_stage(stage, "stage")
+        return stage
+
     @property
     def parameters(self) -> dict[str, Layout]:
         """Parameter name -> storage layout, in the dims of the module's parameter (every segment is

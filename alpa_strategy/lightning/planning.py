@@ -15,7 +15,13 @@ import torch
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.python_reads import is_same_step, numbers_now
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.collectives import RankZero, of_all_ranks, on_all_ranks, world_size
+from alpa_strategy.comm.collectives import (
+    RankZero,
+    of_all_ranks,
+    on_all_ranks,
+    rank_in,
+    world_size,
+)
 from alpa_strategy.comm.measure import measure_cluster
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.cost.measured import OpTable, measure_ops
@@ -39,6 +45,7 @@ from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.same_steps import SAME_SHAPES, shapes_text
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.partial_results import Key, PartialResults
 from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.replan import pinned_task, replan, replan_fingerprint
@@ -221,7 +228,8 @@ def find_or_make_plan(
         costs = (
             RooflineCosts(cluster.device, table, job.options.compile) if cluster.measured else None
         )
-        return replan(replace(task, costs=costs), running)
+        with _partial_results(job) as results:
+            return replan(replace(task, costs=costs, results=results), running)
 
     def work() -> Plan:
         if running is not None and running.is_pipelined:
@@ -232,7 +240,8 @@ def find_or_make_plan(
         return _plan_on_rank_zero(replace(task, progress=job.progress), job, pinned, resumed)
 
     data = rank_zero.result_of(lambda: work().to_dict(), "planning")
-    job.plans.add(data)
+    if rank_in(job.group) == 0:  # which writes them into checkpoints
+        job.plans.add(data)
     return Plan.from_dict(data)
 
 
@@ -249,6 +258,11 @@ def _of_resumed_run(wanted: Fingerprint, step: StepGraph, job: Job, task: PlanTa
         why = error.problem
     job.plans.report_new_plan(wanted, why)
     return None
+
+
+def _partial_results(job: Job) -> PartialResults:
+    """Where this process stores what a planning computes, so that one that is killed goes on."""
+    return PartialResults(job.folder / "planning", job.progress.tell)
 
 
 def _stored(wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], Plan]) -> Plan:
@@ -295,19 +309,26 @@ def _plan_on_rank_zero(
         return plan_of_run
 
     def make() -> Plan:
-        if not task.cluster.measured or task.options.costs is not None:
-            return _chosen(task, job, pinned)
-        with job.progress("time ops"):
-            budget = FIRST_BUDGET if pinned is None else LATER_BUDGET
-            shapes = logical_shapes(task.options, task.cluster)
-            calls = set().union(*(local_calls(task.step, shape) for shape in shapes))
-            whole = {op.call for op in task.step.ops}  # seldom chosen, and known by their parts
-            costs = _timed(calls, task.cluster, job, budget, later=whole)
-
-        costed = replace(task, costs=costs, stage_costs=partial(_measured_stage_costs, task, job))
-        return _chosen(costed, job, pinned)
+        with _partial_results(job) as results:
+            return _made(replace(task, results=results), job, pinned)
 
     return _stored(wanted, task.step, job, make)
+
+
+def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
+    """A new plan, by op times measured on this rank where the cluster is measured."""
+    if not task.cluster.measured or task.options.costs is not None:
+        return _chosen(task, job, pinned)
+
+    with job.progress("time ops"):
+        budget = FIRST_BUDGET if pinned is None else LATER_BUDGET
+        shapes = logical_shapes(task.options, task.cluster)
+        calls = set().union(*(local_calls(task.step, shape) for shape in shapes))
+        whole = {op.call for op in task.step.ops}  # seldom chosen, and known by their parts
+        costs = _timed(calls, task, job, budget, later=whole)
+
+    costed = replace(task, costs=costs, stage_costs=partial(_measured_stage_costs, task, job))
+    return _chosen(costed, job, pinned)
 
 
 def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
@@ -391,12 +412,12 @@ def _measured_stage_costs(task: PlanTask, job: Job) -> RooflineCosts:
             graph = microbatch(step, count, cluster.num_devices).graph
             for size in {1, cluster.devices_per_node}:
                 calls |= local_calls(graph, (size,))
-        return _timed(calls, cluster, job, STAGES_BUDGET)
+        return _timed(calls, task, job, STAGES_BUDGET)
 
 
 def _timed(
     calls: set[OpCall],
-    cluster: ClusterSpec,
+    task: PlanTask,
     job: Job,
     budget_seconds: float,
     later: Iterable[OpCall] = (),
@@ -404,18 +425,33 @@ def _timed(
     """Costs from the table in `job.folder`, after timing what it lacks on this rank's device,
     within the budget.
 
+    Where an interrupted planning of the same task has timed its calls already, the table is taken
+    as it is: more times would be other costs, and nothing that was priced by them of any use.
+
     later: calls that wait until the others are timed.
     """
-    table = OpTable.load(job.folder / "costs" / "ops.json")
-    known = len(table)
-    with torch.enable_grad():
-        measure_ops(calls, job.device, budget_seconds, table, name=cluster.device.name, later=later)
-    if len(table) > known:
-        try:
-            table.save()
-        except OSError as error:
-            job.progress.say(f"alpa: op times cannot be stored in {table.path}: {error.strerror}")
-    return RooflineCosts(cluster.device, table, job.options.compile)
+    path, device = job.folder / "costs" / "ops.json", task.cluster.device
+
+    def measure() -> OpTable:
+        table = OpTable.load(path)
+        known = len(table)
+        with torch.enable_grad():
+            measure_ops(calls, job.device, budget_seconds, table, name=device.name, later=later)
+        if len(table) > known:
+            try:
+                table.save()
+            except OSError as error:
+                job.progress.say(f"alpa: op times cannot be stored in {path}: {error.strerror}")
+        return table
+
+    table = task.results.get(
+        "timed",
+        key=lambda: Key(task.fingerprint.digest, budget_seconds),
+        compute=measure,
+        encode=lambda table: {"num_times": len(table)},
+        decode=lambda record: OpTable.load(path),
+    )
+    return RooflineCosts(device, table, job.options.compile)
 
 
 def local_calls(step: StepGraph, mesh_shape: tuple[int, ...]) -> set[OpCall]:

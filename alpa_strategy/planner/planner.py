@@ -22,6 +22,7 @@ from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import ParameterPlan, Plan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.partial_results import NOT_STORED, PartialResults
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
 from alpa_strategy.planner.phases import capture_phases, plan_iteration
 from alpa_strategy.planner.plan_check import check_devices
@@ -54,6 +55,7 @@ def make_plan(
     costs: OpCosts | None = None,
     choose: Callable[[PlanTask], Plan] | None = None,
     around: Plan | None = None,
+    results: PartialResults = NOT_STORED,
 ) -> Plan:
     """Capture `module.training_step` on `batch` and plan it for `cluster`. Needs no devices;
     tensors may be meta.
@@ -70,6 +72,8 @@ def make_plan(
         choose: finds the plan; None: `choose_plan`.
         around: a plan for another step of the same module: parameters lie as there, the rest is
             solved around them.
+        results: where costs and solutions are stored as they are computed; `results.done()` is the
+            caller's.
 
     Raises:
         CaptureError, PlanError: see there.
@@ -88,7 +92,7 @@ def make_plan(
         step = trained or capture_step(module, batch, **scope)
     capture_seconds = time.perf_counter() - started
     optimizer = optimizer or optimizer_info_of(module)
-    task = PlanTask(step, cluster, options, optimizer, progress=progress)
+    task = PlanTask(step, cluster, options, optimizer, progress=progress, results=results)
     find = (choose or choose_plan) if around is None else partial(plan_around, running=around)
     plan = plan_iteration(phases, task, find) if phases else find(task)
     return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})

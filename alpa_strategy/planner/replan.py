@@ -109,6 +109,7 @@ def replan(task: PlanTask, running: Plan) -> Plan:
         task.optimizer,
         task.memory_limit,
         remat=False,
+        results=task.results,
     )
     solver = StageSolver(job)
     firsts = [stage.first_device for stage in stages]

@@ -41,6 +41,13 @@ from alpa_strategy.inter_op.pins import (
 )
 from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, out_of_memory, stage_costs
 from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver, StageWish
+from alpa_strategy.inter_op.stored_costs import (
+    candidate_fields,
+    candidates_key,
+    candidates_record,
+    has_own_schedules,
+    plan_of_record,
+)
 from alpa_strategy.inter_op.subgraph import MAX_LAYERS, span_name
 from alpa_strategy.intra_op.options import REDUCTIONS
 from alpa_strategy.intra_op.solver.solve import NotCheaper
@@ -48,6 +55,7 @@ from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, Predicted, job_ranks
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PROPAGATION, PlanOptions
+from alpa_strategy.partial_results import Key
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import mesh_of
 from alpa_strategy.sharding.strategies import replicated_notes
@@ -66,6 +74,20 @@ Failures = list[tuple[str, PlanError]]  # (what was tried, why it cannot be)
 
 def plan_one_stage(
     task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None, by_tensor: bool = True
+) -> Plan:
+    """As `_plan_one_stage`, or the plan that an interrupted planning has stored."""
+    pins = sorted((pinned or {}).items())
+    return task.results.get(
+        "plan",
+        key=lambda: Key(_whole_batch(task).content, task.fingerprint.digest, pins, by_tensor),
+        compute=lambda: _plan_one_stage(task, pinned, by_tensor),
+        encode=Plan.to_dict,
+        decode=plan_of_record,
+    )
+
+
+def _plan_one_stage(
+    task: PlanTask, pinned: Mapping[str, ParameterPlan] | None, by_tensor: bool
 ) -> Plan:
     """The best single stage over all devices: every logical mesh that the options allow is solved.
 
@@ -147,7 +169,7 @@ def _whole_batch(task: PlanTask) -> CostJob:
     """The step as it is, on all devices."""
     return CostJob(
         task.step, (0, len(task.step.ops)), 1, task.cluster, task.op_costs, task.options, task.optimizer,
-        task.memory_limit, remat=False, is_whole_batch=True,
+        task.memory_limit, remat=False, is_whole_batch=True, results=task.results,
     )  # fmt: skip
 
 
@@ -349,7 +371,7 @@ class _Search:
             job = CostJob(
                 graph, cuts, count, task.cluster, task.op_costs, task.options, task.optimizer, task.memory_limit,
                 False if isinstance(remat, tuple) else remat,  # names: no spans, but single results
-                places=places,
+                places=places, results=task.results,
             )  # fmt: skip
             if any(places):
                 check_places(job, self.meshes)
@@ -387,7 +409,7 @@ class _Search:
                     0.0 if job.options.solver == PROPAGATION else step_bound(space)
                 )
             with _timed(self.spent, "stage DP"):
-                found = self._solve(space, ceiling)
+                found = self._candidates(space, ceiling)
         if used is not None:
             return Look(found[0].seconds, used) if found else Look()
         self.best += found
@@ -409,6 +431,20 @@ class _Search:
                 if not any(size <= 2 * math.prod(mesh) <= 4 * size for size in sizes)
             )
         return Look(found[0].seconds, frozenset(found[0].submesh_of))
+
+    def _candidates(self, space: StageSpace, ceiling: float) -> list[Candidate]:
+        """Those that `solve` finds, or that an interrupted planning has stored of it."""
+        if self._solve is not solve_schedules or has_own_schedules():
+            return self._solve(space, ceiling)
+        return self.task.results.get(
+            "candidates",
+            key=lambda: candidates_key(space, ceiling),
+            compute=lambda: solve_schedules(space, ceiling),
+            encode=candidates_record,
+            decode=lambda record: [
+                Candidate(**candidate_fields(row, space)) for row in record["candidates"]
+            ],
+        )
 
     def _look_at_one_stage(self, counts: Sequence[int], known: float) -> None:
         """Pipelines want many micro-batches, one stage as few as fit: it is looked at from few to

@@ -16,6 +16,7 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import FORMAT_VERSION, Fingerprint, Plan
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.partial_results import NOT_STORED, PartialResults
 from alpa_strategy.sharding.register import registered_rules
 
 Progress = Callable[
@@ -37,6 +38,8 @@ class PlanTask:
     progress: Progress = nullcontext
     # makes those of pipelines, when they are looked at; None: the same
     stage_costs: Callable[[], OpCosts] | None = None
+    # where costs and solutions are stored as they are computed, for a planning that is interrupted
+    results: PartialResults = NOT_STORED
 
     def __post_init__(self) -> None:
         if self.options.fp32_reduction:

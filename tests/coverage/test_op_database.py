@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import pytest
 from proofs.judge import divides, judge, merged, refutation, summary
-from proofs.op_table import op_table
 from proofs.samples import CapturedCall, captured_calls, database
 from proofs.verdicts import NONE_EXISTS, load
-from rich.console import Console
 
-from alpa_strategy.errors import OptionError
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.sharding.strategies import axis_strategies
 
@@ -129,13 +126,3 @@ def test_the_stored_findings_cover_what_can_be_covered():
     assert len(missing) <= 0.05 * len(verdicts)
     assert merged([*verdicts, *verdicts])[0].num_calls == 2 * verdicts[0].num_calls
     assert "wrong: 0" in summary(verdicts)
-
-
-def test_the_table_of_ops_says_rule_origin_and_proof(capsys):
-    Console(width=200).print(op_table("aten.linear"))
-    shown = capsys.readouterr().out
-    assert "notation" in shown
-    assert "runs" in shown
-    assert "wrong: 0" in shown
-    with pytest.raises(OptionError, match="no op matches"):
-        op_table("no such op")

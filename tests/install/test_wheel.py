@@ -43,6 +43,7 @@ def installed(tmp_path_factory):
         "alpa_strategy",
         "recipes",
         "configs",
+        "docs",
         "pyproject.toml",
         "setup.py",
         "README.md",
@@ -78,6 +79,23 @@ def test_clusters_and_the_license_are_in_the_wheel(installed, tmp_path):
             "lib/python*/site-packages/alpa_strategy-*.dist-info/licenses/LICENSE"
         )
     )
+
+
+def test_the_wheel_requires_ortools_and_no_other_solver(installed, tmp_path):
+    code = (
+        "import importlib.metadata as m;"
+        "print([r for r in m.requires('alpa-strategy') if r.startswith(('ortools', 'highspy'))])"
+    )
+    shown = run(installed / "python", "-c", code, cwd=tmp_path)
+    assert "ortools" in shown
+    assert "highspy" not in shown
+
+
+def test_the_findings_on_ops_are_in_the_wheel(installed, tmp_path):
+    shown = run(installed / "alpa", "ops", "aten.mm.default", "--json", cwd=tmp_path)
+    assert '"proved": true' in shown
+    (docs,) = installed.parent.glob("lib/python*/site-packages/alpa_strategy/docs")
+    assert [path.name for path in docs.iterdir()] == ["op_coverage.json"]
 
 
 def test_plan_by_name_from_an_empty_folder(installed, tmp_path):

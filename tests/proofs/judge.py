@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from proofs.op_table import STORED
 from proofs.prove import distribute, prove
 from proofs.samples import CapturedCall
 from proofs.verdicts import NONE_EXISTS, OpVerdict, figures, without_strategies
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Replicate
 
+from alpa_strategy.display.op_table import STORED
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement

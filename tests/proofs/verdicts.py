@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from proofs.op_table import STORED
+from alpa_strategy.display.op_table import STORED
 
 NONE_EXISTS = "none exists"  # how `OpVerdict.why` begins where no split of a call can be right
 

@@ -21,7 +21,8 @@ from alpa_strategy.intra_op.solver.elimination import (
     plan_order,
 )
 from alpa_strategy.intra_op.solver.lagrangian import Dual
-from alpa_strategy.intra_op.solver.milp import Mass, formulate, num_columns, solve_program
+from alpa_strategy.intra_op.solver.mathopt import Mass, solve_program
+from alpa_strategy.intra_op.solver.milp import formulate, num_columns
 from alpa_strategy.options import PROPAGATION
 from alpa_strategy.units import format_bytes
 
@@ -92,11 +93,15 @@ def solve(
     least = lagrangian.point(problem, found.assignment)
     if least.num_bytes > problem.memory_limit:
         about = "" if found.bound >= least.num_bytes * (1 - PROVED) else "about "
-        raise DoesNotFitError(
+        error = DoesNotFitError(
             f"The memory limit cannot be met: the least is {about}{format_bytes(least.num_bytes)}"
-            f" ({least.num_bytes:.0f} bytes) per device, the limit is {format_bytes(problem.memory_limit)}.",
-            "Use more devices, a smaller (micro-)batch, activation checkpointing, or raise the memory limit.",
+            f" ({least.num_bytes:.0f} bytes) per device, the limit is"
+            f" {format_bytes(problem.memory_limit)}.",
+            "Use more devices, a smaller (micro-)batch, activation checkpointing, or raise the"
+            " memory limit.",
         )
+        error.least_bytes = least.num_bytes
+        raise error
     solved = _solve_limited(problem, free, least, deadline, cutoff, tolerance)
     return replace(solved, bound=min(solved.bound, solved.seconds))
 

@@ -1,0 +1,145 @@
+"""What `alpa ops` shows: how ops may be sharded, by which rule, and what running them in shards has
+proved.
+
+The findings are those of scripts/op_coverage.py, which runs the shards of every op in PyTorch's
+operator database on data, forward and backward (docs/op_coverage.json; part of the package in a
+wheel).
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from alpa_strategy.errors import OptionError, did_you_mean
+from alpa_strategy.files import FINDINGS, shipped_folder
+from alpa_strategy.sharding.notation_rules import NOTATION
+from alpa_strategy.sharding.rule_table import FAMILIES, UNTAGGED_POINTWISE
+
+STORED = shipped_folder(FINDINGS) / "op_coverage.json"
+MOST_STRATEGIES = 4  # that are shown of an op whose rule is no fixed line
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """What is known of one op."""
+
+    op: str  # for example `aten.linear.default`; without an overload, the rule is for all
+    # `notation`, `view`, `pointwise`, `reduction`: the kind of its rule; `replicated`: it has none
+    origin: str
+    rule: str  # the line of index notation; empty where strategies follow from the call's arguments
+    strategies: tuple[str, ...]  # that divide work or data and were run in shards
+    num_proved: int  # runs in shards, forward and backward, that gave the whole result
+    wrong: tuple[str, ...]  # strategies that did not
+    why: str  # it is replicated
+
+
+def op_rows(pattern: str = "*") -> list[OpRow]:
+    """The ops that a glob pattern matches, by name; `linear` is `*linear*`.
+
+    Raises:
+        OptionError: it matches none.
+    """
+    rows = _all_rows()
+    wanted = [pattern] if set(pattern) & set("*?[") else [pattern, f"*{pattern}*"]
+    matching = [row for row in rows if any(fnmatchcase(row.op, glob) for glob in wanted)]
+    if not matching:
+        near = did_you_mean(pattern, [row.op for row in rows])
+        raise OptionError(
+            f"no op matches {pattern!r}",
+            f"{near} Ops are named as in aten.linear.default; one that is not listed runs whole on "
+            "every device, unless register_sharding gives it a rule".lstrip(),
+        )
+    return matching
+
+
+def op_table(rows: Sequence[OpRow]) -> RenderableType:
+    """The ops as a table, with what is proved of the whole database below it."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("op", overflow="fold", ratio=5)
+    table.add_column("rule from", overflow="fold")
+    table.add_column("rule, or strategies", overflow="fold", ratio=7)
+    table.add_column("proved", justify="right")
+    for row in rows:
+        # Texts, not strings: rich would take `[*b, k]` for markup.
+        table.add_row(Text(row.op), Text(row.origin), _rule_text(row), _proof_text(row))
+    figures = "\n".join(_stored()["figures"])
+    return Group(table, Text(f"PyTorch's operator database:\n{figures}", style="dim"))
+
+
+def op_data(rows: Sequence[OpRow]) -> list[dict[str, Any]]:
+    """The ops as plain data for JSON."""
+    return [{**vars(row), "proved": bool(row.num_proved) and not row.wrong} for row in rows]
+
+
+def rule_lines() -> dict[str, tuple[str, str]]:
+    """The table of rules: op (with or without overload) -> (kind, its line of index notation, empty
+    where that depends on the call).
+    """
+    lines = {}
+    for name, rule in NOTATION.items():
+        lines[name] = ("notation", rule.line if isinstance(rule.line, str) else "")
+    lines |= dict.fromkeys(FAMILIES, ("rule", ""))
+    return lines | dict.fromkeys(UNTAGGED_POINTWISE, ("pointwise", ""))
+
+
+@cache
+def _all_rows() -> list[OpRow]:
+    """Every op that has samples in the database, and every rule of ops that have none."""
+    lines = rule_lines()
+    rows = []
+    sampled = set()
+    for finding in _stored()["ops"]:
+        name = finding["op"]
+        family = name.rpartition(".")[0]
+        sampled |= {name, family}
+        _, line = lines.get(name) or lines.get(family) or ("", "")
+        row = OpRow(
+            op=name,
+            origin=finding["origin"],
+            rule=line,
+            strategies=tuple(finding["sharded"]),
+            num_proved=finding["num_proved"],
+            wrong=tuple(finding["wrong"]),
+            why=finding["why"],
+        )
+        rows.append(row)
+
+    for name in lines.keys() - sampled:
+        origin, line = lines[name]
+        rows.append(OpRow(name, origin, line, (), 0, (), ""))
+    return sorted(rows, key=lambda row: row.op)
+
+
+@cache
+def _stored() -> dict[str, Any]:
+    """The findings of scripts/op_coverage.py."""
+    return json.loads(Path(STORED).read_text(encoding="utf-8"))
+
+
+def _rule_text(row: OpRow) -> Text:
+    if row.why:
+        return Text(f"replicated: {row.why}", style="dim")
+    if row.rule:
+        return Text(row.rule)
+    shown = "  ".join(row.strategies[:MOST_STRATEGIES])
+    num_more = len(row.strategies) - MOST_STRATEGIES
+    if num_more > 0:
+        shown += f"  and {num_more} more"
+    return Text(shown or "by the call's arguments")
+
+
+def _proof_text(row: OpRow) -> Text:
+    if row.wrong:
+        return Text(f"{len(row.wrong)} wrong", style="red")
+    if row.num_proved:
+        return Text(f"{row.num_proved} runs")
+    return Text("" if row.why else "by tests")

@@ -1,0 +1,177 @@
+"""Solves linear and integer programs by OR-tools' MathOpt.
+
+GLOP solves small relaxations, HiGHS large ones and the integer programs: docs/formulas.md#solvers
+has the figures. Models and results pass as MathOpt's protocol buffers, filled from arrays: an
+object for each variable takes longer than solving does.
+"""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from alpa_strategy.intra_op.solver.milp import LinearProgram
+from alpa_strategy.intra_op.solver.quiet import without_solver_lines
+
+if TYPE_CHECKING:
+    from ortools.math_opt.model_parameters_pb2 import ModelSolveParametersProto
+    from ortools.math_opt.model_pb2 import ModelProto
+    from ortools.math_opt.parameters_pb2 import SolveParametersProto
+    from ortools.math_opt.result_pb2 import SolveResultProto
+
+# Wall seconds per CPU second above which a time-out is not the solver's own.
+STARVED = 1.5
+# Columns up to which GLOP solves a relaxation: it is faster there and falls behind from here on.
+GLOP_COLUMNS = 20_000
+
+Mass = tuple[np.ndarray, ...]  # [c][k]: s[c, k] of a solution
+
+
+def solve_program(
+    program: LinearProgram,
+    *,
+    integer: bool,
+    time_limit: float,
+    hint: Sequence[int] | None = None,
+    tolerance: float = 1e-6,
+) -> tuple[float, Mass | None]:
+    """Solve the relaxation or, with `integer`, the program itself, for at most `time_limit` seconds
+    of CPU time.
+
+    `hint` is an assignment to start the integer search from, `tolerance` a relative gap at which it
+    ends. Never prints. Returns a true bound in seconds (inf: proved that no assignment exists), and
+    the solution (None: not in time).
+    """
+    from ortools.math_opt import parameters_pb2, result_pb2, solution_pb2
+
+    glop = not integer and len(program.cost) <= GLOP_COLUMNS
+    solver = parameters_pb2.SOLVER_TYPE_GLOP if glop else parameters_pb2.SOLVER_TYPE_HIGHS
+    parameters = _parameters(tolerance if integer else None)
+    asked = _asked(program, hint if integer else None)
+    model, limit = _model(program, integer), max(time_limit, 0.1)
+    with without_solver_lines():
+        result = _solve_within(limit, solver, model, parameters, asked)
+
+    reason = result.termination.reason
+    impossible = (
+        result_pb2.TERMINATION_REASON_INFEASIBLE,
+        result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED,
+    )
+    if reason in impossible:  # no program is unbounded: costs and rows bound every column
+        return np.inf, None
+    # What a simplex method stopped at proves nothing.
+    proved = integer or reason == result_pb2.TERMINATION_REASON_OPTIMAL
+    bound = result.termination.objective_bounds.dual_bound if proved else -np.inf
+    bound *= program.seconds_per_unit
+
+    if not result.solutions:
+        return bound, None
+    primal = result.solutions[0].primal_solution
+    if primal.feasibility_status != solution_pb2.SOLUTION_STATUS_FEASIBLE:
+        return bound, None
+    strategies = np.zeros(program.num_strategies)
+    strategies[np.asarray(primal.variable_values.ids, int)] = primal.variable_values.values
+    return bound, tuple(np.split(strategies, program.first[1:-1]))
+
+
+def _solve_within(
+    limit: float,
+    solver: int,
+    model: "ModelProto",
+    parameters: "SolveParametersProto",
+    asked: "ModelSolveParametersProto",
+) -> "SolveResultProto":
+    """Solve for at most about `limit` seconds of CPU time.
+
+    Solvers count wall time: where others had the processor and time ran out, the program is solved
+    once more with their time added, so that a plan does not depend on how busy the machine is.
+    """
+    from ortools.math_opt import callback_pb2, parameters_pb2, result_pb2
+    from ortools.math_opt.core.python import solver as core
+
+    registration = callback_pb2.CallbackRegistrationProto()
+    initializer = parameters_pb2.SolverInitializerProto()
+    wall = limit
+    for _ in range(2):
+        parameters.time_limit.FromTimedelta(timedelta(seconds=wall))
+        started = time.process_time()
+        result = core.solve(
+            model, solver, initializer, parameters, asked, None, registration, None, None
+        )
+        spent = time.process_time() - started
+        in_time = result.termination.limit != result_pb2.LIMIT_TIME
+        if in_time or spent > limit / STARVED:
+            break
+        wall = limit * limit / max(spent, 0.1 * limit)
+    return result
+
+
+def _model(program: LinearProgram, integer: bool) -> "ModelProto":
+    """The program as MathOpt's message."""
+    from ortools.math_opt import model_pb2
+    from ortools.math_opt.sparse_containers_pb2 import (
+        SparseDoubleMatrixProto,
+        SparseDoubleVectorProto,
+    )
+
+    num_columns, num_rows = len(program.cost), len(program.row_lower)
+    num_auxiliary = num_columns - program.num_strategies
+    priced = np.flatnonzero(program.cost)
+    return model_pb2.ModelProto(
+        variables=model_pb2.VariablesProto(
+            ids=range(num_columns),
+            lower_bounds=[0.0] * num_columns,
+            upper_bounds=program.upper.tolist(),
+            integers=[integer] * program.num_strategies + [False] * num_auxiliary,
+        ),
+        objective=model_pb2.ObjectiveProto(
+            linear_coefficients=SparseDoubleVectorProto(
+                ids=priced.tolist(), values=program.cost[priced].tolist()
+            )
+        ),
+        linear_constraints=model_pb2.LinearConstraintsProto(
+            ids=range(num_rows),
+            lower_bounds=program.row_lower.tolist(),
+            upper_bounds=program.row_upper.tolist(),
+        ),
+        linear_constraint_matrix=SparseDoubleMatrixProto(
+            row_ids=program.row.tolist(),
+            column_ids=program.column.tolist(),
+            coefficients=program.value.tolist(),
+        ),
+    )
+
+
+def _parameters(tolerance: float | None) -> "SolveParametersProto":
+    """One thread, no output, and the relative gap at which an integer search ends."""
+    from ortools.math_opt import parameters_pb2
+
+    parameters = parameters_pb2.SolveParametersProto(enable_output=False)
+    # MathOpt refuses `threads` for HiGHS.
+    parameters.highs.string_options["parallel"] = "off"
+    if tolerance is not None:
+        parameters.relative_gap_tolerance = tolerance
+    return parameters
+
+
+def _asked(program: LinearProgram, hint: Sequence[int] | None) -> "ModelSolveParametersProto":
+    """What a result has to contain, the strategies that are taken, and what the search starts
+    from.
+    """
+    from ortools.math_opt.model_parameters_pb2 import ModelSolveParametersProto
+
+    asked = ModelSolveParametersProto()
+    values = asked.variable_values_filter
+    values.skip_zero_values, values.filter_by_ids = True, True
+    values.filtered_ids.extend(range(program.num_strategies))
+    for left_out in (asked.dual_values_filter, asked.reduced_costs_filter):
+        left_out.filter_by_ids = True  # of no ids
+    if hint is not None:
+        taken = np.zeros(program.num_strategies)
+        taken[program.first[:-1] + np.asarray(hint)] = 1.0
+        start = asked.solution_hints.add().variable_values
+        start.ids.extend(range(len(taken)))
+        start.values.extend(taken.tolist())
+    return asked
