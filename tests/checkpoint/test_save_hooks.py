@@ -242,6 +242,8 @@ def test_hooks_compute_as_under_ddp(pool, tmp_path: Path, under_ddp: Any, case: 
     for of_rank in found if "single" not in case else ():  # whose entries are copies
         torch.testing.assert_close(of_rank, weights, rtol=1e-9, atol=1e-9)
     for name in HOOKS:
+        if "single" in case and name == "changed_in_place":
+            continue  # the second of these checkpoints shows that of the first
         for kind in ("module", "callback"):
             path = f"{name}-{kind}.ckpt"
             expected, saved = read(str(folder / path)), read(str(tmp_path / path))
