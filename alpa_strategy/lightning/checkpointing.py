@@ -129,7 +129,7 @@ class Checkpoints:
         if self._trainer.state.fn == TrainerFn.FITTING:
             with reading(Path(path)):
                 self._resume = take_up(checkpoint, rank_in(None), world_size(), self._num_shares)
-                self.plans = RunPlans(resumed_plans(self.resumed))
+                self.plans = resumed_plans(self.resumed)
         return checkpoint
 
     def load_model(self, module: Any, state_dict: Mapping[str, Tensor], strict: bool) -> None:

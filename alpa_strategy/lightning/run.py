@@ -41,7 +41,7 @@ from alpa_strategy.microbatch.rules import State
 from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
-from alpa_strategy.planner.smaller_batch import plan_on_smaller_batch
+from alpa_strategy.planner.smaller_batch import batch_shapes, plan_on_smaller_batch
 from alpa_strategy.runtime.gradients import average
 from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
 from alpa_strategy.runtime.step_by_bucket import fused
@@ -126,7 +126,8 @@ class Run(PlacedModule):
             )
             self._placed = PlacedPlan(module, step.parameters, plan, *place)
             super().__init__(given, info, plan, self._placed.store, limit, values, buffers)
-            self._planned_step = step  # unless the plan is a resumed run's, of another batch
+            if plan.fingerprint.batch == step.batch_digest:  # else the resumed run's first batch
+                job.plans.planned_batch = batch_shapes(step)
             program = self._program(step)
         if job.device.type == "cpu":
             self._adapted.callback(hold_to_plan(self, plan, limit, module, given.optimizers))
@@ -331,7 +332,7 @@ class Run(PlacedModule):
             step.batch_digest,
         ):  # else it means other ops
             return self._placed.training_program(step, self.plan)
-        smaller = plan_on_smaller_batch(step, self._planned_step, self.plan)
+        smaller = plan_on_smaller_batch(step, self._job.plans.planned_batch, self.plan)
         if smaller is not None:
             return self._placed.training_program(step, smaller)
         try:

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.ir.plan import Fingerprint, Plan
+from alpa_strategy.planner.smaller_batch import BatchShapes
 
 PlanData = Mapping[str, Any]  # `Plan.to_dict()`
 
@@ -21,9 +22,13 @@ class RunPlans:
     Args:
         resumed: plans of the run that is resumed. Empty where nothing is resumed, and on ranks that
             make no plans.
+        planned_batch: `batch_shapes` of the step that the resumed run's first plan was made for.
     """
 
-    def __init__(self, resumed: Sequence[PlanData] = ()) -> None:
+    def __init__(
+        self, resumed: Sequence[PlanData] = (), planned_batch: BatchShapes | None = None
+    ) -> None:
+        self.planned_batch = planned_batch
         self._resumed = tuple(resumed)
         self._used: dict[str, PlanData] = {}
 
@@ -72,11 +77,11 @@ class RunPlans:
         )
 
 
-def resumed_plans(state: Mapping[str, Any]) -> list[PlanData]:
-    """The plans in `PlacedModule.state_dict()` of the run that is resumed."""
+def resumed_plans(state: Mapping[str, Any]) -> RunPlans:
+    """Those of the run that is resumed, from its `PlacedModule.state_dict()`."""
     main = state.get("plan")
     plans = [*state.get("plans", ()), *([] if main is None else [main])]
-    return [plan for plan in plans if _is_plan(plan)]
+    return RunPlans([plan for plan in plans if _is_plan(plan)], state.get("planned_batch"))
 
 
 def _is_plan(data: Any) -> bool:

@@ -8,44 +8,43 @@ from dataclasses import replace
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.planner.plan_check import check_plan
 
+BatchShapes = list[list[int]]
 
-def plan_on_smaller_batch(step: StepGraph, planned: StepGraph, running: Plan) -> Plan | None:
-    """The plan of `step`: that of `planned`, where both are the same ops and no tensor of `step` is
-    larger; None where it needs a plan of its own.
+
+def batch_shapes(step: StepGraph) -> BatchShapes:
+    """Shapes of the tensors of the step's batch, of all ranks together: plain data."""
+    return [list(step.values[leaf.value].shape) for leaf in step.batch]
+
+
+def plan_on_smaller_batch(
+    step: StepGraph, planned: BatchShapes | None, running: Plan
+) -> Plan | None:
+    """The plan of `step`: the running one, where it is that of the same ops on a batch that is
+    nowhere smaller; None where the step needs a plan of its own.
 
     Args:
-        running: the plan of `planned`.
+        planned: `batch_shapes` of the step that `running` was made for; None: not known.
     """
-    if running.is_pipelined or not _is_smaller(step, planned):
+    if planned is None or running.is_pipelined or not _fit_into(batch_shapes(step), planned):
+        return None
+    if running.fingerprint.parameters != step.parameter_digest:
         return None
     try:
-        num_devices = math.prod(running.stages[0].submesh)
-        check_plan(running, step, num_devices)
-    except PlanError:  # a dim that is divided has too few elements
+        check_plan(running, step, math.prod(running.stages[0].submesh))
+    except PlanError:  # other ops, or a dim that is divided has too few elements
         return None
     prints = running.fingerprint
     prints = replace(prints, graph=step.graph_digest, batch=step.batch_digest)
     return replace(running, fingerprint=prints)
 
 
-def _is_smaller(step: StepGraph, planned: StepGraph) -> bool:
-    if step.parameter_digest != planned.parameter_digest or len(step.ops) != len(planned.ops):
+def _fit_into(ours: BatchShapes, theirs: BatchShapes) -> bool:
+    if [len(shape) for shape in ours] != [len(shape) for shape in theirs]:
         return False
-    is_same = all(
-        (ours.name, ours.call.target_name, ours.operands)
-        == (theirs.name, theirs.call.target_name, theirs.operands)
-        for ours, theirs in zip(step.ops, planned.ops, strict=True)
-    )
-    if not is_same or len(step.values) != len(planned.values):
-        return False
-    return all(map(_fits_into, step.values, planned.values))
-
-
-def _fits_into(ours: TensorMeta, theirs: TensorMeta) -> bool:
-    if ours.dtype != theirs.dtype or len(ours.shape) != len(theirs.shape):
-        return False
-    return all(size <= planned for size, planned in zip(ours.shape, theirs.shape, strict=True))
+    pairs = [
+        pair for shapes in zip(ours, theirs, strict=True) for pair in zip(*shapes, strict=True)
+    ]
+    return all(size <= planned for size, planned in pairs)
