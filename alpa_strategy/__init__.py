@@ -20,6 +20,7 @@ from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.checkpointing import let_directories_load
 from alpa_strategy.lightning.cli_checkpoints import let_cli_read_directories
+from alpa_strategy.lightning.other_entries import fabric_error, name_the_cures
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.schedules import Action, Schedule, register_schedule
 from alpa_strategy.strategy import AlpaStrategy
@@ -67,10 +68,7 @@ class NoFabric:
     """
 
     def __init__(self, *_: Any, **__: Any) -> NoReturn:
-        raise AlpaError(
-            'Fabric(strategy="alpa"): alpa plans the training_step of a LightningModule, and Fabric has none',
-            'put the step into a LightningModule and use Trainer(strategy="alpa"), or another strategy of Fabric',
-        )
+        raise fabric_error()
 
 
 def __getattr__(name: str) -> Any:
@@ -81,6 +79,7 @@ def __getattr__(name: str) -> Any:
 
 let_directories_load()
 let_cli_read_directories()
+name_the_cures()
 if "alpa" not in StrategyRegistry:
     StrategyRegistry.register(
         "alpa", AlpaStrategy, description="Solved shardings: plans how the module is parallelised"

@@ -30,10 +30,11 @@ from rich.text import Text
 
 from alpa_strategy.checkpoint.saving import export_checkpoint
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.op_table import op_data, op_rows, op_table
 from alpa_strategy.display.progress import Progress, peak_rss_bytes
 from alpa_strategy.display.table import plan_html, plan_svg, plan_table, plan_timing, tune_table
-from alpa_strategy.errors import AlpaError, CheckpointError, OptionError, check_names
+from alpa_strategy.errors import AlpaError, CheckpointError, OptionError, check_names, printable
 from alpa_strategy.files import RECIPES, is_possible, shipped_folder
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import compiled_by_user
@@ -42,6 +43,7 @@ from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.partial_results import PartialResults
 from alpa_strategy.planner.written_plan import asks_for_written
 from alpa_strategy.recipe import (
+    KEYS,
     Recipe,
     build_data,
     build_model,
@@ -51,6 +53,9 @@ from alpa_strategy.recipe import (
 )
 
 EXIT_USER_ERROR = 2
+# What overrides of `alpa plan` may begin with besides a recipe's keys: the cluster's fields, and the
+# recipe's `strategy` by another name.
+PLAN_KEYS = ("cluster", "plan")
 SEARCHES = (
     "mcmc",
     "greedy",
@@ -71,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(arguments)
     except AlpaError as error:
-        console = Console(stderr=True, soft_wrap=True)
+        console = make_console(stderr=True, soft_wrap=True)
         console.print(Text.assemble(("error: ", "bold red"), (error.problem, "red")))
         if error.fix:
             console.print(Text.assemble(("what to do: ", "bold"), error.fix))
@@ -104,7 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def of_recipe(
-        name: str, about: str, example: str, run: Callable[[argparse.Namespace], int]
+        name: str,
+        about: str,
+        example: str,
+        run: Callable[[argparse.Namespace], int],
+        keys: Sequence[str] = KEYS,
     ) -> Any:
         command = commands.add_parser(
             name, help=about, description=f"{about[0].upper()}{about[1:]}."
@@ -113,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
             "recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped"
         )
         command.add_argument(
-            "overrides", nargs="*", metavar="key=value", help=f"for example {example}"
+            "overrides", nargs="*", metavar="key=value", help=_overrides_help(example, keys)
         )
         command.set_defaults(run=run)
         return command
@@ -123,7 +132,11 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "plan a recipe for a cluster; no devices and no weights are needed"
     plan = of_recipe(
-        "plan", about, "cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8", _plan
+        "plan",
+        about,
+        "cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8",
+        _plan,
+        (*PLAN_KEYS, *KEYS),
     )
     plan.add_argument(
         "--cluster",
@@ -195,6 +208,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _overrides_help(example: str, keys: Sequence[str]) -> str:
+    sections = [f"{key}." for key in keys if key != "seed"]
+    return f"for example {example}; a key is seed, or begins with {', '.join(sections)}"
+
+
 def _train(arguments: argparse.Namespace) -> int:
     # Lightning 2.6 against PyTorch 2.13, once per process and step kind: nothing that a user could
     # act upon.
@@ -215,7 +233,7 @@ def _train(arguments: argparse.Namespace) -> int:
             ", ".join(
                 [
                     f"trained {trainer.global_step} steps",
-                    *(f"{k} {v:.4g}" for k, v in shown.items()),
+                    *(f"{printable(k)} {v:.4g}" for k, v in shown.items()),
                 ]
             )
         )
@@ -237,7 +255,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     with _writing(arguments.output or "plan.json"):
         pass  # an impossible path is told before the planning
     to_cluster, overrides = _split_overrides(arguments.overrides)
-    cluster, console = ClusterSpec.load(arguments.cluster, to_cluster), Console()
+    cluster, console = ClusterSpec.load(arguments.cluster, to_cluster), make_console()
     recipe = load_recipe(arguments.recipe, overrides)
     options, given = plan_options(recipe), recipe.strategy
     limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits) if f.name in given})
@@ -261,7 +279,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.output:
         with _writing(arguments.output):
             plan.save(arguments.output)
-        console.print(f"plan stored in {arguments.output}")
+        console.print(plain(f"plan stored in {arguments.output}"))
     return 0
 
 
@@ -370,7 +388,7 @@ def _rare_collections() -> Iterator[None]:
 
 def _show(arguments: argparse.Namespace) -> int:
     plan = Plan.load(arguments.plan)
-    Console().print(plan_table(plan))
+    make_console().print(plan_table(plan))
     for path, render in ((arguments.html, plan_html), (arguments.svg, plan_svg)):
         if path:
             with _writing(path) as target:
@@ -383,7 +401,7 @@ def _ops(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(op_data(rows), indent=1))
     else:
-        Console().print(op_table(rows))
+        make_console().print(op_table(rows))
     return 0
 
 
@@ -418,7 +436,14 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
     to_cluster: dict[str, Any] = {}
     to_recipe: list[str] = []
     for text in overrides:
-        if text.startswith("cluster."):
+        section = re.split(r"[.=]", text, maxsplit=1)[0]
+        check_names([section], (*PLAN_KEYS, *KEYS), f"override {text!r}: unknown key")
+        if section in PLAN_KEYS and not text.startswith(f"{section}."):
+            raise OptionError(
+                f"override {text!r} names no field of {section!r}",
+                "write cluster.num_nodes=2, or plan.parallel=tensor",
+            )
+        if section == "cluster":
             key, equals, value = text.removeprefix("cluster.").partition("=")
             if not equals:
                 raise OptionError(

@@ -6,10 +6,12 @@ from collections.abc import Iterable
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-# The last ranges turn the direction of text: what a terminal shows then is not what is there.
+# Control characters but tab and newline, lone surrogates, what turns the direction of text (a
+# terminal then shows something else than what is there), line separators, and what no XML may hold.
 UNPRINTABLE = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]"
-)  # not tab, newline
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff"
+    r"\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufffe\uffff]"
+)
 _LONG_WORD = re.compile(r"(\S{200})\S{300,}")
 
 
@@ -22,8 +24,8 @@ class AlpaError(RuntimeError):
     """
 
     def __init__(self, problem: str, fix: str = "") -> None:
-        self.problem = _shown(problem)
-        self.fix = _shown(fix)
+        self.problem = printable(problem)
+        self.fix = printable(fix)
         super().__init__(f"{self.problem}\n  What to do: {self.fix}" if fix else self.problem)
 
     def __reduce__(self) -> "tuple[type[AlpaError], tuple[str, str]]":
@@ -31,9 +33,9 @@ class AlpaError(RuntimeError):
         return type(self), (self.problem, self.fix)
 
 
-def _shown(text: str) -> str:
-    """Text for a terminal, whatever names of files and keys it quotes: no control characters, no
-    endless words.
+def printable(text: str) -> str:
+    """Text for a terminal or a page, whatever names it quotes: control characters become escapes,
+    endless words are cut short.
     """
     return _LONG_WORD.sub(r"\1...", UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text))
 

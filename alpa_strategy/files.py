@@ -73,7 +73,7 @@ def read_yaml(path: str | Path) -> Any:
         data = yaml.load(text, Loader=yaml.BaseLoader)  # every value as its text
         if isinstance(data, str):
             raise BadFileError("is one value, not a mapping of keys to values")
-        _check_values(data, MAX_YAML_VALUES, MAX_DIGITS)
+        _check_values(data, MAX_YAML_VALUES, MAX_DIGITS, takes_control_characters=False)
         return OmegaConf.create(text)
     except RecursionError:
         raise BadFileError(f"is nested more than {MAX_DEPTH} deep") from None
@@ -154,13 +154,19 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_values(data: Any, most: float = math.inf, most_digits: float = math.inf) -> None:
-    """Depth, number of values, and texts: they are shown on terminals, where an escape sequence
-    would be a command.
+def _check_values(
+    data: Any,
+    most: float = math.inf,
+    most_digits: float = math.inf,
+    takes_control_characters: bool = True,
+) -> None:
+    """BadFileError for values that are too deep, too many, too long or, in YAML, no text.
 
     Args:
         most: values, each counted as often as it stands in another.
         most_digits: of whole numbers that are texts here.
+        takes_control_characters: a plan holds the names of a module's parameters, whatever these
+            are (`display/console.py` draws them as escapes); a file that people write does not.
     """
     waiting, count = [(data, 0)], 0
     while waiting:
@@ -169,10 +175,8 @@ def _check_values(data: Any, most: float = math.inf, most_digits: float = math.i
         if count > most:
             raise BadFileError(f"stands for more than {most} values")
         if isinstance(value, str):
-            if not value.isprintable() and (bad := UNPRINTABLE.search(value)):
-                raise BadFileError(
-                    f"holds the control character {bad[0]!a} in the text {value[:40]!a}"
-                )
+            if not takes_control_characters:
+                _check_printable(value)
             if len(value) > most_digits and _WHOLE_NUMBER.fullmatch(value):
                 raise BadFileError(f"holds a number of {len(value)} digits")
         elif isinstance(value, dict | list):
@@ -180,6 +184,11 @@ def _check_values(data: Any, most: float = math.inf, most_digits: float = math.i
                 raise BadFileError(f"is nested more than {MAX_DEPTH} deep")
             inside = value if isinstance(value, list) else (*value, *value.values())
             waiting += [(item, depth + 1) for item in inside]
+
+
+def _check_printable(text: str) -> None:
+    if not text.isprintable() and (bad := UNPRINTABLE.search(text)):
+        raise BadFileError(f"holds the control character {bad[0]!a} in the text {text[:40]!a}")
 
 
 def shipped_folder(folder: str) -> Path:

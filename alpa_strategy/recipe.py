@@ -37,6 +37,7 @@ from alpa_strategy.strategy import OPTION_NAMES, AlpaStrategy
 _TARGET_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 TARGET = "_target_"
 SECTIONS = ("model", "data", "trainer", "strategy")
+KEYS = (*SECTIONS, "seed")  # of a recipe, and what overrides may begin with
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = find_named(path, RECIPES) or Path(path)  # neither: `read_yaml` says what there is
     content = read_yaml(path)
-    known = (*SECTIONS, "seed")
-    check_names(content, known, f"{path}: unknown key")
-    merged = _merge(path, content, overrides, known)
+    check_names(content, KEYS, f"{path}: unknown key")
+    merged = _merge(path, content, overrides, KEYS)
     seed = merged.get("seed")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise OptionError(

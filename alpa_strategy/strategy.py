@@ -39,6 +39,7 @@ from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.full_parameters import check_backward
 from alpa_strategy.lightning.job import Job, compiled_by_user, most_accumulated
+from alpa_strategy.lightning.loader_order import LoaderOrder
 from alpa_strategy.lightning.log_means import reduce_logged
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ENDS, PAUSES, ParallelJob
@@ -188,6 +189,7 @@ class AlpaStrategy(ParallelJob):
         self._verbose = verbose
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
         self._hooks = BatchHooks()
+        self._loader_order = LoaderOrder()
         self._session = Session(self._job, self._checkpoints)
 
     @property
@@ -304,6 +306,7 @@ class AlpaStrategy(ParallelJob):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._loader_order.use(self._module.trainer, self.world_size)
         replicas = self.limits.replicas
         checks.check_replicas(
             replicas, self.options.batch_scope, self.num_nodes, self.num_processes
@@ -482,7 +485,10 @@ class AlpaStrategy(ParallelJob):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return self._checkpoints.load(checkpoint_path, weights_only, self.checkpoint_io)
+        checkpoint = self._checkpoints.load(checkpoint_path, weights_only, self.checkpoint_io)
+        if self._checkpoints.resumes_an_epoch_of_other_ranks:
+            self._loader_order.restore(self._module.trainer)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -526,11 +532,10 @@ class AlpaStrategy(ParallelJob):
         if group is None and self.run is not None:
             group = self.run.peers
         is_global = group == GLOBAL or (self.options.batch_scope == "global" and group is None)
-        if is_global or not isinstance(tensor, Tensor):
+        is_alone = group == REPLICAS and self._across.size == 1
+        if is_global or is_alone or not isinstance(tensor, Tensor):
             return tensor
         if group == REPLICAS:
-            if self._across.size == 1:
-                return tensor
             group = self._across.group
         elif group is None:
             self._meet()
@@ -538,8 +543,8 @@ class AlpaStrategy(ParallelJob):
         def reduce_over(values: Tensor, reduce_op: Any) -> Any:
             return super(AlpaStrategy, self).reduce(values, group, reduce_op)
 
-        trainer = self._module.trainer
-        return reduce_logged(trainer, tensor, world_size(group), reduce_op, reduce_over)
+        size = world_size(group)
+        return reduce_logged(self._module.trainer, tensor, size, reduce_op, reduce_over)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

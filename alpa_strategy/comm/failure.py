@@ -34,6 +34,9 @@ _NO_STORE = "rank 0 is gone, and the job's store with it"
 # Keys of the store: what failed first, a word to all ranks, that rank 0 has ended well;
 # `seen/{rank}`: a sign of life.
 _CAUSE, _TOLD, _ENDED = "cause", "told", "ended"
+# Set by the failing rank when it has shown its own traceback: nobody else needs to.
+_SHOWN = "shown"
+_TRACEBACK = "Traceback"
 
 
 class FailureWatch:
@@ -87,9 +90,9 @@ class FailureWatch:
         """Called where `error` is about to end this rank: tell the others, and give them time to
         read it.
 
-        When another rank failed first, its traceback is shown last and this process ends at once:
-        `error` is then only the consequence (a closed connection). An error that every rank raises
-        by agreement ends each rank by itself.
+        When another rank failed first, this process ends at once with a line that names that
+        rank's error: `error` is then only the consequence (a closed connection). An error that
+        every rank raises by agreement ends each rank by itself.
         """
         self._stopped.set()
         said = f"{type(error).__name__}: {error}"
@@ -98,12 +101,16 @@ class FailureWatch:
             error, LostRankError
         ):  # at once: whoever launched the job may end it any moment
             print(f"\nalpa: {error.problem}", file=sys.stderr, flush=True)
-        trace = said if isinstance(error, AlpaError) else "".join(traceback.format_exception(error))
+        trace = said
+        if not isinstance(error, AlpaError):
+            lines = traceback.format_exception(error)
+            trace = f"{_TRACEBACK} of rank {self._rank}\n{''.join(lines)}"
         text = f"{self._rank}\n{message}\n{trace}"
         try:
             first = self._main_store.compare_set(_CAUSE, "", text).decode()
             self._main_store.set(f"seen/{self._rank}", "seen")
             if first == text:
+                self._report_when_shown(error)
                 self._name_the_silent(self._main_store)
                 time.sleep(0.2)  # the store may end with this process: let the last answer arrive
                 end_children(self._children(), GRACE_SECONDS)
@@ -114,6 +121,19 @@ class FailureWatch:
         rank, first_message, _ = first.split("\n", 2)
         if int(rank) != self._rank and first_message != message:
             self._end_because_of(first, self._main_store)
+
+    def _report_when_shown(self, error: BaseException) -> None:
+        """Let the others know when Python has shown `error`, as it does where a script ends."""
+        show = sys.excepthook
+
+        def shown(kind: Any, raised: BaseException, traceback: Any) -> None:
+            show(kind, raised, traceback)
+            if raised is error:
+                sys.stderr.flush()
+                with contextlib.suppress(RuntimeError):  # nobody is left to tell
+                    self._main_store.set(_SHOWN, "")
+
+        sys.excepthook = shown
 
     def tell(self, word: str) -> None:
         """Tell all ranks a word (the first one counts): `on_told` is called with it on each. From a
@@ -170,17 +190,23 @@ class FailureWatch:
                 self._end_because_of(first, self._watch_store)
 
     def _end_because_of(self, text: str, store: Any) -> None:
-        """Show another rank's traceback and end; whichever of the two threads comes first."""
+        """Name another rank's error in a line and end; whichever of the two threads comes first.
+
+        The failing rank shows its traceback itself. Only if it does not (it hangs, or its script
+        goes on past the error) does rank 0 show it. An AlpaError has no traceback to be shown, and
+        ranks other than 0 say but its first line: here rank 0 says all of it.
+        """
         self._ending.acquire()  # never released: the process ends
-        rank, _, trace = text.split("\n", 2)
+        rank, message, trace = text.split("\n", 2)
+        has_traceback = trace.startswith(_TRACEBACK)
+        error = message if has_traceback or self._rank > 0 else trace
         sys.stdout.flush()
-        print(
-            f"\nalpa: rank {self._rank} ends because rank {rank} failed:\n{trace}",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"\nalpa: rank {self._rank} ends because rank {rank} failed: {error}"
+        print(line, file=sys.stderr, flush=True)
         with contextlib.suppress(RuntimeError):
             self._name_the_silent(store)
+        if has_traceback and self._rank == 0 and not _is_shown(store):
+            print(f"\nalpa: rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
         self.end_process()
 
     def end_process(self, code: int = 1, grace_seconds: float = GRACE_SECONDS) -> None:
@@ -192,6 +218,19 @@ class FailureWatch:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _is_shown(store: Any) -> bool:
+    """Whether the failing rank shows its own error, within `GRACE_SECONDS`."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if store.check([_SHOWN]):
+                return True
+        except RuntimeError:  # the store has ended with its process
+            return False
+        time.sleep(0.05)
+    return False
 
 
 def end_children(children: Sequence[subprocess.Popen], grace_seconds: float) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.units import format_seconds
 
 
@@ -24,13 +25,14 @@ class Progress:
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self.enabled = enabled
-        self.console = console or Console(stderr=True)
+        self.console = console or make_console(stderr=True)
         self._open = 0
 
     def say(self, what: RenderableType) -> None:
         """A line or a table."""
         if self.enabled:
-            self.console.print(what)
+            is_text = isinstance(what, str)
+            self.console.print(plain(what, keeps_lines=True) if is_text else what)
 
     def tell(self, line: str) -> None:
         """A line that is text, whatever names of files it holds: nothing in it is markup."""
@@ -43,18 +45,20 @@ class Progress:
         spins = (
             self.enabled and self.console.is_terminal and not self._open
         )  # rich has one live display at a time
+        status = Text.assemble(("alpa", "bold"), " · ", plain(name))
         self._open += 1
-        mark = "[red]✗[/]"
+        mark = ("✗", "red")
         try:
-            with self.console.status(f"[bold]alpa[/] · {name}") if spins else nullcontext():
+            with self.console.status(status) if spins else nullcontext():
                 yield
-            mark = "[green]✓[/]"
+            mark = ("✓", "green")
         finally:
             self._open -= 1
             if self.enabled:
                 elapsed = format_seconds(time.perf_counter() - start)
-                text = f"[bold]alpa[/] {'  ' * self._open}{mark} {name} [dim]{elapsed}[/]"
-                self.console.print(text, highlight=False)
+                indent = " " + "  " * self._open
+                line = Text.assemble(("alpa", "bold"), indent, mark, " ", plain(name), " ")
+                self.console.print(line.append(elapsed, "dim"))
 
 
 def peak_rss_bytes() -> int:

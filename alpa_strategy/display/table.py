@@ -14,7 +14,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.timeline import MAX_DRAWN, device_range, plan_timeline
+from alpa_strategy.errors import printable
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Plan, StagePlan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
 
@@ -30,6 +32,9 @@ PICTURE_WIDTH = 120  # columns
 _WEB_FONTS = re.compile(
     r"@font-face \{.*?\}\s*", re.DOTALL
 )  # of rich's pictures: the reader's own do
+# A part of a dotted name that is an index. One of thousands of digits is a name, not a number.
+_INDEX = re.compile(r"[0-9]{1,9}")
+_INDEX_IN_NAME = re.compile(rf"(?<![^.]){_INDEX.pattern}(?![^.])")
 Shape = tuple[int, ...]
 MODE_MEANINGS = {
     "R": "replicated",
@@ -59,8 +64,12 @@ def plan_table(
         if stage.collectives:
             parts += [Text(), _collectives(stage)]
     parts += [Text(), _legend(plan)]
-    parts += [Text.assemble(("note  ", "yellow"), note) for note in plan.notes]
+    parts += [_note(note) for note in plan.notes]
     return Group(*parts)
+
+
+def _note(note: str) -> Text:
+    return Text.assemble(("note  ", "yellow"), plain(note, keeps_lines=True))
 
 
 def plan_svg(plan: Plan) -> str:
@@ -74,7 +83,7 @@ def plan_html(plan: Plan) -> str:
 
 
 def _printed(plan: Plan) -> Console:
-    console = Console(record=True, file=io.StringIO(), width=PICTURE_WIDTH)
+    console = make_console(record=True, file=io.StringIO(), width=PICTURE_WIDTH)
     console.print(plan_table(plan))
     return console
 
@@ -89,7 +98,8 @@ def plan_timing(plan: Plan, peak_rss: float | None = None) -> Text:
     phases = [f"{phase} {format_seconds(seconds)}" for phase, seconds in by_phase.items()]
     total = sum(plan.solver_seconds.values())
     text = f"planned in {format_seconds(total)}" + (f": {', '.join(phases)}" if phases else "")
-    return Text(text + (f"; peak memory {format_bytes(peak_rss)}" if peak_rss else ""), style="dim")
+    memory = f"; peak memory {format_bytes(peak_rss)}" if peak_rss else ""
+    return plain(text + memory, "dim")
 
 
 def measured_line(plan: Plan, measured_seconds: float) -> Text:
@@ -109,15 +119,15 @@ def measured_line(plan: Plan, measured_seconds: float) -> Text:
 def _headline(plan: Plan) -> Text:
     count = max(stage.first_device + math.prod(stage.submesh) for stage in plan.stages)
     text = Text.assemble(("Alpa plan", "bold"), f"  {count} device{'s' * (count != 1)}")
-    text.append(f" on {plan.cluster_name}" if plan.cluster_name else "")
+    if plan.cluster_name:
+        text.append(" on ").append_text(plain(plan.cluster_name))
     if len(plan.stages) == 1:
         text.append(f", mesh {mesh_text(plan.stages[0].logical_mesh)}")
         text.append(f", {plan.num_microbatches} micro-batches" if plan.num_microbatches > 1 else "")
         text.append(recomputes(plan.stages[0]))
     else:
-        text.append(
-            f", {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}"
-        )
+        text.append(f", {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, ")
+        text.append_text(plain(plan.schedule))
     text.append(f", {proof_of(plan)}", style="green" if plan.gap <= 1e-6 else "yellow")
     return text
 
@@ -157,12 +167,11 @@ def _baselines(plan: Plan) -> Text:
     step, lines = plan.predicted.step_seconds, []
     for name, seconds in plan.baselines.items():
         if seconds is None or not math.isfinite(seconds):
-            lines.append(Text.assemble(f"{name} ", ("does not fit", "red")))
+            lines.append(Text.assemble(plain(name), " ", ("does not fit", "red")))
         else:
             ratio = seconds / step if step > 0 else 1.0
-            lines.append(
-                Text.assemble(f"{name} {format_seconds(seconds)} ", (f"({_ratio(ratio)})", "dim"))
-            )
+            shown = f" {format_seconds(seconds)} "
+            lines.append(Text.assemble(plain(name), shown, (f"({_ratio(ratio)})", "dim")))
     return Text(", ").join(lines)
 
 
@@ -191,7 +200,7 @@ def _phases(plan: Plan, memory_limit: float | None) -> RenderableType:
             format_bytes(phase.peak_bytes),
             "red" if phase.peak_bytes > (memory_limit or math.inf) else "",
         )
-        table.add_row(phase.name, phase.layout, str(phase.times), *each, memory)
+        table.add_row(plain(phase.name), plain(phase.layout), str(phase.times), *each, memory)
     stays = [
         phase.times * phase.staying_seconds
         for phase in plan.phases
@@ -225,8 +234,14 @@ def stage_overview(plan: Plan) -> Table:
     _add_columns(table, ("devices", "mesh"), names)
     for index, stage in enumerate(plan.stages):
         seconds = (stage.forward_seconds, stage.backward_seconds)
-        layers = re.sub(r"\b([\w.]+\.)(\d+)-\1(\d+)", r"\1\2-\3", stage.layers)  # `blocks.0-3`
-        row = [str(index), layers, device_range(stage), mesh_text(stage.logical_mesh)]
+        # `blocks.0-3`; names of a file are cut to a length that this can go through.
+        layers = re.sub(r"\b([\w.]+\.)(\d+)-\1(\d+)", r"\1\2-\3", printable(stage.layers))
+        row: list[RenderableType] = [
+            str(index),
+            plain(layers),
+            device_range(stage),
+            mesh_text(stage.logical_mesh),
+        ]
         row += [format_seconds(each) if each else "" for each in seconds]
         if remat:
             row.append(
@@ -276,7 +291,7 @@ def _parameters(stage: StagePlan, stands_for_others: bool) -> Table:
     for group in groups:
         pattern = collapse_indices(group.pattern) if stands_for_others else group.pattern
         row: list[RenderableType] = [
-            pattern,
+            plain(pattern),
             f"x{len(group.names)}" if len(group.names) > 1 else "",
         ]
         if group.shape is not None:
@@ -299,9 +314,9 @@ def _collectives(stage: StagePlan) -> Table:
     for c in sorted(stage.collectives, key=lambda c: (-c.seconds, c.kind)):
         when = "once a step" if c.phase == "step" else c.phase
         table.add_row(
-            c.kind,
+            plain(c.kind),
             str(c.axis),
-            when,
+            plain(when),
             str(c.count),
             format_bytes(c.num_bytes),
             format_seconds(c.seconds),
@@ -379,11 +394,7 @@ def parameter_groups(
             pattern = names[0]
         elif patterns.count(pattern) > 1:
             # Only the first index is spelled out: blocks.{0-2}.experts.*
-            indices = [
-                int(part)
-                for name in names
-                for part in re.findall(r"(?<![^.])\d+(?![^.])", name)[:1]
-            ]
+            indices = [int(part) for name in names for part in _INDEX_IN_NAME.findall(name)[:1]]
             pattern = pattern.replace("*", f"{{{index_ranges(indices)}}}", 1)
         groups.append(ParameterGroup(pattern, tuple(names), modes, shape, on_host))
     return tuple(groups)
@@ -391,7 +402,7 @@ def parameter_groups(
 
 def collapse_indices(name: str) -> str:
     """Every part of a dotted name that is a number becomes `*`."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return ".".join("*" if _INDEX.fullmatch(part) else part for part in name.split("."))
 
 
 def index_ranges(indices: Iterable[int]) -> str:
@@ -489,16 +500,15 @@ def tune_table(found: Mapping[int, Plan | Exception], best: int | None, num_rank
     for size, plan in found.items():
         rows = size * num_ranks
         if not isinstance(plan, Plan):
-            table.add_row(
-                str(size), str(rows), str(plan).splitlines()[0][:60], *[""] * 4, style="dim"
-            )
+            first_line = next(iter(str(plan).splitlines()), type(plan).__name__)
+            table.add_row(str(size), str(rows), plain(first_line[:60]), *[""] * 4, style="dim")
             continue
         seconds, parts = plan.iteration_seconds, plan.num_microbatches
         table.add_row(
             str(size),
             str(rows),
             f"{parts} of {rows // parts}",
-            f"{len(plan.stages)} {plan.schedule}" if len(plan.stages) > 1 else "1",
+            plain(f"{len(plan.stages)} {plan.schedule}") if len(plan.stages) > 1 else "1",
             format_seconds(seconds),
             f"{rows / seconds:.4g}",
             format_bytes(plan.predicted.peak_bytes),

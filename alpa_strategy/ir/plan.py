@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from itertools import pairwise
@@ -393,6 +393,8 @@ class Plan:
     notes: tuple[
         str, ...
     ] = ()  # things that a user should know (replicated ops, unproved optimality, ...)
+    # of the notes, those on the step it was made for: another step has its own (`with_notes_of`)
+    step_notes: tuple[str, ...] = ()
     solver_seconds: dict[str, float] = field(
         default_factory=dict
     )  # how long planning took, by phase
@@ -417,6 +419,12 @@ class Plan:
     def iteration_seconds(self) -> float:
         """Of all phases, which are the step alone where there are none."""
         return sum(phase.total_seconds for phase in self.phases) or self.predicted.step_seconds
+
+    def with_notes_of(self, step_notes: tuple[str, ...]) -> "Plan":
+        """This plan for a step that has the notes `step_notes`; those on the plan itself stay."""
+        replaced = {*self.step_notes, *step_notes}
+        on_plan = [note for note in self.notes if note not in replaced]
+        return replace(self, notes=(*step_notes, *on_plan), step_notes=step_notes)
 
     def collectives(self) -> list[Collective]:
         """Every kind of collective of every stage, with kind, mesh axis, bytes and times per
@@ -482,10 +490,11 @@ AXIS_SEPARATOR = " | "
 # More in a file is a mistake, and what is made of it would not fit into memory.
 MAX_DEVICES = 1 << 24
 MAX_MICROBATCHES = 1 << 14
-_PLACED = re.compile(r"R|S\d+")
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_PLACED = re.compile(r"R|S[0-9]{1,9}")
 _IN, _ON_HOST = " in ", " on host"
 _IN_FP32 = ", summed in fp32"
-_SEGMENTS = re.compile(r"([2-9]|[1-9]\d+) segments")
+_SEGMENTS = re.compile(r"([2-9]|[1-9][0-9]{1,8}) segments")
 _KIND_NAMES = {
     dict: "an object",
     list: "a list",
@@ -507,6 +516,7 @@ _LATER |= {
     "ahead_bytes",
     "in_parts",
     "phases",
+    "step_notes",
 }
 _LARGE = (
     "predicted",
@@ -586,7 +596,7 @@ def _read_fields(kind: Any, data: dict[str, Any], where: str) -> Any:
 
 def _key(kind: type, key: str, where: str) -> Any:
     """A key; JSON knows texts only."""
-    if kind is int and not key.isdigit():
+    if kind is int and not _NUMBER.fullmatch(key):
         raise PlanError(f"{where}: {key!r} is not the number of a value", _FIX)
     return kind(key)
 

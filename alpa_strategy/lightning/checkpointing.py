@@ -189,6 +189,11 @@ class Checkpoints:
         """`PlacedModule.state_dict` of the training that is taken up, empty where none is."""
         return {} if self._resume is None else self._resume.run or {}
 
+    @property
+    def resumes_an_epoch_of_other_ranks(self) -> bool:
+        """Whether the middle of an epoch is taken up whose rows other ranks shared."""
+        return self._resume is not None and self._resume.is_of_other_ranks
+
     def restore(self, run: Any, optimizers: Sequence[Optimizer]) -> None:
         """The run is sharded: read this rank's parts, and continue its random streams.
         Collective.

@@ -156,6 +156,7 @@ class Resume:
     run: (
         dict[str, Any] | None
     )  # `Run.state_dict()`, None where the ranks are not those that wrote it
+    is_of_other_ranks: bool = False  # the passes are the rest of an epoch that others shared
 
 
 def rank_state(trainer: Any, run: dict[str, Any] | None) -> dict[str, Any]:
@@ -213,7 +214,9 @@ def take_up(
         shift = _scaled(current["ready"], shares_before, num_shares) - current["ready"]
         for key in ("ready", "started", "processed", "completed"):
             current[key] += shift
-    return Resume(tuple(passes), None)
+        if shares_before == 1:
+            _warn_of_other_order()
+    return Resume(tuple(passes), None, in_the_middle and shares_before > 1)
 
 
 def _pass(at: dict[str, Any] | None, now: dict[str, Any], in_the_middle: bool) -> Pass:
@@ -228,6 +231,15 @@ def _rescaled(at: dict[str, Any] | None, num_before: int, num_now: int) -> Pass:
         return Pass()
     num_drawn = _scaled(at["num_drawn"] - at["num_ahead"], num_before, num_now)
     return Pass(random_state(), num_drawn, epoch=at["epoch"])
+
+
+def _warn_of_other_order() -> None:
+    """One device draws in the order of the loader's sampler, several in DistributedSampler's."""
+    rank_zero_warn(
+        "alpa: the checkpoint is of the middle of an epoch on one device. If the loader shuffles, "
+        "the rest of this epoch is in the order that several devices share: some of its rows come "
+        "twice, others not at all, until the next epoch"
+    )
 
 
 def _scaled(num_batches: int, num_before: int, num_now: int) -> int:

@@ -108,6 +108,10 @@ def watch_children(
     while not any(codes := [child.poll() for child in children]):
         if all(code == 0 for code in codes) or ending.wait(CHILD_POLL_SECONDS):
             return
+    # A rank that raised an error has named it, and all others say that they end because of it.
+    was_killed = any(code is not None and code < 0 for code in codes)
+    if not was_killed and ending.wait(REPORT_SECONDS):
+        return
     for rank, (child, code) in enumerate(zip(children, codes, strict=True), start=first_rank):
         if code is not None and code != 0:
             how = f"ended with exit code {code}"
@@ -119,7 +123,7 @@ def watch_children(
                     -code == signal.SIGKILL
                 )
             print(f"\nalpa: rank {rank} (process {child.pid}) {how}", file=sys.stderr, flush=True)
-    if ending.wait(REPORT_SECONDS):
+    if was_killed and ending.wait(REPORT_SECONDS):
         return
     _say_ended(first_rank - 1)
     for rank, child in enumerate(children, first_rank):
@@ -198,11 +202,11 @@ class ParallelJob(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         """Join the job's process group, and watch the other ranks."""
-        reset_seed()
         self.set_world_ranks()
         self.interrupted = False
-        if self.world_size == 1:
+        if self.world_size == 1:  # random numbers go on as under a plain Trainer
             return
+        reset_seed()
         assert self.cluster_environment is not None
         assert self._timeout is not None
         store: dict[str, Any] = {}
@@ -279,6 +283,17 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 # batch.
 POINTS = TRAINS, PAUSES, ENDS = "trains", "pauses", "ends"
 EQUALLY_MANY = "give all ranks equally many (limit_train_batches, max_steps, or drop the surplus in the dataset)"
+
+
+def _stopped_alone(ranks: Sequence[int]) -> RuntimeMismatchError:
+    """The error for `trainer.should_stop` that is set on these ranks and not on all."""
+    shown = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return RuntimeMismatchError(
+        f"trainer.should_stop is set on {shown} alone: the other ranks still train",
+        "let all ranks decide alike, as EarlyStopping does: "
+        "trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, all=False), "
+        "called on all ranks at the same step",
+    )
 
 
 class JobSignals:
@@ -369,6 +384,10 @@ class JobSignals:
             if point == PAUSES:
                 return
         if trains and over:
+            # All ranks are here: those that pause have met once more.
+            stopped = of_all_ranks(bool(self._trainer.should_stop))
+            if any(stopped) and not all(stopped):
+                raise _stopped_alone([rank for rank, stops in enumerate(stopped) if stops])
             raise RuntimeMismatchError(
                 "some ranks have no more training batches, others have", EQUALLY_MANY
             )
@@ -387,6 +406,8 @@ class JobSignals:
         """RuntimeMismatchError where others do not come to what this rank is about to do with
         them.
         """
+        if self._is_alone and self._trainer.should_stop:
+            raise _stopped_alone([self._trainer.global_rank])
         if self._is_alone:
             here = "an evaluation" if self._trainer.validating else "the end of an epoch"
             problem = f"rank {self._trainer.global_rank} is at {here}, where it needs all ranks: others still train"

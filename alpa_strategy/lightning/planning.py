@@ -239,7 +239,10 @@ def find_or_make_plan(
             )
         return _plan_on_rank_zero(replace(task, progress=job.progress), job, pinned, resumed)
 
-    data = rank_zero.result_of(lambda: work().to_dict(), "planning")
+    def with_current_notes() -> dict[str, Any]:
+        return work().with_notes_of(step.notes).to_dict()
+
+    data = rank_zero.result_of(with_current_notes, "planning")
     if rank_in(job.group) == 0:  # which writes them into checkpoints
         job.plans.add(data)
     return Plan.from_dict(data)
@@ -278,7 +281,7 @@ def _stored(wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], P
         except PlanError as error:  # somebody edited it, or a rule has changed since
             why = f"the stored one cannot be used: {error.problem}"
     job.progress.say(f"alpa: making a plan: {why}")
-    plan = make()
+    plan = make().with_notes_of(step.notes)
     _check_computes(plan, step, job)  # the planner's own are held to it, too
     try:
         job.progress.say(f"alpa: plan stored in {store.put(plan)}")

@@ -95,6 +95,7 @@ def make_plan(
     task = PlanTask(step, cluster, options, optimizer, progress=progress, results=results)
     find = (choose or choose_plan) if around is None else partial(plan_around, running=around)
     plan = plan_iteration(phases, task, find) if phases else find(task)
+    plan = plan.with_notes_of(step.notes)
     return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
 
 

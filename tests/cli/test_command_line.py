@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from alpa_strategy.cli import main
+from alpa_strategy.cli import PLAN_KEYS, _split_overrides, main
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.recipe import KEYS, load_recipe
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "gpt_tiny.yaml")
@@ -217,3 +218,43 @@ def test_a_part_that_the_user_compiled_is_planned_as_it_will_run(tmp_path, monke
         return Plan.load(path).fingerprint.options
 
     assert planned() == planned("plan.compile=true") != planned("plan.compile=false")
+
+
+def test_the_keys_of_overrides_are_in_the_help_and_in_the_error(capsys):
+    """Held to the code: `KEYS` are what a recipe may have, and each of them is taken."""
+    values = {
+        "cluster": "cluster.num_nodes=1",
+        "plan": "plan.parallel=data",
+        "model": "model.num_layers=1",
+        "data": "data.batch_size=2",
+        "trainer": "trainer.max_steps=2",
+        "strategy": "strategy.parallel=data",
+        "seed": "seed=1",
+    }
+    assert set(values) == {*PLAN_KEYS, *KEYS}
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for key in values:
+        assert f"{key}." in text or f"{key}," in text
+    to_cluster, to_recipe = _split_overrides(list(values.values()))
+    assert to_cluster == {"num_nodes": "1"}
+    assert load_recipe(TINY, to_recipe).strategy["parallel"] == "data"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["clusters.num_nodes=2", "model_size=3", "=3", ".a=3", "[/red]=1", "Plan.parallel=data"],
+)
+def test_an_unknown_key_of_an_override_lists_all_that_are_known(override, capsys):
+    assert main(["plan", TINY, "--cluster", P3, override]) == 2
+    error = capsys.readouterr().err
+    for key in (*PLAN_KEYS, *KEYS):
+        assert key in error
+    assert override in error
+
+
+@pytest.mark.parametrize("override", ["plan=data", "cluster=x", "plan", "cluster"])
+def test_a_section_alone_is_no_override(override, capsys):
+    assert main(["plan", TINY, "--cluster", P3, override]) == 2
+    assert "names no field of" in capsys.readouterr().err

@@ -166,3 +166,28 @@ def test_store_reports_and_ignores_a_corrupted_file(tmp_path: Path) -> None:
         assert "cannot be used" in store.explain(FINGERPRINT)
     store.put(PLAN)
     assert store.find(FINGERPRINT) == PLAN
+
+
+NOTES = [
+    # The plan's notes and those on its step, the step's now, what is shown then.
+    ((), (), (), ()),
+    (("a", "p"), ("a",), ("a",), ("a", "p")),
+    (("a", "p"), ("a",), (), ("p",)),
+    (("a", "p"), ("a",), ("b",), ("b", "p")),
+    (("p",), (), ("b",), ("b", "p")),
+    (("a", "b", "p", "q"), ("a", "b"), ("b",), ("b", "p", "q")),
+    (("a", "p"), ("a",), ("p",), ("p",)),
+    (("a",), ("a",), ("c", "d"), ("c", "d")),
+    (("p", "a", "q"), ("a",), ("c",), ("c", "p", "q")),
+    (("old note of a file without the field",), (), (), ("old note of a file without the field",)),
+]
+
+
+@pytest.mark.parametrize(("notes", "step_notes", "now", "shown"), NOTES)
+def test_a_stored_plan_has_the_notes_of_the_step_that_runs(notes, step_notes, now, shown, tmp_path):
+    made = replace(PLAN, notes=notes, step_notes=step_notes)
+    made.save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json").with_notes_of(now)
+    assert plan.notes == shown
+    assert plan.step_notes == now
+    assert plan.with_notes_of(now) == plan

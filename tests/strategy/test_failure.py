@@ -4,9 +4,11 @@ process behind.
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
+import pytest
 from jobs import processes_left, run_job
 
 JOB = """
@@ -42,4 +44,67 @@ def test_one_ranks_exception_ends_all_ranks(tmp_path: Path) -> None:
     shown = done.stderr.split("rank 0 ends because rank 1 failed:")
     assert len(shown) == 2, done.stderr
     assert "ValueError: the user's own mistake" in shown[1]
+    assert processes_left(tmp_path) == ""
+
+
+FAILING = (Path(__file__).parent / "failing_job.py").read_text()
+PLACES = (
+    "training_step",
+    "validation_step",
+    "dataset",
+    "optimizer",
+    "on_train_epoch_end",
+    "on_train_batch_start",
+    "on_after_backward",
+    "configure_optimizers",
+    "on_save_checkpoint",
+)
+CASCADE = re.compile("gloo/|connection (reset|closed)|broken pipe|LostRankError", re.IGNORECASE)
+
+
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [
+        (place, rank)
+        if place in PLACES[:3] and rank == 1
+        else pytest.param(place, rank, marks=pytest.mark.slow)
+        for place in PLACES
+        for rank in (0, 1)
+    ],
+)
+def test_one_rank_shows_its_error_and_the_others_only_name_it(
+    tmp_path: Path, place: str, rank: int
+) -> None:
+    done = run_job(tmp_path, FAILING, place, str(rank), str(tmp_path))
+    assert done.returncode != 0
+    assert "FINISHED" not in done.stdout
+    # The error's own traceback, once, with torch's prefix; nothing that follows from it.
+    shown = re.findall(r"^(?:\[rank\d\]: )?Traceback .most recent", done.stderr, re.MULTILINE)
+    assert len(shown) == 1, done.stderr
+    assert not CASCADE.search(done.stderr), done.stderr
+    others = re.findall(rf"^alpa: rank {1 - rank} .*$", done.stderr, re.MULTILINE)
+    expected = f"alpa: rank {1 - rank} ends because rank {rank} failed: Mistake: my own mistake"
+    assert others == [expected], done.stderr
+    assert processes_left(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("place", "rank", "more"),
+    [
+        ("should_stop", 0, ()),
+        pytest.param("should_stop", 1, (), marks=pytest.mark.slow),
+        ("should_stop", 1, ("without validation",)),
+        pytest.param("should_stop", 0, ("without validation",), marks=pytest.mark.slow),
+        ("should_stop at an end", 0, ()),
+        pytest.param("should_stop at an end", 1, ("without validation",), marks=pytest.mark.slow),
+    ],
+)
+def test_one_rank_that_stops_alone_is_named(tmp_path: Path, place: str, rank: int, more: tuple):
+    done = run_job(tmp_path, FAILING, place, str(rank), str(tmp_path), *more)
+    assert done.returncode != 0
+    assert "FINISHED" not in done.stdout
+    assert f"trainer.should_stop is set on rank {rank} alone" in done.stderr
+    assert done.stderr.count("What to do: let all ranks decide alike") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not CASCADE.search(done.stderr), done.stderr
     assert processes_left(tmp_path) == ""

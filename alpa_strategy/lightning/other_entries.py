@@ -1,0 +1,106 @@
+"""Entries that this strategy cannot use, each with an error that names the cure.
+
+`Fabric` has no training step to plan. `pytorch_lightning` is Lightning's code as another package,
+whose Trainer takes none of `lightning`'s strategies for a strategy. Both say "invalid strategy name"
+of ours and no more, so their constructors are wrapped, once, when the strategy is imported.
+"""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from lightning.fabric import Fabric
+
+from alpa_strategy.errors import SetupError
+from alpa_strategy.lightning.parallel_job import ParallelJob
+
+NAME = "alpa"
+OTHER_PACKAGE = "pytorch_lightning"
+
+
+def fabric_error() -> SetupError:
+    """The error of `Fabric(strategy=...)`."""
+    return SetupError(
+        "Fabric with the strategy alpa: alpa plans the training_step of a LightningModule, and "
+        "Fabric has none",
+        'put the step into a LightningModule and use lightning.Trainer(strategy="alpa"), or '
+        "another strategy of Fabric",
+    )
+
+
+def other_package_error() -> SetupError:
+    """The error of `pytorch_lightning.Trainer(strategy=...)`."""
+    return SetupError(
+        f"{OTHER_PACKAGE}.Trainer with the strategy alpa, which is one of the package lightning",
+        f"write `import lightning.pytorch as pl` in the place of `import {OTHER_PACKAGE} as pl`, in "
+        "all files: it is the same code (pip install lightning)",
+    )
+
+
+def name_the_cures() -> None:
+    """Wrap the constructors, those of a package that is imported later as well."""
+    refuse_alpa(Fabric, fabric_error)
+    if OTHER_PACKAGE in sys.modules:
+        _refuse_in_other_package(sys.modules[OTHER_PACKAGE])
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+def refuse_alpa(kind: type, error: Callable[[], Exception]) -> None:
+    """Let the constructor of `kind` raise `error()` where its `strategy` is alpa."""
+    own: Any = kind.__init__  # type: ignore[misc]
+    if hasattr(own, "_refuses_alpa"):
+        return
+    signature = inspect.signature(own)
+
+    @wraps(own)
+    def constructor(*args: Any, **kwargs: Any) -> None:
+        try:
+            strategy = signature.bind_partial(*args, **kwargs).arguments.get("strategy")
+        except TypeError:  # its own error is the better one
+            strategy = None
+        if _is_alpa(strategy):
+            raise error()
+        own(*args, **kwargs)
+
+    constructor._refuses_alpa = True  # type: ignore[attr-defined]
+    kind.__init__ = constructor  # type: ignore[misc]
+
+
+def _is_alpa(strategy: Any) -> bool:
+    is_name = isinstance(strategy, str) and strategy.lower() == NAME
+    return is_name or isinstance(strategy, ParallelJob)
+
+
+def _refuse_in_other_package(module: ModuleType) -> None:
+    trainer = getattr(module, "Trainer", None)
+    if isinstance(trainer, type):
+        refuse_alpa(trainer, other_package_error)
+
+
+class _WhenImported(MetaPathFinder):
+    """Finds `pytorch_lightning` as everybody else does, and looks at it once it is imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != OTHER_PACKAGE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_refuse(module: ModuleType) -> None:
+            load(module)
+            _refuse_in_other_package(module)
+
+        spec.loader.exec_module = load_and_refuse  # type: ignore[method-assign]
+        return spec
