@@ -535,16 +535,15 @@ class AlpaStrategy(ParallelJob):
         is_alone = group == REPLICAS and self._across.size == 1
         if is_global or is_alone or not isinstance(tensor, Tensor):
             return tensor
-        if group == REPLICAS:
-            group = self._across.group
-        elif group is None:
+        if group is None:
             self._meet()
+        group = self._across.group if group == REPLICAS else group
 
-        def reduce_over(values: Tensor, reduce_op: Any) -> Any:
-            return super(AlpaStrategy, self).reduce(values, group, reduce_op)
+        def reduce_over(values: Tensor, how: Any) -> Any:
+            return super(AlpaStrategy, self).reduce(values, group, how)
 
-        size = world_size(group)
-        return reduce_logged(self._module.trainer, tensor, size, reduce_op, reduce_over)
+        trainer = self._module.trainer
+        return reduce_logged(trainer, tensor, world_size(group), reduce_op, reduce_over)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
