@@ -99,11 +99,13 @@ def _register() -> None:
     try:
         strategy = importlib.import_module("alpa_strategy.strategy")
         checkpointing = importlib.import_module("alpa_strategy.lightning.checkpointing")
+        cli_checkpoints = importlib.import_module("alpa_strategy.lightning.cli_checkpoints")
         other_entries = importlib.import_module("alpa_strategy.lightning.other_entries")
     finally:
         if was_collecting:
             gc.enable()
     checkpointing.let_directories_load()
+    cli_checkpoints.let_cli_read_directories()
     other_entries.name_the_cures()
     if "alpa" not in StrategyRegistry:
         about = "Solved shardings: plans how the module is parallelised"

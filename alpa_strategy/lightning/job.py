@@ -21,6 +21,7 @@ from alpa_strategy.comm.collectives import of_all_ranks
 from alpa_strategy.comm.mesh import Replica
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.lightning.batch_rows import BatchHooks
+from alpa_strategy.lightning.run_plans import RunPlans
 from alpa_strategy.options import LEAST_BUCKET_BYTES, Limits, PlanOptions
 from alpa_strategy.planner.written_plan import against_written
 
@@ -53,6 +54,7 @@ class Job:
         [], AbstractContextManager[None]
     ]  # around logging instead, where a captured step ran
     hooks: BatchHooks  # what they make of a loader's batch
+    plans: RunPlans  # of this run of the Trainer, and of the run that it resumes
     progress: Progress  # shows phases, lines and tables, where this rank shows anything
 
     @property

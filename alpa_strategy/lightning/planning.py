@@ -15,7 +15,13 @@ import torch
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.python_reads import is_same_step, numbers_now
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.collectives import RankZero, of_all_ranks, on_all_ranks, world_size
+from alpa_strategy.comm.collectives import (
+    RankZero,
+    of_all_ranks,
+    on_all_ranks,
+    rank_in,
+    world_size,
+)
 from alpa_strategy.comm.measure import measure_cluster
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.cost.measured import OpTable, measure_ops
@@ -200,8 +206,8 @@ def find_or_make_plan(
     running: Plan | None = None,
     resumed: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """The plan of `step`, the same on every rank: the user's file, a stored one, or a new one that
-    rank 0 solves.
+    """The plan of `step`, the same on every rank: the user's file, that of the run that is resumed
+    (`job.plans`), a stored one, or a new one that rank 0 solves.
 
     Args:
         running: for a step of another shape: the plan under which the parameters lie, and stay.
@@ -228,13 +234,34 @@ def find_or_make_plan(
 
     def work() -> Plan:
         if running is not None and running.is_pipelined:
-            return _stored(replan_fingerprint(task, running), step, job, partial(follow, running))
+            wanted = replan_fingerprint(task, running)
+            return _of_resumed_run(wanted, step, job, task) or _stored(
+                wanted, step, job, partial(follow, running)
+            )
         return _plan_on_rank_zero(replace(task, progress=job.progress), job, pinned, resumed)
 
     def with_current_notes() -> dict[str, Any]:
         return work().with_notes_of(step.notes).to_dict()
 
-    return Plan.from_dict(rank_zero.result_of(with_current_notes, "planning"))
+    data = rank_zero.result_of(with_current_notes, "planning")
+    if rank_in(job.group) == 0:  # which writes them into checkpoints
+        job.plans.add(data)
+    return Plan.from_dict(data)
+
+
+def _of_resumed_run(wanted: Fingerprint, step: StepGraph, job: Job, task: PlanTask) -> Plan | None:
+    """The plan under which the run that is resumed ran this step, None where it cannot be used."""
+    why: str | None = None
+    try:
+        plan = job.plans.find(wanted, task.cluster, task.memory_limit)
+        if plan is not None:
+            _check_computes(plan, step, job)
+            job.progress.say("alpa: the plan is the checkpoint's")
+            return plan
+    except PlanError as error:  # somebody edited it, or a rule has changed since
+        why = error.problem
+    job.plans.report_new_plan(wanted, why)
+    return None
 
 
 def _partial_results(job: Job) -> PartialResults:
@@ -281,6 +308,9 @@ def _plan_on_rank_zero(
         check_fits(plan, wanted, str(job.plan_file))
         _check_computes(plan, task.step, job)
         return plan
+
+    if (plan_of_run := _of_resumed_run(wanted, task.step, job, task)) is not None:
+        return plan_of_run
 
     def make() -> Plan:
         with _partial_results(job) as results:

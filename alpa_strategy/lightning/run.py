@@ -44,6 +44,7 @@ from alpa_strategy.microbatch.rules import State
 from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
+from alpa_strategy.planner.smaller_batch import batch_shapes, plan_on_smaller_batch
 from alpa_strategy.runtime.gradients import average
 from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
 from alpa_strategy.runtime.step_by_bucket import fused
@@ -128,6 +129,8 @@ class Run(PlacedModule):
             )
             self._placed = PlacedPlan(module, step.parameters, plan, *place)
             super().__init__(given, info, plan, self._placed.store, limit, values, buffers)
+            if plan.fingerprint.batch == step.batch_digest:  # else the resumed run's first batch
+                job.plans.planned_batch = batch_shapes(step)
             program = self._program(step)
         if job.device.type == "cpu":
             self._adapted.callback(hold_to_plan(self, plan, limit, module, given.optimizers))
@@ -346,6 +349,9 @@ class Run(PlacedModule):
             step.batch_digest,
         ):  # else it means other ops
             return self._placed.training_program(step, self.plan)
+        smaller = plan_on_smaller_batch(step, self._job.plans.planned_batch, self.plan)
+        if smaller is not None:
+            return self._placed.training_program(step, smaller)
         try:
             plan = find_or_make_plan(
                 step, self._job, self._cluster, self._optimizer_info, self._rank_zero, self.plan
