@@ -1,34 +1,32 @@
 """Automatic parallelism for PyTorch Lightning: `import alpa_strategy`, then
 `Trainer(strategy="alpa")`.
 
-The import registers the strategy; capture and the planner are loaded by the first use of a name, or
-the first step.
+The import registers the strategy and nothing else: every process of a job pays for it. All other
+names are loaded at their first use, what a training needs with its first step.
 """
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from alpa_strategy.checkpoint.opening import open_checkpoint
-from alpa_strategy.checkpoint.saving import export_checkpoint
-from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.cost.model import OpCosts, RooflineCosts, Saved
-from alpa_strategy.errors import AlpaError
-from alpa_strategy.ir.op import OpCall
-from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lightning.checkpointing import let_directories_load
-from alpa_strategy.lightning.other_entries import fabric_error, name_the_cures
-from alpa_strategy.options import PlanOptions
-from alpa_strategy.schedules import Action, Schedule, register_schedule
-from alpa_strategy.strategy import AlpaStrategy
-
 if TYPE_CHECKING:
     from alpa_strategy.capture.capture import capture_step
+    from alpa_strategy.checkpoint.opening import open_checkpoint
+    from alpa_strategy.checkpoint.saving import export_checkpoint
+    from alpa_strategy.cluster.spec import ClusterSpec
+    from alpa_strategy.cost.model import OpCosts, RooflineCosts, Saved
+    from alpa_strategy.errors import AlpaError
+    from alpa_strategy.ir.op import OpCall
+    from alpa_strategy.ir.plan import Plan
+    from alpa_strategy.options import PlanOptions
     from alpa_strategy.planner.phases import Phase
     from alpa_strategy.planner.planner import make_plan
+    from alpa_strategy.schedules import Action, Schedule, register_schedule
     from alpa_strategy.sharding.register import prove_sharding, register_sharding
+    from alpa_strategy.strategy import AlpaStrategy
 
 __all__ = [
     "Action",
@@ -53,10 +51,24 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Action": "alpa_strategy.schedules",
+    "AlpaError": "alpa_strategy.errors",
+    "AlpaStrategy": "alpa_strategy.strategy",
+    "ClusterSpec": "alpa_strategy.cluster.spec",
+    "OpCall": "alpa_strategy.ir.op",
+    "OpCosts": "alpa_strategy.cost.model",
     "Phase": "alpa_strategy.planner.phases",
+    "Plan": "alpa_strategy.ir.plan",
+    "PlanOptions": "alpa_strategy.options",
+    "RooflineCosts": "alpa_strategy.cost.model",
+    "Saved": "alpa_strategy.cost.model",
+    "Schedule": "alpa_strategy.schedules",
     "capture_step": "alpa_strategy.capture.capture",
+    "export_checkpoint": "alpa_strategy.checkpoint.saving",
     "make_plan": "alpa_strategy.planner.planner",
+    "open_checkpoint": "alpa_strategy.checkpoint.opening",
     "prove_sharding": "alpa_strategy.sharding.register",
+    "register_schedule": "alpa_strategy.schedules",
     "register_sharding": "alpa_strategy.sharding.register",
 }
 
@@ -67,6 +79,8 @@ class NoFabric:
     """
 
     def __init__(self, *_: Any, **__: Any) -> NoReturn:
+        from alpa_strategy.lightning.other_entries import fabric_error
+
         raise fabric_error()
 
 
@@ -76,11 +90,28 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 
-let_directories_load()
-name_the_cures()
-if "alpa" not in StrategyRegistry:
-    StrategyRegistry.register(
-        "alpa", AlpaStrategy, description="Solved shardings: plans how the module is parallelised"
-    )
-if "alpa" not in FABRIC_REGISTRY:
-    FABRIC_REGISTRY.register("alpa", NoFabric, description="Only for the Trainer")
+def _register() -> None:
+    """Make `strategy="alpa"` known to Lightning, and checkpoint directories to its loading."""
+    # Importing makes many objects and hardly any garbage. With torch and Lightning loaded, the
+    # collection of all generations that this would bring takes longer than the import.
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        strategy = importlib.import_module("alpa_strategy.strategy")
+        checkpointing = importlib.import_module("alpa_strategy.lightning.checkpointing")
+        cli_checkpoints = importlib.import_module("alpa_strategy.lightning.cli_checkpoints")
+        other_entries = importlib.import_module("alpa_strategy.lightning.other_entries")
+    finally:
+        if was_collecting:
+            gc.enable()
+    checkpointing.let_directories_load()
+    cli_checkpoints.let_cli_read_directories()
+    other_entries.name_the_cures()
+    if "alpa" not in StrategyRegistry:
+        about = "Solved shardings: plans how the module is parallelised"
+        StrategyRegistry.register("alpa", strategy.AlpaStrategy, description=about)
+    if "alpa" not in FABRIC_REGISTRY:
+        FABRIC_REGISTRY.register("alpa", NoFabric, description="Only for the Trainer")
+
+
+_register()

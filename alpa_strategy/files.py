@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 from alpa_strategy.errors import UNPRINTABLE
 
@@ -68,6 +67,9 @@ def read_yaml(path: str | Path) -> Any:
         OSError: it cannot be read.
         BadFileError: it is no YAML, or larger, deeper or stands for more than a file of ours can.
     """
+    # Loaded where a file is read: most processes read none.
+    from omegaconf import OmegaConf
+
     text = _text(Path(path), MAX_YAML_BYTES)
     try:
         data = yaml.load(text, Loader=yaml.BaseLoader)  # every value as its text

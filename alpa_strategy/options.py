@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -480,6 +480,10 @@ class OptimizerInfo:
     )
     # bytes per byte of gradient that a step of all parameters at once makes (`foreach` on GPUs)
     scratch: float = 0.0
+    # seconds of its Python in a step, and for each parameter in it, beside what it moves; 0 where
+    # they were not measured. No plan depends on them.
+    step_seconds: float = field(default=0.0, compare=False)
+    parameter_seconds: float = field(default=0.0, compare=False)
 
     def update_bytes(self, itemsize: int) -> float:
         """Bytes that a step reads and writes per element of a parameter, whose elements have

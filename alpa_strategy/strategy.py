@@ -27,18 +27,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.collectives import broadcast_tensors
+from alpa_strategy.comm.collectives import broadcast_tensors, world_size
 from alpa_strategy.comm.mesh import AxisComm, Replica, divide, select_backend
 from alpa_strategy.comm.reshard import stacked
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import AlpaError, check_names
 from alpa_strategy.lightning import checks
 from alpa_strategy.lightning.batch_rows import BatchHooks, watch
+from alpa_strategy.lightning.checkpoint_paths import local_folder
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.full_parameters import check_backward
 from alpa_strategy.lightning.job import Job, compiled_by_user, most_accumulated
 from alpa_strategy.lightning.loader_order import LoaderOrder
+from alpa_strategy.lightning.log_means import reduce_logged
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ENDS, PAUSES, ParallelJob
 from alpa_strategy.lightning.session import Session
@@ -87,8 +89,9 @@ class AlpaStrategy(ParallelJob):
         backend: library of the collectives: `auto`, `torch` or `deepspeed`.
         bucket_bytes: gradients are reduced in buckets of this many bytes.
         checkpoint: `sharded`: directories that all ranks write; `single`: ordinary files that rank
-            0 writes (whole tensors in every rank's memory); `auto`: sharded on several devices.
-        async_checkpoint: training goes on while a sharded checkpoint is written (as with
+            0 writes (whole tensors in every rank's memory); `auto`: directories while the plan has
+            parameters in shards, ordinary files otherwise.
+        async_checkpoint: training goes on while a checkpoint is written (as with
             AsyncCheckpointIO).
         check_replicas_every: steps between checks that what several ranks hold copies of
             (parameters, buffers) is the same in all of them, besides the first steps and
@@ -259,7 +262,7 @@ class AlpaStrategy(ParallelJob):
 
     def _job(self) -> Job:
         trainer = self._module.trainer
-        folder = Path(trainer.default_root_dir) / ".alpa"
+        folder = local_folder(trainer) / ".alpa"
         compiled = compile_options(self._compile)
         if self._compile is None:
             compiled = compiled_by_user(self._module, self._compiled_in)
@@ -294,6 +297,7 @@ class AlpaStrategy(ParallelJob):
                 self.precision_plugin, "dtype_context", self.precision_plugin.train_step_context
             ),
             hooks=self._hooks,
+            plans=self._checkpoints.plans,
             progress=Progress(enabled=self._verbose and self.global_rank == 0),
         )
 
@@ -333,6 +337,7 @@ class AlpaStrategy(ParallelJob):
         deferred_init = self._session.deferred_init
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_precision(self.precision_plugin)
+        self._checkpoints.check_paths()
         if fitting or self.world_size > 1:
             checks.check_shapes(self._module)
         if fitting:
@@ -526,15 +531,19 @@ class AlpaStrategy(ParallelJob):
         """
         if group is None and self.run is not None:
             group = self.run.peers
-        if group == REPLICAS:
-            across = self._across
-            return tensor if across.size == 1 else super().reduce(tensor, across.group, reduce_op)
         is_global = group == GLOBAL or (self.options.batch_scope == "global" and group is None)
-        if is_global or not isinstance(tensor, Tensor):
+        is_alone = group == REPLICAS and self._across.size == 1
+        if is_global or is_alone or not isinstance(tensor, Tensor):
             return tensor
         if group is None:
             self._meet()
-        return super().reduce(tensor, group, reduce_op)
+        group = self._across.group if group == REPLICAS else group
+
+        def reduce_over(values: Tensor, how: Any) -> Any:
+            return super(AlpaStrategy, self).reduce(values, group, how)
+
+        trainer = self._module.trainer
+        return reduce_logged(trainer, tensor, world_size(group), reduce_op, reduce_over)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -560,6 +569,7 @@ class AlpaStrategy(ParallelJob):
     @override
     def _meet(self) -> None:
         super()._meet()
+        self._checkpoints.serve_hooks()
         self._session.meet()
 
     # The end

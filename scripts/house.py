@@ -41,13 +41,19 @@ TO_BE_SPLIT = {
 # files that wait.
 LAZY_PACKAGES = {
     "deepspeed": "an extra; its import takes a second",
+    "omegaconf": "75 modules, and only where a YAML file is read",
     "ortools": "0.1 to 0.3 s, and only where a plan needs the solver's proof",
     "pybind11_abseil": "comes with ortools",
     "torch._dynamo": "a second, and only where the step uses torch.compile",
     "torch._inductor": "loads torch._dynamo",
     "transformers": "seconds, and only where a model comes from there",
 }
+_FIRST_STEP = "import alpa_strategy registers the strategy: what steps need comes with the first"
 LAZY_FILES = {
+    "__init__.py": "its names are loaded at their first use",
+    "lightning/batch_rows.py": _FIRST_STEP,
+    "lightning/job.py": _FIRST_STEP,
+    "lightning/step_effects.py": _FIRST_STEP,
     "cli.py": "each subcommand imports the rooms that `import alpa_strategy` leaves out",
     "lightning/session.py": "import alpa_strategy registers the strategy: a training's rooms come with its first batch",
 }

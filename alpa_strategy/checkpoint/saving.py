@@ -11,11 +11,12 @@ checkpoint or the whole new one. Nothing that lists a folder (`ckpt_path="last"`
 
 import ctypes
 import fcntl
+import io
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from alpa_strategy.checkpoint import opening
+from alpa_strategy.checkpoint.on_demand import OnDemandGather
 from alpa_strategy.checkpoint.opening import COMPLETE, REST
 from alpa_strategy.checkpoint.tensors import (
     Chunk,
@@ -39,7 +41,7 @@ from alpa_strategy.checkpoint.tensors import (
     take_shards,
     to_bytes,
 )
-from alpa_strategy.comm.collectives import Background
+from alpa_strategy.comm.collectives import Background, of_all_ranks, on_all_ranks
 from alpa_strategy.errors import AlpaError, CheckpointError
 from alpa_strategy.files import is_possible, replacing, write_json
 
@@ -58,26 +60,64 @@ class CheckpointWriter:
         self._background = Background("alpa-checkpoint")
 
     def save(
-        self, checkpoint: Mapping[str, Any], path: str | Path, in_background: bool = False
+        self,
+        checkpoint: Mapping[str, Any],
+        path: str | Path,
+        in_background: bool = False,
+        on_demand: OnDemandGather | None = None,
     ) -> None:
-        """Write `checkpoint` to `path`. Collective; all ranks write their `LocalShards` in it.
+        """Write `checkpoint` to `path` as a directory. Collective; all ranks write their
+        `LocalShards` of what rank 0 has in it.
 
         Args:
             in_background: return when this rank's tensors are copied; waits for the save before
                 this one.
+            on_demand: gathers what hooks compute with; they are done.
 
         Raises:
             CheckpointError: on every rank; in the background, from the next call of a method.
         """
         self.wait()
         target = _local_path(path)
+        if on_demand is not None:
+            on_demand.finish()
         rest, places, shards = take_shards(checkpoint)
         content = to_bytes(rest, places) if self._is_rank_zero else b""
+        if on_demand is not None:
+            on_demand.finish()  # pickling a tuple, or an object of the user's, gathers its entries
+            shards = _as_on_rank_zero(shards, on_demand, self._group)
         if not in_background:
             save_directory(target, shards, content, self._group)
             return
         copies = {key: _copied(held) for key, held in shards.items()}
         self._background.run(lambda: save_directory(target, copies, content, self._group))
+
+    def save_file(
+        self, checkpoint: Mapping[str, Any], path: str | Path, in_background: bool = False
+    ) -> None:
+        """Write `checkpoint`, whose tensors rank 0 has in full, to `path` as one ordinary file.
+        Collective.
+
+        Args, raises: as of `save`; in the background, `checkpoint` is copied before it returns.
+        """
+        self.wait()
+        target = _local_path(path)
+
+        def save(file: Any) -> None:
+            torch.save(checkpoint, file)
+
+        if not in_background:
+            write_file(target, save if self._is_rank_zero else None, self._group)
+            return
+        content = io.BytesIO()
+        if self._is_rank_zero:
+            save(content)
+
+        def write_content(file: Path) -> None:
+            file.write_bytes(content.getbuffer())
+
+        write = write_content if self._is_rank_zero else None
+        self._background.run(lambda: write_file(target, write, self._group))
 
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint; after the save that is under way, and not if that fails (it may be
@@ -104,6 +144,17 @@ def _local_path(path: str | Path) -> Path:
             'give a path, or use AlpaStrategy(checkpoint="single")',
         )
     return Path(path).absolute()
+
+
+def _as_on_rank_zero(
+    shards: Mapping[str, LocalShards], on_demand: OnDemandGather, group: Any
+) -> dict[str, LocalShards]:
+    """What this rank writes of the tensors that rank 0 has in its checkpoint: hooks may leave out
+    entries on one rank only. Collective.
+    """
+    own = {key: held.entry.number for key, held in shards.items() if held.entry is not None}
+    of_rank_zero = of_all_ranks(own, group)[0]
+    return {key: on_demand.held(number) for key, number in of_rank_zero.items()}
 
 
 def _copied(held: LocalShards) -> LocalShards:
@@ -168,6 +219,37 @@ def _mapped_tensors(checkpoint: Any, folder: Path) -> Any:
     return map_tensors(checkpoint, StoredTensor, mapped)
 
 
+def write_file(
+    path: Path, write: Callable[[Path], None] | None, group: dist.ProcessGroup | None
+) -> None:
+    """Let rank 0 write one file, which appears under its name when it is complete. Collective.
+
+    Args:
+        path: absolute, of a local or mounted file system.
+        write: writes the content to the path that it gets; None on all ranks but the first.
+
+    Raises:
+        CheckpointError: on every rank, when it could not be written; `path` is as it was then.
+    """
+
+    def write_in_place() -> None:
+        if write is None:
+            return
+        try:
+            _check_replaceable(path)
+            _write_beside(path, write)
+            _sync_folder(path.parent)
+        except Exception as error:  # whatever pickle of the user's objects raises, too
+            if isinstance(error, AlpaError):
+                raise
+            raise CheckpointError(
+                f"the checkpoint {path} was not written: {type(error).__name__}: {error}",
+                "the checkpoint of before, if any, is untouched; mend the cause and save again",
+            ) from error
+
+    on_all_ranks(write_in_place, lambda _: None, group)
+
+
 # Writing a directory through DCP
 
 
@@ -211,6 +293,27 @@ def save_directory(
             f"the checkpoint {path} was not written: rank {rank}: {type(error).__name__}: {error}",
             "the checkpoint of before, if any, is untouched; mend the cause and save again",
         ) from failure
+
+
+def _write_beside(path: Path, write: Callable[[Path], None]) -> None:
+    """Write one file beside its place, and put it there when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _delete_abandoned(path.parent)
+    staging = opening.beside(path, "saving")
+    _delete(staging)
+    staging.touch()
+    _LOCKS[staging] = _locked(staging)
+    try:
+        write(staging)
+        with staging.open("rb") as file:
+            os.fsync(file.fileno())
+        if path.is_dir() and not path.is_symlink():
+            _put_in_place(staging, path)  # a checkpoint in shards, whose name no file can take
+        else:
+            staging.replace(path)
+    finally:
+        _unlock(staging)
+        _delete(staging)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -310,11 +413,8 @@ def _delete_abandoned(folder: Path) -> None:
     more.
     """
     for staging in folder.glob(".alpa.*.saving"):
-        if (
-            staging.is_dir()
-            and not (staging / COMPLETE).exists()
-            and (lock := _locked(staging)) is not None
-        ):
+        is_complete = (staging / COMPLETE).exists()
+        if not is_complete and (lock := _locked(staging)) is not None:
             with suppress(OSError):  # other ranks do the same
                 _delete(staging)
             os.close(lock)

@@ -6,7 +6,7 @@ have a parameter's shape are cut or gathered. Every rank keeps the state of its 
 parameters; a checkpoint holds all of it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,52 +14,82 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from alpa_strategy.capture.python_state import standing_in
+from alpa_strategy.checkpoint.on_demand import Entry, OnDemandGather
 from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, read_chunks
 from alpa_strategy.errors import CheckpointError
 from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.sharded_parameter import Chunk
 
 Place = Callable[
     [nn.Parameter, Tensor], Any
 ]  # (parameter, this rank's part of a tensor that lies like it)
 
 
-def shards_to_write(store: ParameterStore) -> Callable[[nn.Parameter, Tensor], LocalShards]:
+def shards_to_write(store: ParameterStore, on_demand: OnDemandGather) -> Callable[..., LocalShards]:
     """Says what this rank writes of a tensor that lies as a parameter does (the parameter itself, a
     moment of it).
 
     Of the ranks that hold the same part, each writes about as many bytes as the others. Every rank
     goes through all parameters in the same order, so that all come to the same shares.
+
+    Args:
+        on_demand: gathers what hooks compute with.
     """
     loads: dict[
         int, list[int]
     ] = {}  # number of ranks that hold the same part -> what each of them has to write
     which, of = store.copies
 
-    def shards(parameter: nn.Parameter, tensor: Tensor) -> LocalShards:
+    def shards(parameter: nn.Parameter, tensor: Tensor, is_value: bool = False) -> LocalShards:
         shape = store.whole_shape(parameter)
         replica = store.replica(
             parameter
         )  # which of how many equal copies this rank holds; None: no part of it
-        if replica is None:
-            return LocalShards(shape, tensor.dtype, [])
-        index, count = replica[0] + which * replica[1], replica[1] * of
-        own = loads.setdefault(count, [0] * count)
-        writer = own.index(min(own))
-        own[writer] += shape.numel() * tensor.element_size()
-        return LocalShards(
-            shape, tensor.dtype, store.chunks(parameter, tensor) if writer == index else []
-        )
+        chunks: Sequence[Chunk] = ()
+        if replica is not None:
+            index, count = replica[0] + which * replica[1], replica[1] * of
+            own = loads.setdefault(count, [0] * count)
+            writer = own.index(min(own))
+            own[writer] += shape.numel() * tensor.element_size()
+            chunks = store.chunks(parameter, tensor) if writer == index else ()
+        entry = _entry(store, on_demand, parameter, tensor, is_value)
+        entry.held = LocalShards(shape, tensor.dtype, chunks, entry, device=tensor.device)
+        return entry.held
 
     return shards
 
 
-def module_state(module: nn.Module, store: ParameterStore) -> dict[str, Any]:
+def _entry(
+    store: ParameterStore,
+    on_demand: OnDemandGather,
+    parameter: nn.Parameter,
+    tensor: Tensor,
+    is_value: bool,
+) -> Entry:
+    """Makes a full tensor of one that lies as a parameter does; `is_value`: of the parameter."""
+    shape = store.whole_shape(parameter)
+
+    def gather() -> Tensor:
+        return store.gather_like(parameter, tensor).to(tensor.device)
+
+    def put(full: Tensor) -> None:
+        full = full.view(shape)
+        tensor.copy_(store.shard_like(parameter, full))
+        if is_value and parameter.shape == shape:  # a hook sees the module with full parameters
+            parameter.data.copy_(full)
+
+    return on_demand.add(gather, put, is_local=parameter not in store.sharded_parameters)
+
+
+def module_state(
+    module: nn.Module, store: ParameterStore, on_demand: OnDemandGather
+) -> dict[str, Any]:
     """`module.state_dict()` with `LocalShards` in the place of parameters, whatever the module
     makes of its names.
     """
-    shards = shards_to_write(store)
+    shards = shards_to_write(store, on_demand)
     with standing_in(
-        module, {p: shards(p, p.detach()) for p in module.parameters()}
+        module, {p: shards(p, p.detach(), is_value=True) for p in module.parameters()}
     ):  # tied ones are written once
         return module.state_dict()
 

@@ -19,18 +19,41 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.checkpoint.on_demand import Entry
 from alpa_strategy.errors import CheckpointError
 from alpa_strategy.runtime.sharded_parameter import Chunk
 
+aten = torch.ops.aten
+
 
 class _Elsewhere(Tensor):
-    """A tensor of which there is nothing but its shape and dtype, and the attributes given."""
+    """A tensor of which this process has the shape and dtype, and gets the values when they are
+    used.
+
+    `__torch_dispatch__` of a subclass gives its operations values. What torch reads without an
+    operation (memory, NumPy arrays, pickles) is here.
+    """
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Self:
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *_: Any,
+        device: torch.device | str = "cpu",
+        **__: Any,
+    ) -> Self:
         return Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
+            cls, torch.Size(shape), dtype=dtype, device=torch.device(device)
         )
+
+    def in_memory(self) -> Tensor:
+        """The full tensor, the same memory at every call."""
+        raise NotImplementedError
+
+    def whole(self) -> Tensor:
+        """The full tensor, for one use."""
+        raise NotImplementedError
 
     def detach(self) -> Self:
         """Itself: `Module.state_dict` detaches what it takes."""
@@ -39,23 +62,104 @@ class _Elsewhere(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype})"
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of the full tensor."""
+        return self.in_memory().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of the full tensor."""
+        return self.whole().tolist()
+
+    def data_ptr(self) -> int:
+        """As of the full tensor."""
+        return self.in_memory().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """As of the full tensor."""
+        return self.in_memory().untyped_storage()
+
+    def storage(self) -> Any:
+        """As of the full tensor."""
+        return self.in_memory().storage()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copy = self.whole().clone()
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().__reduce_ex__(protocol)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-class LocalShards(_Elsewhere):
-    """What this process holds of a tensor (or is to write of it); it cannot be computed with."""
+def _called_in_full(kind: type["_Elsewhere"], func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func(*args, **kwargs)` gives with full tensors in the place of those of class `kind`.
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk]) -> None:
+    An argument that the result may be a view of, or that is changed, is the same memory at every
+    call.
+    """
+    schema = {argument.name: argument for argument in func._schema.arguments}
+
+    def in_full(value: Any, argument: Any) -> Any:
+        is_aliased = argument is None or argument.alias_info is not None
+        change = kind.in_memory if is_aliased else kind.whole
+        return pytree.tree_map_only(kind, change, value)
+
+    arguments = list(schema.values())
+    arguments += [None] * (len(args) - len(arguments))
+    positional = [
+        in_full(value, argument) for value, argument in zip(args, arguments, strict=False)
+    ]
+    named = {name: in_full(value, schema.get(name)) for name, value in (kwargs or {}).items()}
+    return func(*positional, **named)
+
+
+class LocalShards(_Elsewhere):
+    """What this process holds of a tensor (or is to write of it).
+
+    Args:
+        entry: makes the full tensor for code that computes with it; None: nothing may.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        chunks: Sequence[Chunk],
+        entry: Entry | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.chunks = tuple(chunk for chunk in chunks if chunk.tensor.numel())
+        self.entry = entry
+
+    def in_memory(self) -> Tensor:
+        """The full tensor, the same memory at every call. Collective: see `OnDemandGather`."""
+        return self._full(keeps=True)
+
+    def whole(self) -> Tensor:
+        """The full tensor, for one use. Collective: see `OnDemandGather`."""
+        return self._full(keeps=False)
+
+    def alias(self) -> "LocalShards":
+        """Another object for the same tensor (`tensor.data`)."""
+        return LocalShards(self.shape, self.dtype, self.chunks, self.entry, device=self.device)
+
+    def _full(self, keeps: bool) -> Tensor:
+        if self.entry is None:
+            raise CheckpointError(
+                "a tensor of a checkpoint that is being written in shards was computed with",
+                "do it in on_save_checkpoint",
+            )
+        return self.entry.full(keeps)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise CheckpointError(
-            f"{func} was called on a tensor of a checkpoint that is held in shards",
-            'let hooks only choose or rename entries of a checkpoint, or use AlpaStrategy(checkpoint="single")',
-        )
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0].alias()
+        return _called_in_full(LocalShards, func, args, kwargs)
 
     # What `torch.distributed.checkpoint` asks of tensors that a process has in pieces
     # (`_checkpointable.py`).
@@ -105,9 +209,19 @@ class StoredTensor(_Elsewhere):
         `key`.
         """
         self.key, self._fill = key, fill
+        self._in_memory: Tensor | None = None
+
+    def in_memory(self) -> Tensor:
+        """All of it, the same memory at every call."""
+        if self._in_memory is None:
+            self._in_memory = self.whole()
+        return self._in_memory
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
         """Read the chunks' boxes into their tensors."""
+        if self._in_memory is not None:  # a hook may have changed it
+            read_chunks(self._in_memory, chunks)
+            return
         try:
             self._fill(self.key, LocalShards(self.shape, self.dtype, chunks))
         except CheckpointError as error:
@@ -115,7 +229,9 @@ class StoredTensor(_Elsewhere):
             raise
 
     def whole(self) -> Tensor:
-        """All of it, in memory."""
+        """All of it, in memory of its own, unless `in_memory` was used."""
+        if self._in_memory is not None:
+            return self._in_memory
         result = torch.empty(self.shape, dtype=self.dtype)
         self.fill([Chunk((0,) * result.dim(), result)])
         return result
@@ -128,8 +244,7 @@ class StoredTensor(_Elsewhere):
             func is torch.ops.aten.copy_.default and args[0].is_meta
         ):  # a parameter that is still to be made
             return args[0]
-        args, kwargs = pytree.tree_map_only(StoredTensor, StoredTensor.whole, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return _called_in_full(StoredTensor, func, args, kwargs)
 
 
 @torch.no_grad()
@@ -150,8 +265,8 @@ def take_shards(checkpoint: Any) -> tuple[Any, dict[Path, str], dict[str, LocalS
     """`checkpoint` with None in the place of every `LocalShards`, where each of them was (its key),
     and key -> shards.
 
-    One object in several places (a tied weight) has one key. A tensor without elements stays where
-    it is.
+    One tensor in several places (a tied weight) has one key. A tensor without elements stays where
+    it is; one that a hook has changed becomes the full tensor.
     """
     places: dict[Path, str] = {}
     shards: dict[str, LocalShards] = {}
@@ -160,7 +275,10 @@ def take_shards(checkpoint: Any) -> tuple[Any, dict[Path, str], dict[str, LocalS
     def visit(path: Path, value: LocalShards) -> Any:
         if value.numel() == 0:
             return torch.empty(value.shape, dtype=value.dtype)
-        key = keys.setdefault(id(value), ".".join(map(str, path)))
+        if value.entry is not None and value.entry.is_changed:
+            return value.in_memory()
+        identity = id(value) if value.entry is None else id(value.entry)
+        key = keys.setdefault(identity, ".".join(map(str, path)))
         places[path], shards[key] = key, value
         return None
 

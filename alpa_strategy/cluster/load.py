@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from alpa_strategy.errors import ClusterError
 from alpa_strategy.files import CLUSTERS, find_named, read_yaml, shipped_names
@@ -30,6 +28,10 @@ def read_cluster_yaml(
     if file is None:
         known = ", ".join(shipped_names(CLUSTERS))
         raise ClusterError(f"no cluster file {str(path)!r}", f"give a YAML file or one of: {known}")
+    # Loaded where a file is read: most processes read none.
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         content = read_yaml(file)
         for key, value in (overrides or {}).items():

@@ -103,7 +103,7 @@ def measure_cluster(
     make_mesh: Callable[[tuple[int, ...]], MeshComm],
     folder: Path,
     device: torch.device = CPU,
-    budget_seconds: float = 1.5,
+    budget_seconds: float = 1.0,
 ) -> ClusterSpec:
     """The running job's cluster as a measured ClusterSpec, equal on all ranks.
 
@@ -247,7 +247,7 @@ def _agreed_max(mesh: MeshComm, values: list[float], device: torch.device) -> li
     ).tolist()
 
 
-def measure_slowdown(mesh: MeshComm, device: torch.device = CPU, seconds: float = 0.2) -> float:
+def measure_slowdown(mesh: MeshComm, device: torch.device = CPU, seconds: float = 0.1) -> float:
     """How much slower a device computes while all of the mesh do: ranks may share cores, memory, or
     one machine.
 

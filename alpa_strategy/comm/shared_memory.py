@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alpa_strategy.comm.collectives import of_all_ranks
 from alpa_strategy.errors import LostRankError
 
 FOLDER = Path("/dev/shm")
 TOTAL_BYTES = 8 * 2**20  # of a group: Docker gives a container 64 MB unless told otherwise
+AGREEMENT_BYTES = 2**18  # of a group that exchanges a few numbers
 PLACES = 8  # of each rank, in turn: so many pieces may be given before others have taken them
 LINE = 64  # bytes of a cache line: two ranks do not write into the same one
 SPINS, POLL_SECONDS, LOOK_SECONDS = (
@@ -42,6 +42,9 @@ SPINS, POLL_SECONDS, LOOK_SECONDS = (
     2e-5,
     0.5,
 )  # looks without a pause; between later ones; between looks for life
+# After so many looks the other rank is late by more than a message: it loads data, or evaluates. A
+# core is worth more to it than half a millisecond to who waits.
+PATIENT_LOOKS, PATIENT_SECONDS = 1000, 5e-4
 
 
 class SharedMemoryGroup:
@@ -49,17 +52,22 @@ class SharedMemoryGroup:
     group)`.
 
     Args:
-        path: a file of TOTAL_BYTES zeros that all ranks map; it may be removed once all have.
+        path: a file of `total_bytes` zeros that all ranks map; it may be removed once all have.
         seconds: a collective that takes longer has failed.
+        total_bytes: as `file_bytes` gives them.
     """
 
-    def __init__(self, path: str, rank: int, size: int, seconds: float) -> None:
+    def __init__(
+        self, path: str, rank: int, size: int, seconds: float, total_bytes: int = TOTAL_BYTES
+    ) -> None:
         self._rank, self._size, self._seconds = rank, size, seconds
-        whole = torch.from_file(
-            path, shared=True, size=TOTAL_BYTES, dtype=torch.uint8, device="cpu"
-        )
+        # Made in an evaluation, it is written to in training steps as well.
+        with torch.inference_mode(False):
+            whole = torch.from_file(
+                path, shared=True, size=total_bytes, dtype=torch.uint8, device="cpu"
+            )
         marks = size * LINE
-        self.piece_bytes = (TOTAL_BYTES - marks) // (PLACES * size) // (size * LINE) * size * LINE
+        self.piece_bytes = (total_bytes - marks) // (PLACES * size) // (size * LINE) * size * LINE
         counters = whole[:marks].view(torch.int64).view(size, -1).numpy()
         self._given, self._taken = counters[:, 0], counters[:, 1]  # pieces of each rank
         self._places = whole[marks:][: PLACES * size * self.piece_bytes].view(
@@ -81,6 +89,11 @@ class SharedMemoryGroup:
 
     def size(self) -> int:
         return self._size
+
+    def _get_sequence_number_for_group(self) -> int:
+        """As process groups have it: differs between ranks that failures have left apart."""
+        is_under_way = bool(self._to_give or self._to_take)
+        return 2 * self._begun + is_under_way
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> SimpleNamespace:
         """In place; every rank adds up in the same order, so that all have the same bits."""
@@ -162,7 +175,9 @@ class SharedMemoryGroup:
                 looks, started = 0, time.monotonic()
                 continue
             looks += 1
-            if looks > SPINS:
+            if looks > PATIENT_LOOKS:
+                time.sleep(PATIENT_SECONDS)
+            elif looks > SPINS:
                 time.sleep(POLL_SECONDS)
             if (now := time.monotonic()) - looked > LOOK_SECONDS:
                 looked = now
@@ -186,17 +201,31 @@ class SharedMemoryGroup:
                         )
 
 
-def shared_memory_group(group: Any, rank: int, size: int) -> SharedMemoryGroup | None:
-    """For the ranks of `group`, where all are on one host; else None. Collective over them."""
-    path = _new_file() if rank == 0 else None
+def file_bytes(size: int, wanted_bytes: int) -> int:
+    """Bytes of the file of `size` ranks: at least the smallest piece of each in every place."""
+    marks = size * LINE
+    return max(wanted_bytes, marks + PLACES * size * (size * LINE))
+
+
+def shared_memory_group(
+    group: Any, rank: int, size: int, wanted_bytes: int | None = None
+) -> SharedMemoryGroup | None:
+    """For the ranks of `group`, where all are on one host; else None. Collective over them.
+
+    Args:
+        wanted_bytes: of the group's memory; None: TOTAL_BYTES.
+    """
+    total_bytes = file_bytes(size, TOTAL_BYTES if wanted_bytes is None else wanted_bytes)
+    path = _new_file(total_bytes) if rank == 0 else None
     place = _host()
-    found = of_all_ranks((place, path), group)
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, (place, path), group)
     path = found[0][1]
     made = None
     if path is not None and place is not None and all(each == place for each, _ in found):
         named: Any = group or dist.group.WORLD
         timeout = named._get_backend(torch.device("cpu")).options._timeout
-        made = SharedMemoryGroup(path, rank, size, timeout.total_seconds())
+        made = SharedMemoryGroup(path, rank, size, timeout.total_seconds(), total_bytes)
         dist.barrier(group)
     if rank == 0 and path is not None:
         os.unlink(path)
@@ -216,14 +245,14 @@ def _host() -> tuple[str, int, int] | None:
         return None
 
 
-def _new_file() -> str | None:
+def _new_file(total_bytes: int) -> str | None:
     """A file of zeros whose memory is there: where there is none, writing would end the process."""
     try:
         file, path = tempfile.mkstemp(prefix="alpa-", dir=FOLDER)
     except OSError:
         return None
     try:
-        os.posix_fallocate(file, 0, TOTAL_BYTES)
+        os.posix_fallocate(file, 0, total_bytes)
     except OSError:
         os.unlink(path)
         return None

@@ -275,7 +275,7 @@ def random_operand(meta: TensorMeta, device: torch.device) -> torch.Tensor:
 
 
 def measure_device(
-    device: torch.device | str = "cpu", local_ranks: int = 1, budget_seconds: float = 1.5
+    device: torch.device | str = "cpu", local_ranks: int = 1, budget_seconds: float = 1.0
 ) -> DeviceSpec:
     """What this device reaches: products per dtype, memory bandwidth, time to start an op, memory.
 

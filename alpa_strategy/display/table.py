@@ -17,7 +17,7 @@ from rich.text import Text
 from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.timeline import MAX_DRAWN, device_range, plan_timeline
 from alpa_strategy.errors import printable
-from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Plan, StagePlan
+from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Plan, Predicted, StagePlan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
 
 BAR_WIDTH = 40
@@ -26,6 +26,7 @@ PART_STYLES = {
     "compute": "blue",
     "communication": "magenta",
     "optimizer": "green",
+    "host": "yellow",
     "waiting": "dim",
 }
 PICTURE_WIDTH = 120  # columns
@@ -102,9 +103,13 @@ def plan_timing(plan: Plan, peak_rss: float | None = None) -> Text:
     return plain(text + memory, "dim")
 
 
-def measured_line(plan: Plan, measured_seconds: float) -> Text:
-    """One line: predicted against measured seconds per step."""
-    predicted = plan.predicted.step_seconds
+# Of a step that the host's own time takes at least this share of, the report says so.
+LIMITED_BY_HOST = 0.5
+
+
+def measured_line(prediction: Predicted, measured_seconds: float) -> Text:
+    """One line: predicted against measured seconds per step, and whether the host limits it."""
+    predicted = prediction.step_seconds
     text = Text.assemble(
         ("alpa ", "bold"),
         f"step measured {format_seconds(measured_seconds)}, predicted {format_seconds(predicted)}",
@@ -113,6 +118,11 @@ def measured_line(plan: Plan, measured_seconds: float) -> Text:
         ratio = measured_seconds / predicted
         way = "as predicted" if 0.95 <= ratio <= 1.05 else f"{_ratio(ratio)} the prediction"
         text.append(f" ({way})", style="dim")
+    host_seconds = prediction.host_seconds + prediction.loop_seconds
+    if host_seconds >= LIMITED_BY_HOST * predicted > 0:
+        shares = f"{format_seconds(host_seconds)} of {format_seconds(predicted)}"
+        loop = f"{format_seconds(prediction.loop_seconds)} in the Trainer's loop and loader"
+        text.append(f"; limited by the host: {shares}, {loop}", style="yellow")
     return text
 
 
@@ -443,6 +453,9 @@ def step_parts(plan: Plan) -> dict[str, float]:
         "communication": p.communication_seconds,
         "optimizer": p.optimizer_seconds,
     }
+    host = p.host_seconds + p.loop_seconds - p.hidden_seconds
+    if host > 0:
+        parts["host"] = host
     waiting = p.step_seconds - sum(parts.values())
     if plan.is_pipelined and waiting > 0:
         parts["waiting"] = waiting

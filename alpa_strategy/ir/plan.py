@@ -240,13 +240,28 @@ class Collective:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Prediction for one step. step_seconds = compute + communication + optimizer."""
+    """Prediction for one step.
+
+    step_seconds = compute + communication + optimizer + host + loop - hidden.
+    """
 
     step_seconds: float
     peak_bytes: int
     compute_seconds: float = 0.0
     communication_seconds: float = 0.0
     optimizer_seconds: float = 0.0
+    # of Python around the step's ops and the optimizer's update; 0 where it is not known
+    host_seconds: float = 0.0
+    # from the end of an optimizer's step to the next batch's ops, and to the backward: the
+    # Trainer's loop, the loader, logging; 0 where it is not known
+    loop_seconds: float = 0.0
+    # what of the host's and the devices' time lies beside the other's
+    hidden_seconds: float = 0.0
+
+    @property
+    def device_seconds(self) -> float:
+        """What the step takes where the host takes no time."""
+        return self.step_seconds - self.host_seconds - self.loop_seconds + self.hidden_seconds
 
 
 @dataclass(frozen=True)
@@ -516,6 +531,9 @@ _LATER |= {
     "ahead_bytes",
     "in_parts",
     "phases",
+    "host_seconds",
+    "loop_seconds",
+    "hidden_seconds",
     "step_notes",
 }
 _LARGE = (

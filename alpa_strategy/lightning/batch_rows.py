@@ -40,7 +40,6 @@ from alpa_strategy.ir.user_code import is_user_code, mentioned_names, reads_para
 from alpa_strategy.lightning.checks import AFTER_BACKWARD, is_overridden, names_in, own_hooks
 from alpa_strategy.lightning.digests import REPLICA, digest
 from alpa_strategy.lightning.same_steps import SAME_SHAPES
-from alpa_strategy.microbatch.states import where_rows_meet
 
 Kind = Literal["rows", "same", "own"]
 """Of a leaf, a tensor or a number that is no item of a list: one row a sample; the same whatever the samples; made of
@@ -304,6 +303,7 @@ class BatchHooks:
 
 def _rows_of(batch: Any, known: tuple[Kind, ...] | None) -> tuple[tuple[Kind, ...], int]:
     """Of every tensor leaf what it is, as known or as likely, and how many rows there are."""
+
     tensors = list(_tensors_in(batch).values())
     kinds = known or tuple("rows" if rows else "same" for rows in likely_rows(tensors))
     sizes = [len(leaf) for leaf, kind in zip(tensors, kinds, strict=True) if kind == "rows"]
@@ -495,6 +495,7 @@ def of_replica(trainer: Any, batch: Any, hooks: BatchHooks, axis: AxisComm, join
     """The batch of all ranks on `axis`: the one that all have, or (`joins`) their rows one after
     the other. Collective.
     NotRowsError or UnlikeStepsError where they have no such batch."""
+
     leaves, spec = pytree.tree_flatten(batch, is_leaf=_is_list)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     kinds = agreed_kinds(trainer, batch, hooks, True, axis.group) if joins else None
@@ -560,6 +561,9 @@ def check_own_numbers(
     that `again` captures with all ranks' in their place is another one: their number, an attribute
     or in the batch, a list of something (names) for each, and the number of ranks.
     """
+    # Loaded with a first step, not with the import of the package.
+    from alpa_strategy.microbatch.states import where_rows_meet
+
     used, later = set(step.consumers), names_in(own_hooks(module, UPDATE_HOOKS))
     parts = dict(module.named_modules())  # these, methods and classes are no numbers of rows
     owners = [
@@ -598,6 +602,7 @@ def _computes_with(
     """Which of the rank's numbers and lists the step, or code with the names `later`, may compute
     with; empty: none.
     """
+
     rows = step.batch_size // world_size()
     patches: list[tuple[Any, str, Any]] = [
         (*p, step.batch_size) for p in places_of(module, rows, _BATCH_SIZE)

@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from alpa_strategy.checkpoint import sharded_state_dict
+from alpa_strategy.checkpoint.on_demand import OnDemandGather
 from alpa_strategy.checkpoint.opening import checked, is_checkpoint, open_checkpoint, reading
 from alpa_strategy.checkpoint.saving import CheckpointWriter
-from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
+from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, map_tensors
 from alpa_strategy.comm.collectives import (
     RankZero,
     cpu_group,
@@ -37,6 +38,11 @@ from alpa_strategy.comm.collectives import (
     world_size,
 )
 from alpa_strategy.errors import CheckpointError, OptionError
+from alpa_strategy.lightning.checkpoint_paths import (
+    check_checkpoint_paths,
+    is_remote,
+    warn_of_uploads,
+)
 from alpa_strategy.lightning.checks import names_in, own_hooks
 from alpa_strategy.lightning.dataloader_state import (
     Pass,
@@ -46,6 +52,7 @@ from alpa_strategy.lightning.dataloader_state import (
     rank_state,
     take_up,
 )
+from alpa_strategy.lightning.run_plans import RunPlans, resumed_plans
 from alpa_strategy.runtime.parameters import ParameterStore, all_whole
 
 FORMS = ("auto", "sharded", "single")
@@ -58,10 +65,11 @@ class Checkpoints:
     """One per strategy; `begin` starts a run.
 
     Args:
-        form: `sharded`: all ranks write; `single`: rank 0 writes an ordinary file through the
-            CheckpointIO; `auto`: sharded on several devices, unless the user's own CheckpointIO
-            writes.
-        in_background: training goes on while a sharded checkpoint is written.
+        form: `sharded`: all ranks write directories; `single`: rank 0 writes ordinary files through
+            the CheckpointIO; `auto`: directories while parameters are sharded, ordinary files while
+            every rank has all of them (and on one device, for the user's own CheckpointIO and for
+            remote paths: those through the CheckpointIO).
+        in_background: training goes on while a checkpoint is written.
     """
 
     def __init__(self, form: str, in_background: bool) -> None:
@@ -71,12 +79,14 @@ class Checkpoints:
         self._trainer: Any = None
         self._writer: CheckpointWriter | None = None
         self._group: Any = None
+        self._on_demand = OnDemandGather(None)
         self._forget()
 
     def _forget(self) -> None:
         self._run: Any = None
         self._run_state: dict[str, Any] | None = None  # of a run that has ended
         self._resume: Resume | None = None
+        self.plans = RunPlans()
         self._num_loaders = 0
         # Of each optimizer, read when the plan is there.
         self._optimizer_states: dict[int, Mapping[int, Mapping[str, Any]]] = {}
@@ -88,7 +98,8 @@ class Checkpoints:
         """A Trainer may be pickled when its job is over: without what connects this process to the
         others.
         """
-        return {**vars(self), "_meeting": None, "_writer": None, "_group": None}
+        lost = ("_meeting", "_writer", "_group", "_on_demand")
+        return {**vars(self), **dict.fromkeys(lost)}
 
     def begin(self, trainer: Any, run: Any, replicas: int | None) -> None:
         """A run of the Trainer begins; `run`: a training that has left its module in shards.
@@ -99,6 +110,7 @@ class Checkpoints:
         self._forget()
         self._run = run
         self._meeting, self._num_meetings = RankZero(MEET_SECONDS), 0
+        self._on_demand = OnDemandGather(cpu_group("checkpoint hooks"))
 
     @property
     def _store(self) -> ParameterStore:
@@ -110,13 +122,14 @@ class Checkpoints:
         self, path: str | Path, weights_only: bool | None, checkpoint_io: Any
     ) -> dict[str, Any]:
         """The Lightning checkpoint at `path`, with tensors that are read when they are used."""
-        if is_checkpoint(path) or (_is_torchs(checkpoint_io) and "://" not in str(path)):
+        if is_checkpoint(path) or (_is_torchs(checkpoint_io) and not is_remote(path)):
             checkpoint = open_checkpoint(path, weights_only)
         else:
             checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         if self._trainer.state.fn == TrainerFn.FITTING:
             with reading(Path(path)):
                 self._resume = take_up(checkpoint, rank_in(None), world_size(), self._num_shares)
+                self.plans = resumed_plans(self.resumed)
         return checkpoint
 
     def load_model(self, module: Any, state_dict: Mapping[str, Tensor], strict: bool) -> None:
@@ -186,6 +199,9 @@ class Checkpoints:
         Collective.
         """
         self._run = run
+        run.whole.before_gather = self.serve_hooks
+        if optimizers and self._is_sharded(self._trainer.strategy.checkpoint_io):
+            warn_of_uploads(self._trainer)
         self.restore_parameters(run.store)
         for optimizer in optimizers:
             self._restore_optimizer(optimizer)
@@ -240,15 +256,28 @@ class Checkpoints:
 
     # Saving
 
+    def serve_hooks(self) -> None:
+        """Before a collective of all ranks that code of a hook may come to: gather what hooks of
+        other ranks compute with.
+        """
+        if self._is_in_hook:
+            self._on_demand.finish()
+
+    @property
+    def _is_in_hook(self) -> bool:
+        module = None if self._trainer is None else self._trainer.lightning_module
+        return getattr(module, "_current_fx_name", None) == "on_save_checkpoint"
+
     def module_state(self, strategy: Any) -> dict[str, Any]:
         """The module's state dict, with shards or whole tensors as it will be written."""
         if self._is_left_alone():
             return {}
         module = strategy.lightning_module
+        if not self._is_in_hook:  # else the entries of the checkpoint that is made are in use
+            self._on_demand.begin()
         if self._is_sharded(strategy.checkpoint_io):
-            return sharded_state_dict.module_state(
-                module, all_whole() if strategy.is_whole else self._store
-            )
+            store = all_whole() if strategy.is_whole else self._store
+            return sharded_state_dict.module_state(module, store, self._on_demand)
         with strategy.whole_parameters():
             return module.state_dict()
 
@@ -260,8 +289,9 @@ class Checkpoints:
             optimizer = optimizer._optimizer
         if self._run is None:
             self._restore_optimizer(optimizer)  # nothing was trained since it was loaded
+        self._on_demand.finish()  # callbacks have run their hooks
         if self._is_sharded(strategy.checkpoint_io):
-            shards = sharded_state_dict.shards_to_write(self._store)
+            shards = sharded_state_dict.shards_to_write(self._store, self._on_demand)
             return sharded_state_dict.state_dict_with(optimizer, self._store, shards)
         if self._run is None:
             return optimizer.state_dict()
@@ -275,24 +305,51 @@ class Checkpoints:
         """
         if self._left_alone:
             return False
+        self._on_demand.finish()  # the module has run its hooks
         if self._run is not None:
             self._run.copies.compare("at a checkpoint")
+        if self._on_demand.take_changes():
+            self._store.after_optimizer_step()  # copies that were gathered before hold other values
         self._add_rank_states(checkpoint)
-        if not self._is_sharded(checkpoint_io):
+        self._write(checkpoint, path, storage_options, checkpoint_io)
+        self._on_demand.begin()
+        return True
+
+    def _write(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any
+    ) -> None:
+        if self._writes_through(checkpoint_io, path):
+            checkpoint = self._in_full(checkpoint)
             if self._trainer.is_global_zero:
                 checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            return True
+            self._on_demand.finish()  # pickling an object of the user's may have gathered entries
+            return
         if storage_options is not None:
             raise CheckpointError(
-                "storage_options mean nothing for sharded checkpoints", "leave them out"
+                "storage_options mean nothing for checkpoints in local folders", "leave them out"
             )
         in_background = self._in_background or isinstance(checkpoint_io, AsyncCheckpointIO)
-        self._writer_now().save(checkpoint, path, in_background)
-        return True
+        if self._is_sharded(checkpoint_io):
+            self._writer_now().save(checkpoint, path, in_background, self._on_demand)
+        else:
+            self._writer_now().save_file(checkpoint, path, in_background)
+
+    def _in_full(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint with full tensors, on rank 0. Collective where it has shards."""
+
+        def full(shards: LocalShards) -> Tensor:
+            tensor = shards.whole()
+            return tensor.cpu() if self._trainer.is_global_zero else torch.empty(0)
+
+        return map_tensors(checkpoint, LocalShards, full)
+
+    def check_paths(self) -> None:
+        """CheckpointError where directories were asked for, and would go to a URL."""
+        check_checkpoint_paths(self._trainer, self._form == "sharded")
 
     def remove(self, path: str | Path, checkpoint_io: Any) -> None:
         """Remove a checkpoint of either form."""
-        if self._is_sharded(checkpoint_io) and "://" not in str(path):
+        if not self._writes_through(checkpoint_io, path):
             self._writer_now().remove(path)
         elif self._trainer.is_global_zero:
             checkpoint_io.remove_checkpoint(path)
@@ -307,9 +364,17 @@ class Checkpoints:
         put_states(checkpoint, of_all_ranks(own, self._group), self._num_shares)
 
     def _is_sharded(self, checkpoint_io: Any) -> bool:
+        """Whether a checkpoint that is made now holds shards."""
+        if self._form != "auto":
+            return self._form == "sharded"
+        is_in_shards = self._run is not None and bool(self._run.store.sharded_parameters)
+        return is_in_shards and world_size() > 1 and _is_torchs(checkpoint_io)
+
+    def _writes_through(self, checkpoint_io: Any, path: str | Path) -> bool:
+        """Whether the CheckpointIO writes and removes, not this package's writer."""
         if self._form == "auto":
-            return world_size() > 1 and _is_torchs(checkpoint_io)
-        return self._form == "sharded"
+            return world_size() == 1 or not _is_torchs(checkpoint_io) or is_remote(path)
+        return self._form == "single"
 
     def _writer_now(self) -> CheckpointWriter:
         group = cpu_group("checkpoints")

@@ -52,6 +52,8 @@ class FullParameters:
         self.on_use: list[
             GatherOnUse
         ] = []  # as long as one is active, parameters are as good as whole
+        # Called before the ranks gather, where hooks of a checkpoint may still wait for others.
+        self.before_gather: Callable[[], None] = lambda: None
 
     @property
     def is_active(self) -> bool:
@@ -94,6 +96,9 @@ class FullParameters:
             with on_use.suspended():
                 yield
             return
+        if not self.is_entered and not self._parts:  # nothing is whole: every step comes here
+            yield
+            return
         self._take_changes(is_stepping)
         is_entered, parts, is_renewed = self.is_entered, self._parts, False
         whole = [(parameter, parameter.data, parameter.grad) for parameter, _, _ in parts]
@@ -110,6 +115,7 @@ class FullParameters:
                 _put(whole)
 
     def _gather(self, with_gradients: bool) -> None:
+        self.before_gather()
         store = self.store
         # Under inference mode (validation) the gathered tensors would be unfit for the training
         # that goes on later.

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import of_all_ranks
 from alpa_strategy.comm.mesh import Replica
-from alpa_strategy.cost.measured import device_memory_bytes
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.lightning.batch_rows import BatchHooks
+from alpa_strategy.lightning.run_plans import RunPlans
 from alpa_strategy.options import LEAST_BUCKET_BYTES, Limits, PlanOptions
 from alpa_strategy.planner.written_plan import against_written
 
@@ -54,6 +54,7 @@ class Job:
         [], AbstractContextManager[None]
     ]  # around logging instead, where a captured step ran
     hooks: BatchHooks  # what they make of a loader's batch
+    plans: RunPlans  # of this run of the Trainer, and of the run that it resumes
     progress: Progress  # shows phases, lines and tables, where this rank shows anything
 
     @property
@@ -155,6 +156,8 @@ def compiled_as_written(
 
 def device_limit(job: Job) -> float:
     """Bytes of a device that may be used, the least of all ranks. Collective."""
+    from alpa_strategy.cost.measured import device_memory_bytes
+
     cluster = job.cluster
     own = (
         device_memory_bytes(job.device, job.devices_per_node)

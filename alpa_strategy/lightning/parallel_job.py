@@ -16,14 +16,15 @@ agree that one was asked to end (or to save and requeue, under SLURM), and do so
 Lightning would. What has not come to that point in time (planning, a hanging collective) is ended.
 """
 
+import importlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from types import FrameType
@@ -41,11 +42,13 @@ from typing_extensions import override
 
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.checkpoint.saving import discard_unfinished
-from alpa_strategy.comm.collectives import any_rank, check_groups, of_all_ranks
+from alpa_strategy.comm.collectives import Background, any_rank, check_groups, of_all_ranks
 from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 
 CHILD_POLL_SECONDS = 0.5
+# Loads all that runs captured steps.
+STEP_MODULE = "alpa_strategy.lightning.run"
 REPORT_SECONDS = 6.0  # that the other ranks have to say what they know and to end by themselves
 
 
@@ -137,6 +140,10 @@ def watch_children(
     )  # the main thread may hang in a collective, where no exception reaches it
 
 
+def _load_step_module() -> None:
+    importlib.import_module(STEP_MODULE)
+
+
 def _say_ended(rank: int) -> None:
     """Of a rank that knows nothing of the lost one: it plans, say, or waits for whoever does."""
     text = f"\nalpa: rank {rank} is ended: it was still at work {REPORT_SECONDS:.0f} s after another was lost"
@@ -218,9 +225,10 @@ class ParallelJob(DDPStrategy):
             store = {"store": fresh_store(*place, self._timeout.total_seconds())}
         backend = self._get_process_group_backend()
         device = None if self.root_device.type == "cpu" else self.root_device
-        _init_dist_connection(
-            self.cluster_environment, backend, timeout=self._timeout, device_id=device, **store
-        )
+        with self._loading_what_steps_need():
+            _init_dist_connection(
+                self.cluster_environment, backend, timeout=self._timeout, device_id=device, **store
+            )
         children = self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple
         self._watch = FailureWatch(
             job_store(), self.global_rank, self.world_size, children, last=discard_unfinished
@@ -232,6 +240,23 @@ class ParallelJob(DDPStrategy):
             # threads rounds otherwise: work that several ranks do alike would give them weights
             # that drift apart.
             torch.set_num_threads(min(of_all_ranks(torch.get_num_threads())))
+
+    @contextmanager
+    def _loading_what_steps_need(self) -> Iterator[None]:
+        """Around the wait for other ranks: a process that has started them has seconds to spare.
+
+        Its first training step would load these modules; the other ranks load them meanwhile.
+        """
+        if not isinstance(self._launcher, Launcher) or self.global_rank > 0:
+            yield
+            return
+        loading = Background("alpa-loading")
+        loading.run(_load_step_module)
+        try:
+            yield
+        finally:
+            # Loader workers are forked later, and would inherit the locks of a running import.
+            loading.wait()
 
     # Values between ranks
 

@@ -129,7 +129,14 @@ class PlacedModule(ABC):
         checkpoint: plain data.
         """
         streams = {} if self._placed is None else self._placed.state_dict()
-        return {**streams, "plan": self.plan.to_dict() if rank_in(None) == 0 else None}
+        plan = self.plan.to_dict() if rank_in(None) == 0 else None
+        plans = self._job.plans.used if rank_in(self._job.group) == 0 else []
+        return {
+            **streams,
+            "plan": plan,
+            "plans": [each for each in plans if each != plan],
+            "planned_batch": self._job.plans.planned_batch,
+        }
 
     def changed_parameters(self) -> str | None:
         """What happened to the module's parameters that wants another plan, None when nothing

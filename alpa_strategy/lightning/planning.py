@@ -15,7 +15,13 @@ import torch
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.python_reads import is_same_step, numbers_now
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.collectives import RankZero, of_all_ranks, on_all_ranks, world_size
+from alpa_strategy.comm.collectives import (
+    RankZero,
+    of_all_ranks,
+    on_all_ranks,
+    rank_in,
+    world_size,
+)
 from alpa_strategy.comm.measure import measure_cluster
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.cost.measured import OpTable, measure_ops
@@ -35,6 +41,7 @@ from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning import batch_rows
 from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
+from alpa_strategy.lightning.host_costs import add_host_seconds
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.same_steps import SAME_SHAPES, shapes_text
 from alpa_strategy.microbatch.transform import microbatch
@@ -51,7 +58,7 @@ from alpa_strategy.units import format_bytes, format_seconds
 
 STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
 FIRST_BUDGET, LATER_BUDGET = (
-    5.0,
+    3.0,
     1.0,
 )  # seconds for timing ops: of the training step, and of what is pinned to its plan
 
@@ -211,8 +218,8 @@ def find_or_make_plan(
     running: Plan | None = None,
     resumed: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """The plan of `step`, the same on every rank: the user's file, a stored one, or a new one that
-    rank 0 solves.
+    """The plan of `step`, the same on every rank: the user's file, that of the run that is resumed
+    (`job.plans`), a stored one, or a new one that rank 0 solves.
 
     Args:
         running: for a step of another shape: the plan under which the parameters lie, and stay.
@@ -239,13 +246,34 @@ def find_or_make_plan(
 
     def work() -> Plan:
         if running is not None and running.is_pipelined:
-            return _stored(replan_fingerprint(task, running), step, job, partial(follow, running))
+            wanted = replan_fingerprint(task, running)
+            return _of_resumed_run(wanted, step, job, task) or _stored(
+                wanted, step, job, partial(follow, running)
+            )
         return _plan_on_rank_zero(replace(task, progress=job.progress), job, pinned, resumed)
 
     def with_current_notes() -> dict[str, Any]:
         return work().with_notes_of(step.notes).to_dict()
 
-    return Plan.from_dict(rank_zero.result_of(with_current_notes, "planning"))
+    data = rank_zero.result_of(with_current_notes, "planning")
+    if rank_in(job.group) == 0:  # which writes them into checkpoints
+        job.plans.add(data)
+    return Plan.from_dict(data)
+
+
+def _of_resumed_run(wanted: Fingerprint, step: StepGraph, job: Job, task: PlanTask) -> Plan | None:
+    """The plan under which the run that is resumed ran this step, None where it cannot be used."""
+    why: str | None = None
+    try:
+        plan = job.plans.find(wanted, task.cluster, task.memory_limit)
+        if plan is not None:
+            _check_computes(plan, step, job)
+            job.progress.say("alpa: the plan is the checkpoint's")
+            return plan
+    except PlanError as error:  # somebody edited it, or a rule has changed since
+        why = error.problem
+    job.plans.report_new_plan(wanted, why)
+    return None
 
 
 def _partial_results(job: Job) -> PartialResults:
@@ -293,6 +321,9 @@ def _plan_on_rank_zero(
         _check_computes(plan, task.step, job)
         return plan
 
+    if (plan_of_run := _of_resumed_run(wanted, task.step, job, task)) is not None:
+        return plan_of_run
+
     def make() -> Plan:
         with _partial_results(job) as results:
             return _made(replace(task, results=results), job, pinned)
@@ -313,7 +344,9 @@ def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) 
         costs = _timed(calls, task, job, budget, later=whole)
 
     costed = replace(task, costs=costs, stage_costs=partial(_measured_stage_costs, task, job))
-    return _chosen(costed, job, pinned)
+    plan = _chosen(costed, job, pinned)
+    with job.progress("time host"):
+        return add_host_seconds(plan, costed, job.device)
 
 
 def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:

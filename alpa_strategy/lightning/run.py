@@ -20,15 +20,18 @@ from typing_extensions import override
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.capture.python_reads import changed_numbers, numbers_now
 from alpa_strategy.comm.collectives import RankZero, broadcast_object, of_all_ranks, world_size
+from alpa_strategy.cost.host import with_host
 from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import changed_value
+from alpa_strategy.ir.plan import Predicted
 from alpa_strategy.lightning import step_effects
 from alpa_strategy.lightning.checks import own_hooks
 from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
+from alpa_strategy.lightning.loop_clock import LoopClock
 from alpa_strategy.lightning.placed_module import PlacedModule, Unplaced
 from alpa_strategy.lightning.planning import (
     capture,
@@ -41,6 +44,7 @@ from alpa_strategy.microbatch.rules import State
 from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
 from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
+from alpa_strategy.planner.smaller_batch import batch_shapes, plan_on_smaller_batch
 from alpa_strategy.runtime.gradients import average
 from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
 from alpa_strategy.runtime.step_by_bucket import fused
@@ -125,6 +129,8 @@ class Run(PlacedModule):
             )
             self._placed = PlacedPlan(module, step.parameters, plan, *place)
             super().__init__(given, info, plan, self._placed.store, limit, values, buffers)
+            if plan.fingerprint.batch == step.batch_digest:  # else the resumed run's first batch
+                job.plans.planned_batch = batch_shapes(step)
             program = self._program(step)
         if job.device.type == "cpu":
             self._adapted.callback(hold_to_plan(self, plan, limit, module, given.optimizers))
@@ -136,6 +142,7 @@ class Run(PlacedModule):
         self._num_changes = 0
         self._numbers: list[Place] = []  # that change
         self._step_starts: list[float] = []
+        self._loop_clock = LoopClock()
 
     # A training step
 
@@ -151,6 +158,7 @@ class Run(PlacedModule):
         self._clear_gradients(batch_idx)
         with self.in_step():  # a pipeline's backward is in it
             values = captured.program(batch, counters)
+        self._loop_clock.leave()
         self._placed.num_steps += 1
         captured.leaves.finish()  # long there: the forward has taken its time
         step, own = captured.step, step_effects.own_rows_of(values, captured.own_rows)
@@ -168,6 +176,18 @@ class Run(PlacedModule):
         step_effects.append_to_lists(self.module, step, own, leaves, counters)
         self.buffers_differ = self._job.replica is not None and self.syncs  # as DDP has it
         return step_effects.fill(step.output, own, leaves, counters)
+
+    @contextmanager
+    @override
+    def in_step(self) -> Iterator[None]:
+        self._loop_clock.enter()
+        with super().in_step():
+            yield
+
+    @override
+    def stepped(self) -> None:
+        super().stepped()
+        self._loop_clock.leave()
 
     @override
     def finish_backward(self) -> None:
@@ -329,6 +349,9 @@ class Run(PlacedModule):
             step.batch_digest,
         ):  # else it means other ops
             return self._placed.training_program(step, self.plan)
+        smaller = plan_on_smaller_batch(step, self._job.plans.planned_batch, self.plan)
+        if smaller is not None:
+            return self._placed.training_program(step, smaller)
         try:
             plan = find_or_make_plan(
                 step, self._job, self._cluster, self._optimizer_info, self._rank_zero, self.plan
@@ -369,6 +392,7 @@ class Run(PlacedModule):
         if self._job.device.type == "cuda" and count in (MEASURED_STEPS.start, MEASURED_STEPS.stop):
             torch.cuda.synchronize(self._job.device)  # the host may be steps ahead
         self._step_starts.append(time.perf_counter())
+        self._loop_clock.end_step()
         if count == MEASURED_STEPS.stop:
             starts = self._step_starts[MEASURED_STEPS.start :]
             seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
@@ -376,4 +400,13 @@ class Run(PlacedModule):
                 self._job.device.type == "cuda"
             ):  # single starts are the host's; both ends were waited for
                 seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
-            self._job.progress.say(measured_line(self.plan, seconds))
+            predicted = self._predicted()
+            self._job.progress.say(measured_line(predicted, seconds))
+
+    def _predicted(self) -> Predicted:
+        """The plan's prediction, with the loop as it was in the first steps: no plan can know it."""
+        planned = self.plan.predicted
+        loop_seconds = self._loop_clock.seconds
+        if loop_seconds is None:
+            return planned
+        return with_host(planned, planned.host_seconds, loop_seconds, self._cluster.device)

@@ -19,9 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.capture.python_state import requiring_grad
 from alpa_strategy.comm.collectives import any_rank, world_size
-from alpa_strategy.display.table import plan_table
 from alpa_strategy.errors import AlpaError, CaptureError, FailedCheckError
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import DeferredInit, stays_sharded
@@ -87,6 +85,7 @@ class Session:
     ) -> "PlacedModule":
         # Planning and the runtime are loaded with the first batch, not with the import of the
         # package.
+        from alpa_strategy.capture.python_state import requiring_grad
         from alpa_strategy.lightning.placed_module import Unplaced
         from alpa_strategy.lightning.run import Run
         from alpa_strategy.lightning.same_steps import toggled
@@ -358,6 +357,8 @@ def _foretells(why: BaseException | None, error: Exception) -> bool:
 
 def _show_plan(run: "PlacedModule", job: Job, process_bytes: int = 0) -> None:
     if job.progress.enabled:
+        from alpa_strategy.display.table import plan_table
+
         if (replica := job.replica) is not None:
             job.progress.say(
                 f"alpa: {replica.count} replicas, each with this plan for its own batches, as under DDP"

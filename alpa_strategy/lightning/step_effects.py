@@ -10,7 +10,7 @@ metric sums over ranks when it computes.
 import sys
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,9 @@ from alpa_strategy.comm.mesh import Replica
 from alpa_strategy.errors import FailedCheckError
 from alpa_strategy.ir.graph import Check, LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.ir.guards import CounterRef
-from alpa_strategy.microbatch.rules import State, cut
+
+if TYPE_CHECKING:
+    from alpa_strategy.microbatch.rules import State
 
 # In the place of a group of ranks: the value is that of all of them already, nothing is reduced; or
 # of each replica's.
@@ -41,6 +43,12 @@ def fill(
     a CounterRef.
     """
 
+    # Most are one tensor, or an argument of `self.log`: they need no walk.
+    if isinstance(structure, ValueRef):
+        return values[structure.index]
+    if structure is None or isinstance(structure, bool | int | float | str):
+        return structure
+
     def filled(leaf: Any) -> Any:
         if isinstance(leaf, ValueRef):
             return values[leaf.index]
@@ -51,11 +59,16 @@ def fill(
     return pytree.tree_map(filled, structure)
 
 
-def own_rows_of(values: Mapping[int, Tensor], own_rows: Mapping[int, State]) -> dict[int, Tensor]:
+def own_rows_of(values: Mapping[int, Tensor], own_rows: "Mapping[int, State]") -> dict[int, Tensor]:
     """`values`, with this rank's rows where they have rows (`rows_of_ranks`): as the batch that
     hooks see.
     """
-    rank, ranks = (dist.get_rank(), world_size()) if own_rows else (0, 1)
+    if not own_rows:
+        return dict(values)
+    # Loaded with a first step, not with the import of the package.
+    from alpa_strategy.microbatch.rules import cut
+
+    rank, ranks = dist.get_rank(), world_size()
     return {
         v: cut(x, own_rows[v], ranks, rank).clone() if v in own_rows else x
         for v, x in values.items()

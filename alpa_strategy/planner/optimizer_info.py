@@ -8,6 +8,8 @@ shards of training the whole.
 
 import copy
 import inspect
+import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -59,8 +61,16 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
             found.append((False, False))
         element_wise, parameter_wise = map(all, zip(*found, strict=True))
         state_bytes, moved, scratch = _per_element(optimizer)
+        step_seconds, parameter_seconds = _python_seconds(optimizer)
         return OptimizerInfo(
-            state_bytes, element_wise, name, parameter_wise, moved_bytes=moved, scratch=scratch
+            state_bytes,
+            element_wise,
+            name,
+            parameter_wise,
+            moved_bytes=moved,
+            scratch=scratch,
+            step_seconds=step_seconds,
+            parameter_seconds=parameter_seconds,
         )
     # Any class of any package is tried here, so any error may come: it means "cannot be known",
     # never a crash.
@@ -177,6 +187,32 @@ def _probe(optimizer: Optimizer, dtype: torch.dtype) -> tuple[float, float, floa
         copied.step()
     scratch = traffic.peak_bytes(set()) / parameter.nbytes if all_at_once else 0.0
     return state_bytes, traffic.moved / parameter.numel(), scratch
+
+
+# Parameters of the two copies whose difference is what one takes, and steps that are timed of each.
+_FEW, _MANY, _TIMED_STEPS = 1, 9, 5
+
+
+def _python_seconds(optimizer: Optimizer) -> tuple[float, float]:
+    """Seconds of a step whatever it updates, and of each parameter: those of tiny ones."""
+    few, many = (_seconds_of_step(optimizer, count) for count in (_FEW, _MANY))
+    each = max(0.0, (many - few) / (_MANY - _FEW))
+    return max(0.0, few - _FEW * each), each
+
+
+def _seconds_of_step(optimizer: Optimizer, num_parameters: int) -> float:
+    """Median seconds on a core of a step of a copy with so many tiny parameters."""
+    parameters = [torch.nn.Parameter(torch.zeros(_SHAPE)) for _ in range(num_parameters)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    copied = _rebuilt(optimizer, optimizer.param_groups[0], parameters)
+    copied.step()
+    seconds = []
+    for _ in range(_TIMED_STEPS):
+        started = time.thread_time()
+        copied.step()
+        seconds.append(time.thread_time() - started)
+    return statistics.median(seconds)
 
 
 class _Traffic(LiveStorages):

@@ -33,6 +33,7 @@ from alpa_strategy.planner.search import (
     plan_one_stage,
     plan_pipeline,
 )
+from alpa_strategy.planner.short_steps import is_short
 from alpa_strategy.planner.task import PlanTask, Progress
 
 MARGIN = (
@@ -179,6 +180,11 @@ def _choose(task: PlanTask) -> Plan:
     one = _or_on_devices(one, task)
     if task.cluster.num_devices == 1 or not _may_be_pipelined(task):
         return one
+    if is_short(task, one.predicted.step_seconds):
+        return _with_note(
+            one,
+            "no pipeline: the host needs longer for its actions than the devices for such a step",
+        )
     ideal = divided_seconds(task.step, task.cluster, task.op_costs)
     waiting = max(0.0, 1 - ideal / hidden_seconds(one, task.cluster.overlap))
     if waiting < SCREEN:

@@ -56,6 +56,8 @@ from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, Predicted, j
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.partial_results import Key
+from alpa_strategy.planner.known_host import seconds_with_host
+from alpa_strategy.planner.short_steps import why_data_parallel
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import mesh_of
 from alpa_strategy.sharding.strategies import replicated_notes
@@ -63,7 +65,6 @@ from alpa_strategy.units import format_bytes
 
 BASELINES = ("data", "zero2", "zero3", "tensor")
 BACKWARD_SHARE = 2 / 3  # of compute
-TOLD_APART = 1.1  # plans by times measured in a running job: noise is seldom more
 MOST_SOLVED = (
     6  # candidates that are solved exactly, in turn, until one is as good as others promise
 )
@@ -146,14 +147,14 @@ def _plan_one_stage(
         # The ILP adds up what runs side by side: unfair to data parallelism, most of whose
         # communication is hidden.
         other = plan_of(solver.job, fingerprint, [data], [0])
-        theirs, ours = (hidden_seconds(each, task.cluster.overlap) for each in (other, plan))
-        if theirs != ours and theirs < (TOLD_APART if task.cluster.measured else 1.0) * ours:
-            is_faster = "the reduction of gradients runs beside the backward"
-            is_noise = (
-                f"another plan is {theirs / ours - 1:.0%} faster as measured, which may be noise"
-            )
-            note = f"data parallel: {is_faster if theirs < ours else is_noise}"
-            plan = replace(other, notes=(*other.notes, note))
+        # What the devices would save beside a host that takes longer tells no plans apart.
+        theirs, ours = (
+            seconds_with_host(hidden_seconds(each, task.cluster.overlap), task)
+            for each in (other, plan)
+        )
+        why = why_data_parallel(task, theirs, ours)
+        if why is not None:
+            plan = replace(other, notes=(*other.notes, f"data parallel: {why}"))
     return replace(
         plan,
         baselines={

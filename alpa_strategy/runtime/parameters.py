@@ -16,8 +16,8 @@ optimizer's state ask.
 `MeshParameters` is the part of it on one mesh: what the stages there ask while a step runs.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 
-from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.comm.mesh import MeshComm, build_mesh
 from alpa_strategy.comm.regather import Regather
@@ -444,9 +443,17 @@ class ParameterStore:
         for mesh in self._meshes.values():
             mesh.reducer.enabled = enabled
 
-    def listening(self, flag: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def listening(self, flag: bool) -> Iterator[None]:
         """Context in which gradients are taken as they are made, or stay this rank's own."""
-        return patched((mesh, "listens", flag) for mesh in self._meshes.values())
+        before = [(mesh, mesh.listens) for mesh in self._meshes.values()]
+        for mesh, _ in before:
+            mesh.listens = flag
+        try:
+            yield
+        finally:
+            for mesh, listened in before:
+                mesh.listens = listened
 
     @property
     def is_syncing(self) -> bool:

@@ -83,7 +83,7 @@ class Hooked(pl.Callback):
 
 
 def save_and_load_with_hooks(root: str) -> None:
-    options = ONE_STAGE["zero3"]
+    options = {**ONE_STAGE["zero3"], "checkpoint": "sharded"}
     trainer, _, _ = fit(root, options, 2, 2, callbacks=[Hooked()])
     trainer.save_checkpoint(f"{root}/a.ckpt")
     fit(root, options, 2, 3, ckpt_path=f"{root}/a.ckpt", callbacks=[Hooked()])
@@ -160,7 +160,7 @@ def go_on(
 def test_other_strategies_go_on_from_directories_and_edited_state_stays_edited(
     pool, tmp_path: Path
 ) -> None:
-    root, options = str(tmp_path), ONE_STAGE["zero3"]
+    root, options = str(tmp_path), {**ONE_STAGE["zero3"], "checkpoint": "sharded"}
     ours = pool.run(2, go_on, root, options, 2, [])[0]
     edited = pool.run(2, go_on, root, options, 2, [Forgets()])[0]
     assert is_checkpoint(f"{root}/two.ckpt")

@@ -144,7 +144,18 @@ def test_timing_and_measured_line():
     assert "planned in 7.50 s: capture 3.00 s, solve 4.50 s" in as_text(
         plan_timing(gpt_plan(), 2**30)
     )
-    assert "measured 1.00 s, predicted 800 ms (1.25x" in as_text(measured_line(gpt_plan(), 1.0))
+    assert "measured 1.00 s, predicted 800 ms (1.25x" in as_text(
+        measured_line(gpt_plan().predicted, 1.0)
+    )
+
+
+def test_the_report_says_where_the_host_limits():
+    limited = Predicted(3e-3, 1, 0.5e-3, host_seconds=1e-3, loop_seconds=1.5e-3)
+    busy = Predicted(3e-3, 1, 2.5e-3, host_seconds=0.2e-3, loop_seconds=0.3e-3)
+
+    text = as_text(measured_line(limited, 3e-3), 200)
+    assert "limited by the host: 2.50 ms of 3.00 ms, 1.50 ms in the Trainer's loop" in text
+    assert "limited" not in as_text(measured_line(busy, 3e-3), 200)
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])

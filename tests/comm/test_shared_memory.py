@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alpa_strategy.comm import shared_memory
+from alpa_strategy.comm import collectives, shared_memory
+from alpa_strategy.comm.collectives import all_largest, any_rank, check_groups
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.comm.shared_memory import FOLDER, TOTAL_BYTES, SharedMemoryGroup
 from alpa_strategy.errors import LostRankError
@@ -163,3 +164,43 @@ def test_a_lost_rank_is_named_and_a_late_one_not_waited_for_for_ever(pool, tmp_p
     path.write_bytes(b"\0" * TOTAL_BYTES)
     said = pool.run(2, waits_in_vain, str(path), ends)[0]
     assert ("rank 1 of 2 on this host has ended" if ends else "has not ended within 1.5 s") in said
+
+
+def agrees() -> tuple[list[int], list[bool], bool]:
+    """Numbers and flags that ranks agree on, first within an evaluation; through shared memory?"""
+    rank = dist.get_rank()
+    with torch.inference_mode():
+        assert any_rank([rank == 1])[0]
+    largest = all_largest([rank, -rank, 7, 2**62 + rank])
+    flags = any_rank([rank == 0, rank == 1, False])
+    group = collectives._agreement_group(None)
+    return largest, flags, isinstance(group, SharedMemoryGroup)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_hosts_agree_through_shared_memory(pool, ranks):
+    wanted = [ranks - 1, 0, 7, 2**62 + ranks - 1], [True, True, False], True
+    assert pool.run(ranks, agrees) == [wanted] * ranks
+
+
+def agrees_after_a_failure() -> list[int]:
+    """Rank 0 begins to agree on something and gives up: the next training's ranks agree again."""
+    any_rank([False])
+    group = collectives._agreement_group(None)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1, dtype=torch.int64), group=group, async_op=True)
+    check_groups()
+    assert collectives._agreement_group(None) is not group
+    return all_largest([dist.get_rank()])
+
+
+def test_ranks_that_a_failure_left_apart_agree_again(pool):
+    assert pool.run(2, agrees_after_a_failure) == [[1], [1]]
+
+
+def test_the_file_has_room_for_every_rank(tmp_path):
+    for size in (2, 64, 200):
+        total = shared_memory.file_bytes(size, shared_memory.AGREEMENT_BYTES)
+        path = tmp_path / f"shared{size}"
+        path.write_bytes(b"\0" * total)
+        assert SharedMemoryGroup(str(path), 0, size, 1.0, total).piece_bytes >= 64

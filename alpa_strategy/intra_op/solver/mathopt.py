@@ -5,6 +5,7 @@ has the figures. Models and results pass as MathOpt's protocol buffers, filled f
 object for each variable takes longer than solving does.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ortools.math_opt.model_pb2 import ModelProto
     from ortools.math_opt.parameters_pb2 import SolveParametersProto
     from ortools.math_opt.result_pb2 import SolveResultProto
+
+logger = logging.getLogger(__name__)
 
 # Wall seconds per CPU second above which a time-out is not the solver's own.
 STARVED = 1.5
@@ -45,14 +48,20 @@ def solve_program(
     the solution (None: not in time).
     """
     from ortools.math_opt import parameters_pb2, result_pb2, solution_pb2
+    from pybind11_abseil.status import StatusNotOk
 
     glop = not integer and len(program.cost) <= GLOP_COLUMNS
     solver = parameters_pb2.SOLVER_TYPE_GLOP if glop else parameters_pb2.SOLVER_TYPE_HIGHS
     parameters = _parameters(tolerance if integer else None)
     asked = _asked(program, hint if integer else None)
     model, limit = _model(program, integer), max(time_limit, 0.1)
-    with without_solver_lines():
-        result = _solve_within(limit, solver, model, parameters, asked)
+    try:
+        with without_solver_lines():
+            result = _solve_within(limit, solver, model, parameters, asked)
+    except StatusNotOk as error:
+        # An error inside the solver proves nothing: planning goes on with what it has.
+        logger.debug("the solver failed: %s", error)
+        return -np.inf, None
 
     reason = result.termination.reason
     impossible = (

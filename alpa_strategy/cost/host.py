@@ -1,0 +1,184 @@
+"""The host's part of a step: what Python, the Trainer's loop and the loader add to the devices' time.
+
+Ops are priced one by one (`model.py`), from times that were taken in a loop of one op. In a step
+each op has a line of Python around it, autograd calls its backward, and the ops before it have
+taken the caches. `time_in_order` times a device's ops once more in the order of the step. The
+optimizer's Python is timed by `planner/optimizer_info.py`; the loop between steps is not known
+before it has run (`lightning/loop_clock.py`), here is what is assumed of it until then.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from alpa_strategy.cluster.spec import DeviceSpec
+from alpa_strategy.ir.op import OpCall, TensorMeta
+from alpa_strategy.ir.plan import Plan, Predicted
+from alpa_strategy.options import OptimizerInfo
+
+logger = logging.getLogger(__name__)
+
+# Longer steps are compute: an op's line and the caches are lost in it, and timing it takes long.
+LONGEST_SECONDS = 0.3
+# Rounds whose median counts, after one that warms up.
+ROUNDS = 5
+# What the Trainer and the loader do between two steps takes the caches nearest to a core: so does a
+# pass over a buffer of this size.
+BETWEEN_BYTES = 2**22
+# The loop of Lightning 2.6 around a step, and one `self.log` in it, in starts of a small op on the
+# same core (`launch_seconds`). Counted on one core with no callbacks; a loader comes on top.
+LOOP_LAUNCHES, LOG_LAUNCHES = 400, 150
+
+
+@dataclass(frozen=True)
+class OrderedCall:
+    """An op as one device runs it. operands, results: values of the step, as the call has them."""
+
+    call: OpCall
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+def time_in_order(calls: Sequence[OrderedCall], device: torch.device) -> float | None:
+    """Seconds of the forward and the backward of `calls`, one after the other on random data.
+
+    A value that one of them makes is what later ones read, where it has the shape that they expect;
+    else (a resharding lies between) they read random data. On an accelerator the device's queue is
+    empty at the end, so it is the larger of the host's and the device's time.
+
+    Returns:
+        The median of a few rounds; None where an op does not run by itself on random data.
+    """
+    rounds: list[float] = []
+    inputs: dict[tuple[int, TensorMeta], Tensor] = {}
+    between = torch.zeros(BETWEEN_BYTES // 4)
+    try:
+        for _ in range(1 + ROUNDS):
+            between.add_(1.0)
+            started = _now(device)
+            roots = _forward(calls, inputs, device)
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            rounds.append(_now(device) - started)
+            for tensor in inputs.values():
+                tensor.grad = None
+    except Exception as error:  # an op that cannot run alone must not end the job
+        logger.debug("the step's ops cannot be timed in order: %s", error)
+        return None
+    return statistics.median(rounds[1:])
+
+
+def _now(device: torch.device) -> float:
+    """Seconds; on one thread those on a core, which other jobs do not lengthen (see `measured`)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def _forward(
+    calls: Sequence[OrderedCall], inputs: dict[tuple[int, TensorMeta], Tensor], device: torch.device
+) -> list[Tensor]:
+    """Run all calls; the differentiable results that none of them has read."""
+    made: dict[int, Tensor] = {}
+    unread: dict[int, Tensor] = {}
+    for ordered in calls:
+        operands = []
+        for value, meta in zip(ordered.operands, ordered.call.operands, strict=True):
+            tensor = made.get(value)
+            if tensor is None or not _fits(tensor, meta):
+                tensor = _input(value, meta, inputs, device)
+            else:
+                unread.pop(value, None)
+            operands.append(tensor)
+        found = ordered.call.on(device).call(*operands)
+        tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        for value, tensor in zip(ordered.results, tensors, strict=False):
+            made[value] = tensor
+            if tensor.requires_grad:
+                unread[value] = tensor
+    return list(unread.values())
+
+
+def _fits(tensor: Tensor, meta: TensorMeta) -> bool:
+    return tuple(tensor.shape) == tuple(meta.shape) and tensor.dtype == meta.dtype
+
+
+def _input(
+    value: int,
+    meta: TensorMeta,
+    inputs: dict[tuple[int, TensorMeta], Tensor],
+    device: torch.device,
+) -> Tensor:
+    """Data for what no call has made, the same in every round: small floats, integers 0."""
+    key = value, meta
+    if key not in inputs:
+        if meta.dtype.is_floating_point:
+            # Around zero, so that sums neither grow from layer to layer nor become denormal.
+            tensor = torch.rand(meta.shape, device=device).sub_(0.5).mul_(0.2).to(meta.dtype)
+            inputs[key] = tensor.requires_grad_(meta.requires_grad)
+        elif meta.dtype == torch.bool:
+            inputs[key] = torch.ones(meta.shape, dtype=meta.dtype, device=device)
+        else:
+            inputs[key] = torch.zeros(meta.shape, dtype=meta.dtype, device=device)
+    return inputs[key]
+
+
+# --- The prediction with the host's part.
+
+
+def with_host(predicted: Predicted, host: float, loop: float, device: DeviceSpec) -> Predicted:
+    """The prediction with `host` seconds of Python in a step and `loop` seconds between steps.
+
+    On CPUs the host is the device: its seconds are added. Beside an accelerator it runs ahead: the
+    step takes as long as the slower of the two.
+    """
+    busy = predicted.device_seconds
+    if device.is_cpu:
+        seconds = busy + host + loop
+    else:
+        seconds = max(busy, host + loop)
+    return replace(
+        predicted,
+        step_seconds=seconds,
+        host_seconds=host,
+        loop_seconds=loop,
+        hidden_seconds=busy + host + loop - seconds,
+    )
+
+
+def plan_with_host(plan: Plan, host: float, loop: float, device: DeviceSpec) -> Plan:
+    """The plan whose step, and those of the plans it is compared with, have the host's part."""
+    baselines: dict[str, float | None] = {}
+    for name, seconds in plan.baselines.items():
+        baselines[name] = None
+        if seconds is not None:
+            alone = Predicted(seconds, 0)
+            baselines[name] = with_host(alone, host, loop, device).step_seconds
+    predicted = with_host(plan.predicted, host, loop, device)
+    return replace(plan, predicted=predicted, baselines=baselines)
+
+
+def optimizer_host_seconds(
+    optimizer: OptimizerInfo, num_parameters: int, device: DeviceSpec
+) -> float:
+    """Seconds of the optimizer's own Python for so many parameters, beside the bytes it moves.
+
+    On accelerators a few kernels update all parameters together.
+    """
+    if not device.is_cpu:
+        return optimizer.step_seconds
+    seconds = optimizer.step_seconds + num_parameters * optimizer.parameter_seconds
+    return device.slowdown * seconds
+
+
+def assumed_loop_seconds(device: DeviceSpec, num_logs: int) -> float:
+    """Seconds of the Trainer's loop around a step that logs so many values, before it has run."""
+    launches = LOOP_LAUNCHES + num_logs * LOG_LAUNCHES
+    return launches * device.launch_seconds * device.slowdown
