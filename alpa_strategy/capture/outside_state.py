@@ -22,6 +22,7 @@ from alpa_strategy.capture.kept_state import (
 )
 from alpa_strategy.capture.python_state import (
     MAX_ITEMS,
+    RECORDS,
     WITH_STATE,
     functions_in,
     has_fields,
@@ -194,5 +195,7 @@ def _held_by(function: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
 
 def _may_change(name: str, value: Any) -> bool:
     """Not for objects of libraries: a logger, a console."""
+    if name.startswith("__"):
+        return False
     is_users = is_user_module(sys.modules.get(type(value).__module__))
-    return name[:2] != "__" and (is_users or not has_fields(value) or isinstance(value, WITH_STATE))
+    return is_users or not has_fields(value) or isinstance(value, (*RECORDS, *WITH_STATE))
