@@ -119,8 +119,10 @@ class Fields:
     ) -> float:
         """A number that a rate or a time can be (0, too, with `zero`), at most `maximum`."""
         value = self.value(key, expected, default)
-        holds = _is_finite(value) and (0.0 if zero else SMALLEST) <= value <= min(LARGEST, maximum)
-        return float(self.valid(key, value, holds, expected))
+        lower = 0.0 if zero else SMALLEST
+        upper = min(LARGEST, maximum)
+        is_valid = _is_finite(value) and lower <= value <= upper
+        return float(self.valid(key, value, is_valid, expected))
 
     def integer(
         self,

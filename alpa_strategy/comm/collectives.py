@@ -252,8 +252,9 @@ class Background:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job is under way, or has failed and `wait` has not said so yet."""
-        return (self._last is not None and self._last.is_alive()) or self._error is not None
+        """Whether a job is running, or has failed and `wait` has not raised its error yet."""
+        is_running = self._last is not None and self._last.is_alive()
+        return is_running or self._error is not None
 
     def run(self, job: Callable[[], None]) -> None:
         """Queue a job; it is dropped when one before it has failed."""

@@ -195,10 +195,12 @@ class AxisComm:
         flat = flat.detach()
         if self.size == 1:
             return Pending(lambda: flat)
-        output, width = flat.new_empty(sum(received)), flat.dtype.itemsize
-        splits = [n * width for n in received], [n * width for n in sent]
+        output = flat.new_empty(sum(received))
+        itemsize = flat.dtype.itemsize
+        output_splits = [count * itemsize for count in received]
+        input_splits = [count * itemsize for count in sent]
         work = self._library.all_to_all_single(
-            as_bytes(output), as_bytes(flat), *splits, self.group, True
+            as_bytes(output), as_bytes(flat), output_splits, input_splits, self.group, True
         )
         return Pending(lambda: output, work, self._is_polled)
 
@@ -243,7 +245,9 @@ class AxisComm:
         """What is quickest for a collective that is waited for now. given: what this device
         gives.
         """
-        return self if self._shared is None or given.is_cuda else self._shared
+        if self._shared is None or given.is_cuda:
+            return self
+        return self._shared
 
     def _for_sums(self, given: Tensor) -> "AxisComm":
         """What is quickest for sums that are begun. Collective at the first call."""
@@ -474,8 +478,12 @@ def select_backend(name: str = "auto", device_type: str = "cpu") -> Any:
             'backend="deepspeed": the package deepspeed is not installed',
             "pip install 'alpa-strategy[deepspeed]', or leave backend at \"auto\"",
         )
-    is_deepspeed = name == "deepspeed" or (name == "auto" and device_type == "cuda" and installed)
-    return _deepspeed(device_type) if is_deepspeed and dist.is_initialized() else dist
+    is_deepspeed = name == "deepspeed"
+    if name == "auto" and device_type == "cuda":
+        is_deepspeed = installed
+    if is_deepspeed and dist.is_initialized():
+        return _deepspeed(device_type)
+    return dist
 
 
 def _deepspeed(device_type: str) -> Any:

@@ -98,10 +98,20 @@ class Transfer:
         group: Any = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        self._plans, self._numbers = tuple(plans), ranks
-        self._rank, self._device, self._group = rank, device, group
-        self._outgoing = self._slots(lambda piece: piece.target if piece.source == rank else None)
-        self._incoming = self._slots(lambda piece: piece.source if piece.target == rank else None)
+
+        def receiver_of(piece: Piece) -> int | None:
+            return piece.target if piece.source == rank else None
+
+        def sender_of(piece: Piece) -> int | None:
+            return piece.source if piece.target == rank else None
+
+        self._plans = tuple(plans)
+        self._numbers = ranks
+        self._rank = rank
+        self._device = device
+        self._group = group
+        self._outgoing = self._slots(receiver_of)
+        self._incoming = self._slots(sender_of)
         self._kept = [
             (value, piece)
             for value, plan in enumerate(plans)
@@ -277,7 +287,13 @@ def _within(box: Box, whole: Box) -> tuple[slice, ...]:
 
 
 def _dual(layout: Layout) -> DualLayout:
-    return tuple(shard(p.dim) if isinstance(p, Shard) else INVARIANT for p in layout)
+    placements = []
+    for placement in layout:
+        if isinstance(placement, Shard):
+            placements.append(shard(placement.dim))
+        else:
+            placements.append(INVARIANT)
+    return tuple(placements)
 
 
 def _begin(op: dist.P2POp) -> Any:

@@ -119,10 +119,11 @@ class Reshard:
         match self.forward_steps:
             case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape), *rest):
                 first = self._mesh.axes[axis].start_all_gather(tensor, dim, shape[dim])
-                return Pending(lambda: _run(rest, first.wait(), self._mesh)) if rest else first
-        if (
-            len(self.value_sums) == 1 and tensor.dtype != torch.bool
-        ):  # truth values are no sum of theirs
+                if not rest:
+                    return first
+                return Pending(lambda: _run(rest, first.wait(), self._mesh))
+        # A sum of booleans is no boolean.
+        if len(self.value_sums) == 1 and tensor.dtype != torch.bool:
             return self.value_sums[0].start(tensor)
         return Pending(lambda: self.values(tensor))
 
@@ -256,8 +257,9 @@ class Sum:
 
 def _sums(steps: tuple[LocalStep, ...], mesh: MeshComm) -> tuple[Sum, ...]:
     """See `Reshard`: one for each step, or one over all axes at once."""
-    if any(step.src != Partial() or not isinstance(step.dst, Replicate | Shard) for step in steps):
-        return ()
+    for step in steps:
+        if step.src != Partial() or not isinstance(step.dst, Replicate | Shard):
+            return ()
     covered = {step.axis for step in steps if step.dst == Replicate()}
     is_of_all = all(axis in covered or size == 1 for axis, size in enumerate(mesh.shape))
     if len(covered) == len(steps) > 1 and is_of_all:

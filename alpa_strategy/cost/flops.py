@@ -112,7 +112,11 @@ def product_kind(call: OpCall) -> str | None:
     name = op_base_name(call)
     if name in ATTENTION:
         return "attention"
-    return "convolution" if name in CONVOLUTIONS else "matmul" if name in PRODUCTS else None
+    if name in CONVOLUTIONS:
+        return "convolution"
+    if name in PRODUCTS:
+        return "matmul"
+    return None
 
 
 def product_shape(call: OpCall) -> tuple[int, int, int, int] | None:
@@ -160,15 +164,15 @@ def op_work(call: OpCall) -> tuple[Work, Work]:
         return forward, NOTHING
     if name in FREE_BACKWARD:  # passed on as it is; summed where it was broadcast
         shape = call.results[0].shape
-        summed = (
-            [m for m in grads if m.num_elements < math.prod(shape)]
-            if name in ("add", "sub")
-            else []
-        )
-        return forward, Work(
-            0.0, results + sum(m.num_bytes for m in summed), 1
-        ) if summed else NOTHING
-    kept = 0 if name in LINEAR or name in CASTS or name in DROPOUTS else operands
+        # A broadcast operand's gradient is summed over the dims that it lacks.
+        summed = []
+        if name in ("add", "sub"):
+            summed = [meta for meta in grads if meta.num_elements < math.prod(shape)]
+        if not summed:
+            return forward, NOTHING
+        return forward, Work(0.0, results + sum(meta.num_bytes for meta in summed), 1)
+    reads_no_operand = name in LINEAR or name in CASTS or name in DROPOUTS
+    kept = 0 if reads_no_operand else operands
     return forward, Work(
         flops, results + grad_bytes + kept + extra_backward * largest, 1 + extra_backward
     )
@@ -182,13 +186,15 @@ def _product_work(
     forward = Work(flops, operands + results, 1)
     if not grads:
         return forward, NOTHING
-    if (
-        name in ATTENTION
-    ):  # recomputes the scores: five products against two (FlashAttention, section 3.1)
+    if name in ATTENTION:
+        # It recomputes the scores: five matmuls against two (FlashAttention, section 3.1).
         return forward, Work(2.5 * flops, 2 * (operands + results), 2)
-    factors_1d = name in ("dot", "mv", "vdot", "matmul", "einsum")
-    main = [meta for meta in grads if len(meta.shape) > 1 or factors_1d]
-    biases = [meta for meta in grads if len(meta.shape) <= 1 and not factors_1d]
+    takes_vectors = name in ("dot", "mv", "vdot", "matmul", "einsum")
+    main: list[TensorMeta] = []
+    biases: list[TensorMeta] = []
+    for meta in grads:
+        is_factor = takes_vectors or len(meta.shape) > 1
+        (main if is_factor else biases).append(meta)
     # One product per operand that requires grad, of the result's gradient and the others; a bias'
     # is a sum over it.
     num_bytes = len(grads) * results + len(main) * operands + sum(meta.num_bytes for meta in biases)

@@ -406,8 +406,11 @@ def peak_flops(device: DeviceSpec, dtype: torch.dtype) -> float:
     peaks = dict(device.peak_flops)
     name = str(dtype).removeprefix("torch.")
     for candidate in (name, *FALLBACKS.get(name, ("float32",))):
-        if candidate in peaks:
-            return peaks[candidate] / (2 if name == "float64" and candidate == "float32" else 1)
+        if candidate not in peaks:
+            continue
+        if name == "float64" and candidate == "float32":
+            return peaks[candidate] / 2
+        return peaks[candidate]
     return min(peaks.values())
 
 
@@ -647,9 +650,14 @@ class _Point:
     def of(key: str, size: float, forward: float = 0.0, backward: float = 0.0) -> "_Point":
         """key: see `call_key`."""
         shapes, arguments = key.split(" (", 1)
-        sizes = [[int(dim) for dim in re.findall(r"\d+", shape)] for shape in shapes.split()]
-        dims = np.log([max(dim, 1) for shape in sizes for dim in shape])
-        return _Point(tuple(map(len, sizes)), dims, arguments, size, forward, backward)
+        ranks = []
+        dims: list[int] = []
+        for shape in shapes.split():
+            shape_dims = [int(dim) for dim in re.findall(r"\d+", shape)]
+            ranks.append(len(shape_dims))
+            dims.extend(shape_dims)
+        log_dims = np.log([max(dim, 1) for dim in dims])
+        return _Point(tuple(ranks), log_dims, arguments, size, forward, backward)
 
     def unlike(self, other: "_Point") -> float:
         """How many factors of e lie between the two, all dims together; other arguments count as

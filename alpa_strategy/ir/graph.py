@@ -170,7 +170,10 @@ def stable_text(value: Any) -> str:
     if name is None:
         return _ADDRESS.sub("", repr(value))
     code = getattr(value, "__code__", None)
-    body = hashlib.sha256(code.co_code).hexdigest()[:8] if code is not None and "<" in name else ""
+    # Lambdas and local functions of one scope share a name: their code tells them apart.
+    body = ""
+    if code is not None and "<" in name:
+        body = hashlib.sha256(code.co_code).hexdigest()[:8]
     return f"{getattr(value, '__module__', None)}.{name}{body}"
 
 
@@ -332,12 +335,15 @@ class StepGraph:
         kept = {*self.escaping, *self.sent}
         dtypes: dict[str, torch.dtype] = {}
         for given in self.parameters:
-            uses = [self.ops[op].call for op, _ in self.consumers.get(given.value, ())]
-            cast = {
-                call.results[0].dtype if call.target is torch.ops.aten.to.dtype else None
-                for call in uses
-            }
-            (dtype,) = cast if len(cast) == 1 and given.value not in kept else (None,)
+            # The dtypes that uses cast it to; None stands for a use without a cast.
+            read_as: set[torch.dtype | None] = set()
+            for op, _ in self.consumers.get(given.value, ()):
+                call = self.ops[op].call
+                is_cast = call.target is torch.ops.aten.to.dtype
+                read_as.add(call.results[0].dtype if is_cast else None)
+            dtype = None
+            if len(read_as) == 1 and given.value not in kept:
+                (dtype,) = read_as
             dtypes[given.name] = (
                 dtype if dtype in (torch.bfloat16, torch.float16) else given.meta.dtype
             )
@@ -367,13 +373,12 @@ class StepGraph:
             value: max((op for op, _ in self.consumers.get(value, ())), default=-1)
             for value in maker
         }
-        for record in (
-            *self.logs,
-            *self.metrics,
-            *self.appended,
-        ):  # read where the record's last value is made
+        # A record is read where its last value is made.
+        for record in (*self.logs, *self.metrics, *self.appended):
             made = [value for value in values_of(record) if value in maker]
-            last |= {value: max(last[value], *(maker[v] for v in made)) for value in made}
+            read_at = max((maker[value] for value in made), default=-1)
+            for value in made:
+                last[value] = max(last[value], read_at)
         return last
 
     @cached_property
@@ -474,7 +479,8 @@ def run_step(
     Returns:
         Value index -> tensor; `step.escaping` says which leave the graph.
     """
-    values: dict[int, Tensor] = {value: (received or {})[value] for value in step.received}
+    received = received or {}
+    values: dict[int, Tensor] = {value: received[value] for value in step.received}
     for entry in step.parameters:
         given = next(parameters[name] for name in entry.names if name in parameters)
         values[entry.value] = (

@@ -54,7 +54,9 @@ def map_slots(arg: Any, fn: Callable[[Slot], Any]) -> Any:
     """Replace every `Slot` in a nested argument by `fn(slot)`; tuples stay tuples."""
     if isinstance(arg, Slot):
         return fn(arg)
-    return tuple(map_slots(a, fn) for a in arg) if isinstance(arg, tuple) else arg
+    if isinstance(arg, tuple):
+        return tuple(map_slots(item, fn) for item in arg)
+    return arg
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,12 @@ class OpCall:
 
     def call(self, *operands: Any) -> Any:
         """Call the target with `operands` (real or fake tensors) in place of the slots."""
-        args = map_slots(self.args, lambda s: operands[s.index])
-        kwargs = {k: map_slots(v, lambda s: operands[s.index]) for k, v in self.kwargs}
+
+        def operand_of(slot: Slot) -> Any:
+            return operands[slot.index]
+
+        args = map_slots(self.args, operand_of)
+        kwargs = {name: map_slots(value, operand_of) for name, value in self.kwargs}
         return self.target(*args, **kwargs)
 
     def on(self, device: torch.device) -> "OpCall":

@@ -102,7 +102,9 @@ class ParameterMode:
         """The dual placement in which the parameter enters the step and leaves its gradient."""
         if self.is_shard and self.dim is not None:
             return shard(self.dim)
-        return REPLICATE if requires_grad and self.storage is not Storage.INVARIANT else INVARIANT
+        if not requires_grad or self.storage is Storage.INVARIANT:
+            return INVARIANT
+        return REPLICATE
 
     def shifted(self, by: int) -> "ParameterMode":
         """The mode for dims counted from another origin: `S1` shifted by -1 is `S0`; `R` and `R*`
@@ -344,8 +346,10 @@ class StagePlan:
         """Parameter name -> storage layout, in the dims of the module's parameter (every segment is
         cut).
         """
-        modes = {name: plan.module_modes for name, plan in self.parameter_plans.items()}
-        return {name: Layout(mode.stored for mode in each) for name, each in modes.items()}
+        layouts = {}
+        for name, plan in self.parameter_plans.items():
+            layouts[name] = Layout(mode.stored for mode in plan.module_modes)
+        return layouts
 
 
 def stage_ranks(stage: StagePlan) -> tuple[int, ...]:
@@ -433,7 +437,9 @@ class Plan:
     @property
     def iteration_seconds(self) -> float:
         """Of all phases, which are the step alone where there are none."""
-        return sum(phase.total_seconds for phase in self.phases) or self.predicted.step_seconds
+        if self.phases:
+            return sum(phase.total_seconds for phase in self.phases)
+        return self.predicted.step_seconds
 
     def with_notes_of(self, step_notes: tuple[str, ...]) -> "Plan":
         """This plan for a step that has the notes `step_notes`; those on the plan itself stay."""

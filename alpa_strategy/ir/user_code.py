@@ -24,8 +24,11 @@ from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Found without importing them: this file is for readers that know neither.
-_SPECS = [spec for name in ("torch", "lightning") if (spec := find_spec(name)) is not None]
-_FRAMEWORKS = [folder for spec in _SPECS for folder in spec.submodule_search_locations or ()]
+_FRAMEWORKS: list[str] = []
+for _name in ("torch", "lightning"):
+    _spec = find_spec(_name)
+    if _spec is not None:
+        _FRAMEWORKS.extend(_spec.submodule_search_locations or ())
 _NOT_USER = (
     "<",
     *(os.path.join(os.path.abspath(folder), "") for folder in (*_FRAMEWORKS, _PACKAGE)),
@@ -242,8 +245,12 @@ def names_set_from(function: types.FunctionType, source: re.Pattern[str]) -> set
     lines: dict[int | None, list[dis.Instruction]] = {}
     for each in dis.get_instructions(function.__code__):
         lines.setdefault(each.positions.lineno if each.positions else None, []).append(each)
-    named = [line for line in lines.values() if any(source.search(str(x.argval)) for x in line)]
-    return {each.argval for line in named for each in line if each.opname == "STORE_ATTR"}
+    names_set: set[str] = set()
+    for instructions in lines.values():
+        mentions_source = any(source.search(str(x.argval)) for x in instructions)
+        if mentions_source:
+            names_set.update(x.argval for x in instructions if x.opname == "STORE_ATTR")
+    return names_set
 
 
 def reached_functions(functions: Iterable[Callable[..., Any]]) -> list[types.FunctionType]:

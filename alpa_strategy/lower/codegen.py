@@ -358,18 +358,19 @@ class _Writer:
         """(sum, dim, number of parts) of a product's result, where the plan says so and one layout
         of it is read.
         """
-        parts, (value, *_), meta = (
-            self.stage.in_parts.get(op.name, 1),
-            op.results,
-            op.call.results[0],
-        )
+        parts = self.stage.in_parts.get(op.name, 1)
+        value = op.results[0]
+        meta = op.call.results[0]
         reads = self.step.consumers.get(value, ())
         targets = {self.wanted(self.step.ops[index], position) for index, position in reads}
         leaves = value in {*self.step.escaping, *self.step.sent, *self.made}
-        product = self.product(op) if parts > 1 and not leaves and len(targets) == 1 else None
-        if product is None or len(meta.shape) != len(
-            op.call.operands[product.rows].shape
-        ):  # result in segments
+        if parts == 1 or leaves or len(targets) != 1:
+            return None
+        product = self.product(op)
+        if product is None:
+            return None
+        is_in_segments = len(meta.shape) != len(op.call.operands[product.rows].shape)
+        if is_in_segments:
             return None
         source = tuple(s.outputs[0] for s in self.stage.strategies[op.name])
         reshard = Reshard(source, targets.pop(), meta.shape, self.mesh)
@@ -599,9 +600,8 @@ def prefetchable(step: StepGraph) -> frozenset[int]:
     for op in step.ops:
         metas = [step.values[value] for value in op.results]
         small = all(meta.num_bytes <= most and not meta.requires_grad for meta in metas)
-        of_batch = any(value in known for value in op.operands) and (known | given).issuperset(
-            op.operands
-        )
-        if small and of_batch and not is_random(op.call):
+        reads_batch = any(value in known for value in op.operands)
+        reads_nothing_else = (known | given).issuperset(op.operands)
+        if small and reads_batch and reads_nothing_else and not is_random(op.call):
             known.update(op.results)
     return frozenset(known)

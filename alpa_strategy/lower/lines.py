@@ -70,7 +70,9 @@ def begun_ahead(lines: Sequence[Line], ahead_bytes: int = 0) -> list[Line]:
     """`lines` in which early reshardings begin first of all, and gatherings of parameters so many
     bytes ahead, where an
     earlier one is waited for (0: where they are needed). What these need moves with them."""
-    gathers = [number for number, line in enumerate(lines) if line.gathers and ahead_bytes]
+    gathers = []
+    if ahead_bytes:
+        gathers = [number for number, line in enumerate(lines) if line.gathers]
     early = [number for number, line in enumerate(lines) if line.is_early]
     makers = {name: number for number, line in enumerate(lines) for name in line.defines}
     counts = dict(

@@ -93,7 +93,10 @@ def _added_on_first(
         return operand.masked_fill(torch.full((), not counts, device=operand.device), 0)
 
     def run(*operands: Tensor) -> Any:
-        return local.call.call(*(once(x) if i == added else x for i, x in enumerate(operands)))
+        counted_once = list(operands)
+        if added is not None:
+            counted_once[added] = once(operands[added])
+        return local.call.call(*counted_once)
 
     return run
 

@@ -155,7 +155,8 @@ def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
     """The sharding rules. All treat rows alike, wherever they lie; not so views that merge dims,
     nor Functions.
     """
-    segments = 1 if rule_of(call.target) is None or regroups_dims(call) else ANY
+    needs_one_segment = rule_of(call.target) is None or regroups_dims(call)
+    segments = 1 if needs_one_segment else ANY
 
     def state(dual: DualPlacement) -> State:
         if dual.shard_dim is not None:
@@ -197,8 +198,10 @@ def _batch_norm(call: OpCall) -> Iterator[TimeStrategy]:
     yield TimeStrategy((WHOLE,) * len(call.operands), (WHOLE,) * len(call.results))
     x = bind(call)["x"].index
     statistics = tuple(range(1, len(call.results)))
-    inputs = tuple(rows(0, ANY) if i == x else WHOLE for i in range(len(call.operands)))
-    yield TimeStrategy(inputs, (rows(0, ANY), *(WHOLE for _ in statistics)), sequential=statistics)
+    inputs = [WHOLE] * len(call.operands)
+    inputs[x] = rows(0, ANY)
+    outputs = (rows(0, ANY), *(WHOLE for _ in statistics))
+    yield TimeStrategy(tuple(inputs), outputs, sequential=statistics)
 
 
 def _time_only(call: OpCall) -> Iterator[TimeStrategy]:

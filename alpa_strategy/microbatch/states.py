@@ -154,7 +154,11 @@ class _Walk:
                 *self.strategies[index],
                 *rules.view_strategies(op.call, states, self.num_parts),
             )
-        fits = [fit for s in strategies if (fit := self._fit(index, states, s)) is not None]
+        fits = []
+        for strategy in strategies:
+            fit = self._fit(index, states, strategy)
+            if fit is not None:
+                fits.append(fit)
         # Of equals the first: the repeated strategy stands before those that divide.
         best = min(fits, key=lambda fit: fit.cost, default=None)
         if independent and (best is None or self._once_is_enough(index, best)):
@@ -173,8 +177,9 @@ class _Walk:
         micro-batches.
         """
         op = self.step.ops[index]
-        whole = all(state == WHOLE for state in fit.chosen.strategy.outputs)
-        return whole and (fit.wants_whole or self._made_by(self.moved, op) or is_random(op.call))
+        if any(state != WHOLE for state in fit.chosen.strategy.outputs):
+            return False
+        return fit.wants_whole or self._made_by(self.moved, op) or is_random(op.call)
 
     def _made_by(self, makers: set[int], op: Op) -> bool:
         """Whether one of these ops (by index) makes an operand of `op`."""
@@ -204,7 +209,8 @@ class _Walk:
             zip(op.operands, states, fixed.inputs, strict=True)
         ):
             dtype = self.step.values[value].dtype
-            divisible = have == WHOLE and (dtype.is_floating_point or dtype.is_complex)
+            is_number = dtype.is_floating_point or dtype.is_complex
+            divisible = have == WHOLE and is_number
             if position == fixed.added and divisible:
                 uses.append(Use(value, "share"))
             elif have == want:

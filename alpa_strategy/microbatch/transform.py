@@ -89,13 +89,13 @@ def _check_rows(step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
         math.gcd(*(leaf.meta.shape[0] for leaf in step.batch if leaf.batch_dim == 0)) // num_ranks
     )
     if num_microbatches < 1 or rows % num_microbatches or rows == 0:
-        divisors = ", ".join(str(d) for d in range(1, rows + 1) if rows % d == 0) or "1"
+        divisors = [str(d) for d in range(1, rows + 1) if rows % d == 0] or ["1"]
         whose = (
             f"{rows} rows that each rank brings" if num_ranks > 1 else f"{rows} rows of the batch"
         )
         raise PlanError(
             f"num_microbatches={num_microbatches} does not divide the {whose}",
-            f"use one of {divisors}, or change the batch size",
+            f"use one of {', '.join(divisors)}, or change the batch size",
         )
 
 

@@ -114,15 +114,16 @@ def _groups(roots: list[Node], inputs: set[Node]) -> list[_Group]:
     group_of: dict[Node | int, _Group] = {}
     groups: list[_Group] = []
     for leaf in order:
-        if (
-            not hasattr(leaf, "variable") or leaf in inputs
-        ):  # only AccumulateGrad nodes have a variable
+        # Only AccumulateGrad nodes have a variable.
+        if not hasattr(leaf, "variable") or leaf in inputs:
             continue
-        found = _reached([leaf], lambda node: [] if node in to_inputs else users[node])
-        off_path = [i for i, root in enumerate(roots) if root in found and root not in to_inputs]
-        group = _Group(
-            {node: None for node in found if node in to_inputs}, off_path, [leaf.variable]
-        )
+        reached = _reached([leaf], lambda node: [] if node in to_inputs else users[node])
+        starts = {node: None for node in reached if node in to_inputs}
+        off_path = []
+        for i, root in enumerate(roots):
+            if root in reached and root not in to_inputs:
+                off_path.append(i)
+        group = _Group(starts, off_path, [leaf.variable])
         groups.append(group)
         # Leaves below one start get their gradients in one backward: what lies between is run once.
         shared: list[Node | int] = [*group.starts, *group.roots]

@@ -192,12 +192,18 @@ class StageRun:
         """The backward of a span: gradients of what it read. Those of what it made are taken out of
         `inside`.
         """
-        pairs = [(edge, inside.pop(v)) for v, edge in graph.made.items() if v in inside]
-        pairs += [(edge, grads[v]) for v, edge in graph.sent.items() if v in grads]
+        pairs = []
+        for value, edge in graph.made.items():
+            if value in inside:
+                pairs.append((edge, inside.pop(value)))
+        for value, edge in graph.sent.items():
+            if value in grads:
+                pairs.append((edge, grads[value]))
         if graph.loss is not None:
             edge, loss = graph.loss
             pairs.append((edge, loss_scale.to(loss).expand_as(loss)))
-        roots, root_grads = [edge for edge, _ in pairs], [grad for _, grad in pairs]
+        roots = [edge for edge, _ in pairs]
+        root_grads = [grad for _, grad in pairs]
         if in_halves and roots and graph.leaves:
             split = SplitBackward(roots, root_grads, list(graph.leaves.values()))
             self.weights = split.run_weights

@@ -296,8 +296,11 @@ def _rows_at_place(step: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
     rows = batch_rows(step, batch)
     if step.batch_scope == "global":
         return rows
-    pairs = zip(step.batch, rows, strict=True)
-    return [own if leaf.batch_dim is None else mesh.exchange_rows(own) for leaf, own in pairs]
+    exchanged = []
+    for leaf, tensor in zip(step.batch, rows, strict=True):
+        is_batched = leaf.batch_dim is not None
+        exchanged.append(mesh.exchange_rows(tensor) if is_batched else tensor)
+    return exchanged
 
 
 def _global_rows(part: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:

@@ -166,7 +166,10 @@ def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
             continue
         # A cut by this axis comes before those of later axes: it must not change what they hold.
         taken = {later.dim for later in placements[axis + 1 :] if isinstance(later, Shard)}
-        possible = [dim for dim, rows in enumerate(smallest) if rows >= size and dim not in taken]
+        possible = []
+        for dim, smallest_size in enumerate(smallest):
+            if smallest_size >= size and dim not in taken:
+                possible.append(dim)
         if not possible:
             continue
         # An even cut first, then the largest dim: chunks stay long runs of memory.

@@ -49,15 +49,24 @@ def elementwise_dims(call: OpCall, axis_size: int) -> Found | None:
     splits = []
     for dim, size in enumerate(whole.shape):
         lengths = set(chunk_sizes(size, axis_size))
-        parts = [_recorded(_cut(call, dim, length)) for length in lengths if 0 not in lengths]
-        if parts and all(
-            part and part.shape is not None and part.steps == whole.steps for part in parts
-        ):
-            dims = tuple(dim if meta.shape else None for meta in call.operands)
-            splits.append(Split(dims, (dim,) * len(call.results)))
-    return Found(
-        tuple(splits), origin="pointwise"
-    )  # no `carries`: a user's backward need not be linear
+        if 0 in lengths:
+            continue
+        shards = [_recorded(_cut(call, dim, length)) for length in lengths]
+        if all(_same_steps(shard_record, whole) for shard_record in shards):
+            operand_dims = []
+            for meta in call.operands:
+                is_scalar = not meta.shape
+                operand_dims.append(None if is_scalar else dim)
+            splits.append(Split(tuple(operand_dims), (dim,) * len(call.results)))
+    # No `carries`: a user's backward need not be linear.
+    return Found(tuple(splits), origin="pointwise")
+
+
+def _same_steps(shard_record: "_Recorder | None", full_record: "_Recorder") -> bool:
+    """Whether a shard runs the same ops as the full tensors do."""
+    if shard_record is None or shard_record.shape is None:
+        return False
+    return shard_record.steps == full_record.steps
 
 
 def may_draw(call: OpCall) -> bool:

@@ -121,11 +121,13 @@ def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) 
     while True:  # each round, terms with one unknown group tell its length
         found: dict[str, int] = {}
         for term, rank in pairs:
-            unknown = {i.name for i in term.indices if i.group and i.name not in lengths}
+            groups = [index.name for index in term.indices if index.group]
+            unknown = {name for name in groups if name not in lengths}
             if len(unknown) == 1:
-                known = sum(lengths.get(i.name, 0) if i.group else 1 for i in term.indices)
+                num_single = len(term.indices) - len(groups)
+                num_known = num_single + sum(lengths.get(name, 0) for name in groups)
                 name = unknown.pop()
-                found[name] = max(found.get(name, 0), rank - known)
+                found[name] = max(found.get(name, 0), rank - num_known)
         if not found:
             return lengths
         lengths |= found
@@ -284,22 +286,27 @@ def _fits(call: OpCall, split: Split, axis_size: int) -> bool:
 
 def _keeps(sources: Iterable[TensorMeta], targets: Iterable[TensorMeta]) -> bool:
     """False when summands would be rounded to a narrower type on the way, or cut to integers."""
-    # Of a dtype, the distance of its numbers around 1; of whole numbers and booleans none.
-    before, after = (
-        [
-            torch.finfo(m.dtype).eps if m.dtype.is_floating_point or m.dtype.is_complex else None
-            for m in metas
-        ]
-        for metas in (sources, targets)
-    )
-    return all(b is not None and b <= a for a in before if a is not None for b in after)
+    source_steps = [_step_around_one(meta.dtype) for meta in sources]
+    target_steps = [_step_around_one(meta.dtype) for meta in targets]
+    finest_source = min((step for step in source_steps if step is not None), default=None)
+    if finest_source is None:
+        return True
+    return all(step is not None and step <= finest_source for step in target_steps)
+
+
+def _step_around_one(dtype: torch.dtype) -> float | None:
+    """Distance between neighbouring numbers around 1; None for integers and booleans."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.finfo(dtype).eps
+    return None
 
 
 def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrategy, ...]:
     """All strategies of `found` on an axis of `axis_size` devices, the repeated one first."""
     # Whether a gradient flows through each in this call: a parameter in argmax gets none.
     result_grads = [meta.requires_grad for meta in call.results]
-    operand_grads = [any(result_grads) and meta.requires_grad for meta in call.operands]
+    has_backward = any(result_grads)
+    operand_grads = [has_backward and meta.requires_grad for meta in call.operands]
     strategies = [repeated(call)]
 
     def operand(index: int, dim: int | None) -> DualPlacement:

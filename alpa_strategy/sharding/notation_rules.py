@@ -49,8 +49,11 @@ def _solve(call: OpCall, axis_size: int, made_of: str = _MATRIX, or_vectors: boo
     """
     sides = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
     if or_vectors:
-        matrix, right = (call.operands[bind(call)[name].index].shape for name in ("A", "B"))
-        sides = _VECTOR if len(right) == 1 or right == matrix[:-1] else sides
+        bound = bind(call)
+        matrix_shape = call.operands[bound["A"].index].shape
+        right_shape = call.operands[bound["B"].index].shape
+        if len(right_shape) == 1 or right_shape == matrix_shape[:-1]:
+            sides = _VECTOR
     return f"{made_of}, {sides} -> {sides}" + f", {_NUMBER}" * (len(call.results) - 1)
 
 
@@ -85,13 +88,20 @@ def recurrent(call: OpCall, axis_size: int) -> str:
         return "[never!] -> []"
     states = bound["hx"] if isinstance(bound["hx"], tuple) else (bound["hx"],)
     # input [t, b, i] or, batch first, [b, t, i]; states [l, b, h]
-    outer = "[t!, i!]" if not batched else "[b, t!, i!]" if bound["batch_first"] else "[t!, b, i!]"
+    if not batched:
+        outer = "[t!, i!]"
+    elif bound["batch_first"]:
+        outer = "[b, t!, i!]"
+    else:
+        outer = "[t!, b, i!]"
     result = outer.replace("i!", "o!")
-    hidden = [f"[l!, b, h{k}!]" if batched else f"[l!, h{k}!]" for k in range(len(states))]
-    weights = [
-        "[" + ", ".join(f"w{k}d{d}!" for d in range(len(call.operands[slot.index].shape))) + "]"
-        for k, slot in enumerate(bound["params"])
-    ]
+    batch_index = "b, " if batched else ""
+    hidden = [f"[l!, {batch_index}h{k}!]" for k in range(len(states))]
+    weights = []
+    for k, slot in enumerate(bound["params"]):
+        rank = len(call.operands[slot.index].shape)
+        indices = [f"w{k}d{d}!" for d in range(rank)]
+        weights.append(f"[{', '.join(indices)}]")
     return f"{', '.join([outer, *hidden, *weights])} -> {', '.join([result, *hidden])}"
 
 
@@ -100,7 +110,8 @@ def embedding_bag(call: OpCall, axis_size: int) -> str:
     came.
     """
     bound = bind(call)
-    rows_of_maxima = "[m!, d]" if bound["mode"] == 2 and len(call.results[3].shape) == 2 else "[m!]"
+    has_rows_of_maxima = bound["mode"] == 2 and len(call.results[3].shape) == 2
+    rows_of_maxima = "[m!, d]" if has_rows_of_maxima else "[m!]"
     weights = ", [i!]" if isinstance(bound["per_sample_weights"], Slot) else ""
     return f"[v!, d], [i!], [o!]{weights} -> [o!, d], [x!], [y!], {rows_of_maxima}"
 
@@ -346,7 +357,8 @@ def _tensordot(call: OpCall, axis_size: int) -> str:
 
 def _multi_dot(call: OpCall, axis_size: int) -> str:
     """A chain of matrices, of which the first and the last may be vectors."""
-    ranks = [len(meta.shape) for meta in (call.operands[slot.index] for slot in slots(call))]
+    matrices = [call.operands[slot.index] for slot in slots(call)]
+    ranks = [len(meta.shape) for meta in matrices]
     terms = [[f"i{j}", f"i{j + 1}"] for j in range(len(ranks))]
     if ranks[0] == 1:
         terms[0] = terms[0][1:]
@@ -377,30 +389,37 @@ def _cartesian_product(call: OpCall, axis_size: int) -> str:
     if len(sizes) == 1:
         return "[a] -> [a]"
     first = next((j for j, shape in enumerate(sizes) if shape != (1,)), 0)
-    return line_of([["a="] if j == first else [f"c{j}!"] for j in range(len(sizes))], ["a=", "m!"])
+    operands = [[f"c{j}!"] for j in range(len(sizes))]
+    operands[first] = ["a="]
+    return line_of(operands, ["a=", "m!"])
 
 
 def _quantile(call: OpCall, axis_size: int) -> str:
     """Dims that are not reduced; and every quantile by itself, whose dim comes first."""
     bound = bind(call)
     rank = len(call.operands[bound["self"].index].shape)
-    worked = dims_of(bound["dim"], rank)
-    own = [f"x{d}!" if d in worked else f"x{d}" for d in range(rank)]
-    result = [
-        f"k{d}!" if d in worked else f"x{d}"
-        for d in range(rank)
-        if d not in worked or bound["keepdim"]
-    ]
+    reduced = dims_of(bound["dim"], rank)
+    operand = []
+    result = []
+    for d in range(rank):
+        if d not in reduced:
+            operand.append(f"x{d}")
+            result.append(f"x{d}")
+            continue
+        operand.append(f"x{d}!")
+        if bound["keepdim"]:
+            result.append(f"k{d}!")
     if not isinstance(bound["q"], Slot):
-        return line_of([own], result)
+        return line_of([operand], result)
     quantiles = ["q"] * len(call.operands[bound["q"].index].shape)
-    return line_of([own, quantiles], [*quantiles, *result])
+    return line_of([operand, quantiles], [*quantiles, *result])
 
 
 def _index_select(call: OpCall, axis_size: int) -> str:
     """Other dims of the source are parallel; or the index is cut and the source is whole."""
-    own, dim = [f"x{d}" for d in range(len(call.results[0].shape))], bind(call)["dim"]
-    return line_of([_at(own, dim, "s!"), ["i"]], _at(own, dim, "i"))
+    dim = bind(call)["dim"]
+    indices = [f"x{d}" for d in range(len(call.results[0].shape))]
+    return line_of([_at(indices, dim, "s!"), ["i"]], _at(indices, dim, "i"))
 
 
 def _gather(call: OpCall, axis_size: int) -> str:
@@ -411,9 +430,12 @@ def _gather(call: OpCall, axis_size: int) -> str:
     dim = bind(call)["dim"]
     if dim is None or len(source) != len(index):
         return "[*s!], [*i!] -> [*i!]"
-    own = [f"x{d}" if source[d] == size else f"x{d}!" for d, size in enumerate(index)]
-    read_there = _at(own, dim, "i")
-    return line_of([_at(own, dim, "s!"), read_there], read_there)
+    indices = []
+    for d, size in enumerate(index):
+        mark = "" if source[d] == size else "!"
+        indices.append(f"x{d}{mark}")
+    read_there = _at(indices, dim, "i")
+    return line_of([_at(indices, dim, "s!"), read_there], read_there)
 
 
 def _written_there(call: OpCall, axis_size: int, adds: bool = False) -> str:
@@ -423,28 +445,36 @@ def _written_there(call: OpCall, axis_size: int, adds: bool = False) -> str:
 
     Of an index along one dim every device needs all; a scatter's has all dims.
     """
-    bound, shape = bind(call), call.results[0].shape
+    bound = bind(call)
+    result = call.results[0]
+    rank = len(result.shape)
     shapes = [call.operands[slot.index].shape for slot in slots(call)]
-    full = [s for s in shapes if len(s) == len(shape)]
-    own = [f"x{d}" if len({s[d] for s in full}) == 1 else f"x{d}!" for d in range(len(shape))]
-    index = "i" if adds and call.results[0].dtype.is_floating_point else "i!"
-    there = _at(own, bound["dim"], index)
-    one_dim = slots(call).index(bound["index"]) if "scatter" not in call.target_name else -1
-    into = _at(own, bound["dim"], "s!")
-    terms = [
-        into,
-        *(
-            [index] if i == one_dim else there[len(there) - len(s) :]
-            for i, s in enumerate(shapes)
-            if i
-        ),
-    ]
+    full_rank = [shape for shape in shapes if len(shape) == rank]
+
+    indices = []
+    for d in range(rank):
+        sizes = {shape[d] for shape in full_rank}
+        indices.append(f"x{d}" if len(sizes) == 1 else f"x{d}!")
+    is_partial_sum = adds and result.dtype.is_floating_point
+    index = "i" if is_partial_sum else "i!"
+    written = _at(indices, bound["dim"], index)
+    into = _at(indices, bound["dim"], "s!")
+
+    # The operand with an index along one dim alone; a scatter's has all dims.
+    one_dim = -1
+    if "scatter" not in call.target_name:
+        one_dim = slots(call).index(bound["index"])
+    terms = [into]
+    for i, shape in enumerate(shapes[1:], start=1):
+        terms.append([index] if i == one_dim else written[rank - len(shape) :])
     return "+" * adds + line_of(terms, into)
 
 
 def _at(indices: list[str], dim: int, index: str) -> list[str]:
     """`indices` with another one at `dim`."""
-    return [index if d == dim % len(indices) else name for d, name in enumerate(indices)]
+    replaced = list(indices)
+    replaced[dim % len(indices)] = index
+    return replaced
 
 
 def _indexed(call: OpCall, axis_size: int, index: str) -> str:
@@ -490,14 +520,19 @@ def _write_into(
     lacking: arguments that name dims which the part lacks; whole: that name dims which must not be
     cut.
     """
-    rank, bound = len(call.results[0].shape), bind(call)
-    gone, uncut = ({bound[name] % rank for name in names} for names in (lacking, whole))
-    own = [f"x{d}!" if d in gone | uncut else f"x{d}" for d in range(rank)]
-    part = [index for d, index in enumerate(own) if d not in gone]
-    lengths = ["m!"] * (
-        len(call.operands[bound["src"].index].shape) - len(part)
-    )  # of a diagonal, the last
-    return line_of([own, part + lengths], own)
+    bound = bind(call)
+    rank = len(call.results[0].shape)
+    lacking_dims = {bound[name] % rank for name in lacking}
+    whole_dims = {bound[name] % rank for name in whole}
+
+    indices = []
+    for d in range(rank):
+        mark = "!" if d in lacking_dims or d in whole_dims else ""
+        indices.append(f"x{d}{mark}")
+    written = [index for d, index in enumerate(indices) if d not in lacking_dims]
+    # A diagonal has one dim more, the last: its length.
+    num_lengths = len(call.operands[bound["src"].index].shape) - len(written)
+    return line_of([indices, written + ["m!"] * num_lengths], indices)
 
 
 _NORM = "[*b, *normalized_shape!], [*normalized_shape!]?"

@@ -63,14 +63,17 @@ class WholeRun:
         for device in range(n):
             local = localize(self.call, (strategy,), (n,), (device,)).call
             try:
-                leaves, own = _forward(local, [part[device] for part in parts])
-                found = _backward(leaves, own, [each[device] for each in cotangents])
-            except (
-                Exception
-            ):  # of the op, of any type: it refuses a part, which the whole did not deserve
+                leaves, local_results = _forward(local, [part[device] for part in parts])
+                local_grads = list(
+                    _backward(leaves, local_results, [each[device] for each in cotangents])
+                )
+            # Of the op, of any type: it refuses a shard though it took the full tensors.
+            except Exception:
                 return False
-            results.append(_detached(own))
-            grads.append([None if i == added and device else g for i, g in enumerate(found)])
+            results.append(_detached(local_results))
+            if added is not None and device > 0:
+                local_grads[added] = None
+            grads.append(local_grads)
         compared = list(
             zip(self.results, zip(*results, strict=True), strategy.outputs, strict=True)
         )
@@ -145,8 +148,11 @@ def _backward(
     if not pairs or not wanted:
         return (None,) * len(leaves)
     outputs, given = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
-    return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+    leaf_grads = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+    all_grads = []
+    for leaf in leaves:
+        all_grads.append(next(leaf_grads) if leaf.requires_grad else None)
+    return tuple(all_grads)
 
 
 def _detached(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -195,8 +201,13 @@ def _close(a: Tensor, b: Tensor, tolerance: float, scale: float) -> bool:
 
 def _scale(tensors: Sequence[Tensor]) -> float:
     """Largest finite absolute value."""
-    floats = [t.abs() for t in tensors if t.numel() and (t.is_floating_point() or t.is_complex())]
-    return max((float(torch.nan_to_num(t, 0.0, 0.0, 0.0).max()) for t in floats), default=0.0)
+    largest = 0.0
+    for tensor in tensors:
+        has_scale = tensor.is_floating_point() or tensor.is_complex()
+        if has_scale and tensor.numel() > 0:
+            finite = torch.nan_to_num(tensor.abs(), 0.0, 0.0, 0.0)
+            largest = max(largest, float(finite.max()))
+    return largest
 
 
 def _normal(generator: torch.Generator, shape: Sequence[int]) -> Tensor:

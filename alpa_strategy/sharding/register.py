@@ -160,7 +160,9 @@ def _overloads(op: str) -> list[torch._ops.OpOverload]:
             f"there is no op {op!r}",
             "define it first (torch.library.custom_op), and name it as in 'mylib::op'",
         )
-    return [getattr(packet, each) for each in ([overload] if overload else names)]
+    if overload:
+        names = [overload]
+    return [getattr(packet, name) for name in names]
 
 
 def _misfit(signature: Signature, target: torch._ops.OpOverload) -> str:

@@ -39,8 +39,11 @@ def broadcast_dim(call: OpCall, operand: int, dim: int, rank: int) -> int | None
     or absent.
     """
     shape = call.operands[operand].shape
-    own = dim - (rank - len(shape))  # aligned to the right
-    return own if own >= 0 and shape[own] != 1 else None
+    # Shapes are aligned to the right.
+    operand_dim = dim - (rank - len(shape))
+    if operand_dim < 0 or shape[operand_dim] == 1:
+        return None
+    return operand_dim
 
 
 def aligned(
@@ -70,7 +73,10 @@ def linear_sets(call: OpCall, linear: tuple[tuple[int, ...], ...]) -> tuple[froz
         if positions == (-1,):  # all tensor arguments together
             positions = tuple(range(len(flat)))
         chosen = [flat[p] for p in positions if p < len(flat)]
-        others = {f.index for p, f in enumerate(flat) if isinstance(f, Slot) and p not in positions}
+        others = set()
+        for position, argument in enumerate(flat):
+            if isinstance(argument, Slot) and position not in positions:
+                others.add(argument.index)
         if chosen and all(isinstance(c, Slot) for c in chosen):
             operands = frozenset(c.index for c in chosen if isinstance(c, Slot))
             if not operands & others:
@@ -106,13 +112,17 @@ def reduction(
     reduced = dims_of(bound.get(where) if isinstance(where, str) else where, rank)
     keep = bool(bound.get("keepdim")) or len(call.results[0].shape) == rank
     mark = {"mean": "@fraction", "other": "!"}.get(kind, "")
-    own = [f"k{d}{mark}" if d in reduced else f"x{d}" for d in range(rank)]
-    result = [
-        f"one{d}!" if d in reduced else index
-        for d, index in enumerate(own)
-        if keep or d not in reduced
-    ]
-    terms = [own[rank - len(call.operands[s.index].shape) :] for s in slots(call)]
+    indices = []
+    result = []
+    for d in range(rank):
+        if d not in reduced:
+            indices.append(f"x{d}")
+            result.append(f"x{d}")
+            continue
+        indices.append(f"k{d}{mark}")
+        if keep:
+            result.append(f"one{d}!")
+    terms = [indices[rank - len(call.operands[s.index].shape) :] for s in slots(call)]
     splits = read(line_of(terms, result, len(call.results)), call) or ()
     if linear is None:
         linear = () if kind in ("nansum", "other") else FIRST
@@ -174,7 +184,8 @@ def dim_groups(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[DimGro
     """
     if math.prod(source) != math.prod(target):
         raise ValueError(f"{source} cannot be viewed as {target}")
-    left, right = ([d for d, size in enumerate(shape) if size != 1] for shape in (source, target))
+    left = [d for d, size in enumerate(source) if size != 1]
+    right = [d for d, size in enumerate(target) if size != 1]
     # Elements up to each dim, ascending: a group ends where both shapes have as many.
     up_to_left = [math.prod(source[: d + 1]) for d in left]
     up_to_right = [math.prod(target[: d + 1]) for d in right]
@@ -301,7 +312,10 @@ def slice_(call: OpCall, axis_size: int) -> Found:
     last keep theirs (logits against shifted labels)."""
     source, target, bound = _source(call), call.results[0].shape, bind(call)
     dim = bound["dim"] % len(source)
-    found = _moved(call, [(d, d) for d in range(len(source)) if d != dim or source[d] == target[d]])
+    unchanged = [d for d in range(len(source)) if d != dim]
+    if source[dim] == target[dim]:
+        unchanged = list(range(len(source)))
+    found = _moved(call, [(d, d) for d in unchanged])
     if (
         bound["start"] in (None, 0)
         and target[dim] == source[dim] - 1
@@ -442,11 +456,18 @@ def factory(call: OpCall) -> Found:
     """full, zeros: any dim may be made in shards. new_zeros and the like read only a dtype: any
     layout will do.
     """
-    made = [shard(d) for d in range(len(call.results[0].shape))]
-    found = [AxisStrategy((INVARIANT,) * len(call.operands), (m,)) for m in made]
-    for p in (shard(d) for d in range(len(call.operands[0].shape) if call.operands else 0)):
-        found += [AxisStrategy((p,), (m,)) for m in (INVARIANT, *made) if m is INVARIANT or m is p]
-    return Found(extra=tuple(found))
+    result_shards = [shard(d) for d in range(len(call.results[0].shape))]
+    num_operands = len(call.operands)
+    strategies = [
+        AxisStrategy((INVARIANT,) * num_operands, (placement,)) for placement in result_shards
+    ]
+    operand_rank = len(call.operands[0].shape) if call.operands else 0
+    for d in range(operand_rank):
+        placement = shard(d)
+        strategies.append(AxisStrategy((placement,), (INVARIANT,)))
+        if placement in result_shards:
+            strategies.append(AxisStrategy((placement,), (placement,)))
+    return Found(extra=tuple(strategies))
 
 
 def renorm(call: OpCall) -> Found:

@@ -34,7 +34,8 @@ class RegisteredRule:
 
     def __call__(self, call: OpCall, axis_size: int) -> Found:
         """The splits of all lines that fit; ShardingError when none does."""
-        fitting = [splits for line in self.lines if (splits := read(line, call)) is not None]
+        splits_of_lines = [read(line, call) for line in self.lines]
+        fitting = [splits for splits in splits_of_lines if splits is not None]
         if not fitting:
             shapes = ", ".join(str(list(meta.shape)) for meta in call.operands)
             raise ShardingError(
@@ -248,8 +249,11 @@ def _is_scaling(call: OpCall, chosen: frozenset[int]) -> bool:
     """A product of a partial sum saves a collective only as the scaling of something by something
     smaller.
     """
-    sizes = [call.operands[i].num_elements for i in range(len(call.operands)) if i not in chosen]
-    return all(len(call.results[0].shape) == 0 or s < call.results[0].num_elements for s in sizes)
+    result = call.results[0]
+    if len(result.shape) == 0:
+        return True
+    others = [meta for i, meta in enumerate(call.operands) if i not in chosen]
+    return all(meta.num_elements < result.num_elements for meta in others)
 
 
 def added_operand(call: OpCall) -> int | None:

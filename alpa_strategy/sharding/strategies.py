@@ -299,13 +299,14 @@ def op_strategies(
         for chosen in combinations:
             local = call
             if chosen:
-                last = tuple(
-                    n - 1 for n in mesh_shape[:axis]
-                )  # uneven chunks: the last device has the fewest
-                local = localize(call, chosen, mesh_shape[:axis], last).call
+                # Chunks may be uneven: the last device has the smallest.
+                last_device = tuple(size - 1 for size in mesh_shape[:axis])
+                local = localize(call, chosen, mesh_shape[:axis], last_device).call
             has_ring = any(s.implementation == RING for s in chosen)
-            found = axis_strategies(local, axis_size)
-            longer += [(*chosen, s) for s in found if not (has_ring and s.implementation == RING)]
+            for strategy in axis_strategies(local, axis_size):
+                if has_ring and strategy.implementation == RING:
+                    continue
+                longer.append((*chosen, strategy))
         combinations = longer
     return tuple(_shrink_collectives(c, mesh_shape) for c in combinations)
 
@@ -354,7 +355,11 @@ def replicated_notes(step: StepGraph, costs: OpCosts) -> list[str]:
 def _note(name: str, ops: list[Op], costs: OpCosts) -> str:
     seconds = sum(sum(costs.op_seconds(op.call)) for op in ops)
     num_bytes = sum(meta.num_bytes for op in ops for meta in op.call.results)
-    where = ", ".join(dict.fromkeys(op.source.rpartition("/")[2] or op.module for op in ops[:2]))
+    places = []
+    for op in ops[:2]:
+        _, _, line_of_user = op.source.rpartition("/")
+        places.append(line_of_user or op.module)
+    where = ", ".join(dict.fromkeys(places))
     calls = "1 call" if len(ops) == 1 else f"{len(ops)} calls"
     return (
         f"no rule for {name} ({calls}{f', {where}' if where else ''}): run whole on every device, "
