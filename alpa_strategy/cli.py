@@ -53,8 +53,8 @@ from alpa_strategy.recipe import (
 )
 
 EXIT_USER_ERROR = 2
-# What overrides of `alpa plan` may begin with besides a recipe's keys: the cluster's fields, and the
-# recipe's `strategy` by another name.
+# What overrides of `alpa plan` may begin with besides a recipe's keys: the cluster's fields, and
+# the recipe's `strategy` by another name.
 PLAN_KEYS = ("cluster", "plan")
 SEARCHES = (
     "mcmc",
@@ -94,7 +94,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:
         parser.error(
-            f"unrecognized arguments: {' '.join(unknown)} (a recipe's are written trainer.devices=2)"
+            f"unrecognized arguments: {' '.join(unknown)} (a recipe's are written"
+            " trainer.devices=2)"
         )
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
@@ -160,7 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--tune",
         choices=("batch_size",),
-        help="double and halve data.batch_size for the most samples a second; micro-batches are solved for each",
+        help="double and halve data.batch_size for the most samples a second; micro-batches are"
+        " solved for each",
     )
     plan.add_argument(
         "--around",
@@ -469,7 +471,8 @@ def _example_batch(data: Any, recipe: Recipe) -> Any:
         rows = [loader.dataset[i] for i in range(loader.batch_size)]
     except (AttributeError, TypeError, NotImplementedError):
         raise OptionError(
-            f"{recipe.path}: data: {type(data).__name__} has neither example_batch() nor a map-style training dataset",
+            f"{recipe.path}: data: {type(data).__name__} has neither example_batch() nor a"
+            " map-style training dataset",
             "add a method example_batch() that returns a batch of the right shapes",
         ) from None
     return loader.collate_fn(rows)

@@ -194,8 +194,8 @@ def _check_printable(text: str) -> None:
 
 
 def shipped_folder(folder: str) -> Path:
-    """Where `RECIPES`, `CLUSTERS` or `FINDINGS` lies: inside the installed package, or beside it in a
-    checkout.
+    """Where `RECIPES`, `CLUSTERS` or `FINDINGS` lies: inside the installed package, or beside it in
+    a checkout.
     """
     package = Path(__file__).resolve().parent
     inside = package / folder

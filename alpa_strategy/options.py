@@ -178,7 +178,8 @@ def compile_options(value: object) -> dict[str, Any] | None:
     if not isinstance(value, Mapping):
         raise OptionError(
             f"compile={value!r} is not known",
-            "write true, false, or arguments of torch.compile: {'mode': 'max-autotune-no-cudagraphs'}",
+            "write true, false, or arguments of torch.compile: {'mode':"
+            " 'max-autotune-no-cudagraphs'}",
         )
     check_names(value, COMPILE_NAMES, "unknown option of compile")
     if value.get("mode") in (
@@ -186,7 +187,8 @@ def compile_options(value: object) -> dict[str, Any] | None:
         "max-autotune",
     ):  # a replay may overwrite what is still being sent
         raise OptionError(
-            f"compile's mode {value['mode']!r} records CUDA graphs, whose results do not outlive the next call",
+            f"compile's mode {value['mode']!r} records CUDA graphs, whose results do not outlive"
+            " the next call",
             "use 'max-autotune-no-cudagraphs', or none",
         )
     for name in value:
@@ -345,7 +347,8 @@ def _costs(value: Any) -> "OpCosts":
     if missing:
         raise OptionError(
             f"costs={value!r} is no cost model: it lacks {', '.join(missing)}",
-            "give an object with what alpa_strategy.OpCosts has, such as a class derived from RooflineCosts",
+            "give an object with what alpa_strategy.OpCosts has, such as a class derived from"
+            " RooflineCosts",
         )
     return value
 
@@ -422,7 +425,8 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "stages": (
         _stages,
         "is no list of stages",
-        'name the modules of each of at least two stages, such as ["embed, blocks.0-11", "blocks.12-23"]',
+        'name the modules of each of at least two stages, such as ["embed, blocks.0-11",'
+        ' "blocks.12-23"]',
     ),
     "remat": (
         lambda value: value if isinstance(value, bool) else _texts(value),

@@ -233,8 +233,10 @@ def _check_work(
             stage, part, microbatch = min((*(wanted - done), *(done - wanted)))
             what = {"F": "the forward", "I": "the backward", "W": "the weights' backward"}[part]
             raise PlanError(
-                f"the schedule {schedule!r} does {what} of micro-batch {microbatch} in stage {stage} on mesh {mesh} "
-                f"{done[stage, part, microbatch]} times instead of {wanted[stage, part, microbatch]}",
+                f"the schedule {schedule!r} does {what} of micro-batch {microbatch} in stage"
+                f" {stage} on mesh {mesh} "
+                f"{done[stage, part, microbatch]} times instead of"
+                f" {wanted[stage, part, microbatch]}",
                 fix,
             )
 
@@ -334,7 +336,8 @@ def _topological(
             )
             raise PlanError(
                 f"the schedule {schedule!r} locks up, its actions wait for each other: {stuck}",
-                "let every action come after those that it waits for, and place the stages as the schedule does",
+                "let every action come after those that it waits for, and place the stages as the"
+                " schedule does",
             )
     return tuple(found)
 

@@ -357,7 +357,8 @@ class AlpaStrategy(ParallelJob):
             broadcast_tensors((*self._module.parameters(), *self._module.buffers()))
         elif fitting:
             raise AlpaError(
-                f"{type(self._module).__name__} is still in shards from the training before: it does not fit whole",
+                f"{type(self._module).__name__} is still in shards from the training before: it"
+                " does not fit whole",
                 "save a checkpoint, and train on with a new Trainer and `ckpt_path`",
             )
         with deferred_init.recording():

@@ -196,7 +196,8 @@ class MoE(lightning.LightningModule):
             raise ValueError(f"hidden ({hidden}) must be a multiple of num_heads ({num_heads})")
         if group_size % sequence_length and sequence_length % group_size:
             raise ValueError(
-                f"group_size ({group_size}) must be whole rows or equal parts of one ({sequence_length})"
+                f"group_size ({group_size}) must be whole rows or equal parts of one"
+                f" ({sequence_length})"
             )
         if capacity_factor is None and NUM_CHOICES * group_size % block_size:
             raise ValueError(

@@ -89,7 +89,8 @@ class TextData(lightning.LightningDataModule):
         tokens = load_tokens(h.path)
         if len(tokens) <= h.sequence_length:
             raise ValueError(
-                f"{h.path or 'the text'} has {len(tokens)} tokens; sequence_length is {h.sequence_length}"
+                f"{h.path or 'the text'} has {len(tokens)} tokens; sequence_length is"
+                f" {h.sequence_length}"
             )
         num_samples = h.num_samples or len(tokens) // h.sequence_length
         dataset = Windows(tokens, h.sequence_length, num_samples, h.seed)

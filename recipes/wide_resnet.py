@@ -76,7 +76,8 @@ class WideResNet(lightning.LightningModule):
         super().__init__()
         if isinstance(layers, int) and layers not in DEPTHS:
             raise ValueError(
-                f"layers is {layers}; use one of {sorted(DEPTHS)}, or blocks per resolution such as [1, 1]"
+                f"layers is {layers}; use one of {sorted(DEPTHS)}, or blocks per resolution such as"
+                " [1, 1]"
             )
         self.save_hyperparameters()
         stem = (

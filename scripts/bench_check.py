@@ -78,7 +78,8 @@ def main() -> int:
         found = [seconds(arguments.recipe, folder, options) for _ in range(arguments.rounds)]
     check, whole = (statistics.median(values) for values in zip(*found, strict=True))
     print(
-        f"{arguments.recipe} {options}: check {check * 1e3:.1f} ms of {whole:.2f} s: {check / whole:.2%}"
+        f"{arguments.recipe} {options}: check {check * 1e3:.1f} ms of {whole:.2f} s:"
+        f" {check / whole:.2%}"
     )
     return 1 if check > 0.01 * whole else 0
 

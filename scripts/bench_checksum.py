@@ -81,7 +81,8 @@ def main() -> None:
             )
             share = f"{of_sums / all_of_it:.0%}"
             print(
-                f"{name}, {clock}: {all_of_it / gigabytes:.2f} s/GB, checksums {of_sums / gigabytes:.2f} ({share})"
+                f"{name}, {clock}: {all_of_it / gigabytes:.2f} s/GB, checksums"
+                f" {of_sums / gigabytes:.2f} ({share})"
             )
 
 

@@ -190,7 +190,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.steps < args.warmup + 2:
         parser.error(
-            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two"
+            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup"
+            " and two"
         )
     if args.worker:
         worker(args)

@@ -216,7 +216,8 @@ def main() -> int:
     args = parser.parse_args()
     if not args.worker and args.steps < args.warmup + 2:
         parser.error(
-            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two"
+            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup"
+            " and two"
         )
     if args.worker:
         worker(args, *args.worker)
@@ -235,7 +236,8 @@ def main() -> int:
                 steps = " ".join(f"{1e3 * step:.0f}" for step, _ in rounds)
                 later = " ".join(f"{start:.0f}" for start in starts[1:]) or "-"
                 print(
-                    f"{model:7} {name:13} steps {steps} ms, first start {starts[0]:.0f} s, later {later} s",
+                    f"{model:7} {name:13} steps {steps} ms, first start {starts[0]:.0f} s, later"
+                    f" {later} s",
                     flush=True,
                 )
             for name in (

@@ -134,7 +134,8 @@ def main() -> int:
     args = parser.parse_args()
     failed = 0
     print(
-        f"{'':>8} {'depth':>4} {'CPU s':>7} {'ms a layer':>12} {'GiB':>5} {'stages':>7}  where (wall seconds)"
+        f"{'':>8} {'depth':>4} {'CPU s':>7} {'ms a layer':>12} {'GiB':>5} {'stages':>7}  where"
+        " (wall seconds)"
     )
     for options in (PlanOptions(), PlanOptions(num_microbatches=8)):
         print(

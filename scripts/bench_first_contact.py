@@ -8,9 +8,9 @@
 A program runs three times: under `ddp` (one rank: the plain Trainer), under `alpa` in an empty
 folder (costs are measured, a plan is made), and under `alpa` again with what that has stored. The
 table has the median step from step 20 on, alpa's step against ddp's, the prediction that alpa
-reports against the measured step of the run that made it and of the run with the stored plan, and seconds from the
-start of the process to the end of the first step. With `--rounds` each is run so many times, taking
-turns, and the median is kept.
+reports against the measured step of the run that made it and of the run with the stored plan, and
+seconds from the start of the process to the end of the first step. With `--rounds` each is run so
+many times, taking turns, and the median is kept.
 """
 
 from __future__ import annotations

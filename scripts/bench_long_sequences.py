@@ -165,18 +165,22 @@ def table(args: argparse.Namespace) -> None:
         first, cpu = ranks[0], [rank["cpu"] for rank in ranks]
         quarter = args.length // RANKS
         print(
-            f"{heads} heads, {args.length} tokens: the limit, {limit / 1e6:.0f} MB, holds {quarter} on one device"
+            f"{heads} heads, {args.length} tokens: the limit, {limit / 1e6:.0f} MB, holds {quarter}"
+            " on one device"
         )
         print(
-            f"  mesh {first['mesh']}, {first['stages']} stages, remat {first['remat']}, {first['attention']}"
+            f"  mesh {first['mesh']}, {first['stages']} stages, remat {first['remat']},"
+            f" {first['attention']}"
         )
         print(f"  step {first['predicted']:.2f} s predicted, {first['measured']:.2f} s measured")
         print(
-            f"  peak {first['planned'] / 1e6:.0f} MB planned, {[round(r['peak'] / 1e6) for r in ranks]} MB measured"
+            f"  peak {first['planned'] / 1e6:.0f} MB planned,"
+            f" {[round(r['peak'] / 1e6) for r in ranks]} MB measured"
         )
         share = max(cpu) / statistics.mean(cpu)
         print(
-            f"  cpu {[round(each, 2) for each in cpu]} s a step, the largest {share:.3f} of the mean"
+            f"  cpu {[round(each, 2) for each in cpu]} s a step, the largest {share:.3f} of the"
+            " mean"
         )
 
 

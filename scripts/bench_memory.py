@@ -344,7 +344,8 @@ def main() -> int:
     for name in (name for name in args.cases or () if name in LARGE_CASES):
         whole = state_bytes(CASES[name].gpt)
         console.print(
-            f"{name}: parameters and Adam state {whole / 1e6:.0f} MB, memory_limit {whole / 3e6:.0f} MB"
+            f"{name}: parameters and Adam state {whole / 1e6:.0f} MB, memory_limit"
+            f" {whole / 3e6:.0f} MB"
         )
     return 1 if wrong else 0
 

@@ -115,7 +115,8 @@ def run(folder: Path, remat: Any, limit: float, sizes: list[str]) -> dict[str, A
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(
-            f"remat={remat}, limit {limit:.3g} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            f"remat={remat}, limit {limit:.3g}"
+            f" failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         )
     return json.loads(out.read_text())
 
@@ -176,8 +177,10 @@ def table(args: argparse.Namespace, folder: Path) -> bool:
         missed |= abs(ratio - 1) > 0.1
         how = ", its spans as well" if row["remat"] else ""
         print(
-            f"{name:20} step {row['predicted']:.3f} s predicted, {row['measured']:.3f} s measured ({ratio:.2f}); peak "
-            f"{row['planned'] / 1e6:.0f} MB planned, {row['peak'] / 1e6:.0f} MB measured; {row['again']:.0f} ops made "
+            f"{name:20} step {row['predicted']:.3f} s predicted, {row['measured']:.3f} s measured"
+            f" ({ratio:.2f}); peak "
+            f"{row['planned'] / 1e6:.0f} MB planned, {row['peak'] / 1e6:.0f} MB measured;"
+            f" {row['again']:.0f} ops made "
             f"again{how}, {row['microbatches']:.0f} micro-batches"
         )
     for share in SHARES:
@@ -189,7 +192,8 @@ def table(args: argparse.Namespace, folder: Path) -> bool:
         best = min(fit, key=fit.__getitem__)
         full = fit.get("all recomputed", math.inf)
         print(
-            f"{share:.0%}: {limit / 1e6:.0f} MB, {full / own['measured']:.3f} x the speed of recomputing all, "
+            f"{share:.0%}: {limit / 1e6:.0f} MB, {full / own['measured']:.3f} x the speed of"
+            " recomputing all, "
             f"{fit[best] / own['measured']:.3f} x the best uniform choice that fits ({best})"
         )
         missed |= own["peak"] > limit or own["measured"] > 1.02 * min(full, fit[best])

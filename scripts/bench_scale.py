@@ -41,7 +41,8 @@ def plan(recipe: str, nodes: int, cluster: str, pins: tuple[str, ...] = ()) -> d
     made = run_plan(ROOT, recipe, cluster, f"cluster.num_nodes={nodes}", *pins)
     if made.plan is None:
         print(
-            f"    {recipe} on {nodes} nodes {' '.join(pins)}: {made.output.strip().splitlines()[-1][:150]}"
+            f"    {recipe} on {nodes} nodes {' '.join(pins)}:"
+            f" {made.output.strip().splitlines()[-1][:150]}"
         )
         return None
     return made.plan | {"cpu": made.cpu_seconds, "gib": made.peak_gib}
@@ -78,7 +79,8 @@ def worse_than_regular(
             )
             if best > seconds * TOLERANCE:
                 better.append(
-                    f"{recipe} on {devices}: {stages} stages of {shape} take {seconds:.4g} s, not {best:.4g}"
+                    f"{recipe} on {devices}: {stages} stages of {shape} take {seconds:.4g} s, not"
+                    f" {best:.4g}"
                 )
     return better
 
@@ -96,7 +98,8 @@ def picture(points: list[tuple[int, float, float]]) -> str:
         return f"{x:.0f},{y:.0f}"
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+        ' font-family="sans-serif">'
     ]
     parts.append('<rect width="100%" height="100%" fill="white"/>')
     for index, (name, colour) in enumerate(
@@ -110,7 +113,8 @@ def picture(points: list[tuple[int, float, float]]) -> str:
             x, y = at.split(",")
             parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>')
             parts.append(
-                f'<text x="{x}" y="{int(y) - 8}" font-size="11" text-anchor="middle">{p[index]:.3g}</text>'
+                f'<text x="{x}" y="{int(y) - 8}" font-size="11"'
+                f' text-anchor="middle">{p[index]:.3g}</text>'
             )
         parts.append(
             f'<text x="{left}" y="{12 * index + 4}" font-size="12" fill="{colour}">{name}</text>'
@@ -142,7 +146,8 @@ def main() -> int:
             continue
         print(
             f"{recipe} on {8 * int(nodes)}: {made['predicted']['step_seconds']:.4g} s a step, "
-            f"within {made['gap']:.2%} of the bound | {made['cpu']:.1f} CPU-s, {made['gib']:.2f} GiB | "
+            f"within {made['gap']:.2%} of the bound | {made['cpu']:.1f} CPU-s, {made['gib']:.2f}"
+            " GiB | "
             f"{stages_of(made)}, {made['num_microbatches']} micro-batches, {made['schedule']}",
             flush=True,
         )

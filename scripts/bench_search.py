@@ -83,7 +83,8 @@ def picture(found: dict[str, dict[str, float]]) -> str:
     """
     height, left, width = 24 * len(found) + 50, 240, 700
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+        ' font-family="sans-serif">'
     ]
     parts.append('<rect width="100%" height="100%" fill="white"/>')
     for i, (name, colour) in enumerate(COLOURS.items()):
@@ -101,7 +102,8 @@ def picture(found: dict[str, dict[str, float]]) -> str:
             )
     parts.append(f'<text x="{left}" y="{height - 4}" font-size="11">1.0x the solved step</text>')
     parts.append(
-        f'<text x="{width - 20}" y="{height - 4}" font-size="11" text-anchor="end">2.0x or more</text>'
+        f'<text x="{width - 20}" y="{height - 4}" font-size="11" text-anchor="end">2.0x or'
+        " more</text>"
     )
     return "\n".join([*parts, "</svg>"])
 

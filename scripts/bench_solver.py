@@ -129,7 +129,9 @@ def _whole_problems(recipe: str, problem: Problem, least_bytes: float) -> list[I
 
 
 def synthetic(folder: Path) -> None:
-    """GPT-shaped problems with layers that all differ: the largest programs that planning solves."""
+    """GPT-shaped problems with layers that all differ: the largest programs that planning
+    solves.
+    """
     from proofs.synthetic import gpt_like
 
     instances = []
@@ -317,7 +319,10 @@ def judge(before: Timing, after: Timing) -> tuple[str, bool]:
 
 def _shown(timing: Timing) -> str:
     open_ = " (out of time)" if timing.timed_out else ""
-    return f"{timing.seconds:7.3f} s, objective {timing.objective:.6g}, bound {timing.bound:.6g}{open_}"
+    return (
+        f"{timing.seconds:7.3f} s, objective {timing.objective:.6g}, bound"
+        f" {timing.bound:.6g}{open_}"
+    )
 
 
 def main() -> int:

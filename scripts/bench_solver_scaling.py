@@ -1,5 +1,5 @@
-"""How long the intra-op solver takes on GPT-shaped instances: python scripts/bench_solver_scaling.py
-[num_layers ...].
+"""How long the intra-op solver takes on GPT-shaped instances: python
+scripts/bench_solver_scaling.py [num_layers ...].
 
 One row per size and memory limit (as a share of the way from the least bytes to those of the
 fastest assignment).

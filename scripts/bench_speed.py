@@ -147,7 +147,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.steps < args.warmup + 2:
         parser.error(
-            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup and two"
+            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup"
+            " and two"
         )
     if args.worker:
         worker(args, args.worker)
@@ -174,7 +175,10 @@ def main() -> int:
     }
     first = strategies[0]
     table = Table(
-        title=f"GPT {args.layers} x {args.hidden}, sequence {args.sequence}, {args.devices} ranks, fp32"
+        title=(
+            f"GPT {args.layers} x {args.hidden}, sequence {args.sequence}, {args.devices} ranks,"
+            " fp32"
+        )
     )
     for column in ("strategy", "tokens/s", f"x {first}", "CPU ms a step", "per round"):
         table.add_column(column, justify="left" if column in ("strategy", "per round") else "right")

@@ -34,7 +34,17 @@ MAX_DENSE_SHARE = 0.005
 MIN_COMMENT_SHARE = 0.03
 
 # How many places may break each rule, all code folders together, while the code is rewritten.
-BUDGETS: dict[str, int] = {}
+BUDGETS: dict[str, int] = {
+    "dense": 346,
+    "long-docs-line": 64,
+    "long-file": 16,
+    "long-function": 57,
+    "long-line": 189,
+    "nested-comprehension": 76,
+    "phrase": 444,
+    "ternary-in-comprehension": 162,
+    "tuple-assignment": 199,
+}
 
 # Imports inside functions, and why: packages that are slow to import or may be missing, and the
 # files that wait.
@@ -321,7 +331,10 @@ def figures(files: list[SourceFile]) -> Iterator[str]:
     folders: dict[str, list[SourceFile]] = defaultdict(list)
     for file in files:
         folders[file.folder].append(file)
-    yield f"{'folder':<12} {'files':>5} {'lines':>6} {'longest':>7} {'dense':>7} {'own-line comments':>17}"
+    yield (
+        f"{'folder':<12} {'files':>5} {'lines':>6} {'longest':>7} {'dense':>7}"
+        f" {'own-line comments':>17}"
+    )
     for folder, members in [*sorted(folders.items()), ("all", files)]:
         longest = max(len(file.lines) for file in members)
         num_lines = sum(len(file.lines) for file in members)

@@ -118,7 +118,8 @@ def main() -> int:
         if after.error or after.step_seconds > before.step_seconds * MOST_SECONDS:
             slower.append(pair)
     print(
-        f"planning: {total[0]:.1f} -> {total[1]:.1f} CPU-s ({total[1] / total[0]:.3f}x); slower: {slower or 'none'}"
+        f"planning: {total[0]:.1f} -> {total[1]:.1f} CPU-s ({total[1] / total[0]:.3f}x); slower:"
+        f" {slower or 'none'}"
     )
     return 1 if slower or total[1] > MOST_CPU * total[0] else 0
 

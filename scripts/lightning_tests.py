@@ -226,7 +226,8 @@ def main() -> None:
                 options.out.write_text(json.dumps(results, indent=1))
     counted = [each for each in results if "alpa" in each]
     print(
-        f"{sum(each['alpa']['passed'] for each in counted)} of {len(counted)} pass under alpa as under ddp"
+        f"{sum(each['alpa']['passed'] for each in counted)} of {len(counted)} pass under alpa as"
+        " under ddp"
     )
     sys.exit(any(not each["alpa"]["passed"] for each in counted))
 

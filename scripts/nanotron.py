@@ -167,7 +167,8 @@ def main() -> int:
         report(lines, args.out, left_out)
     missed = [line for line in lines if line[-1].startswith("no")]
     print(
-        f"{len(lines) - len(missed)} of {len(lines)} cells: the choice is within 3 % of the published best, or faster"
+        f"{len(lines) - len(missed)} of {len(lines)} cells: the choice is within 3 % of the"
+        " published best, or faster"
     )
     return 1 if missed else 0
 

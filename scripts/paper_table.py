@@ -49,7 +49,8 @@ TITLES = {
 }
 COLUMNS = tuple(TITLES)
 WHENCE = (
-    "More than a quarter off, or fitting where the paper does not (or the reverse). Reasons are derived from the "
+    "More than a quarter off, or fitting where the paper does not (or the reverse). Reasons are"
+    " derived from the "
     "plans' parts, counts of bytes and the paper's other columns; they were not measured on V100s."
 )
 
@@ -415,7 +416,8 @@ def report(results: dict, file: Path) -> None:
         "",
     ]
     text += [
-        "Stages are written nodes x devices : logical mesh; `r` recomputes its activations. * priced with",
+        "Stages are written nodes x devices : logical mesh; `r` recomputes its activations. *"
+        " priced with",
         "",
     ]
     text[-2] += " an earlier description of the cluster, and to be planned again (`--again`)."

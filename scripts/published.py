@@ -149,7 +149,8 @@ def scatter_svg(priced: Priced, width: int = 860, height: int = 620) -> str:
     for source, measured, predicted in points:
         x, y = at(measured, predicted)
         body.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour[source]}" fill-opacity="0.75"/>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour[source]}"'
+            ' fill-opacity="0.75"/>'
         )
     for index, (source, own) in enumerate(colour.items()):
         y = 50 + 22 * index
@@ -159,12 +160,14 @@ def scatter_svg(priced: Priced, width: int = 860, height: int = 620) -> str:
         f'<path d="M{left} {bottom - size} V{bottom} H{left + size}" stroke="#6b7785" fill="none"/>'
     )
     body.append(
-        f'<text x="{left + size / 2}" y="{height - 18}" text-anchor="middle">measured tokens/s per GPU</text>'
+        f'<text x="{left + size / 2}" y="{height - 18}" text-anchor="middle">measured tokens/s per'
+        " GPU</text>"
     )
     body.append(f'<text x="{left}" y="26">predicted tokens/s per GPU (band: 10 %)</text>')
     inner = "\n".join(body)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
+        f' height="{height}" '
         f'font-family="system-ui, sans-serif" font-size="13" fill="#1f2933">\n'
         f'<rect width="100%" height="100%" fill="#fff"/>\n{inner}\n</svg>\n'
     )
@@ -190,7 +193,8 @@ def ties(priced: Priced) -> list[str]:
         if same and most < RANK:
             values = "; ".join(" and ".join(f"{v:.0f}" for v in speeds) for speeds in same)
             lines.append(
-                f"- {source}: rows of one configuration have {values} tokens/s a device, so no more than {most:.3f}"
+                f"- {source}: rows of one configuration have {values} tokens/s a device, so no more"
+                f" than {most:.3f}"
             )
     return lines
 
@@ -206,7 +210,8 @@ def report(priced: Priced, refused: Counter[str], folder: Path) -> None:
     text += [(__doc__ or "").split("\n\n")[-1].strip(), "", HOW, "", markdown(table(priced)), ""]
     if lines := ties(priced):
         text += [
-            f"A rank of {RANK} is out of reach where what is priced alike was published with several values:"
+            f"A rank of {RANK} is out of reach where what is priced alike was published with"
+            " several values:"
         ]
         text += ["", *lines, ""]
     text += [
@@ -260,9 +265,11 @@ def main() -> None:
                 f"/{case.num_bytes / 2**30:.1f}" if case.num_bytes else ""
             )
             print(
-                f"{case.row:4} {case.source:24} {case.name[:18]:18} dp{case.dp:<4} tp{case.tp:<2} pp{case.pp:<2} "
+                f"{case.row:4} {case.source:24} {case.name[:18]:18} dp{case.dp:<4} tp{case.tp:<2}"
+                f" pp{case.pp:<2} "
                 f"z{case.zero} {case.recompute:5} {found.seconds:9.4f} s of {case.seconds:9.4f} "
-                f"{found.seconds / case.seconds - 1:+7.1%}  {memory} GiB {'' if found.fits else 'too much'} "
+                f"{found.seconds / case.seconds - 1:+7.1%}  {memory} GiB"
+                f" {'' if found.fits else 'too much'} "
                 f"({time.perf_counter() - started:.1f} s)",
                 flush=True,
             )

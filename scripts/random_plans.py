@@ -145,7 +145,8 @@ def run_and_tell(cases: Sequence[Case], seed: int, pool: WorkerPool) -> int:
         what = f"{case.name}: {case.model} on {case.world} ranks, {shown}"
         if outcome.kind == "bad":
             print(
-                f"BAD {what} {case.kwargs} clip {case.clip} accumulate {case.accumulate}\n{outcome.text}",
+                f"BAD {what} {case.kwargs} clip {case.clip} accumulate"
+                f" {case.accumulate}\n{outcome.text}",
                 flush=True,
             )
         elif outcome.kind == "refused":

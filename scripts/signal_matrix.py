@@ -71,7 +71,8 @@ def main() -> int:
             slowest = max(slowest, seconds)
             num_bad += bool(wrong)
             print(
-                f"{'BAD' if wrong else 'ok '} {case}: gone after {seconds:.1f} s, resumed at {step}",
+                f"{'BAD' if wrong else 'ok '} {case}: gone after {seconds:.1f} s, resumed at"
+                f" {step}",
                 flush=True,
             )
             if wrong:

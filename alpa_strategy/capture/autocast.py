@@ -171,7 +171,8 @@ class Autocast:
         on_capture_device = device_type == self.device_type
         if enabled and not on_capture_device:
             raise CaptureError(
-                f"autocast for {device_type} ({self.builder.source}), but the module is on {self.device_type}",
+                f"autocast for {device_type} ({self.builder.source}), but the module is on"
+                f" {self.device_type}",
                 f"move the module to {device_type}, or use autocast({self.device_type!r})",
             )
         state = self.state
@@ -204,7 +205,8 @@ class Autocast:
         done = done_by_autocast(call, state)
         if done is None:
             raise CaptureError(
-                f"{target} ({self.builder.source}) computes differently under autocast, and not only on cast operands",
+                f"{target} ({self.builder.source}) computes differently under autocast, and not"
+                " only on cast operands",
                 "call it under torch.autocast(..., enabled=False), with operands of one dtype",
             )
         dtypes, given = done

@@ -66,7 +66,8 @@ def capture_step(
     if not module.automatic_optimization:
         raise CaptureError(
             "the module uses manual optimization (automatic_optimization = False)",
-            "return the loss from training_step and let Lightning step one optimizer; for `alpa plan`, say what a step "
+            "return the loss from training_step and let Lightning step one optimizer; for `alpa"
+            " plan`, say what a step "
             "consists of (iteration_phases)",
         )
     register_batch_types(batch)
@@ -156,14 +157,18 @@ class _Converter:
             tensor = getattr(self.trace.module, name)
             if tensor.requires_grad:
                 raise CaptureError(
-                    "the step uses a tensor that requires grad and is not a parameter of the module "
+                    "the step uses a tensor that requires grad and is not a parameter of the module"
+                    " "
                     f"(shape {tuple(tensor.shape)})",
-                    "register it: assign an nn.Parameter to a module attribute (lists need nn.ParameterList)",
+                    "register it: assign an nn.Parameter to a module attribute (lists need"
+                    " nn.ParameterList)",
                 )
             if isinstance(tensor, FakeTensor):
                 raise CaptureError(
-                    f"a tensor of the step is used in a way that capture does not see ({self._source_of(node)})",
-                    "make it with functions of torch, and leave no tensor of an earlier step in use",
+                    "a tensor of the step is used in a way that capture does not see"
+                    f" ({self._source_of(node)})",
+                    "make it with functions of torch, and leave no tensor of an earlier step in"
+                    " use",
                 )
             # torch.func (vmap, grad) leaves its wrapper as a constant of the graph: its layers are
             # no ops.
@@ -220,7 +225,8 @@ class _Converter:
                 self._op(node, target)
         else:
             raise CaptureError(
-                f"{getattr(target, '__name__', target)} ({self.builder.source}) cannot be part of a captured step",
+                f"{getattr(target, '__name__', target)} ({self.builder.source}) cannot be part of a"
+                " captured step",
                 "write it with ordinary torch functions",
             )
 
@@ -296,7 +302,8 @@ class _Converter:
             and (dtype := self.builder.meta(result).dtype) != traced.dtype
         ):
             raise CaptureError(
-                f"{target} ({self.builder.source}) gives {traced.dtype} in the step but {dtype} in the captured graph",
+                f"{target} ({self.builder.source}) gives {traced.dtype} in the step but {dtype} in"
+                " the captured graph",
                 "cast its operands by hand",
             )
         self._bind(node, result, args, kwargs)
@@ -404,13 +411,16 @@ class _Converter:
         before = self.memory.read(view)
         if view.storage.parameter:
             raise CaptureError(
-                f"the step changes parameter {view.storage.parameter} in place ({self.builder.source})",
-                "parameters are changed by the optimizer; do it in a hook such as on_train_batch_end",
+                f"the step changes parameter {view.storage.parameter} in place"
+                f" ({self.builder.source})",
+                "parameters are changed by the optimizer; do it in a hook such as"
+                " on_train_batch_end",
             )
         meta = self.builder.meta(before)
         if not self.grad_enabled and meta.requires_grad:
             raise CaptureError(
-                f"under no_grad, {write.name} changes a tensor that requires grad ({self.builder.source})",
+                f"under no_grad, {write.name} changes a tensor that requires grad"
+                f" ({self.builder.source})",
                 "change a detached clone instead: `y = x.detach().clone()`",
             )
         args, kwargs = self._arguments(node)
@@ -533,7 +543,8 @@ class _Converter:
         ):
             if any(shared[storage] > 1 for storage in storages[entry.value]):
                 raise CaptureError(
-                    f"the step changes buffer {entry.name}, of which another tensor is a view, made before",
+                    f"the step changes buffer {entry.name}, of which another tensor is a view, made"
+                    " before",
                     "make views of buffers in the step",
                 )
         return updates
@@ -571,7 +582,8 @@ def _loss_of(output: Any, builder: Builder) -> ir.ValueRef:
         )
     if not meta.requires_grad:
         raise CaptureError(
-            "training_step returned a loss that depends on no parameter that requires grad: there is nothing to train",
+            "training_step returned a loss that depends on no parameter that requires grad: there"
+            " is nothing to train",
             "look for .detach(), no_grad or frozen parameters on the way to the loss",
         )
     return loss

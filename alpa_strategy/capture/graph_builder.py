@@ -258,7 +258,8 @@ class Memory:
                 )
             case "detach" if self.builder.meta(before).requires_grad:
                 raise CaptureError(
-                    f"a tensor that requires grad is changed through .detach() or .data ({self.builder.source})",
+                    "a tensor that requires grad is changed through .detach() or .data"
+                    f" ({self.builder.source})",
                     "change a detached clone instead: `y = x.detach().clone()`",
                 )
             # The same elements in the same places.
@@ -288,8 +289,10 @@ class Memory:
 
     def _unsupported(self, target: Any) -> CaptureError:
         return CaptureError(
-            f"a tensor is changed in place while a view of it made by {target} is in use ({self.builder.source})",
-            "use the op that returns a new tensor (without the trailing underscore), or clone() before changing",
+            f"a tensor is changed in place while a view of it made by {target} is in use"
+            f" ({self.builder.source})",
+            "use the op that returns a new tensor (without the trailing underscore), or clone()"
+            " before changing",
         )
 
 

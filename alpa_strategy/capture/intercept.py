@@ -110,9 +110,11 @@ class MetricValue:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise CaptureError(
-            f"the value of metric {self._metric_name!r} is used in a computation ({user_frame()}): metrics are updated "
+            f"the value of metric {self._metric_name!r} is used in a computation ({user_frame()}):"
+            " metrics are updated "
             "outside the captured graph",
-            "log the metric (`self.log(name, self.metric)`) and compute what the loss needs with torch functions",
+            "log the metric (`self.log(name, self.metric)`) and compute what the loss needs with"
+            " torch functions",
         )
 
     __torch_function__ = classmethod(lambda cls, *_, **__: MetricValue("")._refuse())
@@ -155,7 +157,8 @@ class AppendedList:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise CaptureError(
-            f"the step appends to {self._label} and also looks at it ({user_frame()}): a captured step does not see "
+            f"the step appends to {self._label} and also looks at it ({user_frame()}): a captured"
+            " step does not see "
             "what earlier steps left there",
             "read the list in a hook such as on_train_epoch_end",
         )
@@ -206,14 +209,17 @@ class _View:
         path = f"{path}.{name}".lstrip(".")
         if path in _CHANGING:
             raise CaptureError(
-                f"the step reads trainer.{name} ({user_frame()}): the captured step would keep its first value",
+                f"the step reads trainer.{name} ({user_frame()}): the captured step would keep its"
+                " first value",
                 _INSTEAD_OF_CHANGING,
             )
         if path in ("logger", "loggers") and viewed.loggers:
             raise CaptureError(
-                f"a logger is used directly in the step ({user_frame()}): a captured step repeats tensor work only, so "
+                f"a logger is used directly in the step ({user_frame()}): a captured step repeats"
+                " tensor work only, so "
                 "it would be called once and never again",
-                "use self.log, or call the logger in on_train_batch_end (the step's returned dict arrives there)",
+                "use self.log, or call the logger in on_train_batch_end (the step's returned dict"
+                " arrives there)",
             )
         if path in counters:
             return counters[path]
@@ -233,7 +239,8 @@ class _View:
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise CaptureError(
-            f"the step sets trainer.{name} ({user_frame()}): a captured step repeats tensor work only, so this would "
+            f"the step sets trainer.{name} ({user_frame()}): a captured step repeats tensor work"
+            " only, so this would "
             "happen once and never again",
             "set it in a hook such as on_train_batch_end",
         )
@@ -316,7 +323,8 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
         values = dictionary
         if isinstance(values, MetricValue):
             raise CaptureError(
-                f"self.log_dict of a metric whose value is a dict ({user_frame()}) is not supported in a captured step",
+                f"self.log_dict of a metric whose value is a dict ({user_frame()}) is not supported"
+                " in a captured step",
                 "log a MetricCollection, or the metric's own numbers in on_train_epoch_end",
             )
         if isinstance(values, MetricCollection):
@@ -346,7 +354,8 @@ def _recording_class(
 
     def refuse_changing(self: LightningModule, *_: Any, **__: Any) -> NoReturn:
         raise CaptureError(
-            f"self.optimizers() or self.lr_schedulers() is called in the step ({user_frame()}): the captured step "
+            f"self.optimizers() or self.lr_schedulers() is called in the step ({user_frame()}): the"
+            " captured step "
             "would keep the first value of what it reads there",
             _INSTEAD_OF_CHANGING,
         )
@@ -402,7 +411,8 @@ def _shadowed_metric(
         )  # as they are now
         if any(isinstance(leaf, str) for arg in args for leaf in pytree.tree_leaves(arg)):
             raise CaptureError(
-                f"metric {name!r} is given texts ({user_frame()}): the captured step sees the tensors of all ranks, "
+                f"metric {name!r} is given texts ({user_frame()}): the captured step sees the"
+                " tensors of all ranks, "
                 "but the texts of one",
                 "update it in a hook such as on_train_batch_end, with what the step returns",
             )
@@ -415,7 +425,8 @@ def _shadowed_metric(
             key for key, each in metric.items(keep_base=False) if isinstance(each, WrapperMetric)
         ]:
             raise CaptureError(
-                f"metric {name!r} is asked for its values ({user_frame()}): those of {wrapped[0]!r}, which wraps "
+                f"metric {name!r} is asked for its values ({user_frame()}): those of"
+                f" {wrapped[0]!r}, which wraps "
                 "another one, may have names of their own",
                 "update it in the step, and log its values in on_train_epoch_end",
             )
@@ -473,7 +484,8 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> AbstractContext
 
     def init_unchecked(self: Any, *args: Any, **kwargs: Any) -> None:
         record.note(
-            "checks of arguments in torch.distributions are left out: they look at the values of tensors"
+            "checks of arguments in torch.distributions are left out: they look at the values of"
+            " tensors"
         )
         distribution_init(
             self, *args[:2], **{**kwargs, "validate_args": False}
@@ -524,10 +536,13 @@ _KINDS = ("all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "sca
 def refuse(what: str, where: str | None = None) -> NoReturn:
     """CaptureError about a call of the user's line, `where` it is if not in the running stack."""
     raise CaptureError(
-        f"{what} is called in the step ({where or user_frame()}): the captured step computes on the rows of all ranks "
+        f"{what} is called in the step ({where or user_frame()}): the captured step computes on the"
+        " rows of all ranks "
         "together, as one device would",
-        "leave the call out: tensors have all rows, and means and sums are over all of them (in a contrastive loss "
-        "`z @ z.T` has every negative, and the labels are `arange(len(z))`); what is for your own eyes can be "
+        "leave the call out: tensors have all rows, and means and sums are over all of them (in a"
+        " contrastive loss "
+        "`z @ z.T` has every negative, and the labels are `arange(len(z))`); what is for your own"
+        " eyes can be "
         "communicated in a hook such as on_train_batch_end",
     )
 

@@ -113,9 +113,11 @@ def attributes_kept(
 def changed_attributes(names: Iterable[str]) -> CaptureError:
     """The error for a step that changes attributes of the module."""
     return CaptureError(
-        f"the step sets or changes attributes of the module ({', '.join(sorted(set(names)))}): a captured step "
+        f"the step sets or changes attributes of the module ({', '.join(sorted(set(names)))}): a"
+        " captured step "
         "repeats tensor work only, so this would happen once and never again",
-        "use self.log or a torchmetrics Metric for values, register_buffer for tensors that change, or move it to "
+        "use self.log or a torchmetrics Metric for values, register_buffer for tensors that change,"
+        " or move it to "
         "a hook such as on_train_batch_end (the step's returned dict arrives there)",
     )
 

@@ -49,9 +49,12 @@ def _look(leaf: UnreadLeaf, *_: Any, **__: Any) -> NoReturn:
 
 
 _OPERATIONS = (
-    "add radd iadd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul and rand or "
-    "ror xor rxor lshift rlshift rshift rrshift neg pos abs invert eq ne lt le gt ge hash bool int float complex index "
-    "str repr format bytes len iter next contains getitem setitem delitem call enter exit round trunc floor ceil "
+    "add radd iadd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul"
+    " rmatmul and rand or "
+    "ror xor rxor lshift rlshift rshift rrshift neg pos abs invert eq ne lt le gt ge hash bool int"
+    " float complex index "
+    "str repr format bytes len iter next contains getitem setitem delitem call enter exit round"
+    " trunc floor ceil "
     "divmod rdivmod reversed fspath dir length_hint array copy deepcopy reduce reduce_ex"
 )
 # Python looks for special methods on the class, past `__getattribute__`.

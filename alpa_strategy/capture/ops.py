@@ -167,7 +167,8 @@ def _rows(
 
 
 _LIBRARY.define(
-    "ctc_rows(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, "
+    "ctc_rows(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int"
+    " blank, "
     "bool zero_infinity) -> Tensor"
 )
 _LIBRARY.impl("ctc_rows", _rows, "CompositeImplicitAutograd")
@@ -339,7 +340,8 @@ class _FunctionCall:
         self.returned = _Structure.of(result)
         if not all(constant is Tensor or constant is None for constant in self.returned.constants):
             raise CaptureError(
-                f"the autograd.Function {self.function.__name__} returns something that is no tensor",
+                f"the autograd.Function {self.function.__name__} returns something that is no"
+                " tensor",
                 "return tensors only",
             )
         return [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]

@@ -88,9 +88,11 @@ def globals_kept(
                 function.cache_clear()
     if changed:
         raise CaptureError(
-            f"the step changes variables outside of the module ({', '.join(sorted(changed))}): a captured step "
+            f"the step changes variables outside of the module ({', '.join(sorted(changed))}): a"
+            " captured step "
             "repeats tensor work only, so this would happen once and never again",
-            "do it before training or in a hook such as on_train_batch_end (the returned dict arrives there), or "
+            "do it before training or in a hook such as on_train_batch_end (the returned dict"
+            " arrives there), or "
             "use register_buffer for tensors",
         )
 

@@ -74,8 +74,10 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
             value = original(self, name)
             if is_first and (isinstance(value, IOBase) or type(value).__module__ == "_csv"):
                 raise CaptureError(
-                    f"the step uses an open file ({user_frame()}): captured, it would write once and never again",
-                    "write files in a hook such as on_train_batch_end (what the step returns arrives there)",
+                    f"the step uses an open file ({user_frame()}): captured, it would write once"
+                    " and never again",
+                    "write files in a hook such as on_train_batch_end (what the step returns"
+                    " arrives there)",
                 )
             is_iterator = (
                 is_first and isinstance(value, Iterator) and type(value) not in weakref.ProxyTypes
@@ -105,9 +107,11 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
 def refuse_iterator() -> NoReturn:
     """CaptureError for an iterator that lives longer than the step."""
     raise CaptureError(
-        f"the step takes the next of an iterator that it has not made ({user_frame()}): the captured step would use "
+        f"the step takes the next of an iterator that it has not made ({user_frame()}): the"
+        " captured step would use "
         "the first one forever",
-        "let the loader yield it (CombinedLoader), or take it in on_train_batch_start and keep a buffer",
+        "let the loader yield it (CombinedLoader), or take it in on_train_batch_start and keep a"
+        " buffer",
     )
 
 

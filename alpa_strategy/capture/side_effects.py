@@ -1,5 +1,5 @@
-"""Calls by which the step acts on the world outside of Python: texts for a terminal, a log or a file,
-clocks, the environment, processes, threads, queues.
+"""Calls by which the step acts on the world outside of Python: texts for a terminal, a log or a
+file, clocks, the environment, processes, threads, queues.
 
 A captured step would do such a thing once, at capture, and never again, so they are refused: the
 step then runs as it is written, and acts at every step. The text of a tensor belongs here too: it
@@ -59,7 +59,8 @@ class Refusing(Protocol):
 
 
 _IN_HOOKS = (
-    "do it in a hook such as on_train_batch_end (what the step returns arrives there as outputs), and log values "
+    "do it in a hook such as on_train_batch_end (what the step returns arrives there as outputs),"
+    " and log values "
     "with self.log"
 )
 
@@ -118,7 +119,8 @@ _INTERNAL = tuple(
 def _refuse_text(record: Refusing) -> NoReturn:
     record.refuse(
         CaptureError(
-            f"the step makes a text of a tensor ({own_line()}), which needs its value: print, str, format and "
+            f"the step makes a text of a tensor ({own_line()}), which needs its value: print, str,"
+            " format and "
             "messages do",
             _IN_HOOKS,
         )
@@ -214,7 +216,8 @@ def _messages(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterato
             refuse_message("tells something to logging")
         if is_user_file(message.pathname):
             record.note(
-                f"messages to logging ({own_line()}) are left out: a captured step repeats tensor work only"
+                f"messages to logging ({own_line()}) are left out: a captured step repeats tensor"
+                " work only"
             )
         leaves = pytree.tree_leaves(message.args)
         if not any(isinstance(x, Tensor) for x in leaves):  # these have no value to be said
@@ -260,7 +263,8 @@ def _opened_files(record: Refusing) -> Iterator[Patch]:
         if not set("wax+").isdisjoint(mode) or asked_by_user(sys._getframe(2)):
             record.refuse(
                 CaptureError(
-                    f"open({str(file)!r}, {mode!r}) is used in the step ({own_line()}): a captured step "
+                    f"open({str(file)!r}, {mode!r}) is used in the step ({own_line()}): a captured"
+                    " step "
                     "cannot keep it",
                     "read and write files in hooks such as on_train_batch_start",
                 )
@@ -332,7 +336,8 @@ def _refuse_call(record: Refusing, name: str, *_: Any, **__: Any) -> None:
         record.refuse(
             CaptureError(
                 f"the step calls {name} ({own_line()}): captured, it would be called once",
-                "take times in hooks such as on_train_batch_start and on_train_batch_end, draw with torch, seed "
+                "take times in hooks such as on_train_batch_start and on_train_batch_end, draw with"
+                " torch, seed "
                 "before the training; what acts outside of the step belongs into hooks too",
             )
         )

@@ -135,7 +135,8 @@ def plannable(
             try:
                 if call.given is None:
                     raise CaptureError(
-                        "it is called under an autocast of its own, or with what no other rank can have"
+                        "it is called under an autocast of its own, or with what no other rank can"
+                        " have"
                     )
                 capture_calls(module, [call], context)
             except (

@@ -55,10 +55,13 @@ class StepCounter:
     def refuse(self) -> NoReturn:
         """The number goes where it would be frozen into the graph."""
         raise CaptureError(
-            f"{' and '.join(sorted(self.made.counters))}: a number made of it stands where the captured graph would "
+            f"{' and '.join(sorted(self.made.counters))}: a number made of it stands where the"
+            " captured graph would "
             f"keep the value of the first step forever ({user_frame()})",
-            "compute it with Python's operators and functions of `math` (no shapes, items of lists, sets or `range`) "
-            "and use it element by element (`beta * x`, `x > limit`), compare it (`if self.global_step % 100 == 0`), "
+            "compute it with Python's operators and functions of `math` (no shapes, items of lists,"
+            " sets or `range`) "
+            "and use it element by element (`beta * x`, `x > limit`), compare it (`if"
+            " self.global_step % 100 == 0`), "
             "or keep the number in a registered buffer that the step or a callback updates",
         )
 

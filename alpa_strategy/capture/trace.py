@@ -236,8 +236,10 @@ def _check_added(module: LightningModule, batch: Any, after: Any) -> None:
         reached = reached_functions([user.on_train_batch_end])
         if named := added & {constant for each in reached for constant in each.__code__.co_consts}:
             raise CaptureError(
-                f"training_step puts {named} into its batch, for {type(user).__name__}.on_train_batch_end",
-                "return it from training_step: what that returns arrives in on_train_batch_end as outputs",
+                f"training_step puts {named} into its batch, for"
+                f" {type(user).__name__}.on_train_batch_end",
+                "return it from training_step: what that returns arrives in on_train_batch_end as"
+                " outputs",
             )
 
 
@@ -331,7 +333,8 @@ def _reassigned_buffers(
         if len(kinds) != 1:
             raise CaptureError(
                 f"the step puts another parameter, shape or dtype in the place of {name}",
-                "keep shape and dtype of buffers, and leave parameters to the optimizer and to hooks",
+                "keep shape and dtype of buffers, and leave parameters to the optimizer and to"
+                " hooks",
             )
     return replaced
 
@@ -390,9 +393,11 @@ def generators_kept() -> Iterator[None]:
         yield
     if drawn:
         raise CaptureError(
-            f"training_step draws numbers from {' and '.join(drawn)}: the captured step would repeat the first ones "
+            f"training_step draws numbers from {' and '.join(drawn)}: the captured step would"
+            " repeat the first ones "
             "forever",
-            "draw with torch (torch.rand, torch.randint) and choose with torch.where, or draw in the dataset",
+            "draw with torch (torch.rand, torch.randint) and choose with torch.where, or draw in"
+            " the dataset",
         )
 
 
@@ -418,8 +423,10 @@ def uncompiled() -> Iterator[None]:
 # What torch says about code that cannot be traced -> what that is, and what to do.
 _CLEARER = {
     StepCounter.__name__: (
-        "a number made of batch_idx, global_step or current_epoch stands where torch takes numbers only",
-        "use it element by element (`beta * x`), or write int(self.current_epoch); keep others in a registered "
+        "a number made of batch_idx, global_step or current_epoch stands where torch takes numbers"
+        " only",
+        "use it element by element (`beta * x`), or write int(self.current_epoch); keep others in a"
+        " registered "
         "buffer that the step updates",
     ),
     "TorchScript": (
@@ -442,15 +449,19 @@ def clear_errors() -> Iterator[None]:
         yield
     except DataDependentOutputException as error:
         raise CaptureError(
-            "training_step cannot be captured: a tensor's value is needed by Python (a branch on it, .item(), "
+            "training_step cannot be captured: a tensor's value is needed by Python (a branch on"
+            " it, .item(), "
             f".tolist(), int() or float())\n  at {user_line(error.__traceback__)}",
-            "torch.where chooses between values, register_buffer keeps state, callbacks and hooks may look at numbers",
+            "torch.where chooses between values, register_buffer keeps state, callbacks and hooks"
+            " may look at numbers",
         ) from error
     except DynamicOutputShapeException as error:
         raise CaptureError(
-            f"training_step cannot be captured: the shape of a tensor depends on its data ({error.func})\n"
+            "training_step cannot be captured: the shape of a tensor depends on its data"
+            f" ({error.func})\n"
             f"  at {user_line(error.__traceback__)}",
-            "keep shapes fixed: multiply by a mask or use torch.where instead of selecting rows, do not pack",
+            "keep shapes fixed: multiply by a mask or use torch.where instead of selecting rows, do"
+            " not pack",
         ) from error
     except AlpaError:
         raise

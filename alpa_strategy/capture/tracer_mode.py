@@ -89,8 +89,10 @@ class TracerMode(TorchFunctionMode):
         norm = isinstance(module, nn.modules.batchnorm._NormBase)
         if norm and module.momentum is None and module.training and module.track_running_stats:
             raise CaptureError(
-                f"{type(module).__name__} {self.paths.get(id(module), '')} has momentum=None: a cumulative average "
-                "reads the number of batches so far as a Python number, which the captured step would freeze",
+                f"{type(module).__name__} {self.paths.get(id(module), '')} has momentum=None: a"
+                " cumulative average "
+                "reads the number of batches so far as a Python number, which the captured step"
+                " would freeze",
                 "give it a momentum, for example the default 0.1",
             )
         self.stack.append(
@@ -209,7 +211,8 @@ class TracerMode(TorchFunctionMode):
         for device in devices:
             if device.type != self.device.type:
                 raise CaptureError(
-                    f"the step asks for device {str(device)!r} ({user_frame()}) while the module is on {self.device}",
+                    f"the step asks for device {str(device)!r} ({user_frame()}) while the module is"
+                    f" on {self.device}",
                     "use the module's device: device=self.device, or the device of another tensor",
                 )
 
@@ -233,7 +236,8 @@ def _set_flag(tensor: Tensor, value: bool) -> None:
     """`tensor.requires_grad = value`."""
     if isinstance(tensor, nn.Parameter) and value != _FLAG.__get__(tensor):
         raise CaptureError(
-            f"the step freezes or unfreezes a parameter ({user_frame()}): a captured step has all as they were",
+            f"the step freezes or unfreezes a parameter ({user_frame()}): a captured step has all"
+            " as they were",
             "do it in a hook such as on_train_batch_start",
         )
     if tensor.is_leaf or value != _FLAG.__get__(
@@ -253,6 +257,8 @@ def _refuse_functions_of_functions(
         callable(a) and not isinstance(a, type) for a in given
     ):
         raise CaptureError(
-            f"{func.name()} ({user_frame()}) runs functions as graphs of their own, which cannot be cut",
-            "write loops in Python (they are unrolled), and torch.where for a choice that depends on data",
+            f"{func.name()} ({user_frame()}) runs functions as graphs of their own, which cannot be"
+            " cut",
+            "write loops in Python (they are unrolled), and torch.where for a choice that depends"
+            " on data",
         )

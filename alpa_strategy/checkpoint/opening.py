@@ -129,7 +129,8 @@ def reading(path: Path) -> Iterator[None]:
             str(error.__context__ or error).strip().partition("\n")[0]
         )  # torch puts pages of advice around its own
         raise CheckpointError(
-            f"the checkpoint {path} holds more than tensors and plain values, or is damaged: {said}",
+            f"the checkpoint {path} holds more than tensors and plain values, or is damaged:"
+            f" {said}",
             "if you trust who wrote it, read it with weights_only=False (`alpa export --trust`)",
         ) from error
     # What a damaged file's instructions build fails in any way: it is not what their arguments

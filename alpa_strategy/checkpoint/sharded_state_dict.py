@@ -114,7 +114,8 @@ def load_parameters(state_dict: Mapping[str, Tensor], store: ParameterStore) -> 
             continue
         if source.shape != shape:
             raise CheckpointError(
-                f"{store.name_of(parameter)} has shape {list(source.shape)} in the checkpoint and {list(shape)} here",
+                f"{store.name_of(parameter)} has shape {list(source.shape)} in the checkpoint and"
+                f" {list(shape)} here",
                 "load a checkpoint of the same model",
             )
         read_chunks(source, store.chunks(parameter, parameter.detach()))

@@ -357,7 +357,8 @@ class ClusterSpec:
         num_nodes, per_node = self._submesh(submesh)
         if not shape or min(shape) < 1 or math.prod(shape) != num_nodes * per_node:
             raise ClusterError(
-                f"logical mesh {shape} does not have the {num_nodes * per_node} devices of {num_nodes} x {per_node}",
+                f"logical mesh {shape} does not have the {num_nodes * per_node} devices of"
+                f" {num_nodes} x {per_node}",
                 f"use one of {', '.join(map(str, factorisations(num_nodes * per_node)))}",
             )
         if (shape, num_nodes, per_node) not in self._known:
@@ -450,7 +451,8 @@ class ClusterSpec:
         num_nodes, per_node = submesh or whole
         if not (1 <= num_nodes <= whole[0] and 1 <= per_node <= whole[1]):
             raise ClusterError(
-                f"submesh {num_nodes} x {per_node} is not part of {self.name} ({whole[0]} x {whole[1]})",
+                f"submesh {num_nodes} x {per_node} is not part of {self.name} ({whole[0]} x"
+                f" {whole[1]})",
                 "give (nodes, devices per node) within the cluster",
             )
         return num_nodes, per_node
@@ -590,8 +592,10 @@ def _read_table(data: Any, source: str, index: int) -> CommTable:
     ascending = numbers and all(a[0] < b[0] for a, b in pairwise(pairs))
     if kind not in COLLECTIVES or not pairs or len(pairs) != len(points) or not ascending:
         raise ClusterError(
-            f"cluster file {source}: field tables.{index} holds no readable measurements of {kind!r}",
-            f"kind is one of {', '.join(COLLECTIVES)}; points are [[bytes, seconds], ...] with bytes ascending",
+            f"cluster file {source}: field tables.{index} holds no readable measurements of"
+            f" {kind!r}",
+            f"kind is one of {', '.join(COLLECTIVES)}; points are [[bytes, seconds], ...] with"
+            " bytes ascending",
         )
     return CommTable(
         kind=kind,

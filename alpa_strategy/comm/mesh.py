@@ -269,9 +269,11 @@ class AxisComm:
     def _check_size(self, tensor: Tensor, dim: int, expected: int) -> None:
         if tensor.shape[dim] != expected:
             raise RuntimeMismatchError(
-                f"device {self.index} of an axis of {self.size} holds {tensor.shape[dim]} rows of dim {dim}, "
+                f"device {self.index} of an axis of {self.size} holds {tensor.shape[dim]} rows of"
+                f" dim {dim}, "
                 f"the plan says {expected}",
-                "shapes at run time must be those that were planned; drop the odd last batch or plan for it",
+                "shapes at run time must be those that were planned; drop the odd last batch or"
+                " plan for it",
             )
 
 
@@ -452,7 +454,8 @@ def _group_of(
         return lasting_group(use, ranks, use_local_synchronization=local)
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise RuntimeMismatchError(
-            f"the plan has devices in the order {list(ranks)}, for which this PyTorch ({torch.__version__}) has no "
+            f"the plan has devices in the order {list(ranks)}, for which this PyTorch"
+            f" ({torch.__version__}) has no "
             "process groups",
             "write `order: numbered` into the cluster file, or take PyTorch 2.13",
         )

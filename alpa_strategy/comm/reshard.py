@@ -145,7 +145,10 @@ class Reshard:
         )
 
     def __repr__(self) -> str:
-        return f"Reshard({dual_layout_to_str(self.src)} -> {dual_layout_to_str(self.dst)}, {list(self.shape)})"
+        return (
+            f"Reshard({dual_layout_to_str(self.src)} -> {dual_layout_to_str(self.dst)},"
+            f" {list(self.shape)})"
+        )
 
 
 def stacked(tensor: Tensor, axis: AxisComm) -> Tensor:

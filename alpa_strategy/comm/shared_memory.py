@@ -184,7 +184,8 @@ class SharedMemoryGroup:
                 self._check_alive()
                 if now - started > self._seconds:
                     raise LostRankError(
-                        f"a collective among {self._size} ranks of this host has not ended within {self._seconds:g} s",
+                        f"a collective among {self._size} ranks of this host has not ended within"
+                        f" {self._seconds:g} s",
                         "see what the other ranks do; the time is that of the process group",
                     )
 

@@ -33,12 +33,16 @@ def _names(text: str) -> frozenset[str]:
 # Metadata only. Of these, the backward of the second set fills or sums a tensor of the operand's
 # shape.
 PLAIN_VIEWS = _names(
-    "view reshape _unsafe_view transpose permute t squeeze unsqueeze flatten unflatten movedim moveaxis swapaxes "
-    "swapdims view_as reshape_as alias detach detach_ lift_fresh lift_fresh_copy ravel mT mH T adjoint numpy_T "
-    "matrix_H view_as_real view_as_complex real imag getitem sym_size _reshape_alias result_type positive"
+    "view reshape _unsafe_view transpose permute t squeeze unsqueeze flatten unflatten movedim"
+    " moveaxis swapaxes "
+    "swapdims view_as reshape_as alias detach detach_ lift_fresh lift_fresh_copy ravel mT mH T"
+    " adjoint numpy_T "
+    "matrix_H view_as_real view_as_complex real imag getitem sym_size _reshape_alias result_type"
+    " positive"
 )
 PART_VIEWS = _names(
-    "slice select split split_with_sizes chunk narrow unbind tensor_split diagonal unfold as_strided expand expand_as "
+    "slice select split split_with_sizes chunk narrow unbind tensor_split diagonal unfold"
+    " as_strided expand expand_as "
     "broadcast_to hsplit vsplit dsplit"
 )
 MAY_COPY = _names(
@@ -51,7 +55,8 @@ GATHERS = _names("embedding bag_lookup index_select gather index take_along_dim 
 # operand (second).
 FREE_BACKWARD = _names("add sub cat concat concatenate stack sum hstack vstack")
 LINEAR = _names(
-    "neg mean clone contiguous mul_scalar div_scalar where masked_fill constant_pad_nd pad flip roll"
+    "neg mean clone contiguous mul_scalar div_scalar where masked_fill constant_pad_nd pad flip"
+    " roll"
 )
 # Whole extra passes over the largest operand, (forward, backward), of ops made of several kernels.
 EXTRA_PASSES = {
@@ -246,11 +251,13 @@ def _grouped(call: OpCall) -> float:
 
 
 ATTENTION = _names(
-    "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+    "scaled_dot_product_attention _scaled_dot_product_flash_attention"
+    " _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_cudnn_attention"
 )
 CONVOLUTIONS = _names(
-    "convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
+    "convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d"
+    " conv_transpose3d"
 )
 LINEARS, MATRIX_PRODUCTS = ("linear", "segmented_linear"), ("mm", "bmm", "matmul")
 PRODUCTS: dict[str, Callable[[OpCall], float]] = {

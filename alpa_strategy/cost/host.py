@@ -1,4 +1,5 @@
-"""The host's part of a step: what Python, the Trainer's loop and the loader add to the devices' time.
+"""The host's part of a step: what Python, the Trainer's loop and the loader add to the devices'
+time.
 
 Ops are priced one by one (`model.py`), from times that were taken in a loop of one op. In a step
 each op has a line of Python around it, autograd calls its backward, and the ops before it have

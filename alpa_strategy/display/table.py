@@ -279,7 +279,8 @@ def _stage_line(indices: Sequence[int], stages: Sequence[StagePlan]) -> Text:
     text = Text.assemble((name, "bold"), f"  {devices}mesh {mesh_text(stage.logical_mesh)}, ")
     most = "up to " if len(stages) > 1 else ""
     text.append(
-        f"{format_seconds(stage.predicted.step_seconds)}, {most}{format_bytes(stage.predicted.peak_bytes)}"
+        f"{format_seconds(stage.predicted.step_seconds)},"
+        f" {most}{format_bytes(stage.predicted.peak_bytes)}"
     )
     return text.append(recomputes(stage))
 

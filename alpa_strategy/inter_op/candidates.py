@@ -287,9 +287,11 @@ def check_places(job: CostJob, meshes: Sequence[tuple[int, int]]) -> None:
         wanted.append(f"{span_name(job.graph, job.cuts[first], job.cuts[last])} {where}")
         first = last
     raise PlanError(
-        f"device_map: no stages, one after the other on all {job.cluster.num_devices} devices, lie so: "
+        f"device_map: no stages, one after the other on all {job.cluster.num_devices} devices, lie"
+        " so: "
         f"{'; '.join(wanted)}",
-        "stages take devices in the order in which training_step uses their parameters: give others, fewer pins, or "
+        "stages take devices in the order in which training_step uses their parameters: give"
+        " others, fewer pins, or "
         "leave num_stages, stages and schedule to be solved",
     )
 

@@ -38,7 +38,8 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
     most = sum(1 for op in step.ops if op.operands)
     if wanted is not None and wanted > most:
         raise PlanError(
-            f"num_stages={wanted}, but training_step has only {most} ops, and a stage holds at least one",
+            f"num_stages={wanted}, but training_step has only {most} ops, and a stage holds at"
+            " least one",
             f"ask for at most {most} stages, or leave num_stages out",
         )
     possible = _possible(cluster, options)
@@ -47,7 +48,8 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
         raise _no_such_stages(cluster, options, numbers)
     if numbers[0] > most:
         raise PlanError(
-            f"schedule={schedule!r} has at least {numbers[0]} stages on {_where(cluster, options)}, but training_step "
+            f"schedule={schedule!r} has at least {numbers[0]} stages on {_where(cluster, options)},"
+            " but training_step "
             f"has only {most} ops, and a stage holds at least one",
             "use the schedule 1F1B or GPipe",
         )
@@ -88,7 +90,8 @@ def stage_cuts(step: StepGraph, stages: Sequence[str]) -> tuple[int, ...]:
     ):
         if start < end:
             raise OptionError(
-                f"stages: {other!r} does not run after {text!r}: {step.ops[start].name} of {step.ops[start].module} "
+                f"stages: {other!r} does not run after {text!r}: {step.ops[start].name} of"
+                f" {step.ops[start].module} "
                 f"comes before {step.ops[end - 1].name} of {step.ops[end - 1].module}",
                 "name modules in the order in which training_step calls them, each in one stage",
             )
@@ -157,8 +160,10 @@ def pinned_places(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -
         ]
         if places[-1] - first + 1 != count or count not in sizes:
             raise PlanError(
-                f"device_map[{pattern!r}]={list(ranks)} is no mesh that a stage can have on devices 0 to {D - 1}",
-                f"name {_short(sizes) or 'some'} neighbours from one on: a part of a node, or whole nodes",
+                f"device_map[{pattern!r}]={list(ranks)} is no mesh that a stage can have on devices"
+                f" 0 to {D - 1}",
+                f"name {_short(sizes) or 'some'} neighbours from one on: a part of a node, or whole"
+                " nodes",
             )
         found |= dict.fromkeys(matching(pattern, names, "device_map"), (first, count))
     return found
@@ -215,7 +220,8 @@ def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int
         size = math.prod(options.logical_mesh)
         if size != cluster.num_devices:
             raise PlanError(
-                f"logical_mesh={options.logical_mesh} has {size} devices, the cluster {cluster.num_devices}",
+                f"logical_mesh={options.logical_mesh} has {size} devices, the cluster"
+                f" {cluster.num_devices}",
                 "choose a shape whose product is the number of devices",
             )
         return [tuple(options.logical_mesh)]
@@ -223,7 +229,8 @@ def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int
     if not fitting:
         counts = sorted(axis_counts(options))
         raise PlanError(
-            f"placements and parallel name {counts} mesh axes; {cluster.num_devices} devices allow the logical "
+            f"placements and parallel name {counts} mesh axes; {cluster.num_devices} devices allow"
+            " the logical "
             f"meshes {cluster.logical_shapes()}",
             "give every pin one mode per axis of one of these, or set logical_mesh",
         )
@@ -303,7 +310,8 @@ def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[i
         return PlanError(f"{asked} cannot be met on {where} by any schedule", fix)
     each = " or ".join(map(str, SCHEDULES[schedule].stages_per_mesh))
     return PlanError(
-        f"{asked} cannot be met by schedule={schedule!r} on {where}: it puts {each} stage{'s' * (each != '1')} on each "
+        f"{asked} cannot be met by schedule={schedule!r} on {where}: it puts {each}"
+        f" stage{'s' * (each != '1')} on each "
         "mesh" + ("" if each == "1" else ", and all meshes are of one size"),
         fix,
     )

@@ -198,7 +198,8 @@ def run_costs(
 
 
 def _mixed(cheap: np.ndarray, small: np.ndarray, share: float) -> np.ndarray:
-    """[price, first, last + 1, part] of runs whose layers choose at one price of memory or the next.
+    """[price, first, last + 1, part] of runs whose layers choose at one price of memory or the
+    next.
 
     Sums are divided between the two by `share`, of layers that take the layouts of `small`. What
     is the largest of all layers is the larger of the two, whatever the share.

@@ -376,9 +376,11 @@ class StageSolver:
             return _Solved(starts, solution, working)
         if job.options.solver == PROPAGATION:
             raise DoesNotFitError(
-                f"layouts that are propagated need {format_bytes(cost.num_bytes(alive, wish.remat))} of "
+                "layouts that are propagated need"
+                f" {format_bytes(cost.num_bytes(alive, wish.remat))} of "
                 f"{format_bytes(limit)} on {math.prod(wish.submesh)} devices",
-                'pin more parameters to shards, or use solver="ilp", which looks for layouts that fit',
+                'pin more parameters to shards, or use solver="ilp", which looks for layouts that'
+                " fit",
             )
         # The row of the ILP has a mean of those spans that were found to be the largest; what it
         # leaves out of the largest one's bytes, and what is short-lived, is reserved.

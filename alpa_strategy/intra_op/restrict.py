@@ -70,7 +70,8 @@ def restrict(
                 asked = ParameterPlan(wanted, parameter.num_segments).module_modes
                 shape = list(parameter.module_shape or parameter.meta.shape)
                 raise PlanError(
-                    f"{origin} asks for modes '{modes_text(asked)}' of parameter {parameter.name!r} (shape {shape}), "
+                    f"{origin} asks for modes '{modes_text(asked)}' of parameter {parameter.name!r}"
+                    f" (shape {shape}), "
                     f"which it cannot have on a logical mesh of {intra.mesh.shape}",
                     "use one of: "
                     + ", ".join(f"'{modes_text(plan.module_modes)}'" for plan in own.plans),
@@ -139,7 +140,8 @@ def derived_values(step: StepGraph) -> dict[int, ParameterInput]:
 def _nothing_left(name: str, options: PlanOptions, optimizer: OptimizerInfo) -> PlanError:
     if not optimizer.element_wise:
         return PlanError(
-            f"the optimizer {optimizer.name} does not work element by element, so it needs parameter {name!r} whole, "
+            f"the optimizer {optimizer.name} does not work element by element, so it needs"
+            f" parameter {name!r} whole, "
             f"and parallel={options.parallel!r} stores it in shards",
             'use an element-wise optimizer such as AdamW, or parallel="data"',
         )

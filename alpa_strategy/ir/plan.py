@@ -491,7 +491,8 @@ class Plan:
         version = _check(data, dict, "plan").get("format_version")
         if version != FORMAT_VERSION:
             raise PlanError(
-                f"the plan has format version {version}, this package reads version {FORMAT_VERSION}",
+                f"the plan has format version {version}, this package reads version"
+                f" {FORMAT_VERSION}",
                 _FIX,
             )
         plan = _read(Plan, data, "plan")

@@ -294,7 +294,8 @@ class BatchHooks:
                     Exception
                 ) as error:  # what it says of the batch itself is for the real call to raise
                     rank_zero_info(
-                        f"alpa: {names} cannot be tried on more rows: {type(error).__name__}: {error}"
+                        f"alpa: {names} cannot be tried on more rows: {type(error).__name__}:"
+                        f" {error}"
                     )
             return method(batch, *args, **kwargs)
 
@@ -346,8 +347,10 @@ def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[Kind
     ]
     if mixed:
         rank_zero_info(
-            f"alpa: {names}: rows of the batch's leaf {', '.join(mixed)} are made of other rows too (mixup and the "
-            "like): of those of the same rank, as under DDP. A captured step takes all ranks' for one batch"
+            f"alpa: {names}: rows of the batch's leaf {', '.join(mixed)} are made of other rows too"
+            " (mixup and the "
+            "like): of those of the same rank, as under DDP. A captured step takes all ranks' for"
+            " one batch"
         )
     return tuple(found)
 
@@ -642,14 +645,17 @@ def _computes_with(
                 return ""
     used = " or ".join(sorted(names | in_hooks))
     return (
-        f"the step, or a hook with its gradients, computes with {used}, for the {rows} rows of this rank, and would "
-        f"have the {step.batch_size} of all {world_size()} (a number taken from a tensor of the batch, `x.size(0)`, "
+        f"the step, or a hook with its gradients, computes with {used}, for the {rows} rows of this"
+        " rank, and would "
+        f"have the {step.batch_size} of all {world_size()} (a number taken from a tensor of the"
+        " batch, `x.size(0)`, "
         "would be theirs)"
     )
 
 
 def _of(names: Iterable[str]) -> str:
     return (
-        f"the batch's leaf {', '.join(names)} is made of this rank's samples and has no row for each of them, so that "
+        f"the batch's leaf {', '.join(names)} is made of this rank's samples and has no row for"
+        " each of them, so that "
         "the batches of all ranks are no one batch of the step"
     )

@@ -9,7 +9,9 @@ from alpa_strategy.errors import CheckpointError
 
 
 def is_remote(path: str | Path) -> bool:
-    """Whether a path is a URL (s3://, gs://, memory://) and no path of a local or mounted folder."""
+    """Whether a path is a URL (s3://, gs://, memory://) and no path of a local or mounted
+    folder.
+    """
     return "://" in str(path)
 
 

@@ -157,7 +157,8 @@ class Checkpoints:
         """Read the groups now, and the state when it is known which part of it this rank holds."""
         if len(stored) != len(optimizers):
             raise CheckpointError(
-                f"the checkpoint has states of {len(stored)} optimizers, configure_optimizers gave {len(optimizers)}",
+                f"the checkpoint has states of {len(stored)} optimizers, configure_optimizers gave"
+                f" {len(optimizers)}",
                 "give as many, or load only the model (load_from_checkpoint)",
             )
         # A hook before the first batch may look at optimizers' state, which then is whole until the
@@ -398,8 +399,10 @@ class Checkpoints:
         self._left_alone = len(came) < world_size() or len(set(came.values())) > 1
         if self._left_alone:
             rank_zero_warn(
-                f"alpa: no checkpoint was saved after the exception: only ranks {sorted(came)} of {world_size()} are "
-                "here for it, and every rank holds a part; go on from the last one that was saved before"
+                f"alpa: no checkpoint was saved after the exception: only ranks {sorted(came)} of"
+                f" {world_size()} are "
+                "here for it, and every rank holds a part; go on from the last one that was saved"
+                " before"
             )
         return self._left_alone
 

@@ -33,7 +33,8 @@ def check_module(module: Any) -> None:
     if not any(p.requires_grad for p in module.parameters()):
         raise SetupError(
             f"{type(module).__name__} has no trainable parameters",
-            "create its layers in __init__ or configure_model, and leave requires_grad on for what should train",
+            "create its layers in __init__ or configure_model, and leave requires_grad on for what"
+            " should train",
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise SetupError("training_step takes a dataloader_iter", "let it take (batch, batch_idx)")
@@ -44,8 +45,10 @@ def check_shapes(module: Any) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise SetupError(
-                f"{name} has no shape before the first batch, and what the ranks share and plan is made from shapes",
-                "call the lazy layers on an example batch in __init__ or configure_model, or give them their sizes",
+                f"{name} has no shape before the first batch, and what the ranks share and plan is"
+                " made from shapes",
+                "call the lazy layers on an example batch in __init__ or configure_model, or give"
+                " them their sizes",
             )
 
 
@@ -54,7 +57,8 @@ def check_precision(plugin: Any) -> None:
     if isinstance(plugin, _OTHER_PRECISIONS):
         raise SetupError(
             f"{type(plugin).__name__} replaces the module's layers or belongs to another strategy",
-            'use precision="32-true", "64-true", "16-mixed", "bf16-mixed", "16-true" or "bf16-true"',
+            'use precision="32-true", "64-true", "16-mixed", "bf16-mixed", "16-true" or'
+            ' "bf16-true"',
         )
 
 
@@ -63,8 +67,10 @@ def check_optimizers(optimizers: Iterable[Any]) -> None:
     for optimizer in optimizers:
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
             raise SetupError(
-                "ZeroRedundancyOptimizer cuts its state between the ranks by itself, beside the plan",
-                'return the optimizer that is inside of it, and set parallel="zero2" (or leave it to the plan)',
+                "ZeroRedundancyOptimizer cuts its state between the ranks by itself, beside the"
+                " plan",
+                'return the optimizer that is inside of it, and set parallel="zero2" (or leave it'
+                " to the plan)",
             )
 
 

@@ -246,7 +246,8 @@ def _scaled(num_batches: int, num_before: int, num_now: int) -> int:
     scaled, rest = divmod(num_batches * num_before, num_now)
     if rest:
         rank_zero_warn(
-            f"alpa: {num_batches} batches of {num_before} ranks are no whole number of batches of {num_now}: up to "
+            f"alpa: {num_batches} batches of {num_before} ranks are no whole number of batches of"
+            f" {num_now}: up to "
             f"{num_now - 1} batches of this epoch are trained on again"
         )
     return scaled

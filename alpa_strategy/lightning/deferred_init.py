@@ -112,7 +112,8 @@ class DeferredInit:
         elif is_training and trainer.num_sanity_val_steps and trainer.enable_validation:
             trainer.num_sanity_val_steps = 0
             rank_zero_info(
-                "alpa: no sanity check before training: parameters are made in shards, by the plan that the first "
+                "alpa: no sanity check before training: parameters are made in shards, by the plan"
+                " that the first "
                 "training batch brings"
             )
 
@@ -148,7 +149,8 @@ class DeferredInit:
                 continue
             if parameter not in self._loaded and not self._recorder.is_unchanged(parameter):
                 raise AlpaError(
-                    f"{name} was changed in place after it had been built without memory: the change is lost",
+                    f"{name} was changed in place after it had been built without memory: the"
+                    " change is lost",
                     "change parameters in configure_model (or within trainer.init_module())",
                 )
             empty = torch.zeros((), dtype=parameter.dtype, device=self._device).expand(
@@ -216,7 +218,8 @@ class DeferredInit:
             raise AlpaError(
                 f"{left[0]} was built on the meta device, and nothing says what its values are "
                 f"({type(owner).__name__} has no reset_parameters; {len(left)} such tensors)",
-                "build the module in configure_model, which is recorded and needs no `torch.device('meta')`, or give "
+                "build the module in configure_model, which is recorded and needs no"
+                " `torch.device('meta')`, or give "
                 f"{type(owner).__name__} a reset_parameters method",
             )
 
@@ -274,7 +277,8 @@ def stays_sharded(run: Any) -> bool:
     against = run.no_room_for_release()
     if against is not None:
         rank_zero_info(
-            f"alpa: the module stays in shards after training: {against}. This trainer saves and evaluates it as before"
+            f"alpa: the module stays in shards after training: {against}. This trainer saves and"
+            " evaluates it as before"
         )
     return against is not None
 

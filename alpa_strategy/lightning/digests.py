@@ -23,7 +23,8 @@ from alpa_strategy.ir.graph import BufferInput, StepGraph
 from alpa_strategy.runtime.parameters import ParameterStore
 
 REPLICA = (
-    'batch_scope="replica" runs the step on each rank\'s own batch, as DDP does; or let the loader yield a row for '
+    'batch_scope="replica" runs the step on each rank\'s own batch, as DDP does; or let the loader'
+    " yield a row for "
     "each sample, and the same value of what belongs to no sample on every rank"
 )
 GRADIENT = "the gradient of "
@@ -105,12 +106,15 @@ class LeafAgreement:
             )
             if self._all:
                 raise RuntimeMismatchError(
-                    f'{leaf} differs between the ranks of a replica, or of batch_scope="global" {how}, which are to '
+                    f'{leaf} differs between the ranks of a replica, or of batch_scope="global"'
+                    f" {how}, which are to "
                     "load the same rows",
-                    "call lightning.seed_everything(..., workers=True), and let your own samplers give them the same",
+                    "call lightning.seed_everything(..., workers=True), and let your own samplers"
+                    " give them the same",
                 )
             raise NotRowsError(
-                f"{leaf} has no row per sample and differs between the ranks {how}, while it is taken to be the same "
+                f"{leaf} has no row per sample and differs between the ranks {how}, while it is"
+                " taken to be the same "
                 "on all ranks, whose batches are one batch of the step",
                 REPLICA,
             )
@@ -186,10 +190,13 @@ class CopyCheck:
         )
         raise RuntimeMismatchError(
             f"copies of {self.names[column]} differ {when}: on ranks {ranks} from those on ranks "
-            f"{sorted({first[rank] for rank in ranks})}; {len(columns)} of {len(self.names)} that are compared do"
+            f"{sorted({first[rank] for rank in ranks})}; {len(columns)} of {len(self.names)} that"
+            " are compared do"
             f"{': also ' * bool(others)}{others}",
-            "look for code that changes them on one rank only (a hook, a callback, random numbers of its own); else a "
-            "device or link computes wrongly. check_replicas_every=0, check_gradients=False leave these checks out",
+            "look for code that changes them on one rank only (a hook, a callback, random numbers"
+            " of its own); else a "
+            "device or link computes wrongly. check_replicas_every=0, check_gradients=False leave"
+            " these checks out",
         )
 
     def _tensors(self) -> Iterator[Tensor | None]:
@@ -292,15 +299,18 @@ def report(found: Sequence[Seen], divided: bool) -> str:
         )
     elif own:
         said = (
-            f"gradients of ranks {own} alone are not finite before they are summed ({where}): these ranks' rows, or a "
-            "device. Their rows in another rank's place tell: it is the rows where it moves with them"
+            f"gradients of ranks {own} alone are not finite before they are summed ({where}): these"
+            " ranks' rows, or a "
+            "device. Their rows in another rank's place tell: it is the rows where it moves with"
+            " them"
         )
     elif losses:
         said = "all gradients of the ranks' own are finite"
     else:
         name = next(each[2] for each in found if each[2] is not None)
         said = (
-            f"every rank's own gradients are finite, that of {name} is not once they are summed: the sum overflows, or "
+            f"every rank's own gradients are finite, that of {name} is not once they are summed:"
+            " the sum overflows, or "
             "a link or device computes wrongly"
         )
     return lost + said + "." + rows

@@ -111,7 +111,8 @@ class EvaluationLoop:
         if self._apart is not None and needed:
             raise RuntimeMismatchError(
                 self._apart,
-                "give every rank a batch of every dataloader (a DistributedSampler does), or log without sync_dist",
+                "give every rank a batch of every dataloader (a DistributedSampler does), or log"
+                " without sync_dist",
             )
 
 

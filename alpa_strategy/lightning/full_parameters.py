@@ -244,8 +244,10 @@ def unshard_for_hooks(
         f"{type(owner).__name__}.{name}" for owner, name in seeing if name in _HOOKS_OF_STEPS
     ]:
         rank_zero_warn(
-            f"alpa: {', '.join(every_step)} may look at parameters or gradients: they are gathered for it at every "
-            "step, which costs time and memory. Hooks that need no whole parameters are quicker without naming any"
+            f"alpa: {', '.join(every_step)} may look at parameters or gradients: they are gathered"
+            " for it at every "
+            "step, which costs time and memory. Hooks that need no whole parameters are quicker"
+            " without naming any"
         )
 
     def seen_whole(owner: Any, name: str) -> Callable[..., Any]:
@@ -288,7 +290,8 @@ def _has_room(owner: Any, name: str, fits: Callable[[bool], str | None]) -> bool
         )
     if against is not None:
         rank_zero_warn(
-            f"alpa: {type(owner).__name__}.{name} may look at parameters or gradients; whole ones have no room on "
+            f"alpa: {type(owner).__name__}.{name} may look at parameters or gradients; whole ones"
+            " have no room on "
             "a device, so it sees the parts that are there"
         )
     return against is None
@@ -300,7 +303,8 @@ def check_backward(module: LightningModule) -> None:
     """
     if is_overridden(module, "backward", LightningModule) and _looks(module.backward, module):
         raise SetupError(
-            f"{type(module).__name__}.backward works on gradients, which are complete only after it",
+            f"{type(module).__name__}.backward works on gradients, which are complete only after"
+            " it",
             "do it in on_after_backward or configure_gradient_clipping",
         )
 

@@ -10,7 +10,9 @@ from typing import Any
 
 
 class LoaderOrder:
-    """Whether Lightning divides the rows of a Trainer's loaders; what the user asked for is kept."""
+    """Whether Lightning divides the rows of a Trainer's loaders; what the user asked for is
+    kept.
+    """
 
     def __init__(self) -> None:
         self._divides_rows: bool | None = None  # the user's `use_distributed_sampler`

@@ -81,7 +81,9 @@ def with_masters(plugin: Any) -> MasterWeights:
     precision = getattr(plugin, "precision", type(plugin).__name__)
     if precision != "bf16-true":
         raise SetupError(
-            f"master_weights=True with precision {precision!r}: there are no bf16 parameters to keep masters of",
-            'use precision="bf16-true" (under "bf16-mixed" parameters are fp32 already), or leave master_weights out',
+            f"master_weights=True with precision {precision!r}: there are no bf16 parameters to"
+            " keep masters of",
+            'use precision="bf16-true" (under "bf16-mixed" parameters are fp32 already), or leave'
+            " master_weights out",
         )
     return MasterWeights()

@@ -1,8 +1,8 @@
 """Entries that this strategy cannot use, each with an error that names the cure.
 
 `Fabric` has no training step to plan. `pytorch_lightning` is Lightning's code as another package,
-whose Trainer takes none of `lightning`'s strategies for a strategy. Both say "invalid strategy name"
-of ours and no more, so their constructors are wrapped, once, when the strategy is imported.
+whose Trainer takes none of `lightning`'s strategies for a strategy. Both say "invalid strategy
+name" of ours and no more, so their constructors are wrapped, once, when the strategy is imported.
 """
 
 import importlib.util
@@ -38,7 +38,8 @@ def other_package_error() -> SetupError:
     """The error of `pytorch_lightning.Trainer(strategy=...)`."""
     return SetupError(
         f"{OTHER_PACKAGE}.Trainer with the strategy alpa, which is one of the package lightning",
-        f"write `import lightning.pytorch as pl` in the place of `import {OTHER_PACKAGE} as pl`, in "
+        f"write `import lightning.pytorch as pl` in the place of `import {OTHER_PACKAGE} as pl`, in"
+        " "
         "all files: it is the same code (pip install lightning)",
     )
 

@@ -173,7 +173,8 @@ def _first_that_differs(step: StepGraph, group: Any) -> list[str]:
     own += [f"self.log({log.name!r}): {stable_text(log)}" for log in step.logs]
     own += [f"a constant {list(c.meta.shape)} {c.digest[:8]}" for c in step.constants]
     own += [
-        f"what it reads of buffers, returns and checks: {stable_text((step.buffers, step.output, step.checks))}"
+        "what it reads of buffers, returns and checks:"
+        f" {stable_text((step.buffers, step.output, step.checks))}"
     ]
     lines = zip_longest(*of_all_ranks(own, group), fillvalue="no more")
     return list(
@@ -366,8 +367,10 @@ def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None
         if other.predicted.step_seconds <= planned.step_seconds + faults:
             return replace(other, fingerprint=plan.fingerprint)
     note = (
-        f"{format_seconds(faults)} of a step are page faults: it needs nearly all of the memory limit, so freed memory "
-        f"goes back to the system at once. A limit of {format_bytes(KEPT_BLOCKS * planned.peak_bytes)} has none"
+        f"{format_seconds(faults)} of a step are page faults: it needs nearly all of the memory"
+        " limit, so freed memory "
+        "goes back to the system at once. A limit of"
+        f" {format_bytes(KEPT_BLOCKS * planned.peak_bytes)} has none"
     )
     seconds, compute = planned.step_seconds + faults, planned.compute_seconds + faults
     planned = replace(planned, step_seconds=seconds, compute_seconds=compute)
@@ -399,16 +402,19 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
     """
     if len(stages) > 1 and not optimizer.parameter_wise:
         raise AlpaError(
-            f"{optimizer.name} updates parameters by other parameters' gradients or in train() and eval(), and others "
+            f"{optimizer.name} updates parameters by other parameters' gradients or in train() and"
+            " eval(), and others "
             "are on other stages",
-            "use an optimizer that looks at one parameter at a time, such as AdamW, or num_stages=1",
+            "use an optimizer that looks at one parameter at a time, such as AdamW, or"
+            " num_stages=1",
         )
     if optimizer.element_wise:
         return
     for name, plan in (item for stage in stages for item in stage.parameter_plans.items()):
         if not plan.is_whole:
             raise AlpaError(
-                f"{optimizer.name} does not work element by element (or has train() and eval()), and the plan stores "
+                f"{optimizer.name} does not work element by element (or has train() and eval()),"
+                " and the plan stores "
                 f"{name!r} in shards ({modes_text(plan.module_modes)})",
                 'use an element-wise optimizer such as AdamW, or parallel="data"',
             )

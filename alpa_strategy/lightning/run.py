@@ -108,8 +108,10 @@ class Run(PlacedModule):
             )
         if job.options.rows == "rank" and world_size() > 1 and sums_over_rows(step, world_size()):
             rank_zero_info(
-                f"alpa: the loss, or a part of it, is a sum over rows, those of all ranks: {world_size()} x DDP's, "
-                'and so are its gradients. batch_scope="replica" gives DDP\'s; a mean over rows is the same for both'
+                "alpa: the loss, or a part of it, is a sum over rows, those of all ranks:"
+                f" {world_size()} x DDP's, "
+                'and so are its gradients. batch_scope="replica" gives DDP\'s; a mean over rows is'
+                " the same for both"
             )
         self._cluster = job_cluster(job)
         # That of the first replica's batch is for all, which are to hold the same.
@@ -260,8 +262,10 @@ class Run(PlacedModule):
             shapes = len(self._captured)
             if may_differ and shapes >= min(MANY_SHAPES, 2 + steps // STEPS_PER_SHAPE):
                 raise CaptureError(
-                    f"batches have come in {shapes + 1} shapes in {steps + 1} steps, and each would be captured and "
-                    'planned anew (pad to a few lengths, pad_to_multiple_of, to have them captured: capture="require")'
+                    f"batches have come in {shapes + 1} shapes in {steps + 1} steps, and each would"
+                    " be captured and "
+                    "planned anew (pad to a few lengths, pad_to_multiple_of, to have them captured:"
+                    ' capture="require")'
                 )
             self._same.say_shape(batch, shapes + 1)
         elif may_differ:
@@ -271,8 +275,10 @@ class Run(PlacedModule):
                 and self.no_room_for_release() is None
             ):
                 raise CaptureError(
-                    f"{changed or 'what the step depends on'} has changed, {self._num_changes} times in {steps + 1} "
-                    "steps, each another capture (a number that changes often is better a buffer, changed by `fill_`)"
+                    f"{changed or 'what the step depends on'} has changed, {self._num_changes}"
+                    f" times in {steps + 1} "
+                    "steps, each another capture (a number that changes often is better a buffer,"
+                    " changed by `fill_`)"
                 )
         with shapes_only(self.store):
             step = capture(
@@ -360,7 +366,8 @@ class Run(PlacedModule):
             if not self.plan.is_pipelined:
                 raise
             rank_zero_warn(
-                "alpa: the running pipeline cannot run this batch: every rank computes all of it, with whole "
+                "alpa: the running pipeline cannot run this batch: every rank computes all of it,"
+                " with whole "
                 f"parameters; batches of one shape (drop_last=True) avoid that. {error.problem}"
             )
             return partial(self._placed.compute_whole, step)
@@ -404,7 +411,9 @@ class Run(PlacedModule):
             self._job.progress.say(measured_line(predicted, seconds))
 
     def _predicted(self) -> Predicted:
-        """The plan's prediction, with the loop as it was in the first steps: no plan can know it."""
+        """The plan's prediction, with the loop as it was in the first steps: no plan can know
+        it.
+        """
         planned = self.plan.predicted
         loop_seconds = self._loop_clock.seconds
         if loop_seconds is None:

@@ -71,7 +71,8 @@ class RunPlans:
             names = ", ".join(differing) or "the number of devices"
             why = f"it was made for something else: {names} changed"
         rank_zero_info(
-            f"alpa: the run is resumed under a new plan, not under the checkpoint's ({why}). The same "
+            f"alpa: the run is resumed under a new plan, not under the checkpoint's ({why}). The"
+            " same "
             "training goes on, but results may differ in their last bits from those of an "
             "uninterrupted run"
         )

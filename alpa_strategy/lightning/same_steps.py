@@ -21,7 +21,8 @@ from alpa_strategy.ir.user_code import mentioned_names
 MEET_SECONDS = 60.0
 MAX_SHAPES = 64  # of batches, of which programs are kept
 SAME_SHAPES = (
-    "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to one length: the "
+    "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to"
+    " one length: the "
     "batches of all ranks are one batch of the step"
 )
 
@@ -84,7 +85,8 @@ class SameSteps:
         came = self._rank_zero.meet(f"change{self._num_changes}", name, MEET_SECONDS)
         if missing := sorted(set(range(world_size())) - set(came)):
             raise RuntimeMismatchError(
-                f"the module changed on some ranks only: {'; '.join(f'rank {r}: {text}' for r, text in came.items())}, "
+                "the module changed on some ranks only:"
+                f" {'; '.join(f'rank {r}: {text}' for r, text in came.items())}, "
                 f"unchanged on ranks {missing}",
                 "change it on every rank, at the same step",
             )

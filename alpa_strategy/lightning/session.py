@@ -139,8 +139,10 @@ class Session:
             if parameter in set(run.store.sharded_parameters)
         ]:
             rank_zero_warn(
-                f"alpa: something else holds the memory of {', '.join(left)} as well (a view made before, a NumPy "
-                "array, a state dict): it does not follow the parameter, of which a rank has a part, or nothing"
+                f"alpa: something else holds the memory of {', '.join(left)} as well (a view made"
+                " before, a NumPy "
+                "array, a state dict): it does not follow the parameter, of which a rank has a"
+                " part, or nothing"
             )
         self._checkpoints.restore(run, optimizers)
         run.adapt_trainer(module.trainer)
@@ -176,9 +178,12 @@ class Session:
         run = self._shard(run.module, run.optimizers, batch, batch_idx)
         if world_size() > 1:
             rank_zero_warn(
-                f"alpa: step {run.module.trainer.global_step + 1} and all that follow run as they are written, after "
-                "steps that were one device's on all ranks' rows. Where a loss is no mean over rows, BatchNorm's "
-                "statistics are taken or random numbers drawn, the training goes on as under DDP, not as on one "
+                f"alpa: step {run.module.trainer.global_step + 1} and all that follow run as they"
+                " are written, after "
+                "steps that were one device's on all ranks' rows. Where a loss is no mean over"
+                " rows, BatchNorm's "
+                "statistics are taken or random numbers drawn, the training goes on as under DDP,"
+                " not as on one "
                 'device. capture="never" has it so from the first step on, capture="require" never'
             )
         for parameter, gradient in gradients:
@@ -317,9 +322,11 @@ class Session:
             and self.run.store.sharded_parameters
         ):
             error.add_note(
-                "alpa: parameters lie in parts on the ranks. Code that reads or changes them outside of the module's "
+                "alpa: parameters lie in parts on the ranks. Code that reads or changes them"
+                " outside of the module's "
                 "steps and hooks (a loader that asks the model, an average of weights) wants `with "
-                'trainer.strategy.whole_parameters():` around it, on all ranks together, or parallel="data"'
+                "trainer.strategy.whole_parameters():` around it, on all ranks together, or"
+                ' parallel="data"'
             )
 
     def close(self, interrupted: bool) -> None:
@@ -361,11 +368,13 @@ def _show_plan(run: "PlacedModule", job: Job, process_bytes: int = 0) -> None:
 
         if (replica := job.replica) is not None:
             job.progress.say(
-                f"alpa: {replica.count} replicas, each with this plan for its own batches, as under DDP"
+                f"alpa: {replica.count} replicas, each with this plan for its own batches, as under"
+                " DDP"
             )
         elif world_size() > 1 and not run.plan.is_as_written:
             job.progress.say(
-                "alpa: losses, gradients and logs of a step are one device's on the batches of all ranks"
+                "alpa: losses, gradients and logs of a step are one device's on the batches of all"
+                " ranks"
             )
         if (
             job.submodules is None or run.plan.stages[0].strategies

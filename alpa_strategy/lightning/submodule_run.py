@@ -91,7 +91,8 @@ class SubmoduleRun(PlacedModule):
             )
             if unmet := [pattern for pattern, _ in {*options.placements} - {*pins}]:
                 rank_zero_info(
-                    f"alpa: placements of {', '.join(unmet)}: whole, as nothing is planned that uses them"
+                    f"alpa: placements of {', '.join(unmet)}: whole, as nothing is planned that"
+                    " uses them"
                 )
             beside = replace(
                 job, options=replace(options, memory_limit=max(limit - taken, 1.0), placements=pins)
@@ -234,8 +235,10 @@ def _captured(
         )
     assert job.replica is not None
     rank_zero_info(
-        f"alpa: the step runs as it is written in {job.replica.count} replicas ({' '.join(why.problem.split())}), as "
-        f"under DDP with a rank for each; planned are {', '.join(dict.fromkeys(call.path for call in calls))}{text}"
+        f"alpa: the step runs as it is written in {job.replica.count} replicas"
+        f" ({' '.join(why.problem.split())}), as "
+        "under DDP with a rank for each; planned are"
+        f" {', '.join(dict.fromkeys(call.path for call in calls))}{text}"
     )
     return graph, parts
 

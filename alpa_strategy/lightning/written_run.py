@@ -67,7 +67,8 @@ def why_written(
         if p._backward_hooks or p._post_accumulate_grad_hooks
     ]:
         return CaptureError(
-            f"{hooked[0]} has a hook (register_hook) for the gradient that a rank's own backward makes"
+            f"{hooked[0]} has a hook (register_hook) for the gradient that a rank's own backward"
+            " makes"
         )
     if _is_pruned(module):
         return CaptureError("ModelPruning puts masks into the module while it trains")
@@ -109,7 +110,8 @@ def check_may_run_as_written(why: CaptureError, job: Job) -> None:
             else f"batch_scope={job.options.batch_scope!r}"
         )
     way_out = (
-        'to run the step as it is written instead (each rank on its own batch, as under DDP), use capture="auto" and '
+        "to run the step as it is written instead (each rank on its own batch, as under DDP), use"
+        ' capture="auto" and '
         f"drop what only a captured step can meet: {against}"
     )
     raise type(why)(why.problem, f"{why.fix}; {way_out}" if why.fix else way_out) from why
@@ -170,15 +172,20 @@ class WrittenRun(PlacedModule):
         parameter_plans = plan.stages[0].parameter_plans.values()
         if optimizers and _is_pruned(module) and not all(each.is_whole for each in parameter_plans):
             raise SetupError(
-                "ModelPruning puts masks and new parameters into the module while it trains, which shards cannot "
+                "ModelPruning puts masks and new parameters into the module while it trains, which"
+                " shards cannot "
                 "follow",
-                'use parallel="data" and memory for it, or prune the trained module (torch.nn.utils.prune)',
+                'use parallel="data" and memory for it, or prune the trained module'
+                " (torch.nn.utils.prune)",
             )
         if optimizers and say:
             rank_zero_info(
-                "alpa: steps run as they are written, each rank on its own batch, gradients averaged (DDP's contract): "
-                f"{' '.join(why.problem.split())}. Captured, the step would be one device's on all ranks' rows, and "
-                "its ops could be divided (tensor, sequence and pipeline parallelism) and made again one by one"
+                "alpa: steps run as they are written, each rank on its own batch, gradients"
+                " averaged (DDP's contract): "
+                f"{' '.join(why.problem.split())}. Captured, the step would be one device's on all"
+                " ranks' rows, and "
+                "its ops could be divided (tensor, sequence and pipeline parallelism) and made"
+                " again one by one"
             )
         largest = max(
             infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0)
@@ -238,8 +245,10 @@ class WrittenRun(PlacedModule):
             and loss.isnan().any()
         ):
             rank_zero_warn(
-                "alpa: the first loss is nan. A parameter in shards has no values where code reaches it past the "
-                "module that owns it (through a list, say): if DDP's is a number, make it an attribute of the module "
+                "alpa: the first loss is nan. A parameter in shards has no values where code"
+                " reaches it past the "
+                "module that owns it (through a list, say): if DDP's is a number, make it an"
+                " attribute of the module "
                 'that uses it, or keep parameters whole (parallel="data")'
             )
 
@@ -315,8 +324,10 @@ class _PartsAreRead(TorchFunctionMode):
         if is_news and _is_of_step(sys._getframe(1)):
             self._has_said = True
             rank_zero_warn(
-                f"alpa: the step reads the gradient of {self._store.name_of(args[0])}, of which each rank has a part: "
-                "changes element by element are right, and norms by torch.nn.utils; for sums and products of your own "
+                f"alpa: the step reads the gradient of {self._store.name_of(args[0])}, of which"
+                " each rank has a part: "
+                "changes element by element are right, and norms by torch.nn.utils; for sums and"
+                " products of your own "
                 'keep gradients whole (parallel="data")'
             )
         if func == _SETS_GRAD and args[1] is not None and args[0] in self._store.sharded_parameters:

@@ -148,7 +148,8 @@ class _Writer:
         norms = [index for index in kept if step.ops[index].call.target is batch_norm_train]
         if any(self.states.chosen[index].strategy.outputs[0].kind == "rows" for index in norms):
             notes += (
-                f"BatchNorm takes its statistics per micro-batch (1/{self.num_microbatches} of the batch), as in "
+                f"BatchNorm takes its statistics per micro-batch (1/{self.num_microbatches} of the"
+                " batch), as in "
                 "gradient accumulation",
             )
         return MicroStep(

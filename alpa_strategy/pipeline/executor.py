@@ -313,7 +313,8 @@ class Pipeline:
             broadcast_tensors(results.values(), stage.ranks[0], self._group)
         except RuntimeError as error:
             raise LostRankError(
-                f"rank {self._rank}: a rank of the job is gone: results of rank {stage.ranks[0]} did not reach all "
+                f"rank {self._rank}: a rank of the job is gone: results of rank {stage.ranks[0]}"
+                " did not reach all "
                 f"({first_sentence(str(error))})",
                 "look at the output of the rank that ended first",
             ) from error

@@ -264,8 +264,10 @@ class _HandOver(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[None, None, None, None]:
         if ctx.gradients is None:
             raise RuntimeMismatchError(
-                "backward ran twice through one pipelined step, whose gradients were handed over by the first",
-                "call backward once per training step, or plan with num_stages=1 and num_microbatches=1",
+                "backward ran twice through one pipelined step, whose gradients were handed over by"
+                " the first",
+                "call backward once per training step, or plan with num_stages=1 and"
+                " num_microbatches=1",
             )
         gradients, ctx.gradients = list(ctx.gradients), None
         while gradients:  # one by one, so that not all are there twice

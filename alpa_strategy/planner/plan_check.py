@@ -86,7 +86,8 @@ def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
         size = math.prod(stage.submesh)
         if min((*stage.submesh, *stage.logical_mesh)) < 1 or math.prod(stage.logical_mesh) != size:
             raise PlanError(
-                f"stages[{index}] has {size} devices (submesh {list(stage.submesh)}) and the logical mesh "
+                f"stages[{index}] has {size} devices (submesh {list(stage.submesh)}) and the"
+                " logical mesh "
                 f"{list(stage.logical_mesh)}",
                 "the product of both must be the same",
             )
@@ -96,7 +97,8 @@ def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
             or len(ranks[place]) != size
         ):
             raise PlanError(
-                f"stages[{index}].devices are not {size}, or not those of other stages at its place",
+                f"stages[{index}].devices are not {size}, or not those of other stages at its"
+                " place",
                 _FIX,
             )
     ends = sorted(ranks)
@@ -157,7 +159,8 @@ def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
                     len(offered) > _SHOWN
                 )
                 raise PlanError(
-                    f"{where}.strategies[{op.name!r}]: `{strategy}` on mesh axis {axis} ({mesh[axis]} devices) is no "
+                    f"{where}.strategies[{op.name!r}]: `{strategy}` on mesh axis {axis}"
+                    f" ({mesh[axis]} devices) is no "
                     f"way to compute {op.call.target_name} in parts",
                     f"use one of {shown}",
                 )
@@ -234,6 +237,7 @@ def _check_boundary(
         if layout not in boundary_layouts(part.values[value], stage.logical_mesh):
             raise PlanError(
                 f"{where}[{value}] is '{dual_layout_to_str(layout)}', which a value of shape "
-                f"{list(part.values[value].shape)} cannot have on a mesh of {list(stage.logical_mesh)}",
+                f"{list(part.values[value].shape)} cannot have on a mesh of"
+                f" {list(stage.logical_mesh)}",
                 "write R, or S<dim> of a dim that divides evenly",
             )

@@ -186,7 +186,8 @@ def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]
         origins.append(origin)
     if not np.isfinite(best[num_ops]):
         raise PlanError(
-            "the step uses parameters in another order than the running pipeline's stages have them",
+            "the step uses parameters in another order than the running pipeline's stages have"
+            " them",
             "use the same layers in the same order in every step",
         )
     cuts = [num_ops]

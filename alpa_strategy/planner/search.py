@@ -324,7 +324,8 @@ class _Search:
             raise _nothing_fits(
                 "no pipeline fits",
                 self.failures,
-                "use more devices, a smaller batch, other num_microbatches, num_stages or schedule, or raise "
+                "use more devices, a smaller batch, other num_microbatches, num_stages or schedule,"
+                " or raise "
                 "memory_limit",
             )
         job = self._jobs[plan.num_microbatches]

@@ -99,7 +99,8 @@ def check_fits(plan: Plan, wanted: Fingerprint, source: str) -> None:
     if differing:
         raise PlanError(
             f"the plan {source} was made for something else: {', '.join(differing)} changed",
-            "leave `plan` out to make a new one, or run it with the model, batch size and ranks it was made for",
+            "leave `plan` out to make a new one, or run it with the model, batch size and ranks it"
+            " was made for",
         )
 
 

@@ -71,8 +71,10 @@ class Given:
         """The tensor; CaptureError when it was changed after it had been read."""
         if self.tensor._version != self.version:
             raise CaptureError(
-                f"a tensor of shape {list(self.tensor.shape)} that initialises a parameter was changed afterwards",
-                "leave it as it is until training has begun, or copy it (`.clone()`) before it is changed",
+                f"a tensor of shape {list(self.tensor.shape)} that initialises a parameter was"
+                " changed afterwards",
+                "leave it as it is until training has begun, or copy it (`.clone()`) before it is"
+                " changed",
             )
         return self.tensor
 
@@ -157,7 +159,8 @@ class Recorder(TorchDispatchMode):
         if not self.is_deferred(tensor):
             raise CaptureError(
                 f"nothing says what is in a meta tensor of shape {list(tensor.shape)}",
-                "build the module in configure_model, or give its modules a reset_parameters method",
+                "build the module in configure_model, or give its modules a reset_parameters"
+                " method",
             )
         view = self._describe(tensor)
         with (
@@ -316,8 +319,10 @@ class Recorder(TorchDispatchMode):
         for tensor, _ in _written(func, args, kwargs):
             if tensor.is_meta:
                 raise CaptureError(
-                    f"{func} changes a deferred tensor of shape {list(tensor.shape)} and cannot be deferred itself",
-                    "change the parameter after it was made, by an op that is known for the meta device",
+                    f"{func} changes a deferred tensor of shape {list(tensor.shape)} and cannot be"
+                    " deferred itself",
+                    "change the parameter after it was made, by an op that is known for the meta"
+                    " device",
                 )
         args, kwargs = pytree.tree_map_only(Tensor, self.whole, (args, kwargs))
         return func(*args, **_on_real_device(kwargs, self.device))

@@ -550,7 +550,8 @@ class WholeOnUse(TorchFunctionMode):
     def _error(self, parameter: nn.Parameter) -> SetupError:
         name = self._store.name_of(parameter)
         return SetupError(
-            f"code of the step changes {name} or looks at its gradient, of which each rank has a part",
+            f"code of the step changes {name} or looks at its gradient, of which each rank has a"
+            " part",
             f'keep it whole (placements={{"{name}": "R"}}), or do it in a hook',
         )
 

@@ -75,7 +75,8 @@ class GradientReducer:
         if name in self._seen:
             raise RuntimeMismatchError(
                 f"the gradient of {name} was made twice before its reduction",
-                "call backward once per training step, or accumulate gradients with accumulate_grad_batches",
+                "call backward once per training step, or accumulate gradients with"
+                " accumulate_grad_batches",
             )
         self._seen[name] = None
         if self._buckets is None:

@@ -56,8 +56,10 @@ def modules_to_make_again(
         unmet = ["True"] if remat and not names else []
     if unmet:
         raise OptionError(
-            f"remat={unmet[0]} names no module, and a step that runs as it is written has nothing else to make again",
-            'name modules that are called, such as "blocks.*" (True names the items of ModuleLists and Sequentials)',
+            f"remat={unmet[0]} names no module, and a step that runs as it is written has nothing"
+            " else to make again",
+            'name modules that are called, such as "blocks.*" (True names the items of ModuleLists'
+            " and Sequentials)",
         )
     return {k: called[k] for k in names if not any(k.startswith(f"{other}.") for other in names)}
 
@@ -231,8 +233,10 @@ class Room:
             return None
         self._has_told = True
         return (
-            f"a step's backward needs {format_bytes(needed)}, parameters leave {format_bytes(self._num_bytes)} for it: "
-            f"{len(again)} of {len(self._kinds)} modules run again in it, from {again[0]} to {again[-1]}"
+            f"a step's backward needs {format_bytes(needed)}, parameters leave"
+            f" {format_bytes(self._num_bytes)} for it: "
+            f"{len(again)} of {len(self._kinds)} modules run again in it, from {again[0]} to"
+            f" {again[-1]}"
         )
 
 
@@ -341,7 +345,8 @@ class _Start:
     def _check(self) -> None:
         if any(version_of(tensor) != version for tensor, version in self._versions.items()):
             raise RuntimeMismatchError(
-                f"what {self._name} computes with is changed in place before its backward, for which it runs again",
+                f"what {self._name} computes with is changed in place before its backward, for"
+                " which it runs again",
                 "change a copy, or change it after the backward, or let all be kept (remat=False)",
             )
 

@@ -38,7 +38,10 @@ def _in_front(names: str, inner: int) -> dict[str, Callable[[OpCall, int], str]]
         operands = [
             term(f"x{i}", call.operands[slot.index].shape) for i, slot in enumerate(slots(call))
         ]
-        return f"{', '.join(operands)} -> {', '.join(term(f'y{i}', m.shape) for i, m in enumerate(call.results))}"
+        return (
+            f"{', '.join(operands)} ->"
+            f" {', '.join(term(f'y{i}', m.shape) for i, m in enumerate(call.results))}"
+        )
 
     return _each(names, line)
 
@@ -58,7 +61,8 @@ def _solve(call: OpCall, axis_size: int, made_of: str = _MATRIX, or_vectors: boo
 
 
 _POOLS = (
-    "max_pool{n}d max_pool{n}d_with_indices avg_pool{n}d adaptive_avg_pool{n}d _adaptive_avg_pool{n}d "
+    "max_pool{n}d max_pool{n}d_with_indices avg_pool{n}d adaptive_avg_pool{n}d"
+    " _adaptive_avg_pool{n}d "
     "adaptive_max_pool{n}d max_unpool{n}d max_pool{n}d_with_indices_backward upsample_nearest{n}d "
     "_upsample_nearest_exact{n}d reflection_pad{n}d replication_pad{n}d"
 )
@@ -121,11 +125,13 @@ _CELL_WEIGHTS = "[g!, i!], [g!, h!], [g!]?, [g!]?"
 BATCHED: dict[str, Lines] = {
     # Matrices.
     **_in_front(
-        "linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_inv linalg_inv_ex matrix_exp",
+        "linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_inv linalg_inv_ex"
+        " matrix_exp",
         2,
     ),
     **_in_front(
-        "linalg_matrix_power linalg_det logdet linalg_slogdet linalg_cond linalg_svd svd linalg_qr qr",
+        "linalg_matrix_power linalg_det logdet linalg_slogdet linalg_cond linalg_svd svd linalg_qr"
+        " qr",
         2,
     ),
     **_in_front(
@@ -133,7 +139,8 @@ BATCHED: dict[str, Lines] = {
         2,
     ),
     **_in_front(
-        "linalg_lu_factor linalg_ldl_factor geqrf linalg_lu_factor_ex linalg_ldl_factor_ex _lu_with_info",
+        "linalg_lu_factor linalg_ldl_factor geqrf linalg_lu_factor_ex linalg_ldl_factor_ex"
+        " _lu_with_info",
         2,
     ),
     **_in_front("linalg_householder_product ormqr triangular_solve pinverse", 2),
@@ -153,7 +160,8 @@ BATCHED: dict[str, Lines] = {
     **{name: line for n in (1, 2, 3) for name, line in _in_front(_POOLS.format(n=n), n).items()},
     **_in_front("upsample_linear1d", 1),
     **_in_front(
-        "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa col2im",
+        "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+        " col2im",
         2,
     ),
     **_in_front("upsample_trilinear3d im2col pixel_shuffle pixel_unshuffle channel_shuffle", 3),
@@ -342,7 +350,10 @@ def _row_loss(call: OpCall, axis_size: int) -> str:
     if bind(call)["reduction"] != 0:
         return "[n!, c!, *d!], [n!, *t!], [c!]? -> []"
     target = call.operands[bind(call)["target"].index]
-    return f"[n, c!, *d], {'[n, c!, *d]' if target.dtype.is_floating_point else '[n, *d]'}, [c!]? -> [n, *d]"
+    return (
+        f"[n, c!, *d], {'[n, c!, *d]' if target.dtype.is_floating_point else '[n, *d]'}, [c!]? ->"
+        " [n, *d]"
+    )
 
 
 def _tensordot(call: OpCall, axis_size: int) -> str:

@@ -143,8 +143,10 @@ def prove_sharding(
                 continue  # runs collectives inside: the package's own tests prove those
             if not all(run.equals_shards(strategy, n) for run in runs):
                 raise ShardingError(
-                    f"{op} as {strategy} on {n} devices does not give the whole op's result or gradients",
-                    "mark an index that the op works along with `!`, or leave it out of the result if it is summed",
+                    f"{op} as {strategy} on {n} devices does not give the whole op's result or"
+                    " gradients",
+                    "mark an index that the op works along with `!`, or leave it out of the result"
+                    " if it is summed",
                 )
             proved.setdefault(str(strategy))
     return tuple(proved)
@@ -195,5 +197,8 @@ def _bad_indices(signature: Signature) -> str:
         if names.count(index.name) > 1:
             return f"{index.name} stands twice in one bracket"
         if index.name not in known and not index.whole:
-            return f"{index.name} is in no operand, so that no device could make a part of it: write {index.name}!"
+            return (
+                f"{index.name} is in no operand, so that no device could make a part of it: write"
+                f" {index.name}!"
+            )
     return ""

@@ -100,21 +100,25 @@ POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 UNTAGGED_POINTWISE = (
     *_aten("contiguous _to_copy to detach alias alias_copy lift lift_fresh lift_fresh_copy"),
     *_aten(
-        "dropout native_dropout alpha_dropout bernoulli geometric exponential uniform cauchy log_normal"
+        "dropout native_dropout alpha_dropout bernoulli geometric exponential uniform cauchy"
+        " log_normal"
     ),
     *_aten("normal_functional normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor"),
     *_aten(
-        "zeros_like ones_like full_like empty_like rand_like randn_like randint_like fill masked_fill"
+        "zeros_like ones_like full_like empty_like rand_like randn_like randint_like fill"
+        " masked_fill"
     ),
     *_aten(
-        "hardswish hardsigmoid leaky_relu log_sigmoid relu6 selu softshrink special_ndtr special_polygamma"
+        "hardswish hardsigmoid leaky_relu log_sigmoid relu6 selu softshrink special_ndtr"
+        " special_polygamma"
     ),
     *_aten("positive negative absolute fix lerp where isclose isreal nan_to_num floor_divide"),
     *_aten(
         "subtract multiply divide true_divide rsub __and__ __or__ __xor__ __lshift__ __rshift__"
     ),
     *_aten(
-        "conj resolve_conj real imag complex polar chalf arccos arccosh arcsin arcsinh arctan arctanh"
+        "conj resolve_conj real imag complex polar chalf arccos arccosh arcsin arcsinh arctan"
+        " arctanh"
     ),
 )
 

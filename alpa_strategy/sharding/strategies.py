@@ -363,7 +363,8 @@ def _note(name: str, ops: list[Op], costs: OpCosts) -> str:
     calls = "1 call" if len(ops) == 1 else f"{len(ops)} calls"
     return (
         f"no rule for {name} ({calls}{f', {where}' if where else ''}): run whole on every device, "
-        f"{format_seconds(seconds)} a step and {format_bytes(num_bytes)} of results{_advice(ops[0].call.target)}"
+        f"{format_seconds(seconds)} a step and {format_bytes(num_bytes)} of"
+        f" results{_advice(ops[0].call.target)}"
     )
 
 

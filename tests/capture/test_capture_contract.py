@@ -313,7 +313,8 @@ def test_same_digest_in_another_process() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
         "from models import Bert; from alpa_strategy.capture.capture import capture_step\n"
-        "g = capture_step(Bert(), Bert().example_batch(4)); print(g.graph_digest, g.parameter_digest, g.batch_digest)"
+        "g = capture_step(Bert(), Bert().example_batch(4)); print(g.graph_digest,"
+        " g.parameter_digest, g.batch_digest)"
     )
     graph = capture_step(Bert(), Bert().example_batch(4))
     env_run = subprocess.run(

@@ -1,4 +1,6 @@
-"""`on_load_checkpoint` may compute with what is loaded, whose tensors are on disk, and change it."""
+"""`on_load_checkpoint` may compute with what is loaded, whose tensors are on disk, and change
+it.
+"""
 
 from __future__ import annotations
 

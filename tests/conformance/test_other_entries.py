@@ -14,7 +14,8 @@ from lightning.fabric import Fabric
 
 from alpa_strategy import AlpaError, AlpaStrategy
 
-# The constructor of the package's own Trainer, and what it says of strategies that it does not know.
+# The constructor of the package's own Trainer, and what it says of strategies that it does not
+# know.
 STAND_IN = """
 class Strategy: ...
 class LightningModule: ...

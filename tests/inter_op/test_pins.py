@@ -45,7 +45,8 @@ def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
         ),
         (
             {"model": "gpt", "num_stages": 5, "schedule": "1F1B"},
-            "num_stages=5 cannot be met by schedule='1F1B' on 4 devices: it puts 1 stage on each mesh",
+            "num_stages=5 cannot be met by schedule='1F1B' on 4 devices: it puts 1 stage on each"
+            " mesh",
             "one of 2, 3, 4,",
         ),
         (
@@ -71,7 +72,8 @@ def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
         ),
         (
             {"schedule": "Interleaved1F1B", "devices": 3},
-            "schedule='Interleaved1F1B' has at least 6 stages on 3 devices, but training_step has only 4 ops",
+            "schedule='Interleaved1F1B' has at least 6 stages on 3 devices, but training_step has"
+            " only 4 ops",
             "1F1B",
         ),
         (
@@ -81,7 +83,8 @@ def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
         ),
         (
             {"num_stages": 2, "placements": {"net.0.weight": "R* S0"}, "devices": 2},
-            "num_stages=2 cannot be met on 2 devices with placements for meshes of 2 axes by any schedule",
+            "num_stages=2 cannot be met on 2 devices with placements for meshes of 2 axes by any"
+            " schedule",
             "leave placements out",
         ),
         (

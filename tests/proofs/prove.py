@@ -287,7 +287,8 @@ def _run_local(
     for meta, output in zip(local.call.results, outputs, strict=True):
         if meta.shape != tuple(output.shape):
             raise ShardingError(
-                f"local result of {local.call.target_name} should have shape {meta.shape}, has {tuple(output.shape)}"
+                f"local result of {local.call.target_name} should have shape {meta.shape}, has"
+                f" {tuple(output.shape)}"
             )
     grads = _gradients(call, leaves, outputs, cotangents)
     return tuple(o.detach() for o in outputs), grads

@@ -68,7 +68,8 @@ class ThreadAxis(AxisComm):
         gathered = torch.cat(self._share(tensor), dim)
         if gathered.shape[dim] != total:
             raise ValueError(
-                f"all_gather of dim {dim}: the chunks hold {gathered.shape[dim]} rows, expected {total}"
+                f"all_gather of dim {dim}: the chunks hold {gathered.shape[dim]} rows, expected"
+                f" {total}"
             )
         self.record.append(("all_gather", gathered.nbytes))
         return gathered
@@ -86,7 +87,8 @@ class ThreadAxis(AxisComm):
         gathered = torch.cat(self._share(tensor), gather_dim)
         if gathered.shape[gather_dim] != gather_total:
             raise ValueError(
-                f"all_to_all: chunks hold {gathered.shape[gather_dim]} rows, expected {gather_total}"
+                f"all_to_all: chunks hold {gathered.shape[gather_dim]} rows, expected"
+                f" {gather_total}"
             )
         self.record.append(("all_to_all", gathered.nbytes))
         return self._own_chunk(gathered, split_dim)

@@ -54,11 +54,14 @@ def figures(verdicts: Sequence[OpVerdict]) -> list[str]:
     missing, impossible = without_strategies(verdicts)
     share = len(sharded) / max(len(sharded) + len(missing), 1)
     return [
-        f"{len(verdicts)} ops, {sum(v.num_calls for v in verdicts)} calls, {sum(v.num_proved for v in verdicts)} "
+        f"{len(verdicts)} ops, {sum(v.num_calls for v in verdicts)} calls,"
+        f" {sum(v.num_proved for v in verdicts)} "
         "strategies run in shards, forward and backward",
-        f"proved sharded strategies: {len(sharded)} ops, {share:.1%} of the {len(sharded) + len(missing)} where one "
+        f"proved sharded strategies: {len(sharded)} ops, {share:.1%} of the"
+        f" {len(sharded) + len(missing)} where one "
         "exists",
-        f"replicated: {len(missing)} for want of a rule, {len(impossible)} because no split can be right",
+        f"replicated: {len(missing)} for want of a rule, {len(impossible)} because no split can be"
+        " right",
         f"wrong: {sum(bool(v.wrong) for v in verdicts)}",
     ]
 

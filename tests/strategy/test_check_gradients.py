@@ -152,8 +152,8 @@ def test_rows_of_one_rank_are_told(pool, tmp_path, run: str) -> None:
     assert "The batch of ranks [1] holds values that are not finite" in said
     if "written" in run:
         assert (
-            "gradients of ranks [1] alone are not finite before they are summed (rank 1: first that of last."
-            in said
+            "gradients of ranks [1] alone are not finite before they are summed (rank 1: first that"
+            " of last." in said
         )
 
 

@@ -1,5 +1,6 @@
-"""On one device the strategy changes nothing of what a loader gives: batches, losses and weights are
-the plain Trainer's, bit by bit, and a resumed training sees what an uninterrupted one would have.
+"""On one device the strategy changes nothing of what a loader gives: batches, losses and weights
+are the plain Trainer's, bit by bit, and a resumed training sees what an uninterrupted one would
+have.
 """
 
 from __future__ import annotations

@@ -104,7 +104,8 @@ def train(root: str, seed: int | None) -> tuple[float, float, float]:
 def test_new_lengths_do_not_hold_up_a_run(pool, tmp_path, seed: int | None) -> None:
     for total, prepared, late in pool.run(2, train, str(tmp_path), seed):
         print(
-            f"{total:.1f} s, {prepared:.2f} s for preparing steps, {late:.2f} s of it after step {BEGINNING}"
+            f"{total:.1f} s, {prepared:.2f} s for preparing steps, {late:.2f} s of it after step"
+            f" {BEGINNING}"
         )
         assert prepared > 0
         assert late < 0.05 * total

@@ -144,7 +144,8 @@ def propagate(problem: Problem) -> Solution:
         taken[c] = k = int(seconds.argmin())
         if np.isinf(seconds[k]):
             raise PlanError(
-                f"layouts cannot be propagated to {problem.choices[c].name}: it takes none of its operands as they lie",
+                f"layouts cannot be propagated to {problem.choices[c].name}: it takes none of its"
+                " operands as they lie",
                 'pin fewer layouts, or use solver="ilp"',
             )
         for p, table in operands.items():
