@@ -346,7 +346,7 @@ def kept_in(
                 if not isinstance(held, _DEFINITIONS) or is_own_class(held)
             ]
             if isinstance(value, type):
-                bases = filter(is_own_class, value.__mro__[1:])
+                bases = filter(is_own_class, (*value.__mro__[1:], type(value)))
                 waiting += [
                     _Item(base, (*item.keys, base.__name__), False, False) for base in bases
                 ]

@@ -29,9 +29,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types, value_text
 from alpa_strategy.capture.outside_state import fields_kept
-from alpa_strategy.capture.python_reads import places_of
 from alpa_strategy.capture.python_state import patched
-from alpa_strategy.capture.trace import likely_rows
 from alpa_strategy.comm.collectives import of_all_ranks, world_size
 from alpa_strategy.comm.mesh import AxisComm
 from alpa_strategy.errors import AlpaError, NotRowsError, UnlikeStepsError
@@ -306,6 +304,8 @@ def _rows_of(batch: Any, known: tuple[Kind, ...] | None) -> tuple[tuple[Kind, ..
     """Of every tensor leaf what it is, as known or as likely, and how many rows there are."""
 
     tensors = list(_tensors_in(batch).values())
+    from alpa_strategy.capture.trace import likely_rows
+
     kinds = known or tuple("rows" if rows else "same" for rows in likely_rows(tensors))
     sizes = [len(leaf) for leaf, kind in zip(tensors, kinds, strict=True) if kind == "rows"]
     sizes += [len(each) for each in pytree.tree_leaves(batch, is_leaf=_is_list) if _is_list(each)]
@@ -504,6 +504,8 @@ def of_replica(trainer: Any, batch: Any, hooks: BatchHooks, axis: AxisComm, join
     kinds = agreed_kinds(trainer, batch, hooks, True, axis.group) if joins else None
     if kinds is not None and (own := own_leaves(kinds, batch)):
         raise NotRowsError(_of(own.values()), REPLICA)
+    from alpa_strategy.capture.trace import likely_rows
+
     rows = likely_rows(tensors) if kinds is None else are_rows(kinds, batch)
     count = next(
         (len(leaf) for leaf, has_rows in zip(tensors, rows, strict=True) if has_rows), None
@@ -605,6 +607,8 @@ def _computes_with(
     """Which of the rank's numbers and lists the step, or code with the names `later`, may compute
     with; empty: none.
     """
+
+    from alpa_strategy.capture.python_reads import places_of
 
     rows = step.batch_size // world_size()
     patches: list[tuple[Any, str, Any]] = [

@@ -5,13 +5,15 @@ another folder, or on a busier machine, may differ, and results would differ in 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.ir.plan import Fingerprint, Plan
-from alpa_strategy.planner.smaller_batch import BatchShapes
+
+if TYPE_CHECKING:
+    from alpa_strategy.planner.smaller_batch import BatchShapes
 
 PlanData = Mapping[str, Any]  # `Plan.to_dict()`
 
@@ -26,7 +28,7 @@ class RunPlans:
     """
 
     def __init__(
-        self, resumed: Sequence[PlanData] = (), planned_batch: BatchShapes | None = None
+        self, resumed: Sequence[PlanData] = (), planned_batch: "BatchShapes | None" = None
     ) -> None:
         self.planned_batch = planned_batch
         self._resumed = tuple(resumed)
