@@ -2,14 +2,21 @@
 devices.
 
     python scripts/compare_plans.py ../before .                                    # thirteen pairs
-    python scripts/compare_plans.py ../before . gpt_2_6b:p3_16xlarge_x8:2 moe_1_3b #
-    recipe[:cluster[:nodes]]
+    python scripts/compare_plans.py ../before . gpt_2_6b:p3_16xlarge_x8:2 moe_1_3b
+    python scripts/compare_plans.py --reference             # large plans against plan_reference.json
+    python scripts/compare_plans.py --reference --write     # and store what this checkout gives
+
+A pair is `recipe[:cluster[:nodes]]`.
 
 Every plan is made by `alpa plan` of its checkout, in a process and an empty folder of its own, at
 the rates of the first checkout's cluster files: a fitted rate makes a plan neither better nor
 worse. What a checkout gave once is kept in `--kept` (a JSON file) by its commit, so that only the
 new side need run again. Fails where the second checkout has no plan, or one that is predicted to be
 slower by more than 0.1 %, or where planning took more than 5 % more CPU seconds in all.
+
+The reference holds the plans that take longest to make. Their CPU seconds are stored in units of a
+calibration loop, which runs in the process that plans: the reference holds on other machines, too.
+README's figures of planning are written from it.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,6 +38,19 @@ PAIRS = (
     "wide_resnet_2b:p3_16xlarge_x8:1", "wide_resnet_tiny:p3_16xlarge_x8:1",
 )  # fmt: skip
 MOST_SECONDS, MOST_CPU = 1.001, 1.05
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = Path(__file__).with_name("plan_reference.json")
+LARGE_PAIRS = (
+    "gpt_39b:p3_16xlarge_x8:8",
+    "gpt_175b:dgx_h100:128",
+    "moe_70b:p3_16xlarge_x8:8",
+    "llama_405b:dgx_h100:512",
+)
+# Against the reference: CPU work of one process differs by so much from run to run.
+MOST_RELATIVE_CPU = 1.25
+MOST_GAP_ADDED = 0.005
+README_MARKS = ("<!-- planning figures: scripts/compare_plans.py -->", "<!-- end -->")
 
 
 @dataclass(frozen=True)
@@ -72,15 +93,113 @@ def commit_of(checkout: Path) -> str | None:
     return None if changed else head
 
 
+@dataclass(frozen=True)
+class LargePlan:
+    """What is stored of one large planning.
+
+    Attributes:
+        gap: how far the plan may be from the planner's bound, as a share of its step.
+        cpu_units: CPU seconds of planning, in calibration loops.
+        cpu_seconds: the same on the machine that wrote the reference.
+    """
+
+    step_seconds: float
+    gap: float
+    cpu_units: float
+    cpu_seconds: float
+
+
+def large_plan(pair: str) -> LargePlan:
+    """Plan one pair with this checkout. RuntimeError with the output where there is no plan."""
+    recipe, cluster, nodes = pair.split(":")
+    made = run_plan(ROOT, recipe, cluster, f"cluster.num_nodes={nodes}")
+    if made.plan is None:
+        raise RuntimeError(f"{pair}: no plan\n{made.output[-2000:]}")
+    return LargePlan(
+        made.plan["predicted"]["step_seconds"],
+        made.plan["gap"],
+        made.cpu_seconds / made.calibration_seconds,
+        made.cpu_seconds,
+    )
+
+
+def read_reference() -> dict[str, LargePlan]:
+    """The stored plans, by pair."""
+    stored = json.loads(REFERENCE.read_text())
+    return {pair: LargePlan(**fields) for pair, fields in stored.items()}
+
+
+def worse_than(reference: LargePlan, now: LargePlan) -> list[str]:
+    """What of a plan, or of planning, is worse than the reference beyond what differs by chance."""
+    problems = []
+    if now.step_seconds > MOST_SECONDS * reference.step_seconds:
+        ratio = now.step_seconds / reference.step_seconds
+        problems.append(f"predicted {ratio:.4f} x the stored seconds")
+    if now.gap > reference.gap + MOST_GAP_ADDED:
+        problems.append(f"{now.gap:.2%} from its bound, {reference.gap:.2%} stored")
+    if now.cpu_units > MOST_RELATIVE_CPU * reference.cpu_units:
+        ratio = now.cpu_units / reference.cpu_units
+        problems.append(f"planning takes {ratio:.2f} x the stored CPU work")
+    return problems
+
+
+def readme_figures(reference: dict[str, LargePlan]) -> str:
+    """README's lines on how long planning takes, with their marks."""
+    gpt = reference["gpt_39b:p3_16xlarge_x8:8"]
+    text = (
+        "- **Plans without devices.** `alpa plan` needs no GPU and no weights: 39 B parameters on"
+        f" 64 devices take\n  {gpt.cpu_seconds:.0f} CPU seconds."
+    )
+    return "\n".join((README_MARKS[0], text, README_MARKS[1]))
+
+
+def write_readme(reference: dict[str, LargePlan]) -> None:
+    """Put the figures between README's marks."""
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition(README_MARKS[0])
+    after = rest.partition(README_MARKS[1])[2]
+    readme.write_text(before + readme_figures(reference) + after)
+
+
+def compare_with_reference(pairs: Sequence[str], write: bool) -> int:
+    """Plan `pairs`, print each beside the reference, and store them with `write`."""
+    reference = read_reference() if REFERENCE.exists() else {}
+    num_worse = 0
+    for pair in pairs:
+        now = large_plan(pair)
+        problems = worse_than(reference[pair], now) if pair in reference else []
+        num_worse += bool(problems)
+        print(
+            f"{pair}: {now.step_seconds:.4f} s, {now.gap:.2%} from its bound,"
+            f" {now.cpu_seconds:.1f} CPU-s ({now.cpu_units:.0f} calibration loops)"
+            f" {'; '.join(problems)}",
+            flush=True,
+        )
+        reference[pair] = now
+        if write:
+            stored = {name: asdict(plan) for name, plan in sorted(reference.items())}
+            REFERENCE.write_text(json.dumps(stored, indent=1) + "\n")
+    if write:
+        write_readme(reference)
+    return 1 if num_worse and not write else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("before", type=Path)
-    parser.add_argument("after", type=Path)
+    parser.add_argument("--reference", action="store_true", help="compare large plans with it")
+    parser.add_argument("--write", action="store_true", help="store what --reference plans")
+    parser.add_argument("before", type=Path, nargs="?")
+    parser.add_argument("after", type=Path, nargs="?")
     parser.add_argument("pairs", nargs="*", help="recipe[:cluster[:nodes]]")
     parser.add_argument("--kept", type=Path, help="JSON file of what clean checkouts gave")
-    args = parser.parse_intermixed_args()
+    args = parser.parse_args()
+    if args.reference:
+        named = [str(name) for name in (args.before, args.after) if name is not None]
+        return compare_with_reference([*named, *args.pairs] or LARGE_PAIRS, args.write)
+    if args.before is None or args.after is None:
+        parser.error("name two checkouts, or use --reference")
     kept: dict[str, dict] = (
         json.loads(args.kept.read_text()) if args.kept and args.kept.exists() else {}
     )

@@ -43,8 +43,10 @@ OFFLOADING_SIZE = 16  # devices up to which offload is solved: with 64, planning
 HOST_PRICES = 8  # of host memory that are tried, each twice the one before
 LARGE = 0.9  # of the largest span's graph: spans that count for the memory limit
 # Relative gap at which the layouts of a pipeline's stage are good enough: the stages themselves are
-# chosen within 1e-3 of their optimum.
+# chosen within 1e-3 of their optimum. So it is for one stage on a large mesh, which seldom is the
+# plan.
 STAGE_GAP = 3e-4
+LARGE_MESH = 128
 # Of the bytes that a stage does not need for what is kept, the share that temporary memory gets
 # where its usual need does not fit. The rest leaves the solver a choice.
 HEADROOM_FOR_TEMPORARIES = 0.75
@@ -407,7 +409,7 @@ class StageSolver:
             seconds, tolerance = job.options.solver_seconds, PROVED
             if stage.intra.recomputes or stage.intra.stores:
                 seconds, tolerance = min(seconds, BY_TENSOR_SECONDS), BY_TENSOR_GAP
-            elif not job.is_whole_batch:
+            elif not job.is_whole_batch or stage.intra.mesh.num_devices > LARGE_MESH:
                 tolerance = STAGE_GAP
             try:
                 solution = self._solve_problem(
