@@ -125,13 +125,16 @@ class FailureWatch:
     def _report_when_shown(self, error: BaseException) -> None:
         """Let the others know when Python has shown `error`, as it does where a script ends."""
         show = sys.excepthook
+        store = self._main_store
+        # The error itself would keep its traceback's frames alive, and with them the training.
+        reported = type(error), str(error)
 
         def shown(kind: Any, raised: BaseException, traceback: Any) -> None:
             show(kind, raised, traceback)
-            if raised is error:
+            if (type(raised), str(raised)) == reported:
                 sys.stderr.flush()
-                with contextlib.suppress(RuntimeError):  # nobody is left to tell
-                    self._main_store.set(_SHOWN, "")
+                with contextlib.suppress(RuntimeError):  # no rank is left that reads it
+                    store.set(_SHOWN, "")
 
         sys.excepthook = shown
 
