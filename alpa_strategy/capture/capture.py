@@ -158,8 +158,7 @@ class _Converter:
             if tensor.requires_grad:
                 raise CaptureError(
                     "the step uses a tensor that requires grad and is not a parameter of the module"
-                    " "
-                    f"(shape {tuple(tensor.shape)})",
+                    f" (shape {tuple(tensor.shape)})",
                     "register it: assign an nn.Parameter to a module attribute (lists need"
                     " nn.ParameterList)",
                 )

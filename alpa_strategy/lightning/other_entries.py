@@ -38,9 +38,8 @@ def other_package_error() -> SetupError:
     """The error of `pytorch_lightning.Trainer(strategy=...)`."""
     return SetupError(
         f"{OTHER_PACKAGE}.Trainer with the strategy alpa, which is one of the package lightning",
-        f"write `import lightning.pytorch as pl` in the place of `import {OTHER_PACKAGE} as pl`, in"
-        " "
-        "all files: it is the same code (pip install lightning)",
+        f"write `import lightning.pytorch as pl` in the place of `import {OTHER_PACKAGE} as pl`,"
+        " in all files: it is the same code (pip install lightning)",
     )
 
 

@@ -28,7 +28,6 @@ class Trainer:
 FABRICS = {
     "name": lambda: Fabric(strategy="alpa", accelerator="cpu", devices=1),
     "name in capitals": lambda: Fabric(strategy="Alpa", accelerator="cpu", devices=1),
-    "by position": lambda: Fabric("cpu", "alpa"),
     "strategy": lambda: Fabric(strategy=AlpaStrategy(), accelerator="cpu", devices=1),
     "strategy with options": lambda: Fabric(strategy=AlpaStrategy(parallel="zero3")),
     "two devices": lambda: Fabric(strategy=AlpaStrategy(), accelerator="cpu", devices=2),

@@ -106,7 +106,14 @@ class Lazy(Net):
         self.more = torch.nn.LazyLinear(3)
 
 
+class Prints(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.print("in the step")
+        return super().training_step(batch, batch_idx)
+
+
 REFUSED = {
+    Prints: "prints",
     Manual: "manual optimization",
     Skips: "returned None",
     ReadsValues: "tensor's value",
