@@ -62,6 +62,7 @@ def test_so_do_runs_of_other_kinds(tmp_path, pool, undisturbed, case):
     assert not outcome.wrong, (outcome.wrong, outcome.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks",
     [pytest.param((0, 1), id="all"), pytest.param((0,), id="rank 0", marks=pytest.mark.slow)],
