@@ -485,9 +485,9 @@ class OptimizerInfo:
     # bytes per byte of gradient that a step of all parameters at once makes (`foreach` on GPUs)
     scratch: float = 0.0
     # seconds of its Python in a step, and for each parameter in it, beside what it moves; 0 where
-    # they were not measured. No plan depends on them.
-    step_seconds: float = field(default=0.0, compare=False)
-    parameter_seconds: float = field(default=0.0, compare=False)
+    # they were not measured. No plan depends on them, so no key may: keys hash the text (repr).
+    step_seconds: float = field(default=0.0, compare=False, repr=False)
+    parameter_seconds: float = field(default=0.0, compare=False, repr=False)
 
     def update_bytes(self, itemsize: int) -> float:
         """Bytes that a step reads and writes per element of a parameter, whose elements have

@@ -31,9 +31,6 @@ COMMANDS = {
     "batch sizes": [*GPT, "--tune", "batch_size", "data.batch_size=2", "plan.num_stages=1"],
 }
 
-# What takes under 0.05 s is not stored: how many results there are depends on the machine.
-pytestmark = pytest.mark.slow
-
 
 def run(command):
     assert main(command) == 0
