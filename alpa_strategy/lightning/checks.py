@@ -111,6 +111,18 @@ def own_hooks(module: Any, names: Iterable[str]) -> list[tuple[Any, str]]:
     ]
 
 
+def has_own_hooks(module: Any, names: Iterable[str]) -> bool:
+    """Whether `own_hooks` finds any: what a training asks at every step."""
+    for name in names:
+        if is_overridden(module, name, LightningModule):
+            return True
+    return any(
+        is_overridden(callback, name, Callback)
+        for callback in module.trainer.callbacks
+        for name in names
+    )
+
+
 def names_in(hooks: Iterable[tuple[Any, str]]) -> frozenset[str]:
     """What the user's code among hooks, each (owner, name), mentions."""
     own = [hook for owner, name in hooks if is_user_code(hook := getattr(owner, name))]

@@ -23,7 +23,7 @@ from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_grou
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.batch_rows import UPDATE_HOOKS
-from alpa_strategy.lightning.checks import own_hooks
+from alpa_strategy.lightning.checks import has_own_hooks
 from alpa_strategy.lightning.digests import GRADIENT, CopyCheck, GradientCheck
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
 from alpa_strategy.lightning.full_parameters import (
@@ -149,10 +149,16 @@ class PlacedModule(ABC):
         if self._placed is not None:
             self._placed.load_state_dict(state)
 
-    def steps_by_bucket(self) -> StepByBucket | None:
-        """What steps the optimizer's parameters as soon as their gradients are complete, None where
-        somebody may look
-        at the gradients, or change them, before the step."""
+    def step_completed(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let the optimizer step parameters whose gradients are complete, while others are not.
+
+        Nothing is done where somebody may look at the gradients, or change them, before the step.
+        """
+        stepper = self._stepper()
+        if stepper is not None:
+            stepper(parameters)
+
+    def _stepper(self) -> StepByBucket | None:
         trainer, plugin = self.module.trainer, self.module.trainer.precision_plugin
         is_one = self.module.automatic_optimization and len(self.optimizers) == 1 and self.syncs
         looks = self._gradient_check, trainer.gradient_clip_val, getattr(plugin, "scaler", None)
@@ -161,10 +167,9 @@ class PlacedModule(ABC):
             each is not None for each in looks
         ):
             return None
-        is_unseen = can_step_in_parts(self.optimizers[0]) and not own_hooks(
-            self.module, UPDATE_HOOKS
-        )
-        return self._by_bucket[0] if is_unseen else None
+        if not can_step_in_parts(self.optimizers[0]) or has_own_hooks(self.module, UPDATE_HOOKS):
+            return None
+        return self._by_bucket[0]
 
     def sync(self, enabled: bool) -> None:
         """Whether the next backward completes gradients; else they stay local, as more are added to
@@ -176,8 +181,8 @@ class PlacedModule(ABC):
         if not self.plan.is_pipelined and self.on_use is None:
             # One device's step: who looks after every batch (to clip, say) finds what it would
             # there.
-            looks = not self.plan.is_as_written and bool(
-                own_hooks(self.module, ("on_after_backward",))
+            looks = not self.plan.is_as_written and has_own_hooks(
+                self.module, ("on_after_backward",)
             )
             self.store.sync(enabled or looks)
 

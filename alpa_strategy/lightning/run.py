@@ -27,7 +27,7 @@ from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.ir.plan import Predicted
 from alpa_strategy.lightning import step_effects
-from alpa_strategy.lightning.checks import own_hooks
+from alpa_strategy.lightning.checks import has_own_hooks
 from alpa_strategy.lightning.digests import LeafAgreement
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
@@ -195,7 +195,7 @@ class Run(PlacedModule):
     def finish_backward(self) -> None:
         if not self.plan.is_pipelined:  # gradients of a pipeline were complete before it
             self.store.finish_backward(
-                None if self._job.replica is not None else self.steps_by_bucket()
+                None if self._job.replica is not None else self.step_completed
             )
         if self._job.replica is not None and self.syncs:
             average(
@@ -216,7 +216,7 @@ class Run(PlacedModule):
         between they go now, and
         need no memory beside its activations, or its own gradients."""
         begins = batch_idx % self.module.trainer.accumulate_grad_batches == 0
-        if begins and not own_hooks(self.module, _SEE_GRADIENTS):
+        if begins and not has_own_hooks(self.module, _SEE_GRADIENTS):
             for (
                 parameter
             ) in self.store.parameters:  # the module's own take half a millisecond to find

@@ -6,6 +6,7 @@ step's collectives.
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from operator import is_
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -143,7 +144,7 @@ class ParametersAsTheyWere:
             if id(p) not in left_out
         ]
         self._owners = [
-            (path, child, tuple(child._parameters.items()))
+            (path, child, tuple(child._parameters), tuple(child._parameters.values()))
             for path, child in module.named_modules()
         ]
         self._members = [
@@ -164,11 +165,12 @@ class ParametersAsTheyWere:
         for name, parameter, trains in self._flags:
             if parameter.requires_grad is not trains:
                 return f"{name} was {'frozen' if trains else 'unfrozen'}"
-        for path, child, before in self._owners:
+        for path, child, names, before in self._owners:
             now = child._parameters
-            if len(now) != len(before) or any(
-                name not in now or now[name] is not p for name, p in before
-            ):
+            is_same = tuple(now) == names and all(map(is_, now.values(), before))
+            if not is_same and dict(zip(names, map(id, before), strict=True)) != {
+                name: id(parameter) for name, parameter in now.items()
+            }:
                 return f"the parameters of {path or 'the module'} were replaced"
         is_same = all(tuple(now.values()) == before for now, before in self._members)
         is_same = is_same or set(self._module.parameters()) == self._all

@@ -115,10 +115,12 @@ def _exception_of(check: Check) -> Exception | None:
 
 def write_buffers(module: nn.Module, step: StepGraph, values: Mapping[int, Tensor]) -> None:
     """Store the step's new buffer values (BatchNorm statistics) in the module."""
+    updated = [buffer for buffer in step.buffers if buffer.update is not None]
+    if not updated:
+        return
     with torch.no_grad():
-        for buffer in step.buffers:
-            if buffer.update is not None:
-                attrgetter(buffer.name)(module).copy_(values[buffer.update])
+        for buffer in updated:
+            attrgetter(buffer.name)(module).copy_(values[buffer.update])
 
 
 def leave_logs(trainer: Any, steps: Sequence[StepGraph]) -> None:
