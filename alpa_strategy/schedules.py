@@ -96,7 +96,7 @@ class TimedAction(Action):
 
 
 @dataclass(frozen=True)
-class Terms:
+class PipelineLatency:
     """A step takes fill * sum_s t_s + run * max_s t_s, with t_s the seconds of one micro-batch in
     stage s.
     """
@@ -122,7 +122,7 @@ def mesh_of(schedule: str, num_meshes: int, stage: int) -> int:
 
 def terms(
     schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, splits: bool = True
-) -> Terms:
+) -> PipelineLatency:
     """The closed form of a step's time; exact for equal stages with backward = 2 x forward, see the
     tests.
 
@@ -136,11 +136,11 @@ def terms(
     total, bubble = num_microbatches * v, SCHEDULES[schedule].bubble
     if bubble is None:
         # Chosen so that equal stages come to the simulated time: fill * (num_meshes * v) + run.
-        return Terms(
+        return PipelineLatency(
             1.0 / v, _equal_seconds(schedule, num_meshes, num_microbatches, v) - num_meshes
         )
     bubble = bubble if splits else 1.0
-    return Terms(bubble / v, total - bubble)
+    return PipelineLatency(bubble / v, total - bubble)
 
 
 @lru_cache(maxsize=256)

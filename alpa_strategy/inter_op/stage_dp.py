@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from alpa_strategy.schedules import Terms
+from alpa_strategy.schedules import PipelineLatency
 
 GRID = 1e-3  # relative distance of the round trips' seconds that are tried
 
@@ -97,7 +97,7 @@ class StageChoice:
 def solve_stages(
     tables: StageTables,
     num_devices: int,
-    terms: Terms,
+    terms: PipelineLatency,
     in_flight: Sequence[int],
     memory_limit: float = float("inf"),
     num_stages: Sequence[int] | None = None,
@@ -141,7 +141,7 @@ def solve_stages(
 
 
 @dataclass(frozen=True)
-class _Way:
+class StageOption:
     """Stages on one submesh that some next submeshes may follow, or none; candidates come first:
     [c, first, last].
     """
@@ -163,7 +163,7 @@ class _Search:
 
     tables: StageTables
     num_devices: int
-    terms: Terms
+    terms: PipelineLatency
     in_flight: Sequence[int]
     memory_limit: float
     num_stages: Sequence[int] | None
@@ -198,7 +198,7 @@ class _Search:
             steps_up = np.arange(np.log(max(high / low, 1.0)) / np.log1p(GRID) + 2)
             self.levels = np.union1d(self.levels, low * (1 + GRID) ** steps_up)
 
-    def _ways(self, a: int) -> Iterator[_Way]:
+    def _ways(self, a: int) -> Iterator[StageOption]:
         """Stages on submesh `a` before another one: next submeshes with equal messages act as
         one.
         """
@@ -209,7 +209,7 @@ class _Search:
 
     def _way(
         self, a: int, column: np.ndarray | None, following: np.ndarray, left: np.ndarray
-    ) -> _Way:
+    ) -> StageOption:
         seconds = np.ascontiguousarray(self.tables.seconds[:, :, a].transpose(2, 0, 1))
         once = self.tables.once_seconds[:, :, a].transpose(2, 0, 1)
         finite = np.isfinite(seconds)
@@ -220,7 +220,7 @@ class _Search:
         busy = np.where(finite, np.maximum(seconds + self.sender_share * wire, wire / 2), 0.0)
         # One way to add it up: to the last bit, a stage is not above its own level.
         second = self.terms.run * busy + self.steps * np.where(finite, once, 0.0)
-        return _Way(
+        return StageOption(
             wire,
             following,
             left,
@@ -317,7 +317,7 @@ class _Search:
             return None
         return self._read(came, best[1], best[2], threshold)
 
-    def _cheapest(self, s: int, a: int, way: _Way, threshold: float) -> np.ndarray:
+    def _cheapest(self, s: int, a: int, way: StageOption, threshold: float) -> np.ndarray:
         """[c, first, last]: the first term of candidates on submesh `a` that fit and stay below the
         threshold.
         """

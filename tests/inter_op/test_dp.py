@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from alpa_strategy.inter_op.stage_dp import GRID, StageTables, solve_stages
-from alpa_strategy.schedules import Terms, in_flight, terms
+from alpa_strategy.schedules import PipelineLatency, in_flight, terms
 
 
 def anywhere(
@@ -67,7 +67,7 @@ def pinned(rng: np.random.Generator, tables: StageTables, num_devices: int) -> S
 
 
 def brute_force(
-    tables, num_devices, terms: Terms, alive, memory_limit, num_stages, steps, share=1.0
+    tables, num_devices, terms: PipelineLatency, alive, memory_limit, num_stages, steps, share=1.0
 ):
     """Every way to cut, every submesh and candidate of every stage."""
     L, _, m, c = tables.seconds.shape
@@ -131,7 +131,7 @@ def test_equals_brute_force_on_200_random_cases(block):
         alive = in_flight(schedule, num_layers, num_microbatches)[::-1]
         limit = float(rng.choice([2.0, 5.0, np.inf]))
         weights = (
-            terms(schedule, num_layers, num_microbatches) if rng.random() < 0.8 else Terms(0.0, 5.0)
+            terms(schedule, num_layers, num_microbatches) if rng.random() < 0.8 else PipelineLatency(0.0, 5.0)
         )
         counts = (
             range(1, num_layers + 1)
@@ -155,8 +155,8 @@ def test_a_stage_may_be_as_slow_as_itself():
     for seed in range(100):
         rng = np.random.default_rng(seed)
         tables = random_tables(rng, 4, [1], 1, True, 2)
-        expected = brute_force(tables, 2, Terms(1.0, 3.0), [4, 4], np.inf, [2], 1.0)
-        found = solve_stages(tables, 2, Terms(1.0, 3.0), [4, 4], num_stages=[2])
+        expected = brute_force(tables, 2, PipelineLatency(1.0, 3.0), [4, 4], np.inf, [2], 1.0)
+        found = solve_stages(tables, 2, PipelineLatency(1.0, 3.0), [4, 4], num_stages=[2])
         assert (np.inf if found is None else found.seconds) == pytest.approx(expected, rel=1e-12)
 
 
