@@ -74,7 +74,7 @@ class SameSteps:
         many = (
             f" (the last {MAX_SHAPES} are kept: pad batches to a few lengths, pad_to_multiple_of)"
         )
-        text = f"alpa: batch shape number {number}, captured and planned: {shapes_text(batch)}"
+        text = f"alpa: batch shape number {number}, captured: {shapes_text(batch)}"
         rank_zero_info(text + many if number > MAX_SHAPES else text)
 
     def meet_for_change(self, name: str) -> None:
