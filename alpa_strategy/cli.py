@@ -41,7 +41,7 @@ from alpa_strategy.lightning.job import compiled_by_user
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.partial_results import PartialResults
-from alpa_strategy.planner.written_plan import asks_for_written
+from alpa_strategy.planner.eager_plan import asks_for_written
 from alpa_strategy.recipe import (
     KEYS,
     Recipe,

@@ -34,7 +34,7 @@ from paper_notes import REMARKS, sentence
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
-    from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
+    from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, StageCostTask
     from alpa_strategy.ir.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,9 +56,9 @@ WHENCE = (
 
 
 def plan_job(
-    job: CostJob,
+    job: StageCostTask,
     meshes: Sequence[tuple[int, int]],
-    known: dict[Hashable, RunCosts],
+    known: dict[Hashable, LayerRangeCosts],
     schedules: Sequence[str] | None = None,
     allowed: np.ndarray | None = None,
 ) -> Plan:
@@ -109,7 +109,7 @@ class Planner:
         from alpa_strategy.cost.flops import op_flops
         from alpa_strategy.cost.model import RooflineCosts
         from alpa_strategy.inter_op.pins import submeshes
-        from alpa_strategy.inter_op.stage_costs import CostJob
+        from alpa_strategy.inter_op.stage_costs import StageCostTask
         from alpa_strategy.inter_op.subgraph import cluster_layers
         from alpa_strategy.microbatch.transform import microbatch
         from alpa_strategy.options import PlanOptions
@@ -134,12 +134,12 @@ class Planner:
         costs, optimizer = RooflineCosts(self.cluster.device), optimizer_info_of(self.model)
         limit = options.usable_bytes(self.cluster.device.memory_bytes)
         cuts = cluster_layers(graph)
-        self.job = CostJob(
+        self.job = StageCostTask(
             graph, cuts, num_microbatches, self.cluster, costs, options, optimizer, limit, True
         )
         self.meshes = submeshes(self.cluster)
         self.plan_dir = store_dir / "plans"
-        self.runs: dict[Hashable, RunCosts] = {}
+        self.runs: dict[Hashable, LayerRangeCosts] = {}
 
     def solved(self) -> Plan:
         """Everything but recomputation and the number of micro-batches is open."""

@@ -173,13 +173,13 @@ def _check_recomputed(stage: StagePlan, part: StepGraph, where: str) -> None:
     Parts of products.
     """
     known = {op.name: op for op in part.ops}
-    for name in stage.not_kept:
+    for name in stage.recomputed_ops:
         if name not in known or not can_run_again(known[name].call) or stage.remat:
             raise PlanError(
                 f"{where}.recomputed or .stored has {name!r}, which cannot be made again by itself",
                 _FIX,
             )
-    for name, parts in stage.in_parts.items():
+    for name, parts in stage.num_chunks.items():
         if name not in known or product_of(known[name].call) is None or parts < 2:
             raise PlanError(
                 f"{where}.in_parts has {name!r}: {parts}, expected a product and 2 or more", _FIX

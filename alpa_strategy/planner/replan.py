@@ -14,8 +14,8 @@ from itertools import pairwise
 import numpy as np
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.stage_costs import CostJob
-from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageWish
+from alpa_strategy.inter_op.stage_costs import StageCostTask
+from alpa_strategy.inter_op.stage_solve import SolvedStage, StageRequest, StageSolver
 from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, stage_on
 from alpa_strategy.intra_op.memory_choices import offload_of
 from alpa_strategy.ir.graph import StepGraph
@@ -99,7 +99,7 @@ def replan(task: PlanTask, running: Plan) -> Plan:
         {name: plan for stage in stages for name, plan in stage.parameter_plans.items()}
     )
     free = replace(task.options, placements=(), parallel="auto", logical_mesh=None, offload=offload)
-    job = CostJob(
+    job = StageCostTask(
         graph,
         cuts,
         count,
@@ -125,10 +125,10 @@ def replan(task: PlanTask, running: Plan) -> Plan:
         layers = cluster_layers(own, min(len(stage.spans), len(own.ops))) if stage.remat else ()
         spans = tuple(first + cut for cut in layers[1:-1])
         shape, pinned = stage.logical_mesh, stage.parameter_plans
-        wish = StageWish(
+        request = StageRequest(
             first, last, stage.submesh, shape, stage.remat, pairs, shared, pinned, spans
         )
-        solved.append(solver.solve(wish))
+        solved.append(solver.solve(request))
     plan = plan_of(
         job,
         replan_fingerprint(task, running),

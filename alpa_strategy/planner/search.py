@@ -1,9 +1,9 @@
 """The two kinds of plans that the planner chooses between: the whole batch on one stage, and
 pipelines.
 
-Both are stages of a `CostJob`, solved by the same `StageSolver` and put together by `plan_of`:
-costs, pins, the reserve for short-lived memory and the reasons why nothing fits are the same. One
-stage is solved on every logical mesh; stages of pipelines are chosen on the costs of
+Both are stages of a `StageCostTask`, solved by the same `StageSolver` and put together by
+`plan_of`: costs, pins, the reserve for short-lived memory and the reasons why nothing fits are the
+same. One stage is solved on every logical mesh; stages of pipelines are chosen on the costs of
 `inter_op/stage_costs.py` and then solved. Everything that the options leave
 open is searched: number of micro-batches, schedule, stages, submeshes, logical shapes,
 recomputation and layouts.
@@ -39,8 +39,13 @@ from alpa_strategy.inter_op.pins import (
     logical_shapes,
     submeshes,
 )
-from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, out_of_memory, stage_costs
-from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver, StageWish
+from alpa_strategy.inter_op.stage_costs import (
+    LayerRangeCosts,
+    StageCostTask,
+    out_of_memory,
+    stage_costs,
+)
+from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageRequest, StageSolver
 from alpa_strategy.inter_op.stored_costs import (
     candidate_fields,
     candidates_key,
@@ -50,7 +55,7 @@ from alpa_strategy.inter_op.stored_costs import (
 )
 from alpa_strategy.inter_op.subgraph import MAX_LAYERS, span_name
 from alpa_strategy.intra_op.options import REDUCTIONS
-from alpa_strategy.intra_op.solver.solve import NotCheaper
+from alpa_strategy.intra_op.solver.solve import NoCheaperSolution
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, Predicted, job_ranks
 from alpa_strategy.microbatch.transform import microbatch
@@ -119,15 +124,15 @@ def _plan_one_stage(
             except PlanError as error:
                 failures.append((f"logical mesh {label}", error))
     best: SolvedStage | None = None
-    # A mesh is left as soon as its bound is above the best objective so far (NotCheaper): that
-    # makes all affordable.
+    # A mesh is left as soon as its bound is above the best objective so far (NoCheaperSolution):
+    # that makes all affordable.
     priced.sort(key=lambda entry: (entry[1].free.bound, entry[0]), reverse=True)
     while priced:
         label, stage = priced.pop()  # its tables go with it
         with task.progress(f"solve {label}"), _timed(spent, f"solve {label}"):
             try:
                 best = solver.solve_priced(stage, best.objective if best else math.inf)
-            except NotCheaper:
+            except NoCheaperSolution:
                 continue
             except PlanError as error:
                 clear_frames(error.__traceback__)
@@ -166,9 +171,9 @@ def _plan_one_stage(
     )
 
 
-def _whole_batch(task: PlanTask) -> CostJob:
+def _whole_batch(task: PlanTask) -> StageCostTask:
     """The step as it is, on all devices."""
-    return CostJob(
+    return StageCostTask(
         task.step, (0, len(task.step.ops)), 1, task.cluster, task.op_costs, task.options, task.optimizer,
         task.memory_limit, remat=False, is_whole_batch=True, results=task.results,
     )  # fmt: skip
@@ -176,9 +181,9 @@ def _whole_batch(task: PlanTask) -> CostJob:
 
 def _everything(
     task: PlanTask, shape: tuple[int, ...], pinned: Mapping[str, ParameterPlan]
-) -> StageWish:
+) -> StageRequest:
     devices = task.cluster.num_nodes, task.cluster.devices_per_node
-    return StageWish(0, len(task.step.ops), devices, shape, remat=False, alive=1, pinned=pinned)
+    return StageRequest(0, len(task.step.ops), devices, shape, remat=False, alive=1, pinned=pinned)
 
 
 def hidden_seconds(one: Plan, overlap: float = 0.0) -> float:
@@ -272,13 +277,13 @@ class _Search:
     ) -> None:
         self.task, self._solve = task, solve
         self.several = several
-        self._runs: dict[Hashable, RunCosts] = {}
+        self._runs: dict[Hashable, LayerRangeCosts] = {}
         self.meshes = submeshes(task.cluster)
         self.best: list[Candidate] = []  # over all submeshes, best first
         self.failures: Failures = []  # why there are no others
-        self.last_job: CostJob | None = None  # of which nothing fitted into memory
+        self.last_job: StageCostTask | None = None  # of which nothing fitted into memory
         self.spent: dict[str, float] = defaultdict(float)  # seconds by phase
-        self._jobs: dict[int, CostJob | None] = {}
+        self._jobs: dict[int, StageCostTask | None] = {}
         self._bounds: dict[int, float] = {}  # by number of micro-batches
         self._unlikely: frozenset[tuple[int, int]] = (
             frozenset()
@@ -293,7 +298,7 @@ class _Search:
         if len(counts) == 1:
             self._jobs[counts[0]] = self._make_job(counts[0])
 
-        def look(count: int, used: Submeshes | None) -> Look:
+        def look(count: int, used: Submeshes | None) -> SearchResult:
             return self._look(count, used if num_devices > EVERY_SIZE else None, known)
 
         search_microbatches(counts, min(num_devices, MAX_LAYERS), self._bound, look, known)
@@ -354,7 +359,7 @@ class _Search:
             why = f"{label}: {error.problem}"
         return (f"one micro-batch, so the stages work one after the other: {why}",)
 
-    def _job(self, count: int) -> CostJob | None:
+    def _job(self, count: int) -> StageCostTask | None:
         """None where the step cannot be cut so; says why once."""
         if count not in self._jobs:
             try:
@@ -364,13 +369,13 @@ class _Search:
                 self._jobs[count] = None
         return self._jobs[count]
 
-    def _make_job(self, count: int) -> CostJob:
+    def _make_job(self, count: int) -> StageCostTask:
         with _timed(self.spent, "micro-batches and layers"):
             task = self.task
             graph = microbatch(task.step, count, task.cluster.num_devices).graph
             cuts, places = layers_of(graph, task.cluster, task.options)
             remat = task.options.remat
-            job = CostJob(
+            job = StageCostTask(
                 graph, cuts, count, task.cluster, task.op_costs, task.options, task.optimizer, task.memory_limit,
                 False if isinstance(remat, tuple) else remat,  # names: no spans, but single results
                 places=places, results=task.results,
@@ -389,12 +394,12 @@ class _Search:
         seconds = sum(sum(self.task.op_costs.op_seconds(op.call)) for op in job.graph.ops)
         return count * seconds / self.task.cluster.num_devices
 
-    def _look(self, count: int, used: "Submeshes | None", known: float) -> "Look":
+    def _look(self, count: int, used: "Submeshes | None", known: float) -> "SearchResult":
         """On all submeshes: remember the best candidates. On those in use: only how good the best
         one is.
         """
         if used is None and count in self._bounds:
-            return Look()  # it has been looked at on all of them
+            return SearchResult()  # it has been looked at on all of them
         job = self._job(count)
         assert job is not None
         meshes = self.meshes if used is None else tuple(self.meshes[i] for i in sorted(used))
@@ -413,7 +418,7 @@ class _Search:
             with _timed(self.spent, "stage DP"):
                 found = self._candidates(space, ceiling)
         if used is not None:
-            return Look(found[0].seconds, used) if found else Look()
+            return SearchResult(found[0].seconds, used) if found else SearchResult()
         self.best += found
         if not found:
             problem = f"no stages fit into {format_bytes(job.memory_limit)} a device"
@@ -422,7 +427,7 @@ class _Search:
                 (f"{count} micro-batches", slow if ceiling < math.inf else DoesNotFitError(problem))
             )
             self.last_job = job if ceiling == math.inf else None
-            return Look()
+            return SearchResult()
         if (
             self.task.cluster.num_devices > EVERY_SIZE
         ):  # prices of sizes far from those in use take minutes there
@@ -432,7 +437,7 @@ class _Search:
                 for mesh in self.meshes
                 if not any(size <= 2 * math.prod(mesh) <= 4 * size for size in sizes)
             )
-        return Look(found[0].seconds, frozenset(found[0].submesh_of))
+        return SearchResult(found[0].seconds, frozenset(found[0].submesh_of))
 
     def _candidates(self, space: StageSpace, ceiling: float) -> list[Candidate]:
         """Those that `solve` finds, or that an interrupted planning has stored of it."""
@@ -546,19 +551,19 @@ def solved_plan(
             first = mesh_of(candidate.schedule, ranks, i) * math.prod(mesh)
         else:
             first, offset = offset, offset + math.prod(mesh)
-        wish = StageWish(
+        request = StageRequest(
             job.cuts[stage.first], job.cuts[stage.last], mesh, seen_as.setdefault(first, candidate.shapes[i]),
             candidate.remat[i], candidate.alive[i], candidate.stages_per_mesh, stored[first],
             job.cuts[stage.first + 1 : stage.last],
         )  # fmt: skip
-        solved.append(solver.solve(wish))
+        solved.append(solver.solve(request))
         first_devices.append(first)
         stored[first].update(solved[-1].plan.parameter_plans)
     return plan_of(job, fingerprint, solved, first_devices, candidate.schedule, candidate.wires)
 
 
 def plan_of(
-    job: CostJob,
+    job: StageCostTask,
     fingerprint: Fingerprint,
     solved: Sequence[SolvedStage],
     first_devices: Sequence[int],
@@ -656,7 +661,7 @@ FILL = 8
 
 
 @dataclass(frozen=True)
-class Look:
+class SearchResult:
     """The best plan found for one number of micro-batches: its seconds (inf: none fits) and
     submeshes in use.
     """
@@ -669,7 +674,7 @@ def search_microbatches(
     counts: Sequence[int],
     most_stages: int,
     bound: Callable[[int], float],
-    look: Callable[[int, Submeshes | None], Look],
+    look: Callable[[int, Submeshes | None], SearchResult],
     known: float = math.inf,
 ) -> list[int]:
     """Look at `counts` (descending) until their best is found; the counts that were looked at, in
@@ -685,9 +690,9 @@ def search_microbatches(
     """
     visited: list[int] = []
 
-    def at(index: int, used: Submeshes | None = None, limit: float = known) -> Look:
+    def at(index: int, used: Submeshes | None = None, limit: float = known) -> SearchResult:
         if bound(counts[index]) >= min(limit, known):
-            return Look()
+            return SearchResult()
         visited.append(counts[index])
         return look(counts[index], used)
 

@@ -21,7 +21,7 @@ from alpa_strategy.cost.flops import op_flops
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op import candidates
 from alpa_strategy.inter_op.bound import step_bound
-from alpa_strategy.inter_op.stage_costs import RunCosts
+from alpa_strategy.inter_op.stage_costs import LayerRangeCosts
 from alpa_strategy.inter_op.stage_solve import StageSolver, _without_the_largest
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.options import OptimizerInfo, PlanOptions
@@ -92,7 +92,9 @@ def test_no_regular_plan_is_better_and_none_is_below_the_bound(
 def bound_of(
     least, each, count, num_devices, meshes, overhead=0.0, schedule=None, boundary=None, may_be=None
 ):
-    runs = [RunCosts((), least[:, a], each[:, a], *[np.zeros(0)] * 7) for a in range(len(meshes))]
+    runs = [
+        LayerRangeCosts((), least[:, a], each[:, a], *[np.zeros(0)] * 7) for a in range(len(meshes))
+    ]
     cluster = SimpleNamespace(num_devices=num_devices, is_uniform=True, overlap=0.0)
     options = SimpleNamespace(schedule=schedule)
     job = SimpleNamespace(

@@ -10,7 +10,7 @@ import pytest
 from alpa_strategy import partial_results
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.intra_op.problem import Choice, Problem
-from alpa_strategy.intra_op.solver.solve import NotCheaper, solve
+from alpa_strategy.intra_op.solver.solve import NoCheaperSolution, solve
 from alpa_strategy.intra_op.solver.stored import problem_key, solve_stored
 from alpa_strategy.partial_results import Key, PartialResults
 
@@ -205,7 +205,7 @@ def test_stored_solutions_are_those_of_the_solver(tmp_path):
         assert solve_stored(results, problem(limit=limit)) == first == solve(problem(limit=limit))
         assert results.num_used == 1
     for _ in range(2):
-        with pytest.raises(NotCheaper):
+        with pytest.raises(NoCheaperSolution):
             solve_stored(PartialResults(tmp_path), problem(), cutoff=0.5)
         with pytest.raises(DoesNotFitError, match="the least is"):
             solve_stored(PartialResults(tmp_path), problem(limit=0.5))

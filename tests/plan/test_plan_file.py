@@ -60,7 +60,7 @@ def plans(draw: st.DrawFn) -> Plan:
         predicted=predicted,
         remat=remat,
         remat_cuts=tuple(sorted(cuts)),
-        derives_again=draw(st.booleans()),
+        recompute_per_microbatch=draw(st.booleans()),
     )
     return Plan(
         fingerprint=FINGERPRINT,

@@ -83,7 +83,7 @@ def train(
     return (
         {n: v.clone() for n, v in model.state_dict().items()},
         losses,
-        strategy.plan.is_as_written,
+        strategy.plan.is_eager,
     )
 
 

@@ -107,7 +107,7 @@ def submodule_options(
     return (count, inside) if against is None else None
 
 
-def plan_as_written(
+def plan_eager(
     parameters: Sequence[ParameterInput],
     options: PlanOptions,
     optimizers: Sequence[OptimizerInfo],
