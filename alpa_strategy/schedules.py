@@ -97,12 +97,12 @@ class TimedAction(Action):
 
 @dataclass(frozen=True)
 class PipelineLatency:
-    """A step takes fill * sum_s t_s + run * max_s t_s, with t_s the seconds of one micro-batch in
-    stage s.
+    """A step takes `warmup * sum_s t_s + steady * max_s t_s` seconds, with t_s the seconds of one
+    micro-batch in stage s.
     """
 
-    fill: float
-    run: float
+    warmup: float
+    steady: float
 
 
 def why_not(schedule: str, num_meshes: int, num_microbatches: int) -> str | None:
@@ -135,7 +135,8 @@ def terms(
     _check(schedule, num_meshes, num_microbatches)
     total, bubble = num_microbatches * v, SCHEDULES[schedule].bubble
     if bubble is None:
-        # Chosen so that equal stages come to the simulated time: fill * (num_meshes * v) + run.
+        # Chosen so that equal stages come to the simulated time:
+        # warmup * (num_meshes * v) + steady.
         return PipelineLatency(
             1.0 / v, _equal_seconds(schedule, num_meshes, num_microbatches, v) - num_meshes
         )

@@ -36,7 +36,7 @@ from alpa_strategy.inter_op.candidates import Candidate, EqualMeshes, StageSpace
 from alpa_strategy.inter_op.stage_costs import allowed_shapes
 from alpa_strategy.inter_op.stage_dp import StageRange
 from alpa_strategy.inter_op.stage_problem import weighted
-from alpa_strategy.inter_op.stage_solve import StageSolver, StageRequest
+from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.intra_op.problem import Solution, evaluate
 from alpa_strategy.intra_op.solver.lagrangian import Neighbourhood
 from alpa_strategy.ir.plan import Plan

@@ -270,7 +270,7 @@ def recomputation(plan: dict[str, Any], rng: random.Random) -> None:
                 sorted({rng.randint(first, last) for _ in range(3)}),
             )
         case 2:
-            stage["recompute_per_microbatch"] = not stage["recompute_per_microbatch"]
+            stage["derives_again"] = not stage["derives_again"]
 
 
 def what_is_only_said(plan: dict[str, Any], rng: random.Random) -> None:

@@ -34,7 +34,7 @@ from paper_notes import REMARKS, sentence
 
 if TYPE_CHECKING:
     from alpa_strategy.cluster.spec import ClusterSpec
-    from alpa_strategy.inter_op.stage_costs import StageCostTask, LayerRangeCosts
+    from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, StageCostTask
     from alpa_strategy.ir.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,7 +26,7 @@ from alpa_strategy.cost.model import RooflineCosts, Saved
 from alpa_strategy.inter_op.candidates import runtime_seconds, simulated_seconds
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_problem import StageCost, cost_of
-from alpa_strategy.inter_op.stage_solve import StageSolver, StageRequest
+from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.decode import messages, working_bytes
 from alpa_strategy.intra_op.options import local_bytes

@@ -25,7 +25,9 @@ Place = Callable[
 ]  # (parameter, this rank's part of a tensor that lies like it)
 
 
-def shards_to_write(store: ParameterStore, on_demand: LazyEntryGather) -> Callable[..., LocalShards]:
+def shards_to_write(
+    store: ParameterStore, on_demand: LazyEntryGather
+) -> Callable[..., LocalShards]:
     """Says what this rank writes of a tensor that lies as a parameter does (the parameter itself, a
     moment of it).
 

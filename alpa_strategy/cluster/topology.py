@@ -200,7 +200,9 @@ class Topology:
             if crossing:
                 latency = max(latency, beyond)
                 crossed = min(crossed, shared / max(crossing.values()))
-        return GroupLink(latency, min(bandwidth, crossed), min(exchange, crossed), max(map(len, parts)))
+        return GroupLink(
+            latency, min(bandwidth, crossed), min(exchange, crossed), max(map(len, parts))
+        )
 
     def messages(self, sizes: Mapping[tuple[int, int], float]) -> tuple[float, float]:
         """(latency, seconds) of messages that are under way at the same time: (source, target) ->

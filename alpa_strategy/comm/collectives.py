@@ -188,7 +188,9 @@ def check_groups() -> None:
     found = [
         (key, group) for key, group in _groups.items() if group != dist.GroupMember.NON_GROUP_MEMBER
     ]
-    begun = all_gather_object([(key, group._get_sequence_number_for_group()) for key, group in found])
+    begun = all_gather_object(
+        [(key, group._get_sequence_number_for_group()) for key, group in found]
+    )
     numbers = {each for of_rank in begun for each in of_rank}
     if len(numbers) > len(dict(numbers)):
         _groups.clear()

@@ -5,8 +5,8 @@ Results that the plan recomputes (`StagePlan.recomputed`) or keeps in host memor
 (`StagePlan.stored`) return so, too.
 
 Autograd saves a gathered weight (or a view of it) for the backward of the op that used it.
-`SavedTensorHooks` puts a recipe in its place, by `saved_tensors_hooks`: which parameter, which resharding,
-which view (found by the storage).
+`SavedTensorHooks` puts a recipe in its place, by `saved_tensors_hooks`: which parameter, which
+resharding, which view (found by the storage).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy as np
 from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.pins import stage_cuts, stage_fits
-from alpa_strategy.inter_op.stage_costs import StageCostTask, LayerRangeCosts, free_runs
+from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, StageCostTask, free_runs
 from alpa_strategy.inter_op.stage_dp import StageRange, StageTables, solve_stages
 from alpa_strategy.inter_op.stage_solve import SolvedStage
 from alpa_strategy.inter_op.subgraph import span_name

@@ -17,11 +17,24 @@ from typing import Any
 import numpy as np
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.stage_problem import PER_STEP, CostBreakdown, StageProblem, zero_costs, weigh
+from alpa_strategy.inter_op.stage_problem import (
+    PER_STEP,
+    CostBreakdown,
+    StageProblem,
+    weigh,
+    zero_costs,
+)
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.decode import read_last
 from alpa_strategy.intra_op.options import gathers, local_bytes
-from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate, restrict_strategies
+from alpa_strategy.intra_op.problem import (
+    Choice,
+    Problem,
+    Transfer,
+    Use,
+    evaluate,
+    restrict_strategies,
+)
 from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
@@ -247,7 +260,9 @@ def _followed(
     return np.array(found)
 
 
-def _priced(parts: Sequence[CostBreakdown], price: Price, num_microbatches: int) -> list[np.ndarray]:
+def _priced(
+    parts: Sequence[CostBreakdown], price: Price, num_microbatches: int
+) -> list[np.ndarray]:
     per_byte, in_flight = price
     seconds, num_bytes = weigh(parts, num_microbatches, in_flight)
     return (
@@ -297,7 +312,9 @@ def _sum_parts(
     return total
 
 
-def _add(total: np.ndarray, parts: CostBreakdown, index: Any, where: np.ndarray | float = 1.0) -> None:
+def _add(
+    total: np.ndarray, parts: CostBreakdown, index: Any, where: np.ndarray | float = 1.0
+) -> None:
     summed = SUMMED | PER_STEP_SUMMED if parts.span == PER_STEP else SUMMED
     for i, name in summed.items():
         if name in parts.nonzero:

@@ -137,8 +137,8 @@ def stage_costs(
     known: dict[Hashable, LayerRangeCosts] | None = None,
     unlikely: Collection[tuple[int, int]] = (),
 ) -> list[LayerRangeCosts]:
-    """`LayerRangeCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest layouts:
-    enough for a bound.
+    """`LayerRangeCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest
+    layouts: enough for a bound.
 
     Args:
         known: is filled with what is worked out, for later calls; the jobs differ in the number of

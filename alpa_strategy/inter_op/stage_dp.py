@@ -1,7 +1,7 @@
 """The stage DP: runs of layers on submeshes that cover the cluster, for the least time of a step
 (Alpa, equation 4).
 
-    minimise  fill * sum_i t_i + max_i (run * t_i + steps * g_i)
+    minimise  warmup * sum_i t_i + max_i (steady * t_i + steps * g_i)
 
 In whose terms, and how messages count that run beside their sender's work (`sender_share`):
 docs/formulas.md#inter-op. Alpa enumerates t_max; here the bound is on the whole second term, and
@@ -194,7 +194,7 @@ class _Search:
             self.sender_share < 1 and self.levels.size
         ):  # a round trip may take any time between these, or longer
             low = max(float(self.levels[0]), 1e-9)
-            high = float(self.levels[-1]) + terms.run * float(tables.boundary.max(initial=0.0))
+            high = float(self.levels[-1]) + terms.steady * float(tables.boundary.max(initial=0.0))
             steps_up = np.arange(np.log(max(high / low, 1.0)) / np.log1p(GRID) + 2)
             self.levels = np.union1d(self.levels, low * (1 + GRID) ** steps_up)
 
@@ -219,12 +219,12 @@ class _Search:
         seconds = np.where(finite, seconds, 0.0)
         busy = np.where(finite, np.maximum(seconds + self.sender_share * wire, wire / 2), 0.0)
         # One way to add it up: to the last bit, a stage is not above its own level.
-        second = self.terms.run * busy + self.steps * np.where(finite, once, 0.0)
+        second = self.terms.steady * busy + self.steps * np.where(finite, once, 0.0)
         return StageOption(
             wire,
             following,
             left,
-            np.where(finite, self.terms.fill * (seconds + wire), np.inf),
+            np.where(finite, self.terms.warmup * (seconds + wire), np.inf),
             second,
         )
 
@@ -306,9 +306,9 @@ class _Search:
                 self.sender_share < 1
             ):  # the round trip of a micro-batch through all stages from here on
                 trips = np.where(np.isfinite(now), now, 0.0) / (
-                    self.terms.fill * self.in_flight[s - 1]
+                    self.terms.warmup * self.in_flight[s - 1]
                 )
-                now[self.terms.run * trips > threshold] = np.inf
+                now[self.terms.steady * trips > threshold] = np.inf
             came.append(origin)
             after = now
             if s in self.allowed:
@@ -353,5 +353,5 @@ class _Search:
             first, submesh = last, following
         if self.sender_share < 1:
             trips = [sum(after[i:]) / self.in_flight[count - i - 1] for i in range(count)]
-            bottleneck = max(bottleneck, self.terms.run * max(trips))
-        return StageChoice(tuple(stages), self.terms.fill * sum(after) + bottleneck, bottleneck)
+            bottleneck = max(bottleneck, self.terms.steady * max(trips))
+        return StageChoice(tuple(stages), self.terms.warmup * sum(after) + bottleneck, bottleneck)

@@ -73,8 +73,8 @@ class StageProblem:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What an assignment costs; see `CostBreakdown`. `again` per span; `working` are short-lived bytes on
-    top, `update` those
+    """What an assignment costs; see `CostBreakdown`. `again` per span; `working` are short-lived
+    bytes on top, `update` those
     of the optimizer's step, when activations are gone."""
 
     forward: float
@@ -97,14 +97,20 @@ class StageCost:
         return self.always + max(alive + self.working, self.update)
 
 
-def stage_build(graph: StepGraph, tables: OptionTables, recompute_per_microbatch: bool = False) -> IntraOp:
+def stage_build(
+    graph: StepGraph, tables: OptionTables, recompute_per_microbatch: bool = False
+) -> IntraOp:
     """The problem of a stage that runs micro-batches (see `build`): some ops run once per step.
 
     Args:
         recompute_per_microbatch: see `StagePlan`.
     """
     whole = build(graph, tables)
-    return whole if recompute_per_microbatch else RematSpans(replace(whole, per_step=per_step(graph))).split()
+    return (
+        whole
+        if recompute_per_microbatch
+        else RematSpans(replace(whole, per_step=per_step(graph))).split()
+    )
 
 
 def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
@@ -261,8 +267,8 @@ def weigh(
     in_flight: float,
     shares: Mapping[int, float] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(seconds per step, bytes) of each. shares: where it recomputes, what counts of `CostBreakdown.again`
-    of each span.
+    """(seconds per step, bytes) of each. shares: where it recomputes, what counts of
+    `CostBreakdown.again` of each span.
     """
     forwards = 1 if shares is None else 2
     seconds = [num_microbatches * (forwards * p.forward + p.backward) + p.once for p in parts]

@@ -195,8 +195,14 @@ class StageSolver:
             if found[-1].is_free:
                 break
         if not found:
-            if self.job.options.solver == PROPAGATION and self.job.remat is None and not request.remat:
-                return self.solve(replace(request, remat=True))  # priced with layouts that were solved
+            if (
+                self.job.options.solver == PROPAGATION
+                and self.job.remat is None
+                and not request.remat
+            ):
+                return self.solve(
+                    replace(request, remat=True)
+                )  # priced with layouts that were solved
             raise failures[-1]
         return min(found, key=lambda solved: solved.plan.predicted.step_seconds)
 
@@ -223,7 +229,12 @@ class StageSolver:
         whole, intra = self._pinned(whole), self._pinned(intra)
         if job.is_whole_batch:  # most are not looked at again
             return PricedStage(
-                job, request, whole, intra, self._free_layouts(intra.problem), recompute_per_microbatch
+                job,
+                request,
+                whole,
+                intra,
+                self._free_layouts(intra.problem),
+                recompute_per_microbatch,
             )
         pins = (
             *(
@@ -251,7 +262,9 @@ class StageSolver:
         if key not in self._free:
             problem = weighted(finest, job.num_microbatches, 1, request.remat)
             self._free[key] = self._free_layouts(problem)
-        return PricedStage(job, request, whole, intra, self._free[key], recompute_per_microbatch, finest, key)
+        return PricedStage(
+            job, request, whole, intra, self._free[key], recompute_per_microbatch, finest, key
+        )
 
     def _free_layouts(self, problem: Problem) -> Solution:
         """Without a memory limit."""
@@ -275,7 +288,11 @@ class StageSolver:
         """
         request, stage = priced.request, priced.finest
         propagates = self.job.options.solver == PROPAGATION
-        if self.job.keeps_by_tensor and not propagates and not self._fits(stage, priced.free, request):
+        if (
+            self.job.keeps_by_tensor
+            and not propagates
+            and not self._fits(stage, priced.free, request)
+        ):
             priced = priced.changed(
                 with_recompute
             )  # a choice for each activation: keep it, or make it again
@@ -310,7 +327,8 @@ class StageSolver:
         stage = priced.unrestricted(found.starts)
         cost = cost_of(stage, found.solution.assignment, found.working)
         plan = replace(
-            self._plan(stage.intra, found, cost, priced.request), recompute_per_microbatch=priced.recompute_per_microbatch
+            self._plan(stage.intra, found, cost, priced.request),
+            recompute_per_microbatch=priced.recompute_per_microbatch,
         )
         solution, gap = found.solution, min(1.0, found.solution.gap)
         gap = gap if gap > PROVED else 0.0
@@ -368,7 +386,10 @@ class StageSolver:
         else the cheapest that fits.
         """
         job, request, solution = self.job, priced.request, priced.free
-        limit, alive = job.memory_limit / request.stages_per_mesh, request.alive / request.stages_per_mesh
+        limit, alive = (
+            job.memory_limit / request.stages_per_mesh,
+            request.alive / request.stages_per_mesh,
+        )
 
         starts = _least_memory(priced, alive) if len(request.starts) > 1 else request.starts
         stage = priced.problem(starts)
@@ -435,10 +456,13 @@ class StageSolver:
             largest_temporary = min(largest_temporary, _largest_temporary(stage.intra, solution))
         needed = format_bytes(least)
         raise DoesNotFitError(
-            f"a stage on {math.prod(request.submesh)} devices needs {needed} of {format_bytes(limit)}"
+            f"a stage on {math.prod(request.submesh)} devices needs {needed} of"
+            f" {format_bytes(limit)}"
         )
 
-    def _plan(self, intra: IntraOp, found: _Solved, cost: StageCost, request: StageRequest) -> StagePlan:
+    def _plan(
+        self, intra: IntraOp, found: _Solved, cost: StageCost, request: StageRequest
+    ) -> StagePlan:
         """Per-step totals of a stage: what is per micro-batch times their number."""
         count, assignment = self.job.num_microbatches, found.solution.assignment
         each, optimizer = busy_seconds(intra, assignment)

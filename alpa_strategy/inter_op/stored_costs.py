@@ -20,7 +20,7 @@ from alpa_strategy.sharding.register import registered_rules
 
 if TYPE_CHECKING:
     from alpa_strategy.inter_op.candidates import Candidate, StageSpace
-    from alpa_strategy.inter_op.stage_costs import StageCostTask, LayerRangeCosts
+    from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, StageCostTask
     from alpa_strategy.inter_op.stage_solve import SolvedStage, StageRequest
 
 # Arrays [first layer, last + 1, candidate] of a LayerRangeCosts, and those with an entry per layer.

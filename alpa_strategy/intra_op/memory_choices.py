@@ -379,8 +379,11 @@ def with_offload(intra: IntraOp, pinned: Collection[str] | None = None) -> Intra
     return replace(
         intra,
         parameters=tuple(parameters),
-        problem=duplicate_strategies(intra.problem, twins, seconds, num_bytes, only=pinned is not None),
-        unrestricted=intra.unrestricted and duplicate_strategies(intra.unrestricted, twins, seconds, num_bytes),
+        problem=duplicate_strategies(
+            intra.problem, twins, seconds, num_bytes, only=pinned is not None
+        ),
+        unrestricted=intra.unrestricted
+        and duplicate_strategies(intra.unrestricted, twins, seconds, num_bytes),
     )
 
 

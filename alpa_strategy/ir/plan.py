@@ -435,6 +435,11 @@ class Plan:
         return self.schedule == AS_WRITTEN
 
     @property
+    def is_as_written(self) -> bool:
+        """Deprecated name of `is_eager`."""
+        return self.is_eager
+
+    @property
     def iteration_seconds(self) -> float:
         """Of all phases, which are the step alone where there are none."""
         if self.phases:
@@ -528,7 +533,12 @@ _KIND_NAMES = {
 _FIX = "correct the file by hand, or delete it: the run then makes a new plan"
 
 _CLASSES = (Plan, PhaseCost, StagePlan, Fingerprint, Predicted, Collective)  # objects of the file
-_NAMES = {"parameter_plans": "parameters"}  # fields that the file calls otherwise
+# Fields that the file calls otherwise.
+_NAMES = {
+    "parameter_plans": "parameters",
+    "num_chunks": "in_parts",
+    "recompute_per_microbatch": "derives_again",
+}
 # What older plans do not have.
 _LATER = {"devices", "remat_cuts", "recomputed", "stored", "received", "sent", "layers"}
 _LATER |= {

@@ -31,8 +31,8 @@ from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, map_tensors
 from alpa_strategy.comm.collectives import (
     RankZero,
-    cpu_group,
     all_gather_object,
+    cpu_group,
     on_all_ranks,
     rank_in,
     world_size,

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.checkpoint.tensors import Chunk, read_chunks
-from alpa_strategy.comm.collectives import broadcast_object, all_gather_object, on_all_ranks, world_size
+from alpa_strategy.comm.collectives import (
+    all_gather_object,
+    broadcast_object,
+    on_all_ranks,
+    world_size,
+)
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.lightning.digests import digest
 from alpa_strategy.runtime.deferred import Recorder

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.comm.collectives import any_rank, all_gather_object, world_size
+from alpa_strategy.comm.collectives import all_gather_object, any_rank, world_size
 from alpa_strategy.errors import NotRowsError, RuntimeMismatchError
 from alpa_strategy.ir.graph import BufferInput, StepGraph
 from alpa_strategy.runtime.parameters import ParameterStore

@@ -32,15 +32,19 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.user_code import is_user_file
 from alpa_strategy.lightning.full_parameters import gradient_norm
 from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
-from alpa_strategy.lightning.sharded_run import ShardedRun, RunInputs
 from alpa_strategy.lightning.planning import check_optimizer
+from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 from alpa_strategy.options import SELECTIVE, OptimizerInfo
-from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
 from alpa_strategy.planner.eager_plan import against_written, asks_for_written, plan_eager
+from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
+from alpa_strategy.runtime.activation_checkpoint import (
+    ActivationBudget,
+    ModuleCheckpoint,
+    modules_to_checkpoint,
+)
 from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard, set_data
 from alpa_strategy.runtime.gradients import Replicas
 from alpa_strategy.runtime.host_memory import enforce_memory_plan, tuned
-from alpa_strategy.runtime.activation_checkpoint import ModuleCheckpoint, ActivationBudget, modules_to_checkpoint
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.synced_norms import synced
 
@@ -226,7 +230,11 @@ class EagerRun(ShardedRun):
         )  # which is for captured steps
         chooses = remat is None and job.compile is None
         modules = modules_to_checkpoint(module, remat) if optimizers and (remat or chooses) else {}
-        self._room = ActivationBudget(module, modules, limit - plan.predicted.peak_bytes) if chooses else None
+        self._room = (
+            ActivationBudget(module, modules, limit - plan.predicted.peak_bytes)
+            if chooses
+            else None
+        )
         self._adapted.enter_context(ModuleCheckpoint(module, self._room).installed(modules))
 
     @override

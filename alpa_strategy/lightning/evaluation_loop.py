@@ -7,7 +7,7 @@ for, or mix loaders up.
 
 from typing import Any
 
-from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, all_gather_object
+from alpa_strategy.comm.collectives import all_gather_object, any_rank, broadcast_tensors
 from alpa_strategy.errors import RuntimeMismatchError
 
 

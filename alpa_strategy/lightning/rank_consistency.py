@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.non_tensor_inputs import may_be_unread, register_batch_types
-from alpa_strategy.comm.collectives import RankZero, all_reduce_max, all_gather_object, world_size
+from alpa_strategy.comm.collectives import RankZero, all_gather_object, all_reduce_max, world_size
 from alpa_strategy.errors import RuntimeMismatchError, UnlikeStepsError
 from alpa_strategy.ir.user_code import mentioned_names
 
@@ -75,7 +75,7 @@ class StepConsensus:
         many = (
             f" (the last {MAX_SHAPES} are kept: pad batches to a few lengths, pad_to_multiple_of)"
         )
-        text = f"alpa: batch shape number {number}, captured and planned: {shapes_text(batch)}"
+        text = f"alpa: batch shape number {number}, captured: {shapes_text(batch)}"
         rank_zero_info(text + many if number > MAX_SHAPES else text)
 
     def meet_for_change(self, name: str) -> None:
@@ -167,11 +167,14 @@ class ParameterChangeDetector:
                 return f"{name} was {'frozen' if trains else 'unfrozen'}"
         for path, child, names, before in self._owners:
             now = child._parameters
-            is_same = tuple(now) == names and all(map(is_, now.values(), before))
-            if not is_same and dict(zip(names, map(id, before), strict=True)) != {
-                name: id(parameter) for name, parameter in now.items()
-            }:
+            if not now and not names:
+                continue
+            if tuple(now) == names and all(map(is_, now.values(), before)):
+                continue
+            # Another order of the same ones is no change.
+            ids_before = dict(zip(names, map(id, before), strict=True))
+            if ids_before != {name: id(parameter) for name, parameter in now.items()}:
                 return f"the parameters of {path or 'the module'} were replaced"
-        is_same = all(tuple(now.values()) == before for now, before in self._members)
+        is_same = all([tuple(now.values()) == before for now, before in self._members])
         is_same = is_same or set(self._module.parameters()) == self._all
         return None if is_same else "submodules with parameters were added or replaced"

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.capture.python_reads import changed_numbers, numbers_now
-from alpa_strategy.comm.collectives import RankZero, broadcast_object, all_gather_object, world_size
+from alpa_strategy.comm.collectives import RankZero, all_gather_object, broadcast_object, world_size
 from alpa_strategy.cost.host import with_host
 from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, PlanError, RuntimeMismatchError
@@ -32,7 +32,6 @@ from alpa_strategy.lightning.digests import ReplicatedInputCheck
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
 from alpa_strategy.lightning.loop_clock import LoopClock
-from alpa_strategy.lightning.sharded_run import ShardedRun, RunInputs
 from alpa_strategy.lightning.planning import (
     capture,
     check_optimizer,
@@ -40,6 +39,7 @@ from alpa_strategy.lightning.planning import (
     job_cluster,
 )
 from alpa_strategy.lightning.rank_consistency import MAX_SHAPES, StepConsensus, shape_key
+from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 from alpa_strategy.microbatch.rules import MicrobatchPlacement
 from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
 from alpa_strategy.pipeline.step_programs import PlanRuntime, StepProgram

@@ -86,15 +86,15 @@ class Session:
         # Planning and the runtime are loaded with the first batch, not with the import of the
         # package.
         from alpa_strategy.capture.python_state import requiring_grad
-        from alpa_strategy.lightning.sharded_run import RunInputs
-        from alpa_strategy.lightning.run import Run
-        from alpa_strategy.lightning.rank_consistency import toggled
-        from alpa_strategy.lightning.submodule_run import SubmoduleRun
         from alpa_strategy.lightning.eager_run import (
             EagerRun,
             check_may_run_as_written,
             why_written,
         )
+        from alpa_strategy.lightning.rank_consistency import toggled
+        from alpa_strategy.lightning.run import Run
+        from alpa_strategy.lightning.sharded_run import RunInputs
+        from alpa_strategy.lightning.submodule_run import SubmoduleRun
         from alpa_strategy.runtime.host_memory import process_bytes
         from alpa_strategy.runtime.sharded_parameter import are_held
 
@@ -274,8 +274,8 @@ class Session:
         return output
 
     def _shard_for_evaluation(self, module: Any) -> None:
-        from alpa_strategy.lightning.sharded_run import RunInputs
         from alpa_strategy.lightning.eager_run import EagerRun
+        from alpa_strategy.lightning.sharded_run import RunInputs
 
         job = self._make_job()
         job = replace(job, options=replace(job.options, parallel="zero3"))

@@ -24,7 +24,7 @@ from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.batch_rows import UPDATE_HOOKS
 from alpa_strategy.lightning.checks import has_own_hooks
-from alpa_strategy.lightning.digests import GRADIENT, ReplicaChecksum, GradientCheck
+from alpa_strategy.lightning.digests import GRADIENT, GradientCheck, ReplicaChecksum
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
 from alpa_strategy.lightning.full_parameters import (
     FullParameters,
@@ -101,7 +101,9 @@ class ShardedRun(ABC):
         )
         self.buffers_differ = plan.is_eager  # perhaps
         self._num_updates = 0
-        self.copies = ReplicaChecksum(store, module, buffers, job.limits.check_replicas_every, job.device)
+        self.copies = ReplicaChecksum(
+            store, module, buffers, job.limits.check_replicas_every, job.device
+        )
         if check is not None:
             check.copies = ReplicaChecksum(store, module, (), 1, job.device, GRADIENT)
         self._adapted = ExitStack()  # see `adapt_trainer`
@@ -181,9 +183,7 @@ class ShardedRun(ABC):
         if not self.plan.is_pipelined and self.on_use is None:
             # One device's step: who looks after every batch (to clip, say) finds what it would
             # there.
-            looks = not self.plan.is_eager and has_own_hooks(
-                self.module, ("on_after_backward",)
-            )
+            looks = not self.plan.is_eager and has_own_hooks(self.module, ("on_after_backward",))
             self.store.sync(enabled or looks)
 
     def leave_steps(self) -> None:

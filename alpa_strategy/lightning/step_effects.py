@@ -59,7 +59,9 @@ def materialize_output(
     return pytree.tree_map(filled, structure)
 
 
-def own_rows_of(values: Mapping[int, Tensor], own_rows: "Mapping[int, MicrobatchPlacement]") -> dict[int, Tensor]:
+def own_rows_of(
+    values: Mapping[int, Tensor], own_rows: "Mapping[int, MicrobatchPlacement]"
+) -> dict[int, Tensor]:
     """`values`, with this rank's rows where they have rows (`rows_of_ranks`): as the batch that
     hooks see.
     """
@@ -87,7 +89,9 @@ def append_to_lists(
         return
     detached = {index: value.detach() for index, value in values.items()}
     for record in step.appended:
-        record.place.value(module).extend(materialize_output(list(record.items), detached, leaves, counters))
+        record.place.value(module).extend(
+            materialize_output(list(record.items), detached, leaves, counters)
+        )
 
 
 def verify(step: StepGraph, values: Mapping[int, Tensor]) -> None:
@@ -167,7 +171,9 @@ def update_metrics_and_log(
     for record in step.metrics:
         metric = module.get_submodule(record.metric)
         metrics.make_global(metric)
-        kwargs = {key: materialize_output(value, values, leaves, counters) for key, value in record.kwargs}
+        kwargs = {
+            key: materialize_output(value, values, leaves, counters) for key, value in record.kwargs
+        }
         with torch.no_grad():
             args = materialize_output(record.args, values, leaves, counters)
             metric_values[record.metric] = getattr(metric, record.method)(*args, **kwargs)
@@ -177,7 +183,9 @@ def update_metrics_and_log(
             value = _metric_value(
                 module.get_submodule(value.metric), value, metric_values.get(value.metric)
             )
-        kwargs = {key: materialize_output(item, values, leaves, counters) for key, item in log.kwargs}
+        kwargs = {
+            key: materialize_output(item, values, leaves, counters) for key, item in log.kwargs
+        }
         value = materialize_output(value, values, leaves, counters)
         if metrics.replica is None:
             kwargs |= {

@@ -23,7 +23,7 @@ from typing_extensions import override
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.capture.python_state import outermost_metrics, patched
 from alpa_strategy.capture.submodules import Call, capture_calls, hooks_in, plannable
-from alpa_strategy.comm.collectives import RankZero, broadcast_object, all_gather_object
+from alpa_strategy.comm.collectives import RankZero, all_gather_object, broadcast_object
 from alpa_strategy.comm.mesh import divide
 from alpa_strategy.errors import CaptureError, RuntimeMismatchError
 from alpa_strategy.ir.graph import StepGraph
@@ -31,19 +31,19 @@ from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning import batch_rows
 from alpa_strategy.lightning.dataloader_state import random_state, set_random_state
+from alpa_strategy.lightning.eager_run import parameter_inputs
 from alpa_strategy.lightning.job import Job, device_limit
-from alpa_strategy.lightning.sharded_run import ShardedRun, RunInputs
 from alpa_strategy.lightning.planning import check_optimizer, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.rank_consistency import shape_key
+from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 from alpa_strategy.lightning.step_effects import REPLICAS, materialize_output
-from alpa_strategy.lightning.eager_run import parameter_inputs
 from alpa_strategy.pipeline.step_programs import PlanRuntime
-from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.planner.eager_plan import plan_eager
+from alpa_strategy.planner.optimizer_info import inspect_optimizer
+from alpa_strategy.runtime.activation_checkpoint import forward_of_copy
 from alpa_strategy.runtime.eager_fully_shard import UnshardOnAccess
 from alpa_strategy.runtime.gradients import average
 from alpa_strategy.runtime.host_memory import tuned
-from alpa_strategy.runtime.activation_checkpoint import forward_of_copy
 from alpa_strategy.runtime.synced_norms import synced
 
 
@@ -60,7 +60,9 @@ class SubmoduleRun(ShardedRun):
 
     _placed: PlanRuntime
 
-    def __init__(self, given: RunInputs, why: CaptureError, recorded: Sequence[Call] | None) -> None:
+    def __init__(
+        self, given: RunInputs, why: CaptureError, recorded: Sequence[Call] | None
+    ) -> None:
         module, job = given.module, given.job
         assert job.submodules is not None
         count, options = job.submodules

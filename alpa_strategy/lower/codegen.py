@@ -16,8 +16,8 @@ from torch import Tensor
 
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
-from alpa_strategy.comm.saved_tensor_hooks import active_regather
 from alpa_strategy.comm.reshard import Reshard
+from alpa_strategy.comm.saved_tensor_hooks import active_regather
 from alpa_strategy.cost.flops import product_kind
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
@@ -95,8 +95,8 @@ def lower(
     overlaps: bool = True,
 ) -> LoweredStep:
     """Write the program of the device at `mesh.coordinate`, with a `compiler` in compiled segments.
-    With `overlaps` products go on beside collectives (`lower/overlapped_matmul.py`): not where a backward is
-    divided in two, or differentiated.
+    With `overlaps` products go on beside collectives (`lower/overlapped_matmul.py`): not where a
+    backward is divided in two, or differentiated.
     """
     return _Writer(
         step, stage, mesh, device, random, {}, (), prefetchable(step), compiler, overlaps

@@ -1,5 +1,5 @@
-"""What a micro-batch has of a value (`MicrobatchPlacement`), and how one op splits over micro-batches: the
-sharding rules on one more axis, in time instead of over devices.
+"""What a micro-batch has of a value (`MicrobatchPlacement`), and how one op splits over
+micro-batches: the sharding rules on one more axis, in time instead of over devices.
 
 On that axis nothing is ever resharded, and `R` and `R*` are one state: gradients add up over the
 micro-batches anyway, so whatever is whole has a gradient that is a summand. Nothing here knows of a
@@ -250,7 +250,10 @@ def _row_numbers(call: OpCall, found: tuple[TimeStrategy, ...]) -> Iterator[Time
             integers = not call.results[0].dtype.is_floating_point and len(call.operands) == 1
             are_rows = integers and before.kind == after.kind == "rows"
             if are_rows and call.operands[0].shape[before.dim] == call.results[0].shape[after.dim]:
-                yield TimeStrategy((MicrobatchPlacement("numbers", before.dim),), (MicrobatchPlacement("numbers", after.dim),))
+                yield TimeStrategy(
+                    (MicrobatchPlacement("numbers", before.dim),),
+                    (MicrobatchPlacement("numbers", after.dim),),
+                )
     elif call.target is aten.index.Tensor:
         yield from _read_by_number(call)
 
@@ -309,7 +312,9 @@ def regroups_dims(call: OpCall) -> bool:
     return aten_name(call.target) in RESHAPES
 
 
-def _row_views(call: OpCall, states: tuple[MicrobatchPlacement, ...], num_parts: int) -> tuple[MicrobatchPlacement, ...] | None:
+def _row_views(
+    call: OpCall, states: tuple[MicrobatchPlacement, ...], num_parts: int
+) -> tuple[MicrobatchPlacement, ...] | None:
     """Where the results have their rows when the operands are in `states`; None: not as rows."""
     name, first = aten_name(call.target), states[0]
     if name in ("cat", "concat"):
@@ -363,7 +368,9 @@ def _viewed(
     return None
 
 
-def _joined(call: OpCall, states: tuple[MicrobatchPlacement, ...]) -> tuple[MicrobatchPlacement, ...] | None:
+def _joined(
+    call: OpCall, states: tuple[MicrobatchPlacement, ...]
+) -> tuple[MicrobatchPlacement, ...] | None:
     dim = bind(call)["dim"] % len(call.results[0].shape)
     joined = [(call.operands[slot.index].shape, states[slot.index]) for slot in slots(call)]
     runs = {shape[dim] // state.segments for shape, state in joined}

@@ -22,7 +22,14 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
 from alpa_strategy.ir.op import OpCall, aten_name, bind, dims_of
 from alpa_strategy.microbatch import rules
-from alpa_strategy.microbatch.rules import ANY, SPLITS, WHOLE, MicrobatchPlacement, TimeStrategy, rows
+from alpa_strategy.microbatch.rules import (
+    ANY,
+    SPLITS,
+    WHOLE,
+    MicrobatchPlacement,
+    TimeStrategy,
+    rows,
+)
 from alpa_strategy.sharding.rule_families import RESHAPES
 from alpa_strategy.sharding.strategies import is_random
 
@@ -192,7 +199,9 @@ class _Walk:
     def _postpone(self, index: int) -> None:
         self.late.add(index)
 
-    def _fit(self, index: int, states: tuple[MicrobatchPlacement, ...], strategy: TimeStrategy) -> _Fit | None:
+    def _fit(
+        self, index: int, states: tuple[MicrobatchPlacement, ...], strategy: TimeStrategy
+    ) -> _Fit | None:
         """What it takes to give `strategy` its operands; None when they cannot be had."""
         op = self.step.ops[index]
         segments = [

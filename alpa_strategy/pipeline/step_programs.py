@@ -104,9 +104,7 @@ class PlanRuntime:
             stage, mesh = plan.stages[0], places.meshes[0]
             assert mesh is not None
             of_stage[0].will_read(step.dtypes_read)
-            overlaps = (
-                not self._plan.is_eager
-            )  # else the user's own code may differentiate twice
+            overlaps = not self._plan.is_eager  # else the user's own code may differentiate twice
             lowered = lower(
                 step,
                 stage,

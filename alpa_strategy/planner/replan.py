@@ -15,7 +15,7 @@ import numpy as np
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_costs import StageCostTask
-from alpa_strategy.inter_op.stage_solve import SolvedStage, StageSolver, StageRequest
+from alpa_strategy.inter_op.stage_solve import SolvedStage, StageRequest, StageSolver
 from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, stage_on
 from alpa_strategy.intra_op.memory_choices import offload_of
 from alpa_strategy.ir.graph import StepGraph

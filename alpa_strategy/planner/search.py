@@ -1,9 +1,9 @@
 """The two kinds of plans that the planner chooses between: the whole batch on one stage, and
 pipelines.
 
-Both are stages of a `StageCostTask`, solved by the same `StageSolver` and put together by `plan_of`:
-costs, pins, the reserve for short-lived memory and the reasons why nothing fits are the same. One
-stage is solved on every logical mesh; stages of pipelines are chosen on the costs of
+Both are stages of a `StageCostTask`, solved by the same `StageSolver` and put together by
+`plan_of`: costs, pins, the reserve for short-lived memory and the reasons why nothing fits are the
+same. One stage is solved on every logical mesh; stages of pipelines are chosen on the costs of
 `inter_op/stage_costs.py` and then solved. Everything that the options leave
 open is searched: number of micro-batches, schedule, stages, submeshes, logical shapes,
 recomputation and layouts.
@@ -39,8 +39,13 @@ from alpa_strategy.inter_op.pins import (
     logical_shapes,
     submeshes,
 )
-from alpa_strategy.inter_op.stage_costs import StageCostTask, LayerRangeCosts, out_of_memory, stage_costs
-from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver, StageRequest
+from alpa_strategy.inter_op.stage_costs import (
+    LayerRangeCosts,
+    StageCostTask,
+    out_of_memory,
+    stage_costs,
+)
+from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageRequest, StageSolver
 from alpa_strategy.inter_op.stored_costs import (
     candidate_fields,
     candidates_key,
@@ -119,8 +124,8 @@ def _plan_one_stage(
             except PlanError as error:
                 failures.append((f"logical mesh {label}", error))
     best: SolvedStage | None = None
-    # A mesh is left as soon as its bound is above the best objective so far (NoCheaperSolution): that
-    # makes all affordable.
+    # A mesh is left as soon as its bound is above the best objective so far (NoCheaperSolution):
+    # that makes all affordable.
     priced.sort(key=lambda entry: (entry[1].free.bound, entry[0]), reverse=True)
     while priced:
         label, stage = priced.pop()  # its tables go with it

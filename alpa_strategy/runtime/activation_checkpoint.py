@@ -73,7 +73,9 @@ class ModuleCheckpoint:
         room: says which modules run again; None: all.
     """
 
-    def __init__(self, root: nn.Module | None = None, room: "ActivationBudget | None" = None) -> None:
+    def __init__(
+        self, root: nn.Module | None = None, room: "ActivationBudget | None" = None
+    ) -> None:
         self._root, self._room = root, room
 
     def installed(self, modules: Mapping[str, nn.Module]) -> AbstractContextManager[None]:

@@ -3,8 +3,8 @@ it runs.
 
 The modules' forwards and their own attribute access bring a parameter when it is needed and drop it
 afterwards; what autograd saves of it is a recipe, by which it is gathered again
-(`comm/saved_tensor_hooks.py`). Elsewhere a parameter in parts has its whole shape and no values (NaN): code
-that reaches it past its module computes nothing that could be taken for true.
+(`comm/saved_tensor_hooks.py`). Elsewhere a parameter in parts has its whole shape and no values
+(NaN): code that reaches it past its module computes nothing that could be taken for true.
 
 Ranks need not do the same. They meet in rounds: each says what it needs next, everything that
 anybody needs is gathered by all, and who is done serves the others. Nothing hangs where branches,
@@ -42,7 +42,7 @@ _disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 Wait = Callable[[], list[Tensor]]
 
 
-class OnDemandGather:
+class LazyEntryGather:
     """Gatherings that all ranks make, whatever each needs. Methods are collective, in any order, if
     not said otherwise.
 
@@ -161,7 +161,7 @@ class EagerFullyShard:
 
     Args:
         module: whose parameters `store` holds.
-        group: see `OnDemandGather`.
+        group: see `LazyEntryGather`.
         keeps: whether parameters stay whole from the first `in_use` until `drop` (ZeRO-2), not only
             while in use.
         has_room: for all of them at once, beside a step.
@@ -193,7 +193,7 @@ class EagerFullyShard:
         self._regather: SavedTensorHooks | None = None
         self._depth = 0
         self._stays_whole = False  # what is whole, for the backward of functions
-        self.on_demand = OnDemandGather(self._start, self._may_start, group)
+        self.on_demand = LazyEntryGather(self._start, self._may_start, group)
         self._install()
 
     @property
@@ -262,7 +262,7 @@ class EagerFullyShard:
 
     def _end(self, failed: bool = False) -> None:
         """Parameters are parts again; what was changed in whole ones is kept. See
-        `OnDemandGather.pause`.
+        `LazyEntryGather.pause`.
         """
         if failed:
             self.on_demand.forget()
@@ -306,7 +306,7 @@ class EagerFullyShard:
     # While it is active
 
     def need(self, parameter: nn.Parameter) -> None:
-        """Let a parameter be whole. Collective, see `OnDemandGather`, unless it is."""
+        """Let a parameter be whole. Collective, see `LazyEntryGather`, unless it is."""
         self._stays_whole |= torch._C._functorch.peek_interpreter_stack() is not None
         if parameter in self._whole or parameter not in self._parts:
             return
@@ -323,8 +323,8 @@ class EagerFullyShard:
                         self._regather.know(self._parts[each], again, whole)
 
     def again(self, parameter: nn.Parameter) -> Tensor:
-        """All of a parameter in the backward. Collective, see `OnDemandGather`, unless its unit is the last
-        that was needed.
+        """All of a parameter in the backward. Collective, see `LazyEntryGather`, unless its unit is
+        the last that was needed.
         """
         if (whole := self._whole.get(parameter)) is not None:
             return whole
@@ -400,8 +400,8 @@ class EagerFullyShard:
                     self._drop_unused([unit for unit in units if not self._is_for_generation(unit)])
 
         # Not a hook: code may run a forward alone, once more for the backward
-        # (`runtime/activation_checkpoint.py`). A partial, not a decorated function: a copy of the module runs
-        # its own.
+        # (`runtime/activation_checkpoint.py`). A partial, not a decorated function: a copy of the
+        # module runs its own.
         self._installed.enter_context(
             patched([(module, "forward", partial(running, module, module.forward))])
         )

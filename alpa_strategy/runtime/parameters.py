@@ -29,8 +29,8 @@ from torch.distributed.tensor.placement_types import Shard
 
 from alpa_strategy.comm.collectives import all_gather_object, world_size
 from alpa_strategy.comm.mesh import MeshComm, build_mesh
-from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.comm.reshard import Entrance, Sums
+from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
@@ -77,7 +77,10 @@ class MeshParameters:
         return sharded
 
     def shard(
-        self, values: Callable[[nn.Parameter], Tensor], bucket_bytes: int, look: GradientReader | None
+        self,
+        values: Callable[[nn.Parameter], Tensor],
+        bucket_bytes: int,
+        look: GradientReader | None,
     ) -> None:
         """See `ParameterStore.shard`."""
         self._look = look

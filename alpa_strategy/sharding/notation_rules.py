@@ -430,6 +430,9 @@ def _index_select(call: OpCall, axis_size: int) -> str:
     """Other dims of the source are parallel; or the index is cut and the source is whole."""
     dim = bind(call)["dim"]
     indices = [f"x{d}" for d in range(len(call.results[0].shape))]
+    if not indices:
+        # A number and an index of one element: nothing can be cut.
+        return "[], [i!] -> []"
     return line_of([_at(indices, dim, "s!"), ["i"]], _at(indices, dim, "i"))
 
 

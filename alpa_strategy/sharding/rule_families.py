@@ -29,7 +29,15 @@ from alpa_strategy.ir.op import (
     slots,
 )
 from alpa_strategy.ir.placement import INVARIANT, shard
-from alpa_strategy.sharding.notation import SUM, WHOLE, RuleMatch, Split, line_of, read, split_from_dims
+from alpa_strategy.sharding.notation import (
+    SUM,
+    WHOLE,
+    RuleMatch,
+    Split,
+    line_of,
+    read,
+    split_from_dims,
+)
 
 FIRST, EACH = ((0,),), ((0,), (1,))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alpa_strategy.comm.collectives import broadcast_object, all_gather_object
+from alpa_strategy.comm.collectives import all_gather_object, broadcast_object
 from alpa_strategy.comm.mesh import build_mesh, build_stage_meshes
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_range

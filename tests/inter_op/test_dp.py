@@ -103,13 +103,13 @@ def brute_force(
                     )
                 for picked in product(*options):
                     after = [t + w for t, w, _ in picked]
-                    value = terms.fill * sum(after)
+                    value = terms.warmup * sum(after)
                     slowest = max(
-                        terms.run * max(t + share * w, w / 2) + steps * g for t, w, g in picked
+                        terms.steady * max(t + share * w, w / 2) + steps * g for t, w, g in picked
                     )
                     if share < 1:
                         trips = [sum(after[i:]) / alive[count - i - 1] for i in range(count)]
-                        slowest = max(slowest, terms.run * max(trips))
+                        slowest = max(slowest, terms.steady * max(trips))
                     best = min(best, value + slowest)
     return best
 
@@ -131,7 +131,9 @@ def test_equals_brute_force_on_200_random_cases(block):
         alive = in_flight(schedule, num_layers, num_microbatches)[::-1]
         limit = float(rng.choice([2.0, 5.0, np.inf]))
         weights = (
-            terms(schedule, num_layers, num_microbatches) if rng.random() < 0.8 else PipelineLatency(0.0, 5.0)
+            terms(schedule, num_layers, num_microbatches)
+            if rng.random() < 0.8
+            else PipelineLatency(0.0, 5.0)
         )
         counts = (
             range(1, num_layers + 1)
@@ -203,10 +205,10 @@ def check(tables, found, num_devices, weights, alive, limit, steps):
             <= limit
         )
         seconds.append(t)
-        bottlenecks.append(weights.run * t + steps * tables.once_seconds[at])
+        bottlenecks.append(weights.steady * t + steps * tables.once_seconds[at])
     assert position == tables.seconds.shape[0]
     assert sum(tables.num_devices[s.submesh] for s in found.stages) == num_devices
-    assert found.seconds == pytest.approx(weights.fill * sum(seconds) + max(bottlenecks))
+    assert found.seconds == pytest.approx(weights.warmup * sum(seconds) + max(bottlenecks))
 
 
 def test_golden_case():

@@ -92,7 +92,9 @@ def test_no_regular_plan_is_better_and_none_is_below_the_bound(
 def bound_of(
     least, each, count, num_devices, meshes, overhead=0.0, schedule=None, boundary=None, may_be=None
 ):
-    runs = [LayerRangeCosts((), least[:, a], each[:, a], *[np.zeros(0)] * 7) for a in range(len(meshes))]
+    runs = [
+        LayerRangeCosts((), least[:, a], each[:, a], *[np.zeros(0)] * 7) for a in range(len(meshes))
+    ]
     cluster = SimpleNamespace(num_devices=num_devices, is_uniform=True, overlap=0.0)
     options = SimpleNamespace(schedule=schedule)
     job = SimpleNamespace(

@@ -28,7 +28,7 @@ from alpa_strategy.inter_op.stage_problem import (
     take_apart,
     weighted,
 )
-from alpa_strategy.inter_op.stage_solve import StageSolver, StageRequest
+from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.problem import evaluate

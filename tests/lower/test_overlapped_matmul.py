@@ -110,5 +110,5 @@ def test_a_wrong_number_of_parts_is_refused(wide):
     plan = planned(wide, 0.75)
     for wrong in ({"linear": 1}, {"relu": 2}, {"nothing": 2}):
         stage = replace(plan.stages[0], num_chunks=wrong)
-        with pytest.raises(PlanError, match="num_chunks"):
+        with pytest.raises(PlanError, match="in_parts"):
             check_plan(replace(plan, stages=(stage,)), wide, 2)

@@ -229,7 +229,9 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
     )
     graph = StepGraph(values, (), (), batch, (), (), LOSS, None)
     micro = MicroStep(
-        num_microbatches, graph, states={LOSS: SUM, ROW_MEANS: MicrobatchPlacement("rows", 0), COUNT: WHOLE}
+        num_microbatches,
+        graph,
+        states={LOSS: SUM, ROW_MEANS: MicrobatchPlacement("rows", 0), COUNT: WHOLE},
     )
     spec = PipelineSpec(micro, tuple(specs), schedule, tuple(shared), cluster)
     return net, Pipeline(spec, own, torch.device("cpu")), own

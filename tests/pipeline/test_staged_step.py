@@ -281,7 +281,9 @@ def run_in_half(places, remat):
     given = given_values(micro, {}, {}, torch.utils._pytree.tree_leaves(whole))
     found = []
     for recompute_per_microbatch in (False, True):
-        own = [replace(stage, recompute_per_microbatch=recompute_per_microbatch) for stage in stages]
+        own = [
+            replace(stage, recompute_per_microbatch=recompute_per_microbatch) for stage in stages
+        ]
         run_places = StagePlaces(meshes, stage_randoms(stages, meshes, seed=0), torch.device("cpu"))
         pipeline = build_pipeline(module, micro, own, "1F1B", run_places, stores)
         values, gradients = pipeline.step([leaves[b.leaf] for b in micro.graph.batch], given)

@@ -171,8 +171,8 @@ def test_what_is_old_or_too_much_is_deleted(tmp_path, monkeypatch):
     assert not paths[0].exists()
     assert all(path.exists() for path in paths[1:])
 
-    size = paths[1].stat().st_size
-    monkeypatch.setattr(partial_results, "MAX_FOLDER_BYTES", 2 * size + 1)
+    newest_two = sum(path.stat().st_size for path in paths[2:])
+    monkeypatch.setattr(partial_results, "MAX_FOLDER_BYTES", newest_two + 1)
     PartialResults(tmp_path)
     assert [path.exists() for path in paths] == [False, False, True, True]
     assert (tmp_path / "of the user.json").exists()

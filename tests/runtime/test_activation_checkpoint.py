@@ -17,7 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
-from alpa_strategy.runtime.activation_checkpoint import ModuleCheckpoint, ActivationBudget, kept_bytes, modules_to_checkpoint
+from alpa_strategy.runtime.activation_checkpoint import (
+    ActivationBudget,
+    ModuleCheckpoint,
+    kept_bytes,
+    modules_to_checkpoint,
+)
 
 WIDTH = 8
 

@@ -17,7 +17,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.stage_costs import StageCostTask
-from alpa_strategy.inter_op.stage_solve import StageSolver, StageRequest
+from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.inter_op.subgraph import cluster_layers, slice_stage
 from alpa_strategy.ir.plan import Plan, Predicted
 from alpa_strategy.microbatch.transform import microbatch
@@ -58,7 +58,9 @@ def staged_plan(
     cuts = cluster_layers(graph, len(places))
     costs = RooflineCosts(cluster.device)
     solver = StageSolver(
-        StageCostTask(graph, cuts, num_microbatches, cluster, costs, options, optimizer, math.inf, remat)
+        StageCostTask(
+            graph, cuts, num_microbatches, cluster, costs, options, optimizer, math.inf, remat
+        )
     )
     stored: dict[tuple[int, ...], dict] = {ranks: {} for ranks in places}
     stages = []

@@ -168,7 +168,9 @@ def _minimise(problem: Problem, deadline: float, only_elimination: bool = False)
     if (planned := _planned(reduced.problem)) is not None:
         minimum, values = eliminate(*planned)
         assignment = [int(value) for value in values[: len(problem.choices)]]
-        found = Incumbent(assignment if np.isfinite(minimum) else None, float(minimum), "elimination")
+        found = Incumbent(
+            assignment if np.isfinite(minimum) else None, float(minimum), "elimination"
+        )
     else:
         found = (
             Incumbent(None, -np.inf, "none")
