@@ -7,7 +7,7 @@ as they are written.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -203,15 +203,16 @@ class ShardedRun(ABC):
         ]
         return [(p, self.store.gather_like(p, grad)) for p, grad in grads]
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_step(self) -> Any:
         """Around code of a step, of its backward or of an optimizer's closure: it sees whole
-        parameters.
+        parameters. A context manager, and a decorator.
         """
-        with (
-            self.store.listening(True),
-            nullcontext() if self.on_use is None else self.on_use.in_use(for_backward=True),
-        ):
+        listening = self.store.listening(True)
+        return listening if self.on_use is None else self._in_use(self.on_use)
+
+    @contextmanager
+    def _in_use(self, on_use: EagerFullyShard) -> Iterator[None]:
+        with self.store.listening(True), on_use.in_use(for_backward=True):
             yield
 
     def meet(self) -> None:
@@ -228,17 +229,15 @@ class ShardedRun(ABC):
         if self.on_use is not None:
             self.on_use.on_demand.finish()
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around an optimizer's step; `stepped` follows within it."""
+    def stepping(self) -> AbstractContextManager[None]:
+        """Around an optimizer's step, to be entered at once; `stepped` follows within it."""
         if (
             self.store.awaits_finish
         ):  # after `loss.backward()` in a step that runs its own backward passes
             self.end_of_backward()
             self.finish_backward()
             self.check_gradients()
-        with self.whole.suspended(True):
-            yield
+        return self.whole.suspended(True)
 
     def stepped(self) -> None:
         """An optimizer has stepped. Collective at the steps at which copies are compared."""
