@@ -217,8 +217,8 @@ class Run(ShardedRun):
         """The Trainer clears the last gradients after the step: where nobody looks at them in
         between they go now, and
         need no memory beside its activations, or its own gradients."""
-        begins = batch_idx % self.module.trainer.accumulate_grad_batches == 0
-        if begins and not has_own_hooks(self.module, _SEE_GRADIENTS):
+        begins = batch_idx % self._trainer.accumulate_grad_batches == 0
+        if begins and not has_own_hooks(self.module, self._trainer, _SEE_GRADIENTS):
             for (
                 parameter
             ) in self.store.parameters:  # the module's own take half a millisecond to find
@@ -236,7 +236,7 @@ class Run(ShardedRun):
     def _counters(self, step: StepGraph, batch: Any, batch_idx: int) -> dict[str, Any]:
         """The values of the counters and of the numbers that change."""
         return {
-            **step_counters(self.module.trainer, batch_idx),
+            **step_counters(self._trainer, batch_idx),
             **numbers_now(step.numbers, self.module, batch),
         }
 
@@ -305,9 +305,8 @@ class Run(ShardedRun):
         one that would.
         """
         changed: str | None = None
-        for index, step in reversed(
-            [(index, captured.step) for index, captured in enumerate(steps)]
-        ):
+        for index in reversed(range(len(steps))):
+            step = steps[index].step
             other = changed_value(step.attributes)
             if other is None and not leaves_hold(step.leaves, batch):
                 other = "a value in the batch that is no tensor"

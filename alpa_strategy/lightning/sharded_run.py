@@ -80,6 +80,8 @@ class ShardedRun(ABC):
         module, optimizers, job = given.module, given.optimizers, given.job
         self.module, self.optimizers, self.plan, self.store = module, optimizers, plan, store
         self._job, self.say = job, job.progress.say
+        # The module's own property takes microseconds.
+        self._trainer = module.trainer
         check = (
             GradientCheck(divided=not plan.is_eager)
             if job.limits.check_gradients and optimizers
@@ -161,7 +163,7 @@ class ShardedRun(ABC):
             stepper(parameters)
 
     def _stepper(self) -> StepByBucket | None:
-        trainer, plugin = self.module.trainer, self.module.trainer.precision_plugin
+        trainer, plugin = self._trainer, self._trainer.precision_plugin
         is_one = self.module.automatic_optimization and len(self.optimizers) == 1 and self.syncs
         looks = self._gradient_check, trainer.gradient_clip_val, getattr(plugin, "scaler", None)
         is_known = type(plugin).__module__.startswith(("lightning.", "alpa_strategy."))
@@ -169,9 +171,9 @@ class ShardedRun(ABC):
             each is not None for each in looks
         ):
             return None
-        if not can_step_in_parts(self.optimizers[0]) or has_own_hooks(self.module, UPDATE_HOOKS):
+        if has_own_hooks(self.module, self._trainer, UPDATE_HOOKS):
             return None
-        return self._by_bucket[0]
+        return self._by_bucket[0] if can_step_in_parts(self.optimizers[0]) else None
 
     def sync(self, enabled: bool) -> None:
         """Whether the next backward completes gradients; else they stay local, as more are added to
