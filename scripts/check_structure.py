@@ -36,7 +36,7 @@ MIN_COMMENT_SHARE = 0.03
 # How many places may break each rule, all code folders together, while the code is rewritten.
 BUDGETS: dict[str, int] = {
     "dense": 345,
-    "long-docs-line": 64,
+    "long-docs-line": 0,
     "long-file": 15,
     "long-function": 56,
     "long-line": 188,
