@@ -50,7 +50,8 @@ from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.partial_results import Key, PartialResults
 from alpa_strategy.planner.plan_check import check_devices, check_plan
-from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
+from alpa_strategy.planner.plan_store import PlanStore
+from alpa_strategy.planner.task import PlanTask, check_fits
 from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LEAST_BYTES, PAGE_FAULTS
 from alpa_strategy.sharding.strategies import localize, op_strategies
 from alpa_strategy.units import format_bytes, format_seconds
@@ -434,7 +435,7 @@ def _measured_stage_costs(task: PlanTask, job: Job) -> RooflineCosts:
     """Costs with the shapes that micro-batches have in stages: on one device, or on the devices of
     a node.
     """
-    from alpa_strategy.planner.search import microbatch_counts
+    from alpa_strategy.planner.microbatch_search import microbatch_counts
 
     step, cluster, options = task.step, task.cluster, task.options
     likely = [
