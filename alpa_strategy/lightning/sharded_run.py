@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
 from typing import Any
 
@@ -80,8 +81,6 @@ class ShardedRun(ABC):
         module, optimizers, job = given.module, given.optimizers, given.job
         self.module, self.optimizers, self.plan, self.store = module, optimizers, plan, store
         self._job, self.say = job, job.progress.say
-        # The module's own property takes microseconds.
-        self._trainer = module.trainer
         check = (
             GradientCheck(divided=not plan.is_eager)
             if job.limits.check_gradients and optimizers
@@ -153,6 +152,11 @@ class ShardedRun(ABC):
         if self._placed is not None:
             self._placed.load_state_dict(state)
 
+    @cached_property
+    def _trainer(self) -> Any:
+        """The module's, whose property takes microseconds each time."""
+        return self.module.trainer
+
     def step_completed(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let the optimizer step parameters whose gradients are complete, while others are not.
 
@@ -209,8 +213,9 @@ class ShardedRun(ABC):
         """Around code of a step, of its backward or of an optimizer's closure: it sees whole
         parameters. A context manager, and a decorator.
         """
-        listening = self.store.listening(True)
-        return listening if self.on_use is None else self._in_use(self.on_use)
+        if self.on_use is None:
+            return self.store.listening(True)
+        return self._in_use(self.on_use)
 
     @contextmanager
     def _in_use(self, on_use: EagerFullyShard) -> Iterator[None]:
