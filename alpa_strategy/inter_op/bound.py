@@ -17,7 +17,7 @@ from itertools import combinations
 import numpy as np
 
 from alpa_strategy.inter_op.candidates import StageSpace
-from alpa_strategy.inter_op.stage_costs import CostJob
+from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_dp import StageTables
 from alpa_strategy.schedules import BUILT_IN, SCHEDULES, seconds_of_many, why_not
 
@@ -60,7 +60,7 @@ class _Costs:
     none.
     """
 
-    job: CostJob
+    job: StageCostTask
     sizes: np.ndarray  # [submesh] devices
     work: np.ndarray  # seconds of a step
     seconds: np.ndarray  # of a micro-batch

@@ -18,7 +18,7 @@ import numpy as np
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.inter_op.layer_matrix import (
-    Ends,
+    LayerBoundary,
     LayerMatrix,
     Part,
     follow_leaders,
@@ -44,7 +44,7 @@ BETWEEN = (0.25, 0.5, 0.75)  # shares of a stage's layers that take the next pri
 
 
 @dataclass(frozen=True)
-class RunCosts:
+class LayerRangeCosts:
     """Candidates for every run of layers on one submesh; arrays [first layer, last + 1,
     candidate].
     """
@@ -67,7 +67,7 @@ class RunCosts:
 
 
 @dataclass(frozen=True)
-class CostJob:
+class StageCostTask:
     """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself
     on all devices.
     """
@@ -144,13 +144,13 @@ class CostJob:
 
 
 def stage_costs(
-    job: CostJob,
+    job: StageCostTask,
     candidates: Sequence[tuple[int, int]],
-    known: dict[Hashable, RunCosts] | None = None,
+    known: dict[Hashable, LayerRangeCosts] | None = None,
     unlikely: Collection[tuple[int, int]] = (),
-) -> list[RunCosts]:
-    """`RunCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest layouts:
-    enough for a bound.
+) -> list[LayerRangeCosts]:
+    """`LayerRangeCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest
+    layouts: enough for a bound.
 
     Args:
         known: is filled with what is worked out, for later calls; the jobs differ in the number of
@@ -169,8 +169,8 @@ def stage_costs(
 
 
 def _stored_run_costs(
-    job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[float, int]]
-) -> RunCosts:
+    job: StageCostTask, submesh: tuple[int, int], prices: Sequence[tuple[float, int]]
+) -> LayerRangeCosts:
     """As `run_costs`, or what an interrupted planning has stored of them."""
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     return job.results.get(
@@ -178,13 +178,13 @@ def _stored_run_costs(
         key=lambda: Key(job.content, submesh, tuple(prices)),
         compute=lambda: run_costs(job, submesh, prices),
         encode=runs_record,
-        decode=lambda record: RunCosts(**runs_arguments(record, job, shapes)),
+        decode=lambda record: LayerRangeCosts(**runs_arguments(record, job, shapes)),
     )
 
 
 def run_costs(
-    job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[float, int]] = PRICES
-) -> RunCosts:
+    job: StageCostTask, submesh: tuple[int, int], prices: Sequence[tuple[float, int]] = PRICES
+) -> LayerRangeCosts:
     """Candidates of all runs on one submesh, over all logical shapes that the options allow.
 
     prices: of memory, under which layouts are found beside those that are the fastest without one.
@@ -206,7 +206,7 @@ def run_costs(
         nowhere = (zero + np.inf, zero, zero, zero, zero.astype(int), zero.astype(bool), zero)
         columns.append(nowhere)
     stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
-    return RunCosts(shapes, least, each, *_prune(stacked, job))
+    return LayerRangeCosts(shapes, least, each, *_prune(stacked, job))
 
 
 def _mixed(cheap: np.ndarray, small: np.ndarray, share: float) -> np.ndarray:
@@ -222,13 +222,13 @@ def _mixed(cheap: np.ndarray, small: np.ndarray, share: float) -> np.ndarray:
     return mixed
 
 
-def free_runs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
+def free_runs(job: StageCostTask, submesh: tuple[int, int]) -> LayerRangeCosts:
     """All runs that the options allow on a submesh, as if they took no time and no memory."""
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     zero = np.zeros((job.num_layers, job.num_layers + 1, 1))
     seconds = np.where(np.triu(zero[..., 0] == 0, 1)[..., None] & bool(shapes), 0.0, np.inf)
     nothing = zero[:, 0, 0]
-    return RunCosts(
+    return LayerRangeCosts(
         shapes, nothing, nothing, seconds, zero, zero, zero, zero.astype(int), zero > 0, zero
     )
 
@@ -245,7 +245,7 @@ def allowed_shapes(
 
 
 def run_parts(
-    job: CostJob,
+    job: StageCostTask,
     submesh: tuple[int, int],
     shape: tuple[int, ...],
     prices: Sequence[tuple[float, int]] = PRICES,
@@ -399,7 +399,7 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
     ]
 
 
-def _prune(columns: list[np.ndarray], job: CostJob) -> list[np.ndarray]:
+def _prune(columns: list[np.ndarray], job: StageCostTask) -> list[np.ndarray]:
     """`columns` (see `_candidates`) of each run's cheapest that fits, for growing numbers of
     micro-batches alive.
     """
@@ -428,7 +428,7 @@ def _prune(columns: list[np.ndarray], job: CostJob) -> list[np.ndarray]:
     return [array[..., used] for array in chosen]
 
 
-def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None:
+def out_of_memory(job: StageCostTask, meshes: Sequence[tuple[int, int]]) -> str | None:
     """A sentence that names the layer which needs the most bytes a device as a stage of its own, on
     its best submesh.
 
@@ -452,7 +452,7 @@ def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None
     return text + beside * bool(least[worst] <= job.memory_limit)
 
 
-def _ends(job: CostJob, layer: int, shape: tuple[int, ...]) -> Ends:
+def _ends(job: StageCostTask, layer: int, shape: tuple[int, ...]) -> LayerBoundary:
     """The values at a layer's ends. Of those that cross a cut one leads: differentiable first, then
     the largest.
     """
@@ -465,7 +465,7 @@ def _ends(job: CostJob, layer: int, shape: tuple[int, ...]) -> Ends:
         whole = ((INVARIANT,) * len(shape),)
         found.append((leader, whole if leader is None else boundary_layouts(values[leader], shape)))
     passing = tuple(v for v in before if v in after)
-    return Ends(found[0][0], found[1][0], found[0][1], found[1][1], passing)
+    return LayerBoundary(found[0][0], found[1][0], found[0][1], found[1][1], passing)
 
 
 @dataclass(frozen=True)
@@ -483,8 +483,8 @@ class Layers:
     numbers: list[dict[int, int]]
 
 
-def _layers_on(job: CostJob, num_devices: int) -> Layers:
-    """See `CostJob.layers_on`."""
+def _layers_on(job: StageCostTask, num_devices: int) -> Layers:
+    """See `StageCostTask.layers_on`."""
     found = Layers([], [], [])
     kind_of: dict[tuple, int] = {}
     for first, last in pairwise(job.cuts):
@@ -501,7 +501,7 @@ def structure(layer: StepGraph, options: PlanOptions) -> tuple:
     return _numbered(layer, options)[0]
 
 
-def _structure_at(layer: StepGraph, numbers: dict[int, int], ends: Ends) -> tuple:
+def _structure_at(layer: StepGraph, numbers: dict[int, int], ends: LayerBoundary) -> tuple:
     """Equal for equal layers whose boundary values are the same, too."""
     metas = layer.values
     leading: tuple = tuple(

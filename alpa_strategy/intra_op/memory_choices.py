@@ -35,7 +35,7 @@ from alpa_strategy.cost.flops import (
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.options import gathers, joined, local_bytes, picked
-from alpa_strategy.intra_op.problem import Problem, repeated
+from alpa_strategy.intra_op.problem import Problem, duplicate_strategies
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
 from alpa_strategy.ir.guards import is_symbolic
@@ -214,7 +214,7 @@ def _extended(
         from a result that is kept      cost                    cost + wide
         from one that is not            cost                    same, but of a view: 0 as it was made, else inf
         """
-        found = repeated(problem, again, extra, only=only)
+        found = duplicate_strategies(problem, again, extra, only=only)
         transfers = list(found.transfers)
         for index, (given, named) in enumerate(
             zip(problem.transfers, intra.transfers, strict=True)
@@ -379,8 +379,11 @@ def with_offload(intra: IntraOp, pinned: Collection[str] | None = None) -> Intra
     return replace(
         intra,
         parameters=tuple(parameters),
-        problem=repeated(intra.problem, twins, seconds, num_bytes, only=pinned is not None),
-        unrestricted=intra.unrestricted and repeated(intra.unrestricted, twins, seconds, num_bytes),
+        problem=duplicate_strategies(
+            intra.problem, twins, seconds, num_bytes, only=pinned is not None
+        ),
+        unrestricted=intra.unrestricted
+        and duplicate_strategies(intra.unrestricted, twins, seconds, num_bytes),
     )
 
 

@@ -4,14 +4,21 @@ A message's repeated numbers lie in its wire format one after the other. Written
 are read in C++; given as Python numbers, a large program takes as long to hand over as to solve.
 """
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from google.protobuf.message import Message
 
-M = TypeVar("M", bound="Message")
+class Message(Protocol):
+    """A protocol buffer."""
+
+    DESCRIPTOR: Any
+
+    def ParseFromString(self, data: bytes) -> Any:
+        """Take the fields from their wire format."""
+
+
+M = TypeVar("M", bound=Message)
 
 # Of a field whose bytes follow their number, as packed numbers do.
 LENGTH_DELIMITED = 2

@@ -40,7 +40,7 @@ MAX_COLUMNS = 150_000  # the relaxation of a program of this size takes a few se
 
 
 @dataclass(frozen=True)
-class _Found:
+class Incumbent:
     """A solution of a presolved problem: assignment in its own indices (None: none found), bound in
     seconds.
     """
@@ -50,7 +50,7 @@ class _Found:
     method: str
 
 
-class NotCheaper(Exception):
+class NoCheaperSolution(Exception):
     """Every assignment costs at least the cutoff that was given."""
 
 
@@ -71,7 +71,7 @@ def solve(
         tolerance: where memory binds, a relative gap at which the search ends.
 
     Raises:
-        NotCheaper: as soon as it is proved that no assignment is cheaper than `cutoff`.
+        NoCheaperSolution: as soon as it is proved that no assignment is cheaper than `cutoff`.
         PlanError: no assignment has a finite cost, or none fits into the memory limit (it says the
             least bytes).
     """
@@ -79,12 +79,12 @@ def solve(
     problem = with_shared_arrays(problem)
     if not problem.choices:
         return Solution((), 0.0, 0.0, 0.0, "elimination")
-    known = unlimited and _Found(list(unlimited.assignment), unlimited.bound, unlimited.method)
+    known = unlimited and Incumbent(list(unlimited.assignment), unlimited.bound, unlimited.method)
     free = known or _minimise(problem, deadline)
     if free.assignment is None:
         raise _forbidden(problem) if np.isposinf(free.bound) else _out_of_time(time_limit)
     if free.bound >= cutoff:
-        raise NotCheaper
+        raise NoCheaperSolution
     if evaluate(problem, free.assignment)[1] <= problem.memory_limit:
         return _solution(problem, free)
     priced = PricedProblem(problem)
@@ -159,18 +159,18 @@ def propagate(problem: Problem) -> Solution:
     return Solution(assignment, *evaluate(problem, assignment), 0.0, PROPAGATION)
 
 
-def _minimise(problem: Problem, deadline: float) -> _Found:
+def _minimise(problem: Problem, deadline: float) -> Incumbent:
     """The optimum without the memory limit."""
     reduced = presolve(replace(problem, memory_limit=float("inf")))
     if any(len(choice.cost) == 0 for choice in reduced.problem.choices):
-        return _Found(None, np.inf, "presolve")
+        return Incumbent(None, np.inf, "presolve")
     found = _eliminated(reduced.problem) or _by_program(reduced.problem, deadline)
     if found.assignment is None:
         return found
     return replace(found, assignment=reduced.expand(found.assignment))
 
 
-def _eliminated(problem: Problem) -> _Found | None:
+def _eliminated(problem: Problem) -> Incumbent | None:
     """The optimum of a problem without a memory limit; None where tables would be too large."""
     network = network_of(problem)
     order = None if network is None else plan_order(network)
@@ -179,10 +179,10 @@ def _eliminated(problem: Problem) -> _Found | None:
     minimum, values = eliminate(network, order.variables)
     assignment = [int(value[0]) for value in values[: len(problem.choices)]]
     is_possible = bool(np.isfinite(minimum[0]))
-    return _Found(assignment if is_possible else None, float(minimum[0]), "elimination")
+    return Incumbent(assignment if is_possible else None, float(minimum[0]), "elimination")
 
 
-def _least(problem: Problem, priced: PricedProblem, deadline: float) -> _Found:
+def _least(problem: Problem, priced: PricedProblem, deadline: float) -> Incumbent:
     """The assignment with the fewest bytes among those of finite cost (ties: fewest seconds)."""
     scale = sum(float(np.max(x.memory)) for x in problem.choices) or 1.0
     total = (
@@ -192,14 +192,14 @@ def _least(problem: Problem, priced: PricedProblem, deadline: float) -> _Found:
     weight = 1e-9 * scale / total
     found = priced.minimise(1.0, weight)
     if found is not None:
-        return _Found(*found, "elimination")
+        return Incumbent(*found, "elimination")
     return _minimise(lagrangian.price_memory(problem, 1.0, seconds_weight=weight), deadline)
 
 
 def _solve_limited(
     problem: Problem,
     priced: PricedProblem,
-    free: _Found,
+    free: Incumbent,
     least: Solution,
     deadline: float,
     cutoff: float,
@@ -213,7 +213,7 @@ def _solve_limited(
     over = lagrangian.point(problem, free.assignment)
     dual = lagrangian.best_price(problem, priced.minimise, over, least, deadline)
     if dual.bound >= cutoff:
-        raise NotCheaper
+        raise NoCheaperSolution
     near = lagrangian.Neighbourhood(problem)
     found = min(
         (least, dual.under, lagrangian.splice(problem, dual.over, dual.under, near)),
@@ -267,15 +267,15 @@ def _excess(priced: PricedProblem, dual: Dual) -> list[np.ndarray] | None:
 
 def _by_program(
     problem: Problem, deadline: float, incumbent: list[int] | None = None, tolerance: float = PROVED
-) -> _Found:
+) -> Incumbent:
     """LP relaxation, then the MIP if the relaxation is fractional."""
     program = formulate(problem)
     relaxed, mass = solve_program(program, integer=False, time_limit=deadline - time.process_time())
     if np.isposinf(relaxed):
-        return _Found(None, np.inf, "lp")
+        return Incumbent(None, np.inf, "lp")
     near = lagrangian.Neighbourhood(problem)
     incumbent = _best(problem, incumbent, _round(problem, mass, near))
-    found = _Found(incumbent, relaxed, "lp")
+    found = Incumbent(incumbent, relaxed, "lp")
     left = deadline - time.process_time()
     if incumbent is not None and (left <= 0.2 or _solution(problem, found).gap <= tolerance):
         return found
@@ -283,8 +283,8 @@ def _by_program(
         program, integer=True, time_limit=left, hint=incumbent, tolerance=tolerance
     )
     if np.isposinf(exact):
-        return _Found(None, np.inf, "mip")
-    return _Found(
+        return Incumbent(None, np.inf, "mip")
+    return Incumbent(
         _best(problem, incumbent, _round(problem, mass, near)), max(relaxed, exact), "mip"
     )
 
@@ -311,7 +311,7 @@ def _best(problem: Problem, *candidates: list[int] | None) -> list[int] | None:
     return min(fitting, default=(0.0, 0.0, None))[2]
 
 
-def _solution(problem: Problem, found: _Found) -> Solution:
+def _solution(problem: Problem, found: Incumbent) -> Solution:
     assert found.assignment is not None
     priced = lagrangian.point(problem, found.assignment)
     return replace(priced, bound=min(found.bound, priced.seconds), method=found.method)
