@@ -41,7 +41,7 @@ from alpa_strategy.lightning.job import compiled_by_user
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.partial_results import PartialResults
-from alpa_strategy.planner.written_plan import asks_for_written
+from alpa_strategy.planner.eager_plan import asks_for_written
 from alpa_strategy.recipe import (
     KEYS,
     Recipe,
@@ -353,7 +353,7 @@ def _tuned(
     A number of micro-batches that the recipe pins is for its own batch size: only what the command
     line pins holds.
     """
-    from alpa_strategy.planner.planner import best_batch, tune_batch
+    from alpa_strategy.planner.batch_size import best_batch, tune_batch
 
     recipe = load_recipe(arguments.recipe, overrides)
     given = recipe.data.get("batch_size")

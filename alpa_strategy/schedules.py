@@ -96,13 +96,13 @@ class TimedAction(Action):
 
 
 @dataclass(frozen=True)
-class Terms:
-    """A step takes fill * sum_s t_s + run * max_s t_s, with t_s the seconds of one micro-batch in
-    stage s.
+class PipelineLatency:
+    """A step takes `warmup * sum_s t_s + steady * max_s t_s` seconds, with t_s the seconds of one
+    micro-batch in stage s.
     """
 
-    fill: float
-    run: float
+    warmup: float
+    steady: float
 
 
 def why_not(schedule: str, num_meshes: int, num_microbatches: int) -> str | None:
@@ -122,7 +122,7 @@ def mesh_of(schedule: str, num_meshes: int, stage: int) -> int:
 
 def terms(
     schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, splits: bool = True
-) -> Terms:
+) -> PipelineLatency:
     """The closed form of a step's time; exact for equal stages with backward = 2 x forward, see the
     tests.
 
@@ -135,12 +135,13 @@ def terms(
     _check(schedule, num_meshes, num_microbatches)
     total, bubble = num_microbatches * v, SCHEDULES[schedule].bubble
     if bubble is None:
-        # Chosen so that equal stages come to the simulated time: fill * (num_meshes * v) + run.
-        return Terms(
+        # Chosen so that equal stages come to the simulated time:
+        # warmup * (num_meshes * v) + steady.
+        return PipelineLatency(
             1.0 / v, _equal_seconds(schedule, num_meshes, num_microbatches, v) - num_meshes
         )
     bubble = bubble if splits else 1.0
-    return Terms(bubble / v, total - bubble)
+    return PipelineLatency(bubble / v, total - bubble)
 
 
 @lru_cache(maxsize=256)

@@ -52,13 +52,13 @@ from alpa_strategy.options import (
     PlanOptions,
     compile_options,
 )
-from alpa_strategy.planner.written_plan import asks_for_written, submodule_options
+from alpa_strategy.planner.eager_plan import asks_for_written, submodule_options
 from alpa_strategy.schedules import Orders, Schedule
 
 if TYPE_CHECKING:
     from alpa_strategy.cost.model import OpCosts
     from alpa_strategy.ir.plan import Plan
-    from alpa_strategy.lightning.placed_module import PlacedModule
+    from alpa_strategy.lightning.sharded_run import ShardedRun
     from alpa_strategy.runtime.parameters import ParameterStore
 
 
@@ -205,7 +205,7 @@ class AlpaStrategy(ParallelJob):
         return self._session.process_bytes
 
     @property
-    def run(self) -> "PlacedModule | None":
+    def run(self) -> "ShardedRun | None":
         """What runs the module's steps while its parameters lie in shards, None while they are
         whole.
         """
@@ -388,8 +388,8 @@ class AlpaStrategy(ParallelJob):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch, batch_idx = args[0], args[1] if len(args) > 1 else 0
-        as_written = partial(super().training_step, *args, **kwargs)
-        return self._session.training_step(batch, batch_idx, as_written)
+        eager_step = partial(super().training_step, *args, **kwargs)
+        return self._session.training_step(batch, batch_idx, eager_step)
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]

@@ -36,11 +36,11 @@ from alpa_strategy.inter_op.candidates import Candidate, EqualMeshes, StageSpace
 from alpa_strategy.inter_op.stage_costs import allowed_shapes
 from alpa_strategy.inter_op.stage_dp import StageRange
 from alpa_strategy.inter_op.stage_problem import weighted
-from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
+from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.intra_op.problem import Solution, evaluate
 from alpa_strategy.intra_op.solver.lagrangian import Neighbourhood
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import SCHEDULES, in_flight, why_not
 
@@ -272,7 +272,7 @@ def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
     starts = list(product(ways, allowed_shapes(job.cluster, job.options, space.meshes[whole])))
     for left, (again, shape) in zip(range(len(starts), 0, -1), starts, strict=True):
         began = time.perf_counter()
-        wish = StageWish(
+        wish = StageRequest(
             0,
             len(job.graph.ops),
             space.meshes[whole],
@@ -297,7 +297,7 @@ def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
 class _Chain:
     """Layouts of one stage on one logical mesh, an op changed at a time."""
 
-    def __init__(self, space: Space, wish: StageWish, rng: random.Random) -> None:
+    def __init__(self, space: Space, wish: StageRequest, rng: random.Random) -> None:
         job = self.job = space.job
         self.space, self.rng, self.solver = space, rng, StageSolver(job)
         self.priced = self.solver.price(wish)

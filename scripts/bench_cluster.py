@@ -95,7 +95,7 @@ def worker(args: argparse.Namespace) -> None:
                 return edited(lambda stage: {}), own_rows
             case "as planned, sums in parts":  # all of them, in so many
                 return edited(
-                    lambda stage: {"in_parts": dict.fromkeys(products_of(stage), int(detail))}
+                    lambda stage: {"num_chunks": dict.fromkeys(products_of(stage), int(detail))}
                 ), own_rows
             case "ddp":
                 return DDPStrategy(gradient_as_bucket_view=True), own_rows

@@ -99,7 +99,7 @@ def worker(args: argparse.Namespace) -> None:
         }
         if is_alpa:
             seen["planned"] = strategy.plan.predicted.step_seconds
-            seen["is_captured"] = not strategy.plan.is_as_written
+            seen["is_captured"] = not strategy.plan.is_eager
         Path(args.out).write_text(json.dumps(seen))
 
 

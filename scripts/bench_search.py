@@ -25,7 +25,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.inter_op.candidates import TOLERANCE, solve_schedules
 from alpa_strategy.inter_op.pins import submeshes
-from alpa_strategy.inter_op.stage_costs import CostJob, stage_costs
+from alpa_strategy.inter_op.stage_costs import StageCostTask, stage_costs
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
@@ -63,7 +63,7 @@ def space_of(cell: str) -> Space:
     )
     task = PlanTask(step, devices, PlanOptions(batch_scope="global"), optimizer_info_of(model))
     graph = microbatch(step, int(count), devices.num_devices).graph
-    job = CostJob(
+    job = StageCostTask(
         graph,
         cluster_layers(graph),
         int(count),

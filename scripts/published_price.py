@@ -24,9 +24,9 @@ from alpa_strategy.cluster.spec import ClusterSpec, LogicalMesh
 from alpa_strategy.cost.flops import is_view, op_base_name
 from alpa_strategy.cost.model import RooflineCosts, Saved
 from alpa_strategy.inter_op.candidates import runtime_seconds, simulated_seconds
-from alpa_strategy.inter_op.stage_costs import CostJob
+from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_problem import StageCost, cost_of
-from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
+from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.decode import messages, working_bytes
 from alpa_strategy.intra_op.options import local_bytes
@@ -257,7 +257,7 @@ def _solved(case: Case, num_blocks: int) -> _Solved:
     cluster = replace(
         case.cluster, overlap=0.0
     )  # what is hidden is so by the case's program, not by our runtime
-    job = CostJob(
+    job = StageCostTask(
         graph,
         (0, len(graph.ops)),
         case.num_microbatches,
@@ -268,7 +268,7 @@ def _solved(case: Case, num_blocks: int) -> _Solved:
         math.inf,
     )
     solver = StageSolver(job)
-    wish = StageWish(0, len(graph.ops), _mesh(case)[1], shape, remat=False, alive=1)
+    wish = StageRequest(0, len(graph.ops), _mesh(case)[1], shape, remat=False, alive=1)
     priced = solver.price(wish)
     assignment = priced.free.assignment
     stage = priced.unrestricted(wish.starts)

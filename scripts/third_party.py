@@ -414,7 +414,7 @@ def train(name: str, kind: str, folder: str) -> dict[str, Any]:
     return {
         "losses": losses.values,
         "weights": weights,
-        "is_written": plan is not None and plan.is_as_written,
+        "is_written": plan is not None and plan.is_eager,
     }
 
 

@@ -199,7 +199,7 @@ class NumberType(type):
         return isinstance(value, cls.kind)
 
 
-class FunctionsAsked(BaseException):
+class FunctionsRequested(BaseException):
     """A plain number is asked of a StepCounter in code with these globals: with functions that take
     StepCounters in
     them, the trace may come further. No Exception: the user's own handlers are not meant."""
@@ -212,7 +212,7 @@ class FunctionsAsked(BaseException):
 def _ask(frame: FrameType) -> None:
     has_them = isinstance(frame.f_globals.get("float"), NumberType)
     if not has_them and is_user_file(frame.f_code.co_filename):
-        raise FunctionsAsked(frame.f_globals)
+        raise FunctionsRequested(frame.f_globals)
 
 
 def made_of(value: Any) -> Any:

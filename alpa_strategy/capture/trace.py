@@ -41,7 +41,7 @@ from alpa_strategy.capture.non_tensor_inputs import (
     value_text,
 )
 from alpa_strategy.capture.python_state import patched, snapshot, standing_in
-from alpa_strategy.capture.symbolic_scalars import FunctionsAsked, StepCounter
+from alpa_strategy.capture.symbolic_scalars import FunctionsRequested, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
 from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ParameterInput, Place, ValueRef
@@ -98,7 +98,7 @@ def trace_step(call: StepCall) -> Trace:
     while True:
         try:
             return traced_with_leaves(call.batch, partial(_trace_once, call))
-        except FunctionsAsked as asked:
+        except FunctionsRequested as asked:
             call = replace(call, namespaces=(*call.namespaces, asked.namespace))
 
 

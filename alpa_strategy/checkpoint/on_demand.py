@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.comm.collectives import of_all_ranks
+from alpa_strategy.comm.collectives import all_gather_object
 from alpa_strategy.errors import CheckpointError
 
 
@@ -22,7 +22,7 @@ from alpa_strategy.errors import CheckpointError
 class Entry:
     """A tensor of a checkpoint of which this process holds a shard."""
 
-    owner: "OnDemandGather"
+    owner: "LazyEntryGather"
     # Its place among the entries of one checkpoint, the same on all ranks; -1: of an earlier one.
     number: int
     gather: Callable[[], Tensor]  # the full tensor; collective unless `is_local`
@@ -35,7 +35,7 @@ class Entry:
     gathered: Tensor | None = None
 
     def full(self, keeps: bool) -> Tensor:
-        """The full tensor. Collective with what the other ranks do in `OnDemandGather`.
+        """The full tensor. Collective with what the other ranks do in `LazyEntryGather`.
 
         Args:
             keeps: the result may be a view of it, or changes it in place: all later results are of
@@ -58,7 +58,7 @@ class Entry:
         return not torch.equal(self.cached, self.gathered)
 
 
-class OnDemandGather:
+class LazyEntryGather:
     """The entries of the checkpoint that is being made. See the file's docstring.
 
     Args:
@@ -122,7 +122,7 @@ class OnDemandGather:
             for entry in changed:
                 assert entry.cached is not None
                 entry.put(entry.cached)
-        return self._is_divided and any(of_all_ranks(bool(changed), self._group))
+        return self._is_divided and any(all_gather_object(bool(changed), self._group))
 
     @property
     def _is_divided(self) -> bool:
@@ -138,7 +138,7 @@ class OnDemandGather:
 
     def _wanted(self, own: int | None) -> list[int]:
         """Numbers of the entries that some rank waits for."""
-        numbers = of_all_ranks(own, self._group)
+        numbers = all_gather_object(own, self._group)
         return sorted({number for number in numbers if number is not None})
 
     def _gathered(self, numbers: list[int], own: int | None) -> Tensor | None:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from alpa_strategy.checkpoint import opening
-from alpa_strategy.checkpoint.on_demand import OnDemandGather
+from alpa_strategy.checkpoint.on_demand import LazyEntryGather
 from alpa_strategy.checkpoint.opening import COMPLETE, REST
 from alpa_strategy.checkpoint.tensors import (
     Chunk,
@@ -41,7 +41,7 @@ from alpa_strategy.checkpoint.tensors import (
     take_shards,
     to_bytes,
 )
-from alpa_strategy.comm.collectives import Background, of_all_ranks, on_all_ranks
+from alpa_strategy.comm.collectives import Background, all_gather_object, on_all_ranks
 from alpa_strategy.errors import AlpaError, CheckpointError
 from alpa_strategy.files import is_possible, replacing, write_json
 
@@ -64,7 +64,7 @@ class CheckpointWriter:
         checkpoint: Mapping[str, Any],
         path: str | Path,
         in_background: bool = False,
-        on_demand: OnDemandGather | None = None,
+        on_demand: LazyEntryGather | None = None,
     ) -> None:
         """Write `checkpoint` to `path` as a directory. Collective; all ranks write their
         `LocalShards` of what rank 0 has in it.
@@ -147,13 +147,13 @@ def _local_path(path: str | Path) -> Path:
 
 
 def _as_on_rank_zero(
-    shards: Mapping[str, LocalShards], on_demand: OnDemandGather, group: Any
+    shards: Mapping[str, LocalShards], on_demand: LazyEntryGather, group: Any
 ) -> dict[str, LocalShards]:
     """What this rank writes of the tensors that rank 0 has in its checkpoint: hooks may leave out
     entries on one rank only. Collective.
     """
     own = {key: held.entry.number for key, held in shards.items() if held.entry is not None}
-    of_rank_zero = of_all_ranks(own, group)[0]
+    of_rank_zero = all_gather_object(own, group)[0]
     return {key: on_demand.held(number) for key, number in of_rank_zero.items()}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from alpa_strategy.capture.python_state import standing_in
-from alpa_strategy.checkpoint.on_demand import Entry, OnDemandGather
+from alpa_strategy.checkpoint.on_demand import Entry, LazyEntryGather
 from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, read_chunks
 from alpa_strategy.errors import CheckpointError
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -25,7 +25,9 @@ Place = Callable[
 ]  # (parameter, this rank's part of a tensor that lies like it)
 
 
-def shards_to_write(store: ParameterStore, on_demand: OnDemandGather) -> Callable[..., LocalShards]:
+def shards_to_write(
+    store: ParameterStore, on_demand: LazyEntryGather
+) -> Callable[..., LocalShards]:
     """Says what this rank writes of a tensor that lies as a parameter does (the parameter itself, a
     moment of it).
 
@@ -61,7 +63,7 @@ def shards_to_write(store: ParameterStore, on_demand: OnDemandGather) -> Callabl
 
 def _entry(
     store: ParameterStore,
-    on_demand: OnDemandGather,
+    on_demand: LazyEntryGather,
     parameter: nn.Parameter,
     tensor: Tensor,
     is_value: bool,
@@ -82,7 +84,7 @@ def _entry(
 
 
 def module_state(
-    module: nn.Module, store: ParameterStore, on_demand: OnDemandGather
+    module: nn.Module, store: ParameterStore, on_demand: LazyEntryGather
 ) -> dict[str, Any]:
     """`module.state_dict()` with `LocalShards` in the place of parameters, whatever the module
     makes of its names.

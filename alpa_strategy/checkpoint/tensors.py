@@ -134,11 +134,11 @@ class LocalShards(_Elsewhere):
         self.entry = entry
 
     def in_memory(self) -> Tensor:
-        """The full tensor, the same memory at every call. Collective: see `OnDemandGather`."""
+        """The full tensor, the same memory at every call. Collective: see `LazyEntryGather`."""
         return self._full(keeps=True)
 
     def whole(self) -> Tensor:
-        """The full tensor, for one use. Collective: see `OnDemandGather`."""
+        """The full tensor, for one use. Collective: see `LazyEntryGather`."""
         return self._full(keeps=False)
 
     def alias(self) -> "LocalShards":

@@ -127,7 +127,7 @@ def read_links(fields: Fields) -> tuple[tuple[float, ...], ...]:
 
 
 @dataclass(frozen=True)
-class Way:
+class GroupLink:
     """What a group of devices has for its collectives: seconds per message, bytes/s."""
 
     latency: float
@@ -183,7 +183,7 @@ class Topology:
         self._reached: dict[Order, float] = {}
         self._cut: dict[Order, tuple[tuple[float, ...], Order]] = {}
 
-    def way(self, groups: Sequence[Order]) -> Way:
+    def way(self, groups: Sequence[Order]) -> GroupLink:
         """What groups of devices have that communicate at the same time: the slowest group's."""
         latency, bandwidth, exchange, crossed = self._inside[0], math.inf, math.inf, math.inf
         parts = [part for group in groups for part in self._parts(group)]
@@ -200,7 +200,9 @@ class Topology:
             if crossing:
                 latency = max(latency, beyond)
                 crossed = min(crossed, shared / max(crossing.values()))
-        return Way(latency, min(bandwidth, crossed), min(exchange, crossed), max(map(len, parts)))
+        return GroupLink(
+            latency, min(bandwidth, crossed), min(exchange, crossed), max(map(len, parts))
+        )
 
     def messages(self, sizes: Mapping[tuple[int, int], float]) -> tuple[float, float]:
         """(latency, seconds) of messages that are under way at the same time: (source, target) ->

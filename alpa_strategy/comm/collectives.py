@@ -54,7 +54,7 @@ def on_all_ranks(
         report = summary(result), None
     except AlpaError as error:
         report = None, error
-    reports = of_all_ranks(report, group)
+    reports = all_gather_object(report, group)
     for _, first in reports:
         if first is not None:
             # The lowest rank's error for all: equal texts are how FailureWatch knows that nobody is
@@ -63,7 +63,7 @@ def on_all_ranks(
     return cast("T", result), [value for value, _ in reports]
 
 
-def of_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """`value` of every rank, by rank (pickled). Collective."""
     if world_size(group) == 1:
         return [value]
@@ -188,7 +188,9 @@ def check_groups() -> None:
     found = [
         (key, group) for key, group in _groups.items() if group != dist.GroupMember.NON_GROUP_MEMBER
     ]
-    begun = of_all_ranks([(key, group._get_sequence_number_for_group()) for key, group in found])
+    begun = all_gather_object(
+        [(key, group._get_sequence_number_for_group()) for key, group in found]
+    )
     numbers = {each for of_rank in begun for each in of_rank}
     if len(numbers) > len(dict(numbers)):
         _groups.clear()
@@ -201,10 +203,10 @@ def cpu_group(use: str) -> dist.ProcessGroup | None:
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:
     """Which flags are set on at least one rank. Collective."""
-    return [bool(largest) for largest in all_largest(flags)]
+    return [bool(largest) for largest in all_reduce_max(flags)]
 
 
-def all_largest(numbers: Sequence[int], group: Any = None) -> list[int]:
+def all_reduce_max(numbers: Sequence[int], group: Any = None) -> list[int]:
     """The largest of each over all ranks. Collective, over the hosts."""
     own = torch.tensor(numbers, dtype=torch.int64)
     if world_size(group) > 1:

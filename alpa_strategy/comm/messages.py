@@ -298,11 +298,11 @@ def _dual(layout: Layout) -> DualLayout:
 
 def _begin(op: dist.P2POp) -> Any:
     if op.tensor.device.type != "cpu" and dist.get_backend(op.group) == "gloo":
-        return _named(op, lambda: ThroughHost(op))
+        return _named(op, lambda: StagedThroughHost(op))
     return _named(op, lambda: op.op(op.tensor, op.peer, op.group, op.tag))
 
 
-class ThroughHost:
+class StagedThroughHost:
     """A message of an accelerator's tensor over gloo, whose sends and receives know the host's
     memory alone.
     """

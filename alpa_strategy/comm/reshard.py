@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from alpa_strategy.comm.mesh import AxisComm, MeshComm, Pending
-from alpa_strategy.comm.regather import active_regather
+from alpa_strategy.comm.saved_tensor_hooks import active_regather
 from alpa_strategy.ir.placement import (
     REPLICATE,
     DualLayout,

@@ -149,7 +149,7 @@ def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tabl
     table.add_column()
     parts = step_parts(plan)
     line = Text.assemble((format_seconds(p.step_seconds), "bold"))
-    if not plan.is_as_written:  # nobody knows what such steps do
+    if not plan.is_eager:  # nobody knows what such steps do
         table.add_row("step", line.append("  ").append(_bar(parts)) if parts else line)
     if parts:
         words = [
@@ -477,7 +477,7 @@ def recomputes(stage: StagePlan) -> str:
 
 def proof_of(plan: Plan) -> str:
     """How good the plan is known to be, and among which plans."""
-    if plan.is_as_written:
+    if plan.is_eager:
         is_planned = any(stage.strategies for stage in plan.stages)
         return "steps as written, " + (
             "submodules planned" if is_planned else "a replica on each device"

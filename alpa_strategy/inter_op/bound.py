@@ -19,7 +19,7 @@ import numpy as np
 
 from alpa_strategy.inter_op.candidates import StageSpace
 from alpa_strategy.inter_op.floors import StageFloors
-from alpa_strategy.inter_op.stage_costs import CostJob
+from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_dp import StageTables
 from alpa_strategy.schedules import (
     BUILT_IN,
@@ -72,7 +72,7 @@ class _Costs:
     none.
     """
 
-    job: CostJob
+    job: StageCostTask
     sizes: np.ndarray  # [submesh] devices
     work: np.ndarray  # seconds of a step
     seconds: np.ndarray  # of a micro-batch
@@ -145,7 +145,7 @@ def _links(tables: StageTables) -> list[np.ndarray]:
     return found
 
 
-def _wires_before(job: CostJob, tables: StageTables, wires: np.ndarray) -> np.ndarray:
+def _wires_before(job: StageCostTask, tables: StageTables, wires: np.ndarray) -> np.ndarray:
     """See `_Costs`."""
     D = job.cluster.num_devices
     if D > UNITS:  # a unit is several devices: we do not know where stages begin

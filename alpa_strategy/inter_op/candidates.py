@@ -1,7 +1,7 @@
 """Candidates for a pipeline: what the stage DP makes of one number of micro-batches, for every
 schedule.
 
-Priced on the costs of `stage_costs.py` and the schedules' closed forms; `search.py` solves the best
+Priced on the costs of `stage_costs.py` and the schedules' closed forms; `planner/assembly.py` solves the best
 of them exactly.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.pins import stage_cuts, stage_fits
-from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts, free_runs
+from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, StageCostTask, free_runs
 from alpa_strategy.inter_op.stage_dp import StageRange, StageTables, solve_stages
 from alpa_strategy.inter_op.stage_solve import SolvedStage
 from alpa_strategy.inter_op.subgraph import span_name
@@ -49,7 +49,7 @@ class Candidate:
     """Stages with what they were chosen for."""
 
     seconds: float  # simulated, from the costs of the tables
-    job: CostJob
+    job: StageCostTask
     schedule: str
     stages_per_mesh: int
     stages: Stages
@@ -65,9 +65,9 @@ class Candidate:
 class StageSpace:
     """The stages that a job's pipelines may have: runs of layers on submeshes, priced."""
 
-    job: CostJob
+    job: StageCostTask
     meshes: Sequence[tuple[int, int]]
-    runs: Sequence[RunCosts]  # per submesh of `meshes`
+    runs: Sequence[LayerRangeCosts]  # per submesh of `meshes`
     allowed: np.ndarray | None = (
         None  # [first layer, last + 1, submesh] which stages there may be; None: all
     )
@@ -272,7 +272,7 @@ def solve_schedules(
     return sorted(found, key=lambda c: c.seconds)
 
 
-def check_places(job: CostJob, meshes: Sequence[tuple[int, int]]) -> None:
+def check_places(job: StageCostTask, meshes: Sequence[tuple[int, int]]) -> None:
     """PlanError where no stages lie as `options.device_map` wants them to, whatever they take."""
     runs = [free_runs(job, mesh) for mesh in meshes]
     if solve_schedules(StageSpace(replace(job, memory_limit=math.inf), meshes, runs), math.inf):

@@ -16,14 +16,14 @@ import numpy as np
 from alpa_strategy.inter_op.layer_matrix import (
     MAX_ENTRIES,
     MAX_TABLE_ENTRIES,
-    Joined,
+    LayerProblem,
 )
-from alpa_strategy.inter_op.stage_problem import Parts
+from alpa_strategy.inter_op.stage_problem import CostBreakdown
 from alpa_strategy.intra_op.problem import Choice, Problem
 from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
 
 if TYPE_CHECKING:
-    from alpa_strategy.inter_op.stage_costs import CostJob, PricedLayers, RunCosts
+    from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, PricedLayers, StageCostTask
 
 
 class FloorPrice(NamedTuple):
@@ -57,7 +57,7 @@ EXTRA_PRICES = (
 
 
 def layer_floors(
-    joined: Joined,
+    joined: LayerProblem,
     prices: Sequence[FloorPrice],
     num_microbatches: int,
     passing: tuple[np.ndarray, np.ndarray],
@@ -84,8 +84,8 @@ def layer_floors(
     return found
 
 
-def _problem_at(joined: Joined, price: FloorPrice, num_microbatches: int) -> Problem:
-    def priced(parts: Parts) -> np.ndarray:
+def _problem_at(joined: LayerProblem, price: FloorPrice, num_microbatches: int) -> Problem:
+    def priced(parts: CostBreakdown) -> np.ndarray:
         seconds = (1 + price.recomputes) * parts.forward + parts.backward
         num_bytes = parts.always + price.share * price.alive * parts.saved
         return num_microbatches * seconds + parts.once + price.per_byte * num_bytes
@@ -106,13 +106,13 @@ def _problem_at(joined: Joined, price: FloorPrice, num_microbatches: int) -> Pro
     )
 
 
-def least_working(joined: Joined) -> float:
+def least_working(joined: LayerProblem) -> float:
     """The temporary bytes that a layer needs whatever its layouts."""
     least = (float(options.temporary_bytes.min()) for options in joined.stage.intra.ops)
     return max(least, default=0.0)
 
 
-def least_always(joined: Joined) -> float:
+def least_always(joined: LayerProblem) -> float:
     """The bytes that a layer's parameters and buffers need whatever is in flight."""
     return sum(float(parts.always.min()) for parts in joined.choices)
 
@@ -121,7 +121,7 @@ def least_always(joined: Joined) -> float:
 Floors = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def floors_of(job: "CostJob", priced: "PricedLayers", is_needed: bool) -> Floors:
+def floors_of(job: "StageCostTask", priced: "PricedLayers", is_needed: bool) -> Floors:
     """What memory adds to the least seconds of every layer; nothing where all fits anyway.
 
     What the layers were priced with already is a floor as well: activations count, and nothing is
@@ -167,7 +167,7 @@ def side_by_side(floors: Sequence[Floors], num_layers: int) -> Floors:
 class StageFloors:
     """The floors of all stages that a job's pipelines may have."""
 
-    def __init__(self, job: "CostJob", runs: Sequence["RunCosts"]) -> None:
+    def __init__(self, job: "StageCostTask", runs: Sequence["LayerRangeCosts"]) -> None:
         self._job, self._runs = job, runs
         self._sums = [_of_runs(own.floor_seconds) for own in runs]
         self._always = [_of_runs(own.floor_always[:, None])[:, 0] for own in runs]

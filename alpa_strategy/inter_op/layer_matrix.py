@@ -17,11 +17,24 @@ from typing import Any
 import numpy as np
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.stage_problem import PER_STEP, Parts, StageProblem, no_parts, weigh
+from alpa_strategy.inter_op.stage_problem import (
+    PER_STEP,
+    CostBreakdown,
+    StageProblem,
+    weigh,
+    zero_costs,
+)
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.decode import read_last
 from alpa_strategy.intra_op.options import gathers, local_bytes
-from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use, evaluate, with_only
+from alpa_strategy.intra_op.problem import (
+    Choice,
+    Problem,
+    Transfer,
+    Use,
+    evaluate,
+    restrict_strategies,
+)
 from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
@@ -59,7 +72,7 @@ class LayerMatrix:
 
 
 @dataclass(frozen=True)
-class Ends:
+class LayerBoundary:
     """The boundary values of a layer: which leads, and its layouts. None: nothing crosses, one
     state.
     """
@@ -72,7 +85,7 @@ class Ends:
 
 
 def passing_seconds(
-    graph: StepGraph, ends: Ends, tables: OptionTables
+    graph: StepGraph, ends: LayerBoundary, tables: OptionTables
 ) -> tuple[np.ndarray, np.ndarray]:
     """(forward, backward) seconds [entering layout, leaving layout] of bringing the values that
     cross a layer from the
@@ -91,7 +104,7 @@ def passing_seconds(
 
 
 def layer_matrix(
-    joined: "Joined",
+    joined: "LayerProblem",
     prices: Sequence[Price],
     num_microbatches: int,
     passing: tuple[np.ndarray, np.ndarray],
@@ -114,7 +127,7 @@ def layer_matrix(
         len(strategies) < len(p.forward) for strategies, p in zip(live, joined.choices, strict=True)
     ):
         problems = [
-            with_only(problem, live) for problem in problems
+            restrict_strategies(problem, live) for problem in problems
         ]  # what pins forbid is not even looked at
     kept = (joined.entering, joined.leaving)
     for k, (found, values) in enumerate(
@@ -129,7 +142,7 @@ def layer_matrix(
     return LayerMatrix(objective, parts)
 
 
-def _problem_at(joined: "Joined", price: Price, num_microbatches: int) -> Problem:
+def _problem_at(joined: "LayerProblem", price: Price, num_microbatches: int) -> Problem:
     choices = _priced(joined.choices, price, num_microbatches)
     tables = _priced(joined.transfers, price, num_microbatches)
     return Problem(
@@ -153,12 +166,12 @@ def _by_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> "list
 
 
 @dataclass(frozen=True)
-class Joined:
+class LayerProblem:
     """A stage problem whose boundary values all follow two choices, `entering` and `leaving`."""
 
     stage: StageProblem
-    choices: tuple[Parts, ...]
-    transfers: tuple[Parts, ...]
+    choices: tuple[CostBreakdown, ...]
+    transfers: tuple[CostBreakdown, ...]
     problem: tuple[Transfer, ...]
     entering: int
     leaving: int
@@ -169,7 +182,7 @@ class Joined:
     gathered: tuple[np.ndarray | None, ...]
 
 
-def follow_leaders(stage: StageProblem, ends: Ends) -> Joined:
+def follow_leaders(stage: StageProblem, ends: LayerBoundary) -> LayerProblem:
     """The problem of a layer for `layer_matrix`."""
     intra = stage.intra
     count = len(stage.choices)
@@ -196,8 +209,8 @@ def follow_leaders(stage: StageProblem, ends: Ends) -> Joined:
     for mapping, kept in ((into, kept_in), (out, kept_out)):
         for choice, (_, chosen) in mapping.items():
             kept += stage.choices[choice].saved[chosen]
-            choices[choice] = no_parts(1)
-    choices += [no_parts(len(kept_in)), no_parts(len(kept_out))]
+            choices[choice] = zero_costs(1)
+    choices += [zero_costs(len(kept_in)), zero_costs(len(kept_out))]
     parts, again = list(stage.transfers), intra.gathered_again
     gathered: list[np.ndarray | None] = [None] * len(parts)
     for index, layouts in enumerate(intra.transfers):
@@ -215,7 +228,7 @@ def follow_leaders(stage: StageProblem, ends: Ends) -> Joined:
         if layouts.value in again:
             gathered[index] = np.where(gathers(layouts.sources, layouts.targets), sizes, 0)
     ends_kept = entering, leaving, kept_in, kept_out
-    return Joined(
+    return LayerProblem(
         stage, tuple(choices), tuple(parts), tuple(transfers), *ends_kept, tuple(gathered)
     )
 
@@ -247,7 +260,9 @@ def _followed(
     return np.array(found)
 
 
-def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list[np.ndarray]:
+def _priced(
+    parts: Sequence[CostBreakdown], price: Price, num_microbatches: int
+) -> list[np.ndarray]:
     per_byte, in_flight = price
     seconds, num_bytes = weigh(parts, num_microbatches, in_flight)
     return (
@@ -256,7 +271,7 @@ def _priced(parts: Sequence[Parts], price: Price, num_microbatches: int) -> list
 
 
 def _sum_parts(
-    joined: Joined, values: Sequence[np.ndarray], shape: tuple[int, ...], begins: bool
+    joined: LayerProblem, values: Sequence[np.ndarray], shape: tuple[int, ...], begins: bool
 ) -> np.ndarray:
     """[p, q, part] of the minimising assignments; `values`: per choice, [p, q] the strategy that it
     takes.
@@ -297,7 +312,9 @@ def _sum_parts(
     return total
 
 
-def _add(total: np.ndarray, parts: Parts, index: Any, where: np.ndarray | float = 1.0) -> None:
+def _add(
+    total: np.ndarray, parts: CostBreakdown, index: Any, where: np.ndarray | float = 1.0
+) -> None:
     summed = SUMMED | PER_STEP_SUMMED if parts.span == PER_STEP else SUMMED
     for i, name in summed.items():
         if name in parts.nonzero:

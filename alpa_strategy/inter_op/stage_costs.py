@@ -19,9 +19,9 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.inter_op.floors import Floors, floors_of, side_by_side
 from alpa_strategy.inter_op.layer_matrix import (
-    Ends,
-    Joined,
+    LayerBoundary,
     LayerMatrix,
+    LayerProblem,
     Part,
     follow_leaders,
     layer_matrix,
@@ -46,7 +46,7 @@ BETWEEN = (0.25, 0.5, 0.75)  # shares of a stage's layers that take the next pri
 
 
 @dataclass(frozen=True)
-class RunCosts:
+class LayerRangeCosts:
     """Candidates for every run of layers on one submesh; arrays [first layer, last + 1,
     candidate].
     """
@@ -76,7 +76,7 @@ class RunCosts:
 
 
 @dataclass(frozen=True)
-class CostJob:
+class StageCostTask:
     """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself
     on all devices.
     """
@@ -141,13 +141,13 @@ class CostJob:
 
 
 def stage_costs(
-    job: CostJob,
+    job: StageCostTask,
     candidates: Sequence[tuple[int, int]],
-    known: dict[Hashable, RunCosts] | None = None,
+    known: dict[Hashable, LayerRangeCosts] | None = None,
     unlikely: Collection[tuple[int, int]] = (),
-) -> list[RunCosts]:
-    """`RunCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest layouts:
-    enough for a bound.
+) -> list[LayerRangeCosts]:
+    """`LayerRangeCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest
+    layouts: enough for a bound.
 
     Args:
         known: is filled with what is worked out, for later calls; the jobs differ in the number of
@@ -166,8 +166,8 @@ def stage_costs(
 
 
 def _stored_run_costs(
-    job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[float, int]]
-) -> RunCosts:
+    job: StageCostTask, submesh: tuple[int, int], prices: Sequence[tuple[float, int]]
+) -> LayerRangeCosts:
     """As `run_costs`, or what an interrupted planning has stored of them."""
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     return job.results.get(
@@ -175,13 +175,13 @@ def _stored_run_costs(
         key=lambda: Key(job.content, submesh, tuple(prices)),
         compute=lambda: run_costs(job, submesh, prices),
         encode=runs_record,
-        decode=lambda record: RunCosts(**runs_arguments(record, job, shapes)),
+        decode=lambda record: LayerRangeCosts(**runs_arguments(record, job, shapes)),
     )
 
 
 def run_costs(
-    job: CostJob, submesh: tuple[int, int], prices: Sequence[tuple[float, int]] = PRICES
-) -> RunCosts:
+    job: StageCostTask, submesh: tuple[int, int], prices: Sequence[tuple[float, int]] = PRICES
+) -> LayerRangeCosts:
     """Candidates of all runs on one submesh, over all logical shapes that the options allow.
 
     prices: of memory, under which layouts are found beside those that are the fastest without one.
@@ -206,10 +206,10 @@ def run_costs(
         nowhere = (zero + np.inf, zero, zero, zero, zero.astype(int), zero.astype(bool), zero)
         columns.append(nowhere)
     stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
-    return RunCosts(shapes, least, each, *_prune(stacked, job), *side_by_side(floors, L))
+    return LayerRangeCosts(shapes, least, each, *_prune(stacked, job), *side_by_side(floors, L))
 
 
-def _always_fits(job: CostJob, whole: np.ndarray) -> bool:
+def _always_fits(job: StageCostTask, whole: np.ndarray) -> bool:
     """Whether all layers together, [part], fit on one mesh with all micro-batches in flight."""
     in_flight = job.num_microbatches * (whole[Part.SAVED] + whole[Part.LEAVING])
     need = whole[Part.ALWAYS] + max(in_flight + whole[Part.WORKING], whole[Part.UPDATE])
@@ -229,13 +229,13 @@ def _mixed(cheap: np.ndarray, small: np.ndarray, share: float) -> np.ndarray:
     return mixed
 
 
-def free_runs(job: CostJob, submesh: tuple[int, int]) -> RunCosts:
+def free_runs(job: StageCostTask, submesh: tuple[int, int]) -> LayerRangeCosts:
     """All runs that the options allow on a submesh, as if they took no time and no memory."""
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     zero = np.zeros((job.num_layers, job.num_layers + 1, 1))
     seconds = np.where(np.triu(zero[..., 0] == 0, 1)[..., None] & bool(shapes), 0.0, np.inf)
     nothing = zero[:, 0, 0]
-    return RunCosts(
+    return LayerRangeCosts(
         shapes, nothing, nothing, seconds, zero, zero, zero, zero.astype(int), zero > 0, zero
     )
 
@@ -264,7 +264,7 @@ class PricedLayers:
 
     layers: list[StepGraph]
     kinds: list[int]
-    problems: list[Joined]
+    problems: list[LayerProblem]
     passing: list[tuple[np.ndarray, np.ndarray]]
     prices: list[tuple[float, int]]
     matrices: list[LayerMatrix]
@@ -276,7 +276,7 @@ class PricedLayers:
 
 
 def run_parts(
-    job: CostJob,
+    job: StageCostTask,
     submesh: tuple[int, int],
     shape: tuple[int, ...],
     prices: Sequence[tuple[float, int]] = PRICES,
@@ -288,7 +288,7 @@ def run_parts(
 
 
 def _priced_layers(
-    job: CostJob,
+    job: StageCostTask,
     submesh: tuple[int, int],
     shape: tuple[int, ...],
     prices: Sequence[tuple[float, int]],
@@ -441,7 +441,7 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
     ]
 
 
-def _prune(columns: list[np.ndarray], job: CostJob) -> list[np.ndarray]:
+def _prune(columns: list[np.ndarray], job: StageCostTask) -> list[np.ndarray]:
     """`columns` (see `_candidates`) of each run's cheapest that fits, for growing numbers of
     micro-batches alive.
     """
@@ -470,7 +470,7 @@ def _prune(columns: list[np.ndarray], job: CostJob) -> list[np.ndarray]:
     return [array[..., used] for array in chosen]
 
 
-def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None:
+def out_of_memory(job: StageCostTask, meshes: Sequence[tuple[int, int]]) -> str | None:
     """A sentence that names the layer which needs the most bytes a device as a stage of its own, on
     its best submesh.
 
@@ -494,7 +494,7 @@ def out_of_memory(job: CostJob, meshes: Sequence[tuple[int, int]]) -> str | None
     return text + beside * bool(least[worst] <= job.memory_limit)
 
 
-def _ends(job: CostJob, layer: int, shape: tuple[int, ...]) -> Ends:
+def _ends(job: StageCostTask, layer: int, shape: tuple[int, ...]) -> LayerBoundary:
     """The values at a layer's ends. Of those that cross a cut one leads: differentiable first, then
     the largest.
     """
@@ -507,10 +507,10 @@ def _ends(job: CostJob, layer: int, shape: tuple[int, ...]) -> Ends:
         whole = ((INVARIANT,) * len(shape),)
         found.append((leader, whole if leader is None else boundary_layouts(values[leader], shape)))
     passing = tuple(v for v in before if v in after)
-    return Ends(found[0][0], found[1][0], found[0][1], found[1][1], passing)
+    return LayerBoundary(found[0][0], found[1][0], found[0][1], found[1][1], passing)
 
 
-def structure(layer: StepGraph, options: PlanOptions, ends: Ends | None = None) -> tuple:
+def structure(layer: StepGraph, options: PlanOptions, ends: LayerBoundary | None = None) -> tuple:
     """Equal for layers (or stages) that are the same up to the numbers of their values."""
     number: dict[int, int] = {}
 

@@ -1,7 +1,7 @@
 """The stage DP: runs of layers on submeshes that cover the cluster, for the least time of a step
 (Alpa, equation 4).
 
-    minimise  fill * sum_i t_i + max_i (run * t_i + steps * g_i)
+    minimise  warmup * sum_i t_i + max_i (steady * t_i + steps * g_i)
 
 In whose terms, and how messages count that run beside their sender's work (`sender_share`):
 docs/formulas.md#inter-op. Alpa enumerates t_max; here the bound is on the whole second term, and
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from alpa_strategy.schedules import Terms
+from alpa_strategy.schedules import PipelineLatency
 
 GRID = 1e-3  # relative distance of the round trips' seconds that are tried
 
@@ -97,7 +97,7 @@ class StageChoice:
 def solve_stages(
     tables: StageTables,
     num_devices: int,
-    terms: Terms,
+    terms: PipelineLatency,
     in_flight: Sequence[int],
     memory_limit: float = float("inf"),
     num_stages: Sequence[int] | None = None,
@@ -141,7 +141,7 @@ def solve_stages(
 
 
 @dataclass(frozen=True)
-class _Way:
+class StageOption:
     """Stages on one submesh that some next submeshes may follow, or none; candidates come first:
     [c, first, last].
     """
@@ -163,7 +163,7 @@ class _Search:
 
     tables: StageTables
     num_devices: int
-    terms: Terms
+    terms: PipelineLatency
     in_flight: Sequence[int]
     memory_limit: float
     num_stages: Sequence[int] | None
@@ -194,11 +194,11 @@ class _Search:
             self.sender_share < 1 and self.levels.size
         ):  # a round trip may take any time between these, or longer
             low = max(float(self.levels[0]), 1e-9)
-            high = float(self.levels[-1]) + terms.run * float(tables.boundary.max(initial=0.0))
+            high = float(self.levels[-1]) + terms.steady * float(tables.boundary.max(initial=0.0))
             steps_up = np.arange(np.log(max(high / low, 1.0)) / np.log1p(GRID) + 2)
             self.levels = np.union1d(self.levels, low * (1 + GRID) ** steps_up)
 
-    def _ways(self, a: int) -> Iterator[_Way]:
+    def _ways(self, a: int) -> Iterator[StageOption]:
         """Stages on submesh `a` before another one: next submeshes with equal messages act as
         one.
         """
@@ -209,7 +209,7 @@ class _Search:
 
     def _way(
         self, a: int, column: np.ndarray | None, following: np.ndarray, left: np.ndarray
-    ) -> _Way:
+    ) -> StageOption:
         seconds = np.ascontiguousarray(self.tables.seconds[:, :, a].transpose(2, 0, 1))
         once = self.tables.once_seconds[:, :, a].transpose(2, 0, 1)
         finite = np.isfinite(seconds)
@@ -219,12 +219,12 @@ class _Search:
         seconds = np.where(finite, seconds, 0.0)
         busy = np.where(finite, np.maximum(seconds + self.sender_share * wire, wire / 2), 0.0)
         # One way to add it up: to the last bit, a stage is not above its own level.
-        second = self.terms.run * busy + self.steps * np.where(finite, once, 0.0)
-        return _Way(
+        second = self.terms.steady * busy + self.steps * np.where(finite, once, 0.0)
+        return StageOption(
             wire,
             following,
             left,
-            np.where(finite, self.terms.fill * (seconds + wire), np.inf),
+            np.where(finite, self.terms.warmup * (seconds + wire), np.inf),
             second,
         )
 
@@ -306,9 +306,9 @@ class _Search:
                 self.sender_share < 1
             ):  # the round trip of a micro-batch through all stages from here on
                 trips = np.where(np.isfinite(now), now, 0.0) / (
-                    self.terms.fill * self.in_flight[s - 1]
+                    self.terms.warmup * self.in_flight[s - 1]
                 )
-                now[self.terms.run * trips > threshold] = np.inf
+                now[self.terms.steady * trips > threshold] = np.inf
             came.append(origin)
             after = now
             if s in self.allowed:
@@ -317,7 +317,7 @@ class _Search:
             return None
         return self._read(came, best[1], best[2], threshold)
 
-    def _cheapest(self, s: int, a: int, way: _Way, threshold: float) -> np.ndarray:
+    def _cheapest(self, s: int, a: int, way: StageOption, threshold: float) -> np.ndarray:
         """[c, first, last]: the first term of candidates on submesh `a` that fit and stay below the
         threshold.
         """
@@ -353,5 +353,5 @@ class _Search:
             first, submesh = last, following
         if self.sender_share < 1:
             trips = [sum(after[i:]) / self.in_flight[count - i - 1] for i in range(count)]
-            bottleneck = max(bottleneck, self.terms.run * max(trips))
-        return StageChoice(tuple(stages), self.terms.fill * sum(after) + bottleneck, bottleneck)
+            bottleneck = max(bottleneck, self.terms.steady * max(trips))
+        return StageChoice(tuple(stages), self.terms.warmup * sum(after) + bottleneck, bottleneck)

@@ -29,7 +29,7 @@ PER_STEP = -2  # the span of ops that run once per step
 
 
 @dataclass(frozen=True)
-class Parts:
+class CostBreakdown:
     """Arrays per strategy of a choice, or [source, target] of a transfer. Seconds and bytes.
 
     What runs once per step is of the span `PER_STEP`: `once` and `always` are all that it has in a
@@ -55,10 +55,10 @@ class Parts:
         )
 
 
-def no_parts(size: int) -> Parts:
+def zero_costs(size: int) -> CostBreakdown:
     """Of a choice of so many strategies that takes nothing."""
     zero = np.zeros(size)
-    return Parts(zero, zero, zero, zero, zero, zero, zero)
+    return CostBreakdown(zero, zero, zero, zero, zero, zero, zero)
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ class StageProblem:
     """`intra` (restricted or not) with the parts of its choices and transfers."""
 
     intra: IntraOp
-    choices: tuple[Parts, ...]
-    transfers: tuple[Parts, ...]
+    choices: tuple[CostBreakdown, ...]
+    transfers: tuple[CostBreakdown, ...]
     num_spans: int
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What an assignment costs; see `Parts`. `again` per span; `working` are short-lived bytes on
-    top, `update` those
+    """What an assignment costs; see `CostBreakdown`. `again` per span; `working` are short-lived
+    bytes on top, `update` those
     of the optimizer's step, when activations are gone."""
 
     forward: float
@@ -97,14 +97,20 @@ class StageCost:
         return self.always + max(alive + self.working, self.update)
 
 
-def stage_build(graph: StepGraph, tables: OptionTables, derives_again: bool = False) -> IntraOp:
+def stage_build(
+    graph: StepGraph, tables: OptionTables, recompute_per_microbatch: bool = False
+) -> IntraOp:
     """The problem of a stage that runs micro-batches (see `build`): some ops run once per step.
 
     Args:
-        derives_again: see `StagePlan`.
+        recompute_per_microbatch: see `StagePlan`.
     """
     whole = build(graph, tables)
-    return whole if derives_again else RematSpans(replace(whole, per_step=per_step(graph))).split()
+    return (
+        whole
+        if recompute_per_microbatch
+        else RematSpans(replace(whole, per_step=per_step(graph))).split()
+    )
 
 
 def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
@@ -120,7 +126,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
     batch = range(num_parameters + num_ops, num_parameters + num_ops + len(step.batch))
     choices = []
     for index, choice in enumerate(problem.choices):
-        parts, span = no_parts(len(choice.cost)), spans.of_choice(index)
+        parts, span = zero_costs(len(choice.cost)), spans.of_choice(index)
         # Choices come as `IntraOp` orders them: parameters, ops, then batch leaves and what is
         # received, sent or fixed.
         if index < num_parameters:
@@ -158,7 +164,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
     return StageProblem(intra, tuple(choices), tuple(transfers), len(starts))
 
 
-def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> Parts:
+def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBreakdown:
     transfer, layouts = intra.problem.transfers[index], intra.transfers[index]
     span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
     meta = intra.step.values[layouts.value]
@@ -180,7 +186,7 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> Parts:
                 is_kept * local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets
             ]
             kept = np.where(layouts.equal, 0.0, copies)
-            return Parts(
+            return CostBreakdown(
                 zero,
                 np.where(is_allowed, alone + penalty, np.inf),
                 finite,
@@ -199,7 +205,7 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> Parts:
         memory = again = np.where(gathered | layouts.equal, 0.0, memory)
     elif made_in not in (None, span):  # kept as it was made
         again = np.where(layouts.equal, 0.0, memory)
-    return Parts(finite, backward, zero, zero, memory, zero, again, span)
+    return CostBreakdown(finite, backward, zero, zero, memory, zero, again, span)
 
 
 def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
@@ -256,13 +262,13 @@ def weighted(
 
 
 def weigh(
-    parts: Sequence[Parts],
+    parts: Sequence[CostBreakdown],
     num_microbatches: float,
     in_flight: float,
     shares: Mapping[int, float] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(seconds per step, bytes) of each. shares: where it recomputes, what counts of `Parts.again`
-    of each span.
+    """(seconds per step, bytes) of each. shares: where it recomputes, what counts of
+    `CostBreakdown.again` of each span.
     """
     forwards = 1 if shares is None else 2
     seconds = [num_microbatches * (forwards * p.forward + p.backward) + p.once for p in parts]
@@ -281,7 +287,7 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
         np.zeros(stage.num_spans + 2),
     )  # the last two: of PER_STEP and EVERY_SPAN
 
-    def add(parts: Parts, at: int | tuple[int, int]) -> None:
+    def add(parts: CostBreakdown, at: int | tuple[int, int]) -> None:
         summed = parts.forward, parts.backward, parts.once, parts.always, parts.saved, parts.kept
         total[:] += [float(x[at]) for x in summed]
         again[parts.span] += parts.again[at]

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.inter_op.stage_costs import CostJob, own_pins, structure
+from alpa_strategy.inter_op.stage_costs import StageCostTask, own_pins, structure
 from alpa_strategy.inter_op.stage_problem import (
     RematSpans,
     StageCost,
@@ -30,7 +30,7 @@ from alpa_strategy.intra_op.decode import busy_seconds, bytes_ahead, decode, wor
 from alpa_strategy.intra_op.memory_choices import with_host_price, with_recompute
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 from alpa_strategy.intra_op.restrict import least_of_equals, restrict
-from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, propagate
+from alpa_strategy.intra_op.solver.solve import PROVED, NoCheaperSolution, propagate
 from alpa_strategy.intra_op.solver.stored import solve_stored
 from alpa_strategy.ir.plan import Collective, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.options import PROPAGATION, PlanOptions
@@ -54,7 +54,7 @@ ATTEMPTS = 6
 
 
 @dataclass(frozen=True)
-class StageWish:
+class StageRequest:
     """What the DP chose: ops [first, last) on a submesh and logical shape."""
 
     first: int
@@ -107,12 +107,12 @@ class PricedStage:
     faster.
     """
 
-    job: CostJob
-    wish: StageWish
+    job: StageCostTask
+    request: StageRequest
     whole: IntraOp  # not restricted, one transfer per value
     intra: IntraOp  # restricted, cut at all of the wish's starts
     free: Solution
-    derives_again: bool
+    recompute_per_microbatch: bool
     known: StageProblem | None = None  # the parts of `intra`, where they are there already
     # what stages with the same problem have in common; None: the problem was changed
     key: Hashable | None = None
@@ -120,17 +120,17 @@ class PricedStage:
     @cached_property
     def finest(self) -> StageProblem:
         """`intra` with its parts."""
-        return self.known or take_apart(self.intra, self.wish.starts)
+        return self.known or take_apart(self.intra, self.request.starts)
 
     def problem(self, starts: tuple[int, ...]) -> StageProblem:
         """Cut into spans at `starts`, restricted as the user wants it."""
-        if starts == self.wish.starts:
+        if starts == self.request.starts:
             return self.finest
         intra, pins = (
             RematSpans(self.whole, starts).split(),
             own_pins(self.job.options, self.whole.step),
         )
-        return take_apart(restrict(intra, pins, self.job.optimizer, self.wish.pinned), starts)
+        return take_apart(restrict(intra, pins, self.job.optimizer, self.request.pinned), starts)
 
     def changed(self, change: Callable[[IntraOp], IntraOp]) -> "PricedStage":
         """The same with other choices."""
@@ -140,7 +140,7 @@ class PricedStage:
 
     def unrestricted(self, starts: tuple[int, ...]) -> StageProblem:
         """The same without pins and penalties: what its assignments really cost."""
-        if starts == self.wish.starts and self.intra.unrestricted is None:
+        if starts == self.request.starts and self.intra.unrestricted is None:
             return self.finest
         return take_apart(RematSpans(self.whole, starts).split(), starts)
 
@@ -148,7 +148,7 @@ class PricedStage:
 class StageSolver:
     """Solves stages of one job; stages that are the same by structure share one solution."""
 
-    def __init__(self, job: CostJob) -> None:
+    def __init__(self, job: StageCostTask) -> None:
         self.job = job
         self._solve_problem = partial(solve_stored, job.results)
         self._again = memory_choices.pinned_again(job.graph, job.options)
@@ -165,28 +165,28 @@ class StageSolver:
         other._tables, other._whole = self._tables, self._whole
         return other
 
-    def solve(self, wish: StageWish) -> SolvedStage:
+    def solve(self, request: StageRequest) -> SolvedStage:
         """The cheapest layouts of the stage that fit (where memory binds: see
-        `StagePlan.derives_again`), or those that an interrupted planning has stored.
+        `StagePlan.recompute_per_microbatch`), or those that an interrupted planning has stored.
 
         Raises:
             PlanError: none do.
         """
-        pinned = sorted(wish.pinned.items())
+        pinned = sorted(request.pinned.items())
         return self.job.results.get(
             "stage",
-            key=lambda: Key(self.job.content, replace(wish, pinned={}), pinned),
-            compute=lambda: self._cheapest(wish),
+            key=lambda: Key(self.job.content, replace(request, pinned={}), pinned),
+            compute=lambda: self._cheapest(request),
             encode=stage_record,
-            decode=lambda record: SolvedStage(**stage_fields(record, wish)),
+            decode=lambda record: SolvedStage(**stage_fields(record, request)),
         )
 
-    def _cheapest(self, wish: StageWish) -> SolvedStage:
+    def _cheapest(self, request: StageRequest) -> SolvedStage:
         """See `solve`."""
         found: list[SolvedStage] = []
         failures: list[PlanError] = []
-        for derives_again in (False, True) if wish.remat else (False,):
-            priced = self.price(wish, derives_again)
+        for recompute_per_microbatch in (False, True) if request.remat else (False,):
+            priced = self.price(request, recompute_per_microbatch)
             try:
                 found.append(self.solve_priced(priced))
             except PlanError as error:
@@ -195,41 +195,52 @@ class StageSolver:
             if found[-1].is_free:
                 break
         if not found:
-            if self.job.options.solver == PROPAGATION and self.job.remat is None and not wish.remat:
-                return self.solve(replace(wish, remat=True))  # priced with layouts that were solved
+            if (
+                self.job.options.solver == PROPAGATION
+                and self.job.remat is None
+                and not request.remat
+            ):
+                return self.solve(
+                    replace(request, remat=True)
+                )  # priced with layouts that were solved
             raise failures[-1]
         return min(found, key=lambda solved: solved.plan.predicted.step_seconds)
 
-    def price(self, wish: StageWish, derives_again: bool = False) -> PricedStage:
+    def price(self, request: StageRequest, recompute_per_microbatch: bool = False) -> PricedStage:
         """The stage's problem, and its optimum without a memory limit: most stages of a good plan
         need no other.
         """
         job = self.job
-        mesh = job.cluster.logical_mesh(wish.shape, wish.submesh)
+        mesh = job.cluster.logical_mesh(request.shape, request.submesh)
         tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
-        tables = self._tables.setdefault((wish.submesh, wish.shape), tables)
+        tables = self._tables.setdefault((request.submesh, request.shape), tables)
         if job.is_whole_batch:  # nothing is done "per micro-batch": the step's own problem
             graph = job.graph
-            if wish.shape not in self._whole:
-                self._whole[wish.shape] = build(graph, tables)
-            whole = self._whole[wish.shape]
+            if request.shape not in self._whole:
+                self._whole[request.shape] = build(graph, tables)
+            whole = self._whole[request.shape]
         else:
-            graph = stage_on(job.graph, wish.first, wish.last, mesh.num_devices)
-            whole = stage_build(graph, tables, derives_again)
-        intra = RematSpans(whole, wish.starts).split()
-        intra = restrict(intra, own_pins(job.options, graph), job.optimizer, wish.pinned)
+            graph = stage_on(job.graph, request.first, request.last, mesh.num_devices)
+            whole = stage_build(graph, tables, recompute_per_microbatch)
+        intra = RematSpans(whole, request.starts).split()
+        intra = restrict(intra, own_pins(job.options, graph), job.optimizer, request.pinned)
         if job.is_whole_batch and graph.received:  # its neighbours have other problems
             intra = least_of_equals(intra)
         whole, intra = self._pinned(whole), self._pinned(intra)
         if job.is_whole_batch:  # most are not looked at again
             return PricedStage(
-                job, wish, whole, intra, self._free_layouts(intra.problem), derives_again
+                job,
+                request,
+                whole,
+                intra,
+                self._free_layouts(intra.problem),
+                recompute_per_microbatch,
             )
         pins = (
             *(
-                (p.name, wish.pinned[p.name].modes)
+                (p.name, request.pinned[p.name].modes)
                 for p in graph.parameters
-                if p.name in wish.pinned
+                if p.name in request.pinned
             ),
             *intra.recomputes,
             *(
@@ -240,18 +251,20 @@ class StageSolver:
         )
         key = (
             structure(graph, job.options),
-            wish.submesh,
-            wish.shape,
-            wish.remat,
-            wish.starts,
+            request.submesh,
+            request.shape,
+            request.remat,
+            request.starts,
             pins,
-            derives_again,
+            recompute_per_microbatch,
         )
-        finest = take_apart(intra, wish.starts)
+        finest = take_apart(intra, request.starts)
         if key not in self._free:
-            problem = weighted(finest, job.num_microbatches, 1, wish.remat)
+            problem = weighted(finest, job.num_microbatches, 1, request.remat)
             self._free[key] = self._free_layouts(problem)
-        return PricedStage(job, wish, whole, intra, self._free[key], derives_again, finest, key)
+        return PricedStage(
+            job, request, whole, intra, self._free[key], recompute_per_microbatch, finest, key
+        )
 
     def _free_layouts(self, problem: Problem) -> Solution:
         """Without a memory limit."""
@@ -271,11 +284,15 @@ class StageSolver:
             cutoff: seconds of a plan that will be taken unless this stage's objective is lower.
 
         Raises:
-            NotCheaper: than `cutoff`. PlanError: none fit.
+            NoCheaperSolution: than `cutoff`. PlanError: none fit.
         """
-        wish, stage = priced.wish, priced.finest
+        request, stage = priced.request, priced.finest
         propagates = self.job.options.solver == PROPAGATION
-        if self.job.keeps_by_tensor and not propagates and not self._fits(stage, priced.free, wish):
+        if (
+            self.job.keeps_by_tensor
+            and not propagates
+            and not self._fits(stage, priced.free, request)
+        ):
             priced = priced.changed(
                 with_recompute
             )  # a choice for each activation: keep it, or make it again
@@ -289,14 +306,14 @@ class StageSolver:
         try:
             found = self._solve_once(priced, cutoff)
             if may_offload and found.solution is not priced.free:
-                with suppress(DoesNotFitError, NotCheaper):
+                with suppress(DoesNotFitError, NoCheaperSolution):
                     found, priced = self._offloaded(priced, min(cutoff, found.solution.seconds))
-        except (DoesNotFitError, NotCheaper):
+        except (DoesNotFitError, NoCheaperSolution):
             if not may_offload:
                 raise
             found, priced = self._offloaded(priced, cutoff)
         if found.solution.seconds >= cutoff:
-            raise NotCheaper
+            raise NoCheaperSolution
         return self._solved(priced, found)
 
     def laid_out(self, priced: PricedStage, solution: Solution) -> SolvedStage:
@@ -304,13 +321,14 @@ class StageSolver:
         or not.
         """
         working = self._working(priced.finest.intra, solution)
-        return self._solved(priced, _Solved(priced.wish.starts, solution, working))
+        return self._solved(priced, _Solved(priced.request.starts, solution, working))
 
     def _solved(self, priced: PricedStage, found: _Solved) -> SolvedStage:
         stage = priced.unrestricted(found.starts)
         cost = cost_of(stage, found.solution.assignment, found.working)
         plan = replace(
-            self._plan(stage.intra, found, cost, priced.wish), derives_again=priced.derives_again
+            self._plan(stage.intra, found, cost, priced.request),
+            recompute_per_microbatch=priced.recompute_per_microbatch,
         )
         solution, gap = found.solution, min(1.0, found.solution.gap)
         gap = gap if gap > PROVED else 0.0
@@ -346,19 +364,19 @@ class StageSolver:
     def _working(self, intra: IntraOp, solution: Solution) -> float:
         return working_bytes(intra, solution.assignment, self.job.gradients_begin)
 
-    def _fits(self, stage: StageProblem, solution: Solution, wish: StageWish) -> bool:
+    def _fits(self, stage: StageProblem, solution: Solution, request: StageRequest) -> bool:
         cost = cost_of(stage, solution.assignment, self._working(stage.intra, solution))
         return (
-            cost.num_bytes(wish.alive / wish.stages_per_mesh)
-            <= self.job.memory_limit / wish.stages_per_mesh
+            cost.num_bytes(request.alive / request.stages_per_mesh)
+            <= self.job.memory_limit / request.stages_per_mesh
         )
 
     def _solve_once(self, priced: PricedStage, cutoff: float) -> _Solved:
         """`_solve`, or what it returned for a stage with the same problem and as much in flight."""
         if priced.key is None:
             return self._solve(priced, cutoff)
-        wish = priced.wish
-        key = priced.key, wish.alive, wish.stages_per_mesh
+        request = priced.request
+        key = priced.key, request.alive, request.stages_per_mesh
         if key not in self._fitting:
             self._fitting[key] = self._solve(priced, cutoff)
         return self._fitting[key]
@@ -367,20 +385,23 @@ class StageSolver:
         """The optimum without a memory limit where that fits, in the spans that need least memory;
         else the cheapest that fits.
         """
-        job, wish, solution = self.job, priced.wish, priced.free
-        limit, alive = job.memory_limit / wish.stages_per_mesh, wish.alive / wish.stages_per_mesh
+        job, request, solution = self.job, priced.request, priced.free
+        limit, alive = (
+            job.memory_limit / request.stages_per_mesh,
+            request.alive / request.stages_per_mesh,
+        )
 
-        starts = _least_memory(priced, alive) if len(wish.starts) > 1 else wish.starts
+        starts = _least_memory(priced, alive) if len(request.starts) > 1 else request.starts
         stage = priced.problem(starts)
         working = self._working(priced.finest.intra, solution)
         cost = cost_of(stage, solution.assignment, working)
-        if cost.num_bytes(alive, wish.remat) <= limit:
+        if cost.num_bytes(alive, request.remat) <= limit:
             return _Solved(starts, solution, working)
         if job.options.solver == PROPAGATION:
             raise DoesNotFitError(
                 "layouts that are propagated need"
-                f" {format_bytes(cost.num_bytes(alive, wish.remat))} of "
-                f"{format_bytes(limit)} on {math.prod(wish.submesh)} devices",
+                f" {format_bytes(cost.num_bytes(alive, request.remat))} of "
+                f"{format_bytes(limit)} on {math.prod(request.submesh)} devices",
                 'pin more parameters to shards, or use solver="ilp", which looks for layouts that'
                 " fit",
             )
@@ -398,7 +419,7 @@ class StageSolver:
             large |= {span for span, again in enumerate(cost.again) if again >= LARGE * most}
             shares = [(span in large) / len(large) for span in range(stage.num_spans)]
             problem = weighted(
-                stage, job.num_microbatches, alive, wish.remat, limit - reserve, shares
+                stage, job.num_microbatches, alive, request.remat, limit - reserve, shares
             )
             problem = _without_the_largest(problem, stage.intra, limit, largest_temporary)
             if free is not None and not math.isfinite(evaluate(problem, free.assignment)[0]):
@@ -424,53 +445,56 @@ class StageSolver:
                 continue
             working = self._working(stage.intra, solution)
             cost = cost_of(stage, solution.assignment, working)
-            need = cost.num_bytes(alive, wish.remat)
+            need = cost.num_bytes(alive, request.remat)
             if need <= limit:
                 return _Solved(starts, solution, working)
             least = min(least, need)
             left_out = max(cost.again) - sum(s * a for s, a in zip(shares, cost.again, strict=True))
-            beyond = need - replace(cost, working=0.0, update=0.0).num_bytes(alive, wish.remat)
-            reserve = max(reserve, beyond + (left_out if wish.remat else 0.0))
+            beyond = need - replace(cost, working=0.0, update=0.0).num_bytes(alive, request.remat)
+            reserve = max(reserve, beyond + (left_out if request.remat else 0.0))
             # The next solution's ops need no more, so that what is reserved is enough for it.
             largest_temporary = min(largest_temporary, _largest_temporary(stage.intra, solution))
         needed = format_bytes(least)
         raise DoesNotFitError(
-            f"a stage on {math.prod(wish.submesh)} devices needs {needed} of {format_bytes(limit)}"
+            f"a stage on {math.prod(request.submesh)} devices needs {needed} of"
+            f" {format_bytes(limit)}"
         )
 
-    def _plan(self, intra: IntraOp, found: _Solved, cost: StageCost, wish: StageWish) -> StagePlan:
+    def _plan(
+        self, intra: IntraOp, found: _Solved, cost: StageCost, request: StageRequest
+    ) -> StagePlan:
         """Per-step totals of a stage: what is per micro-batch times their number."""
         count, assignment = self.job.num_microbatches, found.solution.assignment
         each, optimizer = busy_seconds(intra, assignment)
-        seconds = count * cost.seconds(wish.remat) + cost.once
+        seconds = count * cost.seconds(request.remat) + cost.once
         made_once = sum(
             float(intra.ops[op].forward_seconds[assignment[len(intra.parameters) + op]])
             for op in intra.per_step.ops
         )
         compute = count * each - (count - 1) * made_once
-        if wish.remat:  # the forward's share of compute is that of all seconds
+        if request.remat:  # the forward's share of compute is that of all seconds
             compute += count * each * cost.forward / max(cost.seconds(), 1e-30)
         compute = min(compute, seconds - optimizer)
-        peak = cost.num_bytes(wish.alive / wish.stages_per_mesh, wish.remat)
-        room = self.job.memory_limit - cost.num_bytes(wish.alive, wish.remat)
-        ahead = bytes_ahead(intra, assignment, room / (2 * wish.stages_per_mesh))
+        peak = cost.num_bytes(request.alive / request.stages_per_mesh, request.remat)
+        room = self.job.memory_limit - cost.num_bytes(request.alive, request.remat)
+        ahead = bytes_ahead(intra, assignment, room / (2 * request.stages_per_mesh))
         peak += 2 * ahead  # parameters and, in the backward, gradients
         communication = max(0.0, seconds - compute - optimizer)
         plan = decode(
             intra,
             assignment,
-            wish.submesh,
+            request.submesh,
             Predicted(seconds, int(peak), compute, communication, optimizer),
         )
         return replace(
             plan,
-            ops=(wish.first, wish.last),
-            collectives=tuple(_per_step(c, count, wish.remat) for c in plan.collectives),
-            remat=wish.remat,
+            ops=(request.first, request.last),
+            collectives=tuple(_per_step(c, count, request.remat) for c in plan.collectives),
+            remat=request.remat,
             ahead_bytes=ahead,
-            remat_cuts=tuple(wish.first + start for start in found.starts[1:]),
+            remat_cuts=tuple(request.first + start for start in found.starts[1:]),
             forward_seconds=cost.forward,
-            backward_seconds=cost.backward + (cost.forward if wish.remat else 0.0),
+            backward_seconds=cost.backward + (cost.forward if request.remat else 0.0),
         )
 
 
@@ -480,7 +504,7 @@ def _least_memory(priced: PricedStage, alive: float) -> tuple[int, ...]:
 
     Many spans keep more for every micro-batch in flight, few have larger graphs.
     """
-    starts, assignment = priced.wish.starts, priced.free.assignment
+    starts, assignment = priced.request.starts, priced.free.assignment
     cost = cost_of(priced.finest, assignment)
     best, least = starts, cost.num_bytes(alive, True)
     count = len(starts) // 2

@@ -20,20 +20,20 @@ from alpa_strategy.sharding.register import registered_rules
 
 if TYPE_CHECKING:
     from alpa_strategy.inter_op.candidates import Candidate, StageSpace
-    from alpa_strategy.inter_op.stage_costs import CostJob, RunCosts
-    from alpa_strategy.inter_op.stage_solve import SolvedStage, StageWish
+    from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, StageCostTask
+    from alpa_strategy.inter_op.stage_solve import SolvedStage, StageRequest
 
-# Arrays [first layer, last + 1, candidate] of a RunCosts, and those with an entry per layer.
+# Arrays [first layer, last + 1, candidate] of a LayerRangeCosts, and those with an entry per layer.
 PER_RUN = ("seconds", "once", "always", "in_flight", "at_update", "shape", "remat")
 PER_LAYER = ("least", "least_each")
-# Arrays of a RunCosts by logical mesh.
+# Arrays of a LayerRangeCosts by logical mesh.
 FLOORS = ("floor_prices", "floor_seconds", "floor_always", "floor_working")
 # Numbers of a StageCost, beside `again`.
 COST_NUMBERS = ("forward", "backward", "once", "always", "saved", "kept", "working", "update")
 OUR_SCHEDULES = "alpa_strategy.schedules"
 
 
-def job_key(job: "CostJob") -> tuple[object, ...]:
+def job_key(job: "StageCostTask") -> tuple[object, ...]:
     """What the costs of a job's runs depend on, as values whose `repr` says all of them."""
     graph = job.graph
     return (
@@ -59,16 +59,16 @@ def costs_key(costs: OpCosts) -> tuple[object, ...]:
     return kind, costs.name, costs.device, times
 
 
-def runs_record(runs: "RunCosts") -> Record:
+def runs_record(runs: "LayerRangeCosts") -> Record:
     """All fields, for a file."""
     record = {field.name: getattr(runs, field.name) for field in fields(runs)}
     return record | {"shapes": [list(shape) for shape in runs.shapes]}
 
 
 def runs_arguments(
-    record: Record, job: "CostJob", shapes: Sequence[tuple[int, ...]]
+    record: Record, job: "StageCostTask", shapes: Sequence[tuple[int, ...]]
 ) -> dict[str, Any]:
-    """The fields of a `RunCosts` of the job from a record.
+    """The fields of a `LayerRangeCosts` of the job from a record.
 
     Raises:
         BadFileError, KeyError, TypeError: the record is none of runs of this job on these shapes.
@@ -114,7 +114,7 @@ def stage_record(solved: "SolvedStage") -> Record:
     }
 
 
-def stage_fields(record: Record, wish: "StageWish") -> dict[str, Any]:
+def stage_fields(record: Record, request: "StageRequest") -> dict[str, Any]:
     """The fields of a `SolvedStage` from a record.
 
     Raises:
@@ -124,7 +124,7 @@ def stage_fields(record: Record, wish: "StageWish") -> dict[str, Any]:
         plan = StagePlan.from_dict(record["plan"])
     except PlanError as error:
         raise BadFileError(error.problem) from None
-    if (plan.ops, plan.submesh) != ((wish.first, wish.last), wish.submesh):
+    if (plan.ops, plan.submesh) != ((request.first, request.last), request.submesh):
         raise BadFileError("it is another stage")
 
     numbers = dict(zip(COST_NUMBERS, record["cost"].tolist(), strict=True))

@@ -58,12 +58,12 @@ def decode(
         },
         recomputed=recomputed(intra, assignment),
         stored=tuple(step.ops[i].name for i in stored(intra, assignment)),
-        in_parts=_in_parts(intra, assignment),
+        num_chunks=_num_chunks(intra, assignment),
     )
 
 
-def _in_parts(intra: IntraOp, assignment: Sequence[int]) -> dict[str, int]:
-    """`StagePlan.in_parts` of an assignment."""
+def _num_chunks(intra: IntraOp, assignment: Sequence[int]) -> dict[str, int]:
+    """`StagePlan.num_chunks` of an assignment."""
     found: dict[str, int] = {}
     for _, value, source, targets in (
         used_transfers(intra, assignment) if intra.mesh.overlap else ()

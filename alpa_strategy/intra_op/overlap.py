@@ -3,10 +3,10 @@ hide.
 
 Between two layers cut over an axis, the backward sums the gradient of their input over its devices,
 and the forward the result of the second. Devices have no other work meanwhile but the products
-themselves (`lower/products.py`):
+themselves (`lower/overlapped_matmul.py`):
 
     backward   the input's gradient first, its sum begins, the weights' gradients beside it
-    forward    rows in a few parts: one is summed while the next is multiplied (`StagePlan.in_parts`)
+    forward    rows in a few parts: one is summed while the next is multiplied (`StagePlan.num_chunks`)
 
 What runs beside compute costs no time as far as the cluster's `overlap` says.
 """
@@ -31,7 +31,7 @@ from alpa_strategy.sharding.redistribute import reshard_steps, reshard_table
 
 aten = torch.ops.aten
 
-Ends = tuple[
+ValueEnds = tuple[
     tuple[DualLayout, ...], tuple[DualLayout, ...]
 ]  # sources and targets of a value's resharding
 PARTS = (2, 4)  # that a sum may be divided into: each part is a kernel and a message of its own
@@ -130,7 +130,7 @@ def _least(
 
 
 def hidden(
-    step: StepGraph, ops: Sequence[OpOptions], value: int, ends: Ends, mesh: LogicalMesh
+    step: StepGraph, ops: Sequence[OpOptions], value: int, ends: ValueEnds, mesh: LogicalMesh
 ) -> tuple[np.ndarray, np.ndarray]:
     """(forward, backward) seconds of a value's `reshard_table` that cost no time, [source,
     target].
@@ -163,7 +163,7 @@ def best_parts(
     return PARTS[int(gains.argmax())] if gains.max() > 0 else 1
 
 
-def _gained(making: np.ndarray, meta: TensorMeta, ends: Ends, mesh: LogicalMesh) -> np.ndarray:
+def _gained(making: np.ndarray, meta: TensorMeta, ends: ValueEnds, mesh: LogicalMesh) -> np.ndarray:
     """[PARTS, source, target] seconds less than one after the other: product and sum in so many
     parts each.
     """
@@ -180,7 +180,7 @@ def _gained(making: np.ndarray, meta: TensorMeta, ends: Ends, mesh: LogicalMesh)
 
 
 @lru_cache(maxsize=4096)
-def _sums(ends: Ends, mesh_shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _sums(ends: ValueEnds, mesh_shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """[source, target] whether all that is moved is one sum over one axis: of the values, of their
     gradients.
     """

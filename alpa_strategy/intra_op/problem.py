@@ -96,7 +96,7 @@ def with_shared_arrays(problem: Problem) -> Problem:
     return replace(problem, choices=choices, transfers=tuple(transfers))
 
 
-def repeated(
+def duplicate_strategies(
     problem: Problem,
     again: Mapping[int, np.ndarray],
     seconds: Mapping[int, np.ndarray],
@@ -169,7 +169,7 @@ class Presolved:
     def restrict(self, live: Sequence[np.ndarray]) -> "Presolved":
         """Keep only the strategies `live[c]` (sorted indices) of every choice."""
         kept = tuple(old[new] for old, new in zip(self.kept, live, strict=True))
-        return Presolved(with_only(self.problem, live), kept)
+        return Presolved(restrict_strategies(self.problem, live), kept)
 
 
 def presolve(problem: Problem) -> Presolved:
@@ -180,10 +180,10 @@ def presolve(problem: Problem) -> Presolved:
     """
     finite = {id(x.cost): np.flatnonzero(np.isfinite(x.cost)) for x in problem.choices}
     live = tuple(finite[id(choice.cost)] for choice in problem.choices)
-    return Presolved(with_only(problem, live), live)
+    return Presolved(restrict_strategies(problem, live), live)
 
 
-def with_only(problem: Problem, live: Sequence[np.ndarray]) -> Problem:
+def restrict_strategies(problem: Problem, live: Sequence[np.ndarray]) -> Problem:
     """The problem with only the strategies `live[c]`, and transfers with only the layouts that
     these still name.
 

@@ -307,7 +307,7 @@ class StagePlan:
     # whether what the stage makes of its parameters alone (casts to half precision) is made again
     # for every micro- batch, which takes less memory where activations are recomputed; else once
     # per step
-    derives_again: bool = False
+    recompute_per_microbatch: bool = False
     # global ranks of the logical mesh, row-major, where links differ (`ClusterSpec.orders`); ():
     # from `first_device` on
     devices: tuple[int, ...] = ()
@@ -315,7 +315,7 @@ class StagePlan:
     # backward
     ahead_bytes: int = 0
     # product -> in how many parts its result is summed, one while the next is multiplied
-    in_parts: dict[str, int] = field(default_factory=dict)
+    num_chunks: dict[str, int] = field(default_factory=dict)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -324,7 +324,7 @@ class StagePlan:
         return tuple(pairwise((first, *self.remat_cuts, last)))
 
     @property
-    def not_kept(self) -> tuple[str, ...]:
+    def recomputed_ops(self) -> tuple[str, ...]:
         """Names of the ops whose results a device does not keep for the backward: `recomputed` and
         `stored`.
         """
@@ -430,9 +430,14 @@ class Plan:
         )
 
     @property
-    def is_as_written(self) -> bool:
+    def is_eager(self) -> bool:
         """Whether every rank runs the user's own step, on its own batch."""
         return self.schedule == AS_WRITTEN
+
+    @property
+    def is_as_written(self) -> bool:
+        """Deprecated name of `is_eager`."""
+        return self.is_eager
 
     @property
     def iteration_seconds(self) -> float:
@@ -528,7 +533,12 @@ _KIND_NAMES = {
 _FIX = "correct the file by hand, or delete it: the run then makes a new plan"
 
 _CLASSES = (Plan, PhaseCost, StagePlan, Fingerprint, Predicted, Collective)  # objects of the file
-_NAMES = {"parameter_plans": "parameters"}  # fields that the file calls otherwise
+# Fields that the file calls otherwise.
+_NAMES = {
+    "parameter_plans": "parameters",
+    "num_chunks": "in_parts",
+    "recompute_per_microbatch": "derives_again",
+}
 # What older plans do not have.
 _LATER = {"devices", "remat_cuts", "recomputed", "stored", "received", "sent", "layers"}
 _LATER |= {
@@ -536,7 +546,7 @@ _LATER |= {
     "backward_seconds",
     "boundary_seconds",
     "ahead_bytes",
-    "in_parts",
+    "num_chunks",
     "phases",
     "host_seconds",
     "loop_seconds",

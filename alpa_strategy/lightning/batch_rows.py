@@ -30,14 +30,14 @@ from torch.utils.data import DataLoader, default_collate
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types, value_text
 from alpa_strategy.capture.outside_state import fields_kept
 from alpa_strategy.capture.python_state import patched
-from alpa_strategy.comm.collectives import of_all_ranks, world_size
+from alpa_strategy.comm.collectives import all_gather_object, world_size
 from alpa_strategy.comm.mesh import AxisComm
 from alpa_strategy.errors import AlpaError, NotRowsError, UnlikeStepsError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names, reads_parameters, stored_names
 from alpa_strategy.lightning.checks import AFTER_BACKWARD, is_overridden, names_in, own_hooks
 from alpa_strategy.lightning.digests import REPLICA, digest
-from alpa_strategy.lightning.same_steps import SAME_SHAPES
+from alpa_strategy.lightning.rank_consistency import SAME_SHAPES
 
 Kind = Literal["rows", "same", "own"]
 """Of a leaf, a tensor or a number that is no item of a list: one row a sample; the same whatever the samples; made of
@@ -57,7 +57,7 @@ _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 UPDATE_HOOKS = ("on_before_backward", "backward", *AFTER_BACKWARD)
 
 
-class WatchedCollate:
+class RecordedCollate:
     """A collate function; to everyone else it is that function itself.
 
     Its first call also finds out what the leaves of the batch are; later ones, which had as many by
@@ -215,8 +215,8 @@ def watch(loader: Any) -> Any:
         isinstance(loader, DataLoader) and loader.batch_sampler is not None
     ):  # else it collates no samples
         collate = loader.collate_fn
-        if collate is not default_collate and not isinstance(collate, WatchedCollate):
-            loader.collate_fn = WatchedCollate(collate)
+        if collate is not default_collate and not isinstance(collate, RecordedCollate):
+            loader.collate_fn = RecordedCollate(collate)
     return loader
 
 
@@ -415,7 +415,7 @@ def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
 
 
 def agreed_kinds(
-    trainer: Any, batch: Any, hooks: BatchHooks, may_run_as_written: bool, group: Any
+    trainer: Any, batch: Any, hooks: BatchHooks, may_run_eagerly: bool, group: Any
 ) -> dict[Any, Kind] | None:
     """Of every leaf of a training batch that has one, by its path: the least certain kind that a
     rank says. Collective.
@@ -425,13 +425,13 @@ def agreed_kinds(
     """
     paths = list(_tensors_in(batch))
     own = hooks.kinds
-    if not (hooks.are_tried or may_run_as_written):
+    if not (hooks.are_tried or may_run_eagerly):
         own = None
     elif own is None:
         own = _loader_kinds(trainer, batch)
     elif len(own) != len(paths):
         own = (_KINDS[-1],) * len(paths)
-    said = of_all_ranks(own, group)
+    said = all_gather_object(own, group)
     known = [each for each in said if each is not None]
     if len(known) < len(said) or len(set(map(len, known))) > 1:
         return None
@@ -523,7 +523,7 @@ def of_replica(trainer: Any, batch: Any, hooks: BatchHooks, axis: AxisComm, join
             return leaf.shape, leaf.dtype, is_joined or int(digest(leaf))
         return len(leaf) if is_joined else value_text(leaf)
 
-    everyone = of_all_ranks(
+    everyone = all_gather_object(
         ([same(*each) for each in zip(leaves, joined, strict=True)], lists), axis.group
     )
     if any(known != everyone[0][0] for known, _ in everyone):
@@ -556,7 +556,7 @@ def check_own_numbers(
     step: StepGraph,
     batch: Any,
     again: Callable[..., StepGraph],
-    may_run_as_written: bool,
+    may_run_eagerly: bool,
     is_guess: bool,
 ) -> None:
     """NotRowsError, or a warning, where a step of all ranks' rows, or its gradients' use, needs
@@ -589,13 +589,13 @@ def check_own_numbers(
     )
     text = f"the step reads what a hook stores that reads this rank's rows: {shown}"
     text = text if shown else _computes_with(module, step, batch, again, later)
-    by_place = not (is_guess and may_run_as_written)
+    by_place = not (is_guess and may_run_eagerly)
     own_step = functools.partial(again, batch, world_size=1)
     if not text and (line := where_rows_meet(step, world_size(), by_place, own_step)) is not None:
         text = f"rows are taken by their places in the batch ({line}), where the batch of all ranks has others"
         guess = f"the loader yields batches, not samples: what meets here may be rows or a sequence's steps ({line})"
         text = text if by_place else guess
-    if text and may_run_as_written:
+    if text and may_run_eagerly:
         raise NotRowsError(text, REPLICA)
     if text:
         rank_zero_warn(f"alpa: {text}. A captured step computes on the rows of all ranks")

@@ -25,14 +25,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from alpa_strategy.checkpoint import sharded_state_dict
-from alpa_strategy.checkpoint.on_demand import OnDemandGather
+from alpa_strategy.checkpoint.on_demand import LazyEntryGather
 from alpa_strategy.checkpoint.opening import checked, is_checkpoint, open_checkpoint, reading
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, map_tensors
 from alpa_strategy.comm.collectives import (
     RankZero,
+    all_gather_object,
     cpu_group,
-    of_all_ranks,
     on_all_ranks,
     rank_in,
     world_size,
@@ -79,7 +79,7 @@ class Checkpoints:
         self._trainer: Any = None
         self._writer: CheckpointWriter | None = None
         self._group: Any = None
-        self._on_demand = OnDemandGather(None)
+        self._on_demand = LazyEntryGather(None)
         self._forget()
 
     def _forget(self) -> None:
@@ -110,7 +110,7 @@ class Checkpoints:
         self._forget()
         self._run = run
         self._meeting, self._num_meetings = RankZero(MEET_SECONDS), 0
-        self._on_demand = OnDemandGather(cpu_group("checkpoint hooks"))
+        self._on_demand = LazyEntryGather(cpu_group("checkpoint hooks"))
 
     @property
     def _store(self) -> ParameterStore:
@@ -187,7 +187,7 @@ class Checkpoints:
 
     @property
     def resumed(self) -> Mapping[str, Any]:
-        """`PlacedModule.state_dict` of the training that is taken up, empty where none is."""
+        """`ShardedRun.state_dict` of the training that is taken up, empty where none is."""
         return {} if self._resume is None else self._resume.run or {}
 
     @property
@@ -362,7 +362,7 @@ class Checkpoints:
             self._trainer, self._run_state if self._run is None else self._run.state_dict()
         )
         self._writer_now().wait()  # the group is its own while it writes
-        put_states(checkpoint, of_all_ranks(own, self._group), self._num_shares)
+        put_states(checkpoint, all_gather_object(own, self._group), self._num_shares)
 
     def _is_sharded(self, checkpoint_io: Any) -> bool:
         """Whether a checkpoint that is made now holds shards."""

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.checkpoint.tensors import Chunk, read_chunks
-from alpa_strategy.comm.collectives import broadcast_object, of_all_ranks, on_all_ranks, world_size
+from alpa_strategy.comm.collectives import (
+    all_gather_object,
+    broadcast_object,
+    on_all_ranks,
+    world_size,
+)
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.lightning.digests import digest
 from alpa_strategy.runtime.deferred import Recorder
@@ -287,12 +292,12 @@ def _agree(recorder: Recorder) -> None:
     """Every rank takes rank 0's random numbers, as DDP takes its parameters. Collective."""
     if world_size() == 1 or not recorder.lines:
         return
-    if len(set(of_all_ranks(recorder.digest()))) > 1:
+    if len(set(all_gather_object(recorder.digest()))) > 1:
         raise RuntimeMismatchError(
             "the ranks initialise their modules differently", "build the same module on every rank"
         )
     own = recorder.rank_dependent()
-    if len(set(of_all_ranks(tuple(int(digest(tensor)) for tensor in own)))) > 1:
+    if len(set(all_gather_object(tuple(int(digest(tensor)) for tensor in own)))) > 1:
         first = broadcast_object(own if dist.get_rank() == 0 else None)
         for tensor, of_first in zip(own, first, strict=True):
             tensor.data.copy_(of_first)

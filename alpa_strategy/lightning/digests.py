@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.comm.collectives import any_rank, of_all_ranks, world_size
+from alpa_strategy.comm.collectives import all_gather_object, any_rank, world_size
 from alpa_strategy.errors import NotRowsError, RuntimeMismatchError
 from alpa_strategy.ir.graph import BufferInput, StepGraph
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -48,7 +48,7 @@ def digest(tensor: Tensor) -> Tensor:
     return (data.view(torch.int64).view(-1, _WIDTH).sum(0) * places).sum()  # modulo 2^64
 
 
-class LeafAgreement:
+class ReplicatedInputCheck:
     """Checks of every batch that what the step takes to be the same on all ranks is: leaves that
     are no rows, or all.
 
@@ -120,7 +120,7 @@ class LeafAgreement:
             )
 
 
-class CopyCheck:
+class ReplicaChecksum:
     """Checks that state of which several ranks hold copies is the same in all of them: a training's
     parameters, or parts of them, as they lie in `store`, and buffers that its step reads.
     Collective, but for `due`.
@@ -151,7 +151,7 @@ class CopyCheck:
         self._first = torch.empty(0)
         if every and world_size() > 1:
             self.names = (*(of + store.name_of(p) for p in store.parameters), *self._buffers)
-            places = of_all_ranks(
+            places = all_gather_object(
                 [*map(self._place, store.parameters), *("whole" for _ in buffers)]
             )
             first = [
@@ -229,7 +229,7 @@ class GradientCheck:
     `report`.
     """
 
-    copies: CopyCheck  # compares gradients of what several ranks hold
+    copies: ReplicaChecksum  # compares gradients of what several ranks hold
 
     def __init__(self, divided: bool) -> None:
         self._divided = divided
@@ -266,7 +266,7 @@ class GradientCheck:
         if any(any_rank(bad)):
             leaves = [x for x in pytree.tree_leaves(self.batch) if isinstance(x, Tensor)]
             bad_batch = any(bool(_is_bad(x)) for x in leaves)
-            found = of_all_ranks((bad[0], _first(self._own), _first(summed), bad_batch))
+            found = all_gather_object((bad[0], _first(self._own), _first(summed), bad_batch))
             if self._was_finite:
                 rank_zero_warn(f"alpa: step {step}: {report(found, self._divided)}")
             self._was_finite = False

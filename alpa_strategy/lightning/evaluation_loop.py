@@ -7,7 +7,7 @@ for, or mix loaders up.
 
 from typing import Any
 
-from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, of_all_ranks
+from alpa_strategy.comm.collectives import all_gather_object, any_rank, broadcast_tensors
 from alpa_strategy.errors import RuntimeMismatchError
 
 
@@ -102,7 +102,7 @@ class EvaluationLoop:
             for x in logged
         )
         if self._apart is None:
-            following, needs = zip(*of_all_ranks((own, needed)), strict=True)
+            following, needs = zip(*all_gather_object((own, needed)), strict=True)
             if len(set(following)) > 1:
                 missed = min(each for each in following if each is not None)
                 ranks = [rank for rank, each in enumerate(following) if each != missed]
@@ -124,7 +124,7 @@ def _reduce_logs(trainer: Any) -> None:
     if results is None:
         return
     own = {key: item for key, item in results.valid_items() if _is_left_alone(item)}
-    for key in sorted(set.intersection(*map(set, of_all_ranks(list(own))))):
+    for key in sorted(set.intersection(*map(set, all_gather_object(list(own))))):
         item = own[key]
         # Not `item.meta.sync.should = True`: Lightning would refuse the same `self.log` in the next
         # epoch. A mean is the sum of values times rows, over the rows: ranks with fewer rows weigh

@@ -28,7 +28,7 @@ from alpa_strategy.comm.collectives import any_rank, world_size
 from alpa_strategy.errors import AlpaError, SetupError
 from alpa_strategy.ir.user_code import functions_of, is_user_code, mentioned_names
 from alpa_strategy.lightning.checks import AFTER_BACKWARD, is_overridden, names_in, own_hooks
-from alpa_strategy.runtime.gather_on_use import GatherOnUse, set_data
+from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard, set_data
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
@@ -50,7 +50,7 @@ class FullParameters:
         ] = []  # what brings data into the parts, after the backward
         self.is_entered = False
         self.on_use: list[
-            GatherOnUse
+            EagerFullyShard
         ] = []  # as long as one is active, parameters are as good as whole
         # Called before the ranks gather, where hooks of a checkpoint may still wait for others.
         self.before_gather: Callable[[], None] = lambda: None

@@ -17,13 +17,13 @@ from torch._dynamo.eval_frame import OptimizeContext
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.collectives import of_all_ranks
+from alpa_strategy.comm.collectives import all_gather_object
 from alpa_strategy.comm.mesh import Replica
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.lightning.batch_rows import BatchHooks
 from alpa_strategy.lightning.run_plans import RunPlans
 from alpa_strategy.options import LEAST_BUCKET_BYTES, Limits, PlanOptions
-from alpa_strategy.planner.written_plan import against_written
+from alpa_strategy.planner.eager_plan import against_written
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Job:
         return nodes, self.num_nodes * self.devices_per_node // count // nodes
 
     @property
-    def may_run_as_written(self) -> bool:
+    def may_run_eagerly(self) -> bool:
         """Whether a step that cannot be captured runs as it is written instead."""
         is_open = self.limits.capture == "auto" and self.options.batch_scope == "auto"
         return is_open and self.plan_file is None and against_written(self.options) is None
@@ -164,4 +164,4 @@ def device_limit(job: Job) -> float:
         if cluster is None
         else cluster.device.memory_bytes
     )
-    return min(of_all_ranks(job.options.usable_bytes(own)))
+    return min(all_gather_object(job.options.usable_bytes(own)))

@@ -42,7 +42,7 @@ from typing_extensions import override
 
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.checkpoint.saving import discard_unfinished
-from alpa_strategy.comm.collectives import Background, any_rank, check_groups, of_all_ranks
+from alpa_strategy.comm.collectives import Background, all_gather_object, any_rank, check_groups
 from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 
@@ -239,7 +239,7 @@ class ParallelJob(DDPStrategy):
             # Lightning sets its launcher's process alone to fewer threads, and another number of
             # threads rounds otherwise: work that several ranks do alike would give them weights
             # that drift apart.
-            torch.set_num_threads(min(of_all_ranks(torch.get_num_threads())))
+            torch.set_num_threads(min(all_gather_object(torch.get_num_threads())))
 
     @contextmanager
     def _loading_what_steps_need(self) -> Iterator[None]:
@@ -410,7 +410,7 @@ class JobSignals:
                 return
         if trains and over:
             # All ranks are here: those that pause have met once more.
-            stopped = of_all_ranks(bool(self._trainer.should_stop))
+            stopped = all_gather_object(bool(self._trainer.should_stop))
             if any(stopped) and not all(stopped):
                 raise _stopped_alone([rank for rank, stops in enumerate(stopped) if stops])
             raise RuntimeMismatchError(

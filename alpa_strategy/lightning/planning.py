@@ -17,7 +17,7 @@ from alpa_strategy.capture.python_reads import is_same_step, numbers_now
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import (
     RankZero,
-    of_all_ranks,
+    all_gather_object,
     on_all_ranks,
     rank_in,
     world_size,
@@ -39,19 +39,20 @@ from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan, modes_text
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning import batch_rows
-from alpa_strategy.lightning.digests import LeafAgreement
+from alpa_strategy.lightning.digests import ReplicatedInputCheck
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.host_costs import add_host_seconds
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.same_steps import SAME_SHAPES, shapes_text
+from alpa_strategy.lightning.rank_consistency import SAME_SHAPES, shapes_text
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.partial_results import Key, PartialResults
+from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.plan_check import check_devices, check_plan
+from alpa_strategy.planner.plan_store import PlanStore
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.replan import pinned_task, replan, replan_fingerprint
-from alpa_strategy.planner.search import microbatch_counts
-from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
+from alpa_strategy.planner.task import PlanTask, check_fits
 from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LEAST_BYTES, PAGE_FAULTS
 from alpa_strategy.sharding.strategies import localize, op_strategies
 from alpa_strategy.units import format_bytes, format_seconds
@@ -81,7 +82,7 @@ def capture(
         UnlikeStepsError: the ranks' batches or steps differ.
     """
     kinds = batch_rows.agreed_kinds(
-        module.trainer, batch, job.hooks, job.may_run_as_written, job.group
+        module.trainer, batch, job.hooks, job.may_run_eagerly, job.group
     )
     is_joint = job.options.rows == "rank" and world_size() > 1
     own = batch_rows.own_leaves(kinds or {}, batch) if is_joint else {}
@@ -103,7 +104,7 @@ def capture(
             batch_rows.check_own_leaves(own, step)
             if is_joint:
                 batch_rows.check_own_numbers(
-                    job.hooks, module, step, batch, captured, job.may_run_as_written, kinds is None
+                    job.hooks, module, step, batch, captured, job.may_run_eagerly, kinds is None
                 )
             if not numbers:
                 return step
@@ -111,7 +112,7 @@ def capture(
                 step, module, batch, batch_idx, partial(captured, batch, numbers=numbers)
             )
         except Exception as error:
-            if isinstance(error, AlpaError) or not (job.may_run_as_written or job.submodules):
+            if isinstance(error, AlpaError) or not (job.may_run_eagerly or job.submodules):
                 if not isinstance(error, AlpaError):
                     _explain(error, is_joint)
                 raise
@@ -129,7 +130,7 @@ def capture(
                 values = _first_that_differs(step, job.group)
             shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise kind(f"the ranks differ in {what}: {shown}", fix)
-    leaves = LeafAgreement(step, batch, job.group)
+    leaves = ReplicatedInputCheck(step, batch, job.group)
     leaves.begin(batch)
     leaves.finish()
     return step
@@ -176,7 +177,7 @@ def _first_that_differs(step: StepGraph, group: Any) -> list[str]:
         "what it reads of buffers, returns and checks:"
         f" {stable_text((step.buffers, step.output, step.checks))}"
     ]
-    lines = zip_longest(*of_all_ranks(own, group), fillvalue="no more")
+    lines = zip_longest(*all_gather_object(own, group), fillvalue="no more")
     return list(
         next(
             (each for each in lines if len(set(each)) > 1),

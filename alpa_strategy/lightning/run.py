@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.capture.python_reads import changed_numbers, numbers_now
-from alpa_strategy.comm.collectives import RankZero, broadcast_object, of_all_ranks, world_size
+from alpa_strategy.comm.collectives import RankZero, all_gather_object, broadcast_object, world_size
 from alpa_strategy.cost.host import with_host
 from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, PlanError, RuntimeMismatchError
@@ -28,25 +28,25 @@ from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.ir.plan import Predicted
 from alpa_strategy.lightning import step_effects
 from alpa_strategy.lightning.checks import own_hooks
-from alpa_strategy.lightning.digests import LeafAgreement
+from alpa_strategy.lightning.digests import ReplicatedInputCheck
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
 from alpa_strategy.lightning.loop_clock import LoopClock
-from alpa_strategy.lightning.placed_module import PlacedModule, Unplaced
 from alpa_strategy.lightning.planning import (
     capture,
     check_optimizer,
     find_or_make_plan,
     job_cluster,
 )
-from alpa_strategy.lightning.same_steps import MAX_SHAPES, SameSteps, shape_key
-from alpa_strategy.microbatch.rules import State
+from alpa_strategy.lightning.rank_consistency import MAX_SHAPES, StepConsensus, shape_key
+from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
+from alpa_strategy.microbatch.rules import MicrobatchPlacement
 from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
-from alpa_strategy.pipeline.step_programs import PlacedPlan, StepProgram
+from alpa_strategy.pipeline.step_programs import PlanRuntime, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.planner.smaller_batch import batch_shapes, plan_on_smaller_batch
 from alpa_strategy.runtime.gradients import average
-from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
+from alpa_strategy.runtime.host_memory import enforce_memory_plan, tuned
 from alpa_strategy.runtime.step_by_bucket import fused
 
 MEASURED_STEPS = range(5, 25)
@@ -67,11 +67,11 @@ class CapturedStep:
 
     step: StepGraph
     program: StepProgram
-    leaves: LeafAgreement  # what must be the same in the batches of all ranks
-    own_rows: Mapping[int, State]  # see `rows_of_ranks`
+    leaves: ReplicatedInputCheck  # what must be the same in the batches of all ranks
+    own_rows: Mapping[int, MicrobatchPlacement]  # see `rows_of_ranks`
 
 
-class Run(PlacedModule):
+class Run(ShardedRun):
     """Plans a module's step on its first batch, shards it in place, then runs it, whatever the
     stages. Collective.
 
@@ -81,10 +81,10 @@ class Run(PlacedModule):
         resumed: as for `find_or_make_plan`.
     """
 
-    _placed: PlacedPlan
+    _placed: PlanRuntime
 
     def __init__(
-        self, given: Unplaced, batch: Any, batch_idx: int, resumed: Mapping[str, Any] | None
+        self, given: RunInputs, batch: Any, batch_idx: int, resumed: Mapping[str, Any] | None
     ) -> None:
         module, job = given.module, given.job
         seed, rank_zero = (
@@ -101,7 +101,7 @@ class Run(PlacedModule):
         with fused(self._to_fuse):
             info = inspect_optimizer(given.optimizers)
         step = capture(module, batch, batch_idx, job)
-        if replica is not None and len(set(of_all_ranks(step.parameter_digest))) > 1:
+        if replica is not None and len(set(all_gather_object(step.parameter_digest))) > 1:
             raise RuntimeMismatchError(
                 "the replicas' first batches use other parameters of the module",
                 "let their steps use the same ones",
@@ -129,14 +129,14 @@ class Run(PlacedModule):
                 job.compile,
                 replica,
             )
-            self._placed = PlacedPlan(module, step.parameters, plan, *place)
+            self._placed = PlanRuntime(module, step.parameters, plan, *place)
             super().__init__(given, info, plan, self._placed.store, limit, values, buffers)
             if plan.fingerprint.batch == step.batch_digest:  # else the resumed run's first batch
                 job.plans.planned_batch = batch_shapes(step)
             program = self._program(step)
         if job.device.type == "cpu":
-            self._adapted.callback(hold_to_plan(self, plan, limit, module, given.optimizers))
-        self._same = SameSteps(rank_zero, job.group)
+            self._adapted.callback(enforce_memory_plan(self, plan, limit, module, given.optimizers))
+        self._same = StepConsensus(rank_zero, job.group)
         # By what kind of batch they are for, those used last at the end; of a kind, those captured
         # last.
         self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
@@ -149,7 +149,7 @@ class Run(PlacedModule):
     # A training step
 
     @override
-    def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
+    def training_step(self, batch: Any, batch_idx: int, eager_step: Callable[[], Any]) -> Any:
         """What `module.training_step(batch, batch_idx)` returns, computed by all ranks, or a
         replica's, on all rows.
         """
@@ -177,7 +177,7 @@ class Run(PlacedModule):
             )
         step_effects.append_to_lists(self.module, step, own, leaves, counters)
         self.buffers_differ = self._job.replica is not None and self.syncs  # as DDP has it
-        return step_effects.fill(step.output, own, leaves, counters)
+        return step_effects.materialize_output(step.output, own, leaves, counters)
 
     @contextmanager
     @override
@@ -245,7 +245,7 @@ class Run(PlacedModule):
         Raises:
             CaptureError: (on all ranks) there is no one step of all ranks, or too many come.
         """
-        key, may_differ = shape_key(batch), self._job.may_run_as_written
+        key, may_differ = shape_key(batch), self._job.may_run_eagerly
         known = self._captured.get(key, [])
         index, counters, changed = self._fitting(known, batch, batch_idx)
         numbers = (
@@ -325,7 +325,7 @@ class Run(PlacedModule):
             found |= {*last.step.numbers, *changed_numbers(last.step, self.module, batch)}
         places = sorted(found, key=str)
         values = numbers_now(places, self.module, batch)
-        everywhere = of_all_ranks(values, self._job.group)
+        everywhere = all_gather_object(values, self._job.group)
         same = [p for p in places if len({repr(each.get(str(p))) for each in everywhere}) == 1]
         self._numbers = [p for p in places if p in same and type(values[str(p)]) in (int, float)]
         return tuple(self._numbers)
@@ -336,7 +336,7 @@ class Run(PlacedModule):
         """A new step, which is used now; the oldest go where there are too many."""
         steps, leaves = (
             self._captured.setdefault(key, []),
-            LeafAgreement(step, batch, self._job.group),
+            ReplicatedInputCheck(step, batch, self._job.group),
         )
         steps.append(CapturedStep(step, program, leaves, rows_of_ranks(step, world_size())))
         del steps[:-MAX_PROGRAMS]
@@ -375,7 +375,7 @@ class Run(PlacedModule):
 
     @override
     def changed_parameters(self) -> str | None:
-        """See `PlacedModule.changed_parameters`; RuntimeMismatchError when it happened on some
+        """See `ShardedRun.changed_parameters`; RuntimeMismatchError when it happened on some
         ranks only.
         """
         changed = super().changed_parameters()

@@ -81,7 +81,7 @@ class RunPlans:
 
 
 def resumed_plans(state: Mapping[str, Any]) -> RunPlans:
-    """Those of the run that is resumed, from its `PlacedModule.state_dict()`."""
+    """Those of the run that is resumed, from its `ShardedRun.state_dict()`."""
     main = state.get("plan")
     plans = [*state.get("plans", ()), *([] if main is None else [main])]
     return RunPlans([plan for plan in plans if _is_plan(plan)], state.get("planned_batch"))

@@ -29,7 +29,7 @@ from alpa_strategy.lightning.job import Job, device_limit
 if TYPE_CHECKING:
     from alpa_strategy.capture.submodules import Call
     from alpa_strategy.ir.plan import Plan
-    from alpa_strategy.lightning.placed_module import PlacedModule
+    from alpa_strategy.lightning.sharded_run import ShardedRun
 
 
 _SHAPES = re.compile("shape|size|dimension", re.IGNORECASE)
@@ -45,7 +45,7 @@ class Session:
 
     def __init__(self, make_job: Callable[[], Job], checkpoints: Checkpoints) -> None:
         self._make_job, self._checkpoints = make_job, checkpoints
-        self.run: PlacedModule | None = (
+        self.run: ShardedRun | None = (
             None  # of a training or of an evaluation; None while the module is whole
         )
         self.plan: Plan | None = None  # that of the last run
@@ -82,19 +82,19 @@ class Session:
 
     def _shard(
         self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int
-    ) -> "PlacedModule":
+    ) -> "ShardedRun":
         # Planning and the runtime are loaded with the first batch, not with the import of the
         # package.
         from alpa_strategy.capture.python_state import requiring_grad
-        from alpa_strategy.lightning.placed_module import Unplaced
-        from alpa_strategy.lightning.run import Run
-        from alpa_strategy.lightning.same_steps import toggled
-        from alpa_strategy.lightning.submodule_run import SubmoduleRun
-        from alpa_strategy.lightning.written_run import (
-            WrittenRun,
+        from alpa_strategy.lightning.eager_run import (
+            EagerRun,
             check_may_run_as_written,
             why_written,
         )
+        from alpa_strategy.lightning.rank_consistency import toggled
+        from alpa_strategy.lightning.run import Run
+        from alpa_strategy.lightning.sharded_run import RunInputs
+        from alpa_strategy.lightning.submodule_run import SubmoduleRun
         from alpa_strategy.runtime.host_memory import process_bytes
         from alpa_strategy.runtime.sharded_parameter import are_held
 
@@ -111,13 +111,13 @@ class Session:
         job = replace(
             job, options=replace(job.options, kept_whole=tuple(held)), submodules=submodules
         )
-        given = Unplaced(module, tuple(optimizers), job, self.deferred_init.sharding)
+        given = RunInputs(module, tuple(optimizers), job, self.deferred_init.sharding)
         resumes_written = any_rank([bool(resumed.get("as_written"))])[0]
         self._why_written = self._why_written or why_written(
             module, optimizers, job, resumes_written
         )
         with isolate_rng(include_cuda=job.device.type == "cuda"):  # measuring draws
-            run: PlacedModule | None = None
+            run: ShardedRun | None = None
             if self._why_written is None:
                 try:
                     run = Run(given, batch, batch_idx, resumed.get("plan"))
@@ -131,7 +131,7 @@ class Session:
                         run = SubmoduleRun(given, self._why_written, self._calls)
                     else:
                         check_may_run_as_written(self._why_written, job)
-                        run = WrittenRun(given, self._why_written, is_news)
+                        run = EagerRun(given, self._why_written, is_news)
         self.run, self.plan = run, run.plan
         if left := [
             name
@@ -150,15 +150,15 @@ class Session:
         _show_plan(run, job, self.process_bytes)
         return run
 
-    def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
-        """What the module's own step returns, its loss differentiable; `as_written` calls it."""
+    def training_step(self, batch: Any, batch_idx: int, eager_step: Callable[[], Any]) -> Any:
+        """What the module's own step returns, its loss differentiable; `eager_step` calls it."""
         assert self.run is not None
         self.run.begin_check(batch)
         try:
             with _caused_by(self._why_written):
-                return self.run.training_step(batch, batch_idx, as_written)
+                return self.run.training_step(batch, batch_idx, eager_step)
         except CaptureError as error:
-            is_final = self.run.plan.is_as_written or not self._make_job().may_run_as_written
+            is_final = self.run.plan.is_eager or not self._make_job().may_run_eagerly
             if is_final or (self.deferred_init.was_needed and stays_sharded(self.run)):
                 if isinstance(error, FailedCheckError) and error.own is not None:
                     raise error.own from error
@@ -166,9 +166,9 @@ class Session:
             self._why_written = error
         run = self._go_on_as_written(self.run, batch, batch_idx)
         with _caused_by(self._why_written):
-            return run.training_step(batch, batch_idx, as_written)
+            return run.training_step(batch, batch_idx, eager_step)
 
-    def _go_on_as_written(self, run: "PlacedModule", batch: Any, batch_idx: int) -> "PlacedModule":
+    def _go_on_as_written(self, run: "ShardedRun", batch: Any, batch_idx: int) -> "ShardedRun":
         """What runs this step and all that follow after `run`, perhaps between batches of one
         optimizer step.
         """
@@ -266,22 +266,22 @@ class Session:
             self._make_job()
         )
 
-    def evaluate(self, args: tuple[Any, ...], as_written: Callable[[], Any]) -> Any:
-        """What `as_written`, an evaluation step, returns; see `PlacedModule.evaluation_step`."""
-        output = as_written() if self.run is None else self.run.evaluation_step(args, as_written)
+    def evaluate(self, args: tuple[Any, ...], eager_step: Callable[[], Any]) -> Any:
+        """What `eager_step`, an evaluation step, returns; see `ShardedRun.evaluation_step`."""
+        output = eager_step() if self.run is None else self.run.evaluation_step(args, eager_step)
         if self._loop is not None:
             self._loop.after_step(*args[1:])
         return output
 
     def _shard_for_evaluation(self, module: Any) -> None:
-        from alpa_strategy.lightning.placed_module import Unplaced
-        from alpa_strategy.lightning.written_run import WrittenRun
+        from alpa_strategy.lightning.eager_run import EagerRun
+        from alpa_strategy.lightning.sharded_run import RunInputs
 
         job = self._make_job()
         job = replace(job, options=replace(job.options, parallel="zero3"))
-        given = Unplaced(module, (), job, self.deferred_init.sharding)
+        given = RunInputs(module, (), job, self.deferred_init.sharding)
         with torch.inference_mode(False), isolate_rng(include_cuda=job.device.type == "cuda"):
-            run = WrittenRun(given, CaptureError("an evaluation"))
+            run = EagerRun(given, CaptureError("an evaluation"))
             self._checkpoints.restore_parameters(run.store)
         self.run, self.plan = run, run.plan
         _show_plan(run, job)
@@ -362,7 +362,7 @@ def _foretells(why: BaseException | None, error: Exception) -> bool:
     return isinstance(why, CaptureError) and text in why.problem
 
 
-def _show_plan(run: "PlacedModule", job: Job, process_bytes: int = 0) -> None:
+def _show_plan(run: "ShardedRun", job: Job, process_bytes: int = 0) -> None:
     if job.progress.enabled:
         from alpa_strategy.display.table import plan_table
 
@@ -371,7 +371,7 @@ def _show_plan(run: "PlacedModule", job: Job, process_bytes: int = 0) -> None:
                 f"alpa: {replica.count} replicas, each with this plan for its own batches, as under"
                 " DDP"
             )
-        elif world_size() > 1 and not run.plan.is_as_written:
+        elif world_size() > 1 and not run.plan.is_eager:
             job.progress.say(
                 "alpa: losses, gradients and logs of a step are one device's on the batches of all"
                 " ranks"

@@ -26,14 +26,14 @@ from alpa_strategy.ir.graph import Check, LeafRef, MetricRef, StepGraph, ValueRe
 from alpa_strategy.ir.guards import CounterRef
 
 if TYPE_CHECKING:
-    from alpa_strategy.microbatch.rules import State
+    from alpa_strategy.microbatch.rules import MicrobatchPlacement
 
 # In the place of a group of ranks: the value is that of all of them already, nothing is reduced; or
 # of each replica's.
 GLOBAL, REPLICAS = "global", "replicas"
 
 
-def fill(
+def materialize_output(
     structure: Any,
     values: Mapping[int, Tensor],
     leaves: Sequence[Any] = (),
@@ -59,7 +59,9 @@ def fill(
     return pytree.tree_map(filled, structure)
 
 
-def own_rows_of(values: Mapping[int, Tensor], own_rows: "Mapping[int, State]") -> dict[int, Tensor]:
+def own_rows_of(
+    values: Mapping[int, Tensor], own_rows: "Mapping[int, MicrobatchPlacement]"
+) -> dict[int, Tensor]:
     """`values`, with this rank's rows where they have rows (`rows_of_ranks`): as the batch that
     hooks see.
     """
@@ -87,7 +89,9 @@ def append_to_lists(
         return
     detached = {index: value.detach() for index, value in values.items()}
     for record in step.appended:
-        record.place.value(module).extend(fill(list(record.items), detached, leaves, counters))
+        record.place.value(module).extend(
+            materialize_output(list(record.items), detached, leaves, counters)
+        )
 
 
 def verify(step: StepGraph, values: Mapping[int, Tensor]) -> None:
@@ -165,9 +169,11 @@ def update_metrics_and_log(
     for record in step.metrics:
         metric = module.get_submodule(record.metric)
         metrics.make_global(metric)
-        kwargs = {key: fill(value, values, leaves, counters) for key, value in record.kwargs}
+        kwargs = {
+            key: materialize_output(value, values, leaves, counters) for key, value in record.kwargs
+        }
         with torch.no_grad():
-            args = fill(record.args, values, leaves, counters)
+            args = materialize_output(record.args, values, leaves, counters)
             metric_values[record.metric] = getattr(metric, record.method)(*args, **kwargs)
     for log in step.logs:
         value = log.value
@@ -175,8 +181,10 @@ def update_metrics_and_log(
             value = _metric_value(
                 module.get_submodule(value.metric), value, metric_values.get(value.metric)
             )
-        kwargs = {key: fill(item, values, leaves, counters) for key, item in log.kwargs}
-        value = fill(value, values, leaves, counters)
+        kwargs = {
+            key: materialize_output(item, values, leaves, counters) for key, item in log.kwargs
+        }
+        value = materialize_output(value, values, leaves, counters)
         if metrics.replica is None:
             kwargs |= {
                 "sync_dist": True,

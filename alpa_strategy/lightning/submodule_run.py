@@ -23,7 +23,7 @@ from typing_extensions import override
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.capture.python_state import outermost_metrics, patched
 from alpa_strategy.capture.submodules import Call, capture_calls, hooks_in, plannable
-from alpa_strategy.comm.collectives import RankZero, broadcast_object, of_all_ranks
+from alpa_strategy.comm.collectives import RankZero, all_gather_object, broadcast_object
 from alpa_strategy.comm.mesh import divide
 from alpa_strategy.errors import CaptureError, RuntimeMismatchError
 from alpa_strategy.ir.graph import StepGraph
@@ -31,23 +31,23 @@ from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning import batch_rows
 from alpa_strategy.lightning.dataloader_state import random_state, set_random_state
+from alpa_strategy.lightning.eager_run import parameter_inputs
 from alpa_strategy.lightning.job import Job, device_limit
-from alpa_strategy.lightning.placed_module import PlacedModule, Unplaced
 from alpa_strategy.lightning.planning import check_optimizer, find_or_make_plan, job_cluster
-from alpa_strategy.lightning.same_steps import shape_key
-from alpa_strategy.lightning.step_effects import REPLICAS, fill
-from alpa_strategy.lightning.written_run import parameter_inputs
-from alpa_strategy.pipeline.step_programs import PlacedPlan
+from alpa_strategy.lightning.rank_consistency import shape_key
+from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
+from alpa_strategy.lightning.step_effects import REPLICAS, materialize_output
+from alpa_strategy.pipeline.step_programs import PlanRuntime
+from alpa_strategy.planner.eager_plan import plan_eager
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
-from alpa_strategy.planner.written_plan import plan_as_written
-from alpa_strategy.runtime.gather_on_use import WholeOnUse
+from alpa_strategy.runtime.activation_checkpoint import forward_of_copy
+from alpa_strategy.runtime.eager_fully_shard import UnshardOnAccess
 from alpa_strategy.runtime.gradients import average
 from alpa_strategy.runtime.host_memory import tuned
-from alpa_strategy.runtime.made_again import forward_of_copy
 from alpa_strategy.runtime.synced_norms import synced
 
 
-class SubmoduleRun(PlacedModule):
+class SubmoduleRun(ShardedRun):
     """See the file's docstring. Collective.
 
     Args:
@@ -58,9 +58,11 @@ class SubmoduleRun(PlacedModule):
         CaptureError: `why`, where no submodule can be planned either.
     """
 
-    _placed: PlacedPlan
+    _placed: PlanRuntime
 
-    def __init__(self, given: Unplaced, why: CaptureError, recorded: Sequence[Call] | None) -> None:
+    def __init__(
+        self, given: RunInputs, why: CaptureError, recorded: Sequence[Call] | None
+    ) -> None:
         module, job = given.module, given.job
         assert job.submodules is not None
         count, options = job.submodules
@@ -74,14 +76,14 @@ class SubmoduleRun(PlacedModule):
         info = max(infos, key=lambda each: each.state_bytes)
         info = replace(info, element_wise=all(each.element_wise for each in infos))
         inputs = {each.name: each for each in parameter_inputs(module, trains=True)}
-        plan = plan_as_written([*inputs.values()], job.options, infos, job.step_devices, limit, why)
+        plan = plan_eager([*inputs.values()], job.options, infos, job.step_devices, limit, why)
         parts, cluster = list[Call](), None
         if recorded is not None:
             graph, parts = _captured(module, recorded, job, why)
             cluster, whole, notes = job_cluster(job), plan.stages[0], plan.notes
             names = {name for each in graph.parameters for name in each.names}
             rest = [each for name, each in inputs.items() if name not in names]
-            taken = plan_as_written(
+            taken = plan_eager(
                 rest, job.options, infos, job.step_devices, limit, why
             ).predicted.peak_bytes
             pins = tuple(
@@ -112,10 +114,10 @@ class SubmoduleRun(PlacedModule):
         check_optimizer(info, plan.stages)
         place = job.device, cluster, seed, lambda: 1.0, job.backend, job.compile, replica
         with tuned(job.device), given.sharding(module) as values:
-            self._placed = PlacedPlan(module, [*inputs.values()], plan, *place)
+            self._placed = PlanRuntime(module, [*inputs.values()], plan, *place)
             super().__init__(replace(given, job=job), info, plan, self._placed.store, limit, values)
         self._metrics = [metric for _, metric in outermost_metrics(module)]
-        self._glue = WholeOnUse(self.store)
+        self._glue = UnshardOnAccess(self.store)
         programs = [Program(part, self._placed, plan) for part in parts]
         self._forwards = Forwards(programs, job, recorded is None)
         self._adapted.enter_context(self._forwards.installed(module))
@@ -125,12 +127,12 @@ class SubmoduleRun(PlacedModule):
     # A training step
 
     @override
-    def training_step(self, batch: Any, batch_idx: int, as_written: Any) -> Any:
+    def training_step(self, batch: Any, batch_idx: int, eager_step: Any) -> Any:
         self.take_buffers()
         for metric in self._metrics:
             self.metrics.make_global(metric)
         step = partial(
-            as_written.func, self._of_replica(batch), *as_written.args[1:], **as_written.keywords
+            eager_step.func, self._of_replica(batch), *eager_step.args[1:], **eager_step.keywords
         )
         own = self.module.log
 
@@ -159,7 +161,7 @@ class SubmoduleRun(PlacedModule):
         axis = self.store.mesh.whole
         if axis.size == 1:
             return batch
-        set_random_state(of_all_ranks(random_state(), self._replica.group)[0])
+        set_random_state(all_gather_object(random_state(), self._replica.group)[0])
         return batch_rows.of_replica(self.module.trainer, batch, self._job.hooks, axis, self._joins)
 
     def _in_parts(self) -> Any:
@@ -229,7 +231,7 @@ def _captured(
                 f"{why.problem}; nor can the forward of a submodule be planned{text}", why.fix
             )
         graph, parts = capture_calls(module, calls, job.context)
-    if len(set(of_all_ranks((graph.parameter_digest, graph.graph_digest)))) > 1:
+    if len(set(all_gather_object((graph.parameter_digest, graph.graph_digest)))) > 1:
         raise RuntimeMismatchError(
             "the ranks' submodules are not the same", "build the same module on every rank"
         )
@@ -246,7 +248,7 @@ def _captured(
 class Program:
     """What runs calls of a submodule that are like the one which it was made for."""
 
-    def __init__(self, part: Call, placed: PlacedPlan, plan: Plan) -> None:
+    def __init__(self, part: Call, placed: PlanRuntime, plan: Plan) -> None:
         assert part.step is not None
         self.path, self._step, self._output, root = part.path, part.step, part.output, placed.module
         self._run, self._device = placed.training_program(part.step, plan), placed.store.device.type
@@ -272,7 +274,7 @@ class Program:
     def __call__(self, given: Any) -> Any:
         with torch._C.DisableTorchFunction(), torch.autocast(self._device, enabled=False):
             batch = pytree.tree_map_only(Tensor, Tensor.contiguous, [self._before, given])
-            return fill(self._output, self._run(batch, {}))
+            return materialize_output(self._output, self._run(batch, {}))
 
 
 def _trained(given: Any) -> set[int]:

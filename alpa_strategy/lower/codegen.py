@@ -16,8 +16,8 @@ from torch import Tensor
 
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
-from alpa_strategy.comm.regather import active_regather
 from alpa_strategy.comm.reshard import Reshard
+from alpa_strategy.comm.saved_tensor_hooks import active_regather
 from alpa_strategy.cost.flops import product_kind
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
@@ -38,7 +38,7 @@ from alpa_strategy.lower.lines import (
     unpacked,
 )
 from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
-from alpa_strategy.lower.products import Multiplied, Products
+from alpa_strategy.lower.overlapped_matmul import MatmulSpec, OverlappedMatmul
 from alpa_strategy.lower.segments import Compiler, is_compilable
 from alpa_strategy.sharding.strategies import is_random, localize
 
@@ -95,8 +95,8 @@ def lower(
     overlaps: bool = True,
 ) -> LoweredStep:
     """Write the program of the device at `mesh.coordinate`, with a `compiler` in compiled segments.
-    With `overlaps` products go on beside collectives (`lower/products.py`): not where a backward is
-    divided in two, or differentiated.
+    With `overlaps` products go on beside collectives (`lower/overlapped_matmul.py`): not where a
+    backward is divided in two, or differentiated.
     """
     return _Writer(
         step, stage, mesh, device, random, {}, (), prefetchable(step), compiler, overlaps
@@ -134,7 +134,7 @@ def lower_stage(
     See `lower`.
     """
     whole = slice_stage(step, *stage.ops)
-    once_per_step = PerStep() if stage.derives_again else per_step(whole)
+    once_per_step = PerStep() if stage.recompute_per_microbatch else per_step(whole)
     programs: list[LoweredStep] = []
     layouts: dict[int, DualLayout] = {}
     for derivation in once_per_step.derivations:
@@ -226,7 +226,7 @@ class _Writer:
             return
         strategies = self.stage.strategies[op.name]
         self.module = op.module
-        if self.overlaps and self.beside_sums(op):
+        if self.overlaps and self.overlap_with_allreduce(op):
             return
         self.done.add(op.name)
         operands = [
@@ -264,7 +264,7 @@ class _Writer:
         )
         (self.plain_casts if self.casts.keys() & op.results else self.lines).append(line)
 
-    def beside_sums(self, op: Op) -> bool:
+    def overlap_with_allreduce(self, op: Op) -> bool:
         """Write a product beside the sum of its input's gradients or of its result; False: there is
         none to hide.
         """
@@ -283,7 +283,7 @@ class _Writer:
         is_summed = self.step.values[value].requires_grad and len(into.gradient_sums) == 1
         if is_summed and self.are_products_of(value, ops):
             self.products(ops, into)
-        elif self.in_parts(op) is not None:
+        elif self.num_chunks(op) is not None:
             self.products([op], None)
         return op.name in self.done
 
@@ -307,10 +307,10 @@ class _Writer:
         return True
 
     def products(self, ops: Sequence[Op], into: Reshard | None) -> None:
-        """The line of products of one input; see `Products`."""
-        rows, operands, results, found = "", list[str](), list[str](), list[Multiplied]()
+        """The line of products of one input; see `OverlappedMatmul`."""
+        rows, operands, results, found = "", list[str](), list[str](), list[MatmulSpec]()
         for op in ops:
-            product, how = product_of(op.call), self.in_parts(op)
+            product, how = product_of(op.call), self.num_chunks(op)
             assert product is not None
             for position in (product.weight, product.bias):
                 if position is None:
@@ -333,12 +333,12 @@ class _Writer:
                 s.implementation is None or self.mesh.coordinate[axis] == 0
                 for axis, s in strategies
             )
-            found.append(Multiplied(product, adds_bias, *(how or ())))
+            found.append(MatmulSpec(product, adds_bias, *(how or ())))
             results.append(f"v{result}" if how is None else f"v{result}_0")
             if how is not None:
                 self.copies[result, how[0].dst] = results[-1]
         name, self.module = f"products_{ops[0].name}", ops[0].module
-        self.namespace[name] = functools.partial(Products.apply, into, found)
+        self.namespace[name] = functools.partial(OverlappedMatmul.apply, into, found)
         code = f"{', '.join(results)}, = {name}({', '.join([rows, *operands])})"
         reads, note = (
             (rows, *(each for each in operands if each != "None")),
@@ -351,14 +351,14 @@ class _Writer:
         plain = {None, "bias_on_first"}.issuperset(
             s.implementation for s in self.stage.strategies[op.name]
         )
-        is_able = plain and not is_symbolic(op.call) and op.name not in self.stage.not_kept
+        is_able = plain and not is_symbolic(op.call) and op.name not in self.stage.recomputed_ops
         return product_of(op.call) if is_able else None
 
-    def in_parts(self, op: Op) -> tuple[Reshard, int, int] | None:
+    def num_chunks(self, op: Op) -> tuple[Reshard, int, int] | None:
         """(sum, dim, number of parts) of a product's result, where the plan says so and one layout
         of it is read.
         """
-        parts = self.stage.in_parts.get(op.name, 1)
+        parts = self.stage.num_chunks.get(op.name, 1)
         value = op.results[0]
         meta = op.call.results[0]
         reads = self.step.consumers.get(value, ())
@@ -455,7 +455,7 @@ class _Writer:
             return f"{function}({', '.join(operands)})", None
         call = local.call.on(self.device)
         target = call.target
-        is_kept = op.name not in self.stage.not_kept
+        is_kept = op.name not in self.stage.recomputed_ops
         if not is_kept:
             target = _not_kept(target, op.name in self.stage.stored)
         if local.random_axes is not None:
@@ -560,7 +560,7 @@ class _Writer:
 
 def _not_kept(target: Callable[..., Tensor], is_stored: bool) -> Callable[..., Tensor]:
     """`target`, whose result is made again for others' backward, or brought from host memory (see
-    `Regather`).
+    `SavedTensorHooks`).
     """
 
     def run(*args: Any, **kwargs: Any) -> Tensor:

@@ -238,7 +238,7 @@ def _made_ahead(lines: Sequence[Line], parameters: Collection[str]) -> set[int]:
     They are made of parameters alone, and run uncompiled before the other ops of their layer, so
     that they do not cut
     it: as ZeRO-3 by layers does. ZeRO-3's second gathering knows them by their autograd nodes
-    (`comm/regather.py`).
+    (`comm/saved_tensor_hooks.py`).
     """
     of_parameters = set(parameters)
     for line in lines:

@@ -1,5 +1,5 @@
-"""What a micro-batch has of a value (`State`), and how one op splits over micro-batches: the
-sharding rules on one more axis, in time instead of over devices.
+"""What a micro-batch has of a value (`MicrobatchPlacement`), and how one op splits over
+micro-batches: the sharding rules on one more axis, in time instead of over devices.
 
 On that axis nothing is ever resharded, and `R` and `R*` are one state: gradients add up over the
 micro-batches anyway, so whatever is whole has a gradient that is a summand. Nothing here knows of a
@@ -34,7 +34,7 @@ ANY = 0
 
 
 @dataclass(frozen=True)
-class State:
+class MicrobatchPlacement:
     """What a micro-batch has of a value.
 
     `whole`: all of it, the same in all micro-batches. `sum`: a summand. `rows`: its part of dim
@@ -54,16 +54,16 @@ class State:
         return {"whole": INVARIANT, "sum": PARTIAL}.get(self.kind) or shard(self.dim)
 
 
-WHOLE, SUM = State("whole"), State("sum")
+WHOLE, SUM = MicrobatchPlacement("whole"), MicrobatchPlacement("sum")
 
 
-def rows(dim: int, segments: int = 1) -> State:
+def rows(dim: int, segments: int = 1) -> MicrobatchPlacement:
     """The state of a value with rows along `dim`."""
-    return State("rows", dim, segments)
+    return MicrobatchPlacement("rows", dim, segments)
 
 
 def cut(
-    tensor: Tensor, how: State, num_microbatches: int, index: int, num_ranks: int = 1
+    tensor: Tensor, how: MicrobatchPlacement, num_microbatches: int, index: int, num_ranks: int = 1
 ) -> Tensor:
     """What micro-batch `index` has of a whole tensor with rows: the `index`-th part of every
     rank's, in rank order.
@@ -75,7 +75,7 @@ def cut(
     return parts.select(how.dim + 1, index).flatten(how.dim, how.dim + 1)
 
 
-def joined(parts: Sequence[Tensor], how: State, num_ranks: int = 1) -> Tensor:
+def joined(parts: Sequence[Tensor], how: MicrobatchPlacement, num_ranks: int = 1) -> Tensor:
     """Inverse of `cut`: the micro-batches' parts as the whole tensor, rows in the ranks' order."""
     runs = how.segments * num_ranks
     stacked = torch.stack([part.unflatten(how.dim, (runs, -1)) for part in parts], how.dim + 1)
@@ -88,8 +88,8 @@ class TimeStrategy:
 
     # inputs, outputs: state per operand and result. Rows in `ANY` number of segments: the same
     # number in all of them.
-    inputs: tuple[State, ...]
-    outputs: tuple[State, ...]
+    inputs: tuple[MicrobatchPlacement, ...]
+    outputs: tuple[MicrobatchPlacement, ...]
     # the results are means over the micro-batch's part: they count for 1/M of the whole's
     mean: bool = False
     added: int | None = (
@@ -118,7 +118,7 @@ def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
 
 
 def view_strategies(
-    call: OpCall, states: tuple[State, ...], num_parts: int
+    call: OpCall, states: tuple[MicrobatchPlacement, ...], num_parts: int
 ) -> tuple[TimeStrategy, ...]:
     """Ways to run a view, `cat`, `split` or slice on operands in given states, which only such ops
     have.
@@ -136,7 +136,7 @@ def specialised(
 ) -> TimeStrategy | None:
     """The strategy for rows in that many segments; None when a dim cannot be cut so."""
 
-    def fix(state: State) -> State:
+    def fix(state: MicrobatchPlacement) -> MicrobatchPlacement:
         return replace(state, segments=segments) if state.segments == ANY else state
 
     fixed = replace(
@@ -158,7 +158,7 @@ def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
     needs_one_segment = rule_of(call.target) is None or regroups_dims(call)
     segments = 1 if needs_one_segment else ANY
 
-    def state(dual: DualPlacement) -> State:
+    def state(dual: DualPlacement) -> MicrobatchPlacement:
         if dual.shard_dim is not None:
             return rows(dual.shard_dim, segments)
         return SUM if dual == PARTIAL else WHOLE
@@ -243,14 +243,17 @@ def _row_numbers(call: OpCall, found: tuple[TimeStrategy, ...]) -> Iterator[Time
             1,
             call.results[0].shape[0],
         ):
-            yield TimeStrategy((), (State("numbers", 0),))
+            yield TimeStrategy((), (MicrobatchPlacement("numbers", 0),))
     elif regroups_dims(call) or call.target in (*_CASTS, aten.expand.default):
         for strategy in found:
             before, after = strategy.inputs[0], strategy.outputs[0]
             integers = not call.results[0].dtype.is_floating_point and len(call.operands) == 1
             are_rows = integers and before.kind == after.kind == "rows"
             if are_rows and call.operands[0].shape[before.dim] == call.results[0].shape[after.dim]:
-                yield TimeStrategy((State("numbers", before.dim),), (State("numbers", after.dim),))
+                yield TimeStrategy(
+                    (MicrobatchPlacement("numbers", before.dim),),
+                    (MicrobatchPlacement("numbers", after.dim),),
+                )
     elif call.target is aten.index.Tensor:
         yield from _read_by_number(call)
 
@@ -274,7 +277,7 @@ def _read_by_number(call: OpCall) -> Iterator[TimeStrategy]:
         if numbers.kind == "rows" and (
             call.operands[tensors[0]].shape[numbers.dim] == call.operands[source.index].shape[0]
         ):
-            states[tensors[0]] = State("numbers", numbers.dim)
+            states[tensors[0]] = MicrobatchPlacement("numbers", numbers.dim)
             yield TimeStrategy(tuple(states[i] for i in range(len(call.operands))), (rows(dim),))
 
 
@@ -309,7 +312,9 @@ def regroups_dims(call: OpCall) -> bool:
     return aten_name(call.target) in RESHAPES
 
 
-def _row_views(call: OpCall, states: tuple[State, ...], num_parts: int) -> tuple[State, ...] | None:
+def _row_views(
+    call: OpCall, states: tuple[MicrobatchPlacement, ...], num_parts: int
+) -> tuple[MicrobatchPlacement, ...] | None:
     """Where the results have their rows when the operands are in `states`; None: not as rows."""
     name, first = aten_name(call.target), states[0]
     if name in ("cat", "concat"):
@@ -344,8 +349,8 @@ def _start(call: OpCall) -> int | None:
 
 
 def _viewed(
-    source: tuple[int, ...], target: tuple[int, ...], state: State, num_parts: int
-) -> tuple[State, ...] | None:
+    source: tuple[int, ...], target: tuple[int, ...], state: MicrobatchPlacement, num_parts: int
+) -> tuple[MicrobatchPlacement, ...] | None:
     """[before, n, after] in both shapes: n are the rows, `before` is what dims and segments in
     front of them hold.
     """
@@ -363,7 +368,9 @@ def _viewed(
     return None
 
 
-def _joined(call: OpCall, states: tuple[State, ...]) -> tuple[State, ...] | None:
+def _joined(
+    call: OpCall, states: tuple[MicrobatchPlacement, ...]
+) -> tuple[MicrobatchPlacement, ...] | None:
     dim = bind(call)["dim"] % len(call.results[0].shape)
     joined = [(call.operands[slot.index].shape, states[slot.index]) for slot in slots(call)]
     runs = {shape[dim] // state.segments for shape, state in joined}

@@ -22,7 +22,14 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import Op, StepGraph, ValueRef
 from alpa_strategy.ir.op import OpCall, aten_name, bind, dims_of
 from alpa_strategy.microbatch import rules
-from alpa_strategy.microbatch.rules import ANY, SPLITS, WHOLE, State, TimeStrategy, rows
+from alpa_strategy.microbatch.rules import (
+    ANY,
+    SPLITS,
+    WHOLE,
+    MicrobatchPlacement,
+    TimeStrategy,
+    rows,
+)
 from alpa_strategy.sharding.rule_families import RESHAPES
 from alpa_strategy.sharding.strategies import is_random
 
@@ -37,7 +44,7 @@ class Use:
 
     value: int
     form: Form = "own"
-    state: State = WHOLE
+    state: MicrobatchPlacement = WHOLE
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class States:
 
     # value -> its state in the micro graph (whole for values of moved ops, which the prologue
     # gives)
-    state: dict[int, State]
+    state: dict[int, MicrobatchPlacement]
     chosen: dict[int, Chosen]  # op index -> how it runs in the micro graph
     moved: frozenset[int]  # ops whose results only the prologue makes
     late: frozenset[int]  # ops that run once on the combined values, after all micro-batches
@@ -192,7 +199,9 @@ class _Walk:
     def _postpone(self, index: int) -> None:
         self.late.add(index)
 
-    def _fit(self, index: int, states: tuple[State, ...], strategy: TimeStrategy) -> _Fit | None:
+    def _fit(
+        self, index: int, states: tuple[MicrobatchPlacement, ...], strategy: TimeStrategy
+    ) -> _Fit | None:
         """What it takes to give `strategy` its operands; None when they cannot be had."""
         op = self.step.ops[index]
         segments = [
@@ -236,12 +245,12 @@ class _Walk:
                 return None
         return _Fit(cost, Chosen(fixed, tuple(uses)), forced, wants_whole)
 
-    def _can_be_given(self, value: int, want: State) -> bool:
+    def _can_be_given(self, value: int, want: MicrobatchPlacement) -> bool:
         if want.kind != "rows":
             return want == WHOLE
         return self.step.values[value].shape[want.dim] % (want.segments * self.num_parts) == 0
 
-    def _remake(self, value: int, want: State) -> dict[int, TimeStrategy] | None:
+    def _remake(self, value: int, want: MicrobatchPlacement) -> dict[int, TimeStrategy] | None:
         """Strategies of earlier ops under which a whole `value` is made in rows (`expand`,
         `zeros`); None: no way.
         """
@@ -359,7 +368,7 @@ def where_rows_meet(
     own_step: of this rank's rows alone. Groups of rows that are others there are by place, too
     (`x.view(5, -1, n)`).
     """
-    found = _WalkOfRanks(step.bare(()), num_ranks, 1, set()).states()
+    found = _RankWalk(step.bare(()), num_ranks, 1, set()).states()
     lines, given = (
         [op.source or op.name for op in step.ops],
         {x.value for x in step.constant_inputs},
@@ -409,7 +418,7 @@ def where_rows_meet(
     return None
 
 
-def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, State]:
+def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, MicrobatchPlacement]:
     """Where values that the step returns or appends to lists have rows: value -> how the ranks'
     parts are cut from it.
 
@@ -423,13 +432,13 @@ def rows_of_ranks(step: StepGraph, num_ranks: int) -> dict[int, State]:
     }
     if not shown or num_ranks == 1 or step.batch_scope == "global":
         return {}
-    states = _WalkOfRanks(step.bare(()), num_ranks, 1, set()).states().state
+    states = _RankWalk(step.bare(()), num_ranks, 1, set()).states().state
     return {
         value: state for value, state in states.items() if value in shown and state.kind == "rows"
     }
 
 
-class _WalkOfRanks(_Walk):
+class _RankWalk(_Walk):
     """Sums, and what rows of several ranks make, are whole: everybody has them when the step has
     run.
     """

@@ -16,7 +16,7 @@ from alpa_strategy.capture.ops import batch_norm_train
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
-from alpa_strategy.microbatch.rules import SUM, WHOLE, State, local_call
+from alpa_strategy.microbatch.rules import SUM, WHOLE, MicrobatchPlacement, local_call
 from alpa_strategy.microbatch.states import States, Use, find_states
 from alpa_strategy.sharding.strategies import is_random
 
@@ -48,7 +48,7 @@ class MicroStep:
     # Rows are cut and joined (see `cut`), like those of a batch leaf; sums are added up; of what
     # escapes whole the last micro-batch's is taken (all are equal, but for updates of sequential
     # buffers).
-    states: dict[int, State] = field(default_factory=dict)
+    states: dict[int, MicrobatchPlacement] = field(default_factory=dict)
     # buffers that every micro-batch updates and the next one reads (BatchNorm statistics, as in
     # plain gradient accumulation). All other buffers keep their values until the step's end.
     sequential_buffers: tuple[str, ...] = ()
@@ -245,7 +245,7 @@ class _Writer:
             self.number[use] = number
         return {use: self.number[use] for use in uses}
 
-    def _local(self, value: int, state: State) -> TensorMeta:
+    def _local(self, value: int, state: MicrobatchPlacement) -> TensorMeta:
         meta = self.step.values[value]
         if state.kind != "rows":
             return meta

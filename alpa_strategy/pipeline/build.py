@@ -143,7 +143,7 @@ def _program(
     for span, program in lowered.spans:
         plans = [stage.parameter_plans[p.name] for p in span.parameters]
         regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(
-            stage.not_kept
+            stage.recomputed_ops
         )
         differentiable = tuple(value for value in program.made if graph.values[value].requires_grad)
         trained = lowered.per_step.parameters_of(span)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from alpa_strategy.lower.codegen import LoweredStep, per_step_name
-from alpa_strategy.runtime.parameters import OnDemand
+from alpa_strategy.runtime.parameters import LazyTensors
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PerStepValues:
                 values.update(self.hand_out(name, parameters, buffers))
             return values[name]
 
-        return OnDemand(make)
+        return LazyTensors(make)
 
     def hand_out(
         self, name: str, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]

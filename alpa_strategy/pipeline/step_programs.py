@@ -1,6 +1,6 @@
 """A plan on this rank, and what runs captured steps under it.
 
-`PlacedPlan` holds the meshes, random streams and parameters of this rank's stages, for as long as
+`PlanRuntime` holds the meshes, random streams and parameters of this rank's stages, for as long as
 the module lies in shards. For each captured step it makes a `StepProgram`, whatever the number of
 stages:
 
@@ -48,7 +48,7 @@ ONE_STAGE_SCHEDULE = (
 StepProgram = Callable[[Any, Mapping[str, int]], Values]
 
 
-class PlacedPlan:
+class PlanRuntime:
     """See the file's docstring. Collective.
 
     Args:
@@ -104,9 +104,7 @@ class PlacedPlan:
             stage, mesh = plan.stages[0], places.meshes[0]
             assert mesh is not None
             of_stage[0].will_read(step.dtypes_read)
-            overlaps = (
-                not self._plan.is_as_written
-            )  # else the user's own code may differentiate twice
+            overlaps = not self._plan.is_eager  # else the user's own code may differentiate twice
             lowered = lower(
                 step,
                 stage,
@@ -118,7 +116,7 @@ class PlacedPlan:
             )
             plans = stage.parameter_plans.values()
             regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(
-                stage.not_kept
+                stage.recomputed_ops
             )
 
             def direct(batch: Any, counters: Mapping[str, int]) -> Values:
@@ -243,12 +241,12 @@ def hand_over(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:
     to `.grad`s.
     """
     # An input that wants a gradient makes it differentiable on a rank without parameters too.
-    return _HandOver.apply(
+    return _PassGradient.apply(
         torch.zeros((), device=loss.device, requires_grad=True), loss, gradients, scale
     )
 
 
-class _HandOver(torch.autograd.Function):
+class _PassGradient(torch.autograd.Function):
     """Gradients pass by the parameters' own graph nodes, whose hooks would take them for parts yet
     to be reduced.
     """

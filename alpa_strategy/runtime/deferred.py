@@ -58,7 +58,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Given:
+class RealTensor:
     """A real tensor that an op reads: data of the user's, or a small tensor that is not worth
     deferring.
     """
@@ -99,7 +99,7 @@ class RecordedOp:
     def text(self) -> str:
         """What is the same on all ranks: everything but numbers drawn and data given."""
         plain = pytree.tree_map_only(
-            Given, lambda g: (tuple(g.tensor.shape), g.tensor.dtype), (self.args, self.kwargs)
+            RealTensor, lambda g: (tuple(g.tensor.shape), g.tensor.dtype), (self.args, self.kwargs)
         )
         plain = pytree.tree_map_only(
             torch.device, lambda device: device.type, plain
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
         if self in _get_current_dispatch_mode_stack():
             yield
             return
-        with self, _LooksReal(self):
+        with self, _RealDeviceView(self):
             yield
 
     def is_deferred(self, tensor: Tensor) -> bool:
@@ -310,7 +310,7 @@ class Recorder(TorchDispatchMode):
             return self._describe(leaf)
         is_copy = leaf.untyped_storage().nbytes() <= COPIED_BYTES
         given = leaf.detach().clone() if is_copy else leaf
-        return Given(given, given._version, is_copy)
+        return RealTensor(given, given._version, is_copy)
 
     def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op on the tensors that deferred ones stand for. What it changes in place must be
@@ -377,7 +377,7 @@ class Recorder(TorchDispatchMode):
                 if leaf.storage not in storages:  # this op overwrites all of it
                     storages[leaf.storage] = self._allocate(leaf.storage)
                 return _view_of(storages[leaf.storage], leaf)
-            return leaf.value() if isinstance(leaf, Given) else leaf
+            return leaf.value() if isinstance(leaf, RealTensor) else leaf
 
         args, kwargs = pytree.tree_map(real, (line.args, line.kwargs))
         made = [
@@ -427,13 +427,13 @@ class Recorder(TorchDispatchMode):
             given = [
                 leaf
                 for leaf in pytree.tree_leaves((line.args, line.kwargs))
-                if isinstance(leaf, Given)
+                if isinstance(leaf, RealTensor)
             ]
             found += [each.value() for each in given if each.is_copy]
         return found
 
 
-class _LooksReal(TorchFunctionMode):
+class _RealDeviceView(TorchFunctionMode):
     """Python sees deferred tensors on their real device: much code does nothing for meta tensors
     (`nn.init`, ...).
     """

@@ -17,7 +17,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from alpa_strategy.comm.collectives import all_largest
+from alpa_strategy.comm.collectives import all_reduce_max
 from alpa_strategy.comm.mesh import AxisComm, MeshComm, Pending
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_sizes
@@ -293,7 +293,7 @@ def average(
     """
     here = list(parameters)
     there = (
-        all_largest([p.grad is not None for p in here], axis.group)
+        all_reduce_max([p.grad is not None for p in here], axis.group)
         if axis.size > 1
         else [0] * len(here)
     )

@@ -59,7 +59,7 @@ def tuned(device: torch.device) -> Iterator[None]:
         torch.cuda.empty_cache()  # its blocks have other sizes than training wants
 
 
-def hold_to_plan(
+def enforce_memory_plan(
     owner: object,
     plan: Plan,
     limit_bytes: float,
@@ -77,7 +77,7 @@ def hold_to_plan(
     is_tight = peak > TIGHT * limit_bytes
     is_whole = all(p.is_whole for stage in plan.stages for p in stage.parameter_plans.values())
     # Activations of steps as written are in no plan: only the limit can be held to.
-    keeps_little = peak < LARGE_BYTES or (not plan.is_pipelined and is_whole) or plan.is_as_written
+    keeps_little = peak < LARGE_BYTES or (not plan.is_pipelined and is_whole) or plan.is_eager
     slack, ended = int(SLACK * peak), threading.Event()
     if _glibc("malloc_trim") is None or (keeps_little and not is_tight):
         return ended.set

@@ -11,9 +11,9 @@ same memory, copies are made all the same, at once.
 Each parameter comes to the device when it is used, and its gradient goes back. The next one is on
 its way while one is
 used: which that is, is what came after the same two the last time, in forward and backward.
-Autograd is given a copy that is not kept for the backward (`comm/regather.py` has it brought
-again). Gradients do not pass through the parameter's own node, which would add them before they
-have arrived.
+Autograd is given a copy that is not kept for the backward (`comm/saved_tensor_hooks.py` has it
+fetched again). Gradients do not pass through the parameter's own node, which would add them before
+they have arrived.
 """
 
 import weakref
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from alpa_strategy.comm.mesh import Pending
-from alpa_strategy.comm.regather import active_regather
+from alpa_strategy.comm.saved_tensor_hooks import active_regather
 
 if TYPE_CHECKING:
     from alpa_strategy.runtime.sharded_parameter import ShardedParameter

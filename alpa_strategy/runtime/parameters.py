@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Shard
 
-from alpa_strategy.comm.collectives import of_all_ranks, world_size
+from alpa_strategy.comm.collectives import all_gather_object, world_size
 from alpa_strategy.comm.mesh import MeshComm, build_mesh
-from alpa_strategy.comm.regather import Regather
 from alpa_strategy.comm.reshard import Entrance, Sums
+from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
@@ -46,7 +46,7 @@ from alpa_strategy.runtime.host_parameters import HostParameters, StoredTensors
 from alpa_strategy.runtime.sharded_parameter import Chunk, ShardedParameter, replace_data
 
 T = TypeVar("T")
-Look = Callable[
+GradientReader = Callable[
     [str, Tensor], None
 ]  # is shown a parameter's name, and the tensor whose `.grad` the backward has made
 
@@ -77,7 +77,10 @@ class MeshParameters:
         return sharded
 
     def shard(
-        self, values: Callable[[nn.Parameter], Tensor], bucket_bytes: int, look: Look | None
+        self,
+        values: Callable[[nn.Parameter], Tensor],
+        bucket_bytes: int,
+        look: GradientReader | None,
     ) -> None:
         """See `ParameterStore.shard`."""
         self._look = look
@@ -133,7 +136,7 @@ class MeshParameters:
             if sharded.is_gathered_once and sharded.leaf is None and sharded.link is None:
                 sharded.begin_gathering()
         if not ahead_bytes or self.mesh.whole.size == 1 or not torch.is_grad_enabled():
-            return OnDemand(self.step_input)
+            return LazyTensors(self.step_input)
         sums = Sums(ahead_bytes)
         # A gradient that is summed once more, in buckets, wants to come early.
         entered = {
@@ -144,7 +147,7 @@ class MeshParameters:
             and not sharded.plan.is_fetched
             if sharded.is_used_in_place
         }
-        return OnDemand(self.step_input, entered)
+        return LazyTensors(self.step_input, entered)
 
     def step_input(self, name: str) -> Tensor:
         """What the lowered step takes for one parameter; see `step_inputs`."""
@@ -178,11 +181,11 @@ class MeshParameters:
         for name, dtype in dtypes.items():
             self._by_name[name].will_be_read_in(dtype)
 
-    def regather_hooks(self, ahead_bytes: int) -> Regather:
+    def regather_hooks(self, ahead_bytes: int) -> SavedTensorHooks:
         """Context of a forward: what it gathers at use is not kept but gathered again (ZeRO-3), so
         many bytes ahead.
         """
-        return Regather(self._by_parameter, self._results.store, ahead_bytes)
+        return SavedTensorHooks(self._by_parameter, self._results.store, ahead_bytes)
 
     def hold(self, names: Collection[str]) -> None:
         """Gradients of these parameters (names of the step's) are not complete when they are made
@@ -236,7 +239,7 @@ class MeshParameters:
         self.reducer.mark_ready(name)
 
 
-class OnDemand(dict[str, Tensor]):
+class LazyTensors(dict[str, Tensor]):
     """Tensors by name; what it does not hold is made whenever it is asked for."""
 
     def __init__(
@@ -405,7 +408,7 @@ class ParameterStore:
         self,
         values: Callable[[nn.Parameter], Tensor] = Tensor.detach,
         bucket_bytes: int = BUCKET_BYTES,
-        look: Look | None = None,
+        look: GradientReader | None = None,
     ) -> None:
         """Replace every parameter's data by this rank's part, and watch the backward. Once, before
         training.
@@ -586,7 +589,7 @@ class ParameterStore:
             return dict(own)
         known = self._known.items()
         here = {each.name: own[p] for p, each in known if each.owned is not None and p in own}
-        everyone = of_all_ranks(here, self.mesh.whole.group)
+        everyone = all_gather_object(here, self.mesh.whole.group)
         said = {
             p: everyone[each.source][each.name]
             for p, each in known

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from alpa_strategy.cost.model import differentiated, tensors_in, without_data
 from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.placement import chunk_sizes
-from alpa_strategy.sharding.notation import Found, Split
+from alpa_strategy.sharding.notation import RuleMatch, Split
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ _COPIES = (
 _SAME_IF_SHAPE_IS = (aten.view, aten._unsafe_view, aten.expand)
 
 
-def elementwise_dims(call: OpCall, axis_size: int) -> Found | None:
+def elementwise_dims(call: OpCall, axis_size: int) -> RuleMatch | None:
     """The ways to cut a Function that works element by element over `axis_size` devices; None: it
     does not.
 
@@ -59,7 +59,7 @@ def elementwise_dims(call: OpCall, axis_size: int) -> Found | None:
                 operand_dims.append(None if is_scalar else dim)
             splits.append(Split(tuple(operand_dims), (dim,) * len(call.results)))
     # No `carries`: a user's backward need not be linear.
-    return Found(tuple(splits), origin="pointwise")
+    return RuleMatch(tuple(splits), origin="pointwise")
 
 
 def _same_steps(shard_record: "_Recorder | None", full_record: "_Recorder") -> bool:

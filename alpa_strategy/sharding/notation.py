@@ -207,7 +207,7 @@ def read(rule: str, call: OpCall) -> "tuple[Split, ...] | None":
 # --- Split: one index of an op's work divided over one mesh axis, before it is known which tensors
 # need gradients.
 #
-# Every family of rules (index notation, views, pointwise, reductions) ends in `Found`;
+# Every family of rules (index notation, views, pointwise, reductions) ends in `RuleMatch`;
 # `to_strategies` is the one place that turns it into dual placements, checks sizes and removes
 # duplicates.
 
@@ -233,7 +233,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Found:
+class RuleMatch:
     """What a rule says about one call."""
 
     splits: Sequence[
@@ -301,7 +301,7 @@ def _step_around_one(dtype: torch.dtype) -> float | None:
     return None
 
 
-def to_strategies(call: OpCall, found: Found, axis_size: int) -> tuple[AxisStrategy, ...]:
+def to_strategies(call: OpCall, found: RuleMatch, axis_size: int) -> tuple[AxisStrategy, ...]:
     """All strategies of `found` on an axis of `axis_size` devices, the repeated one first."""
     # Whether a gradient flows through each in this call: a parameter in argmax gets none.
     result_grads = [meta.requires_grad for meta in call.results]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from alpa_strategy.ir.op import InnerCollective, OpCall, Slot, bind, dims_of, slots
-from alpa_strategy.sharding.notation import Found, Split, line_of, read, split_from_dims
+from alpa_strategy.sharding.notation import RuleMatch, Split, line_of, read, split_from_dims
 from alpa_strategy.sharding.rule_families import EACH, FIRST, linear_sets
 
 _MATRIX, _VECTOR, _NUMBER = "[*b, i!, j!]", "[*b, i!]", "[*b]"
@@ -204,7 +204,7 @@ class Notation:
     line: Lines
     # sets of tensor argument positions in which the op is jointly linear (they may be `P`)
     linear: tuple[tuple[int, ...], ...] = ()
-    carries: bool = False  # offer `R*` -> `R*` (see `Found`)
+    carries: bool = False  # offer `R*` -> `R*` (see `RuleMatch`)
     more: Callable[[OpCall, int], tuple[Split | None, ...]] | None = (
         None  # splits that no line says
     )
@@ -216,12 +216,12 @@ class Notation:
         *lines, last = (self.line,) if isinstance(self.line, str) else self.line
         return next((line for line in lines if read(line, call) is not None), last)
 
-    def __call__(self, call: OpCall, axis_size: int) -> Found | None:
+    def __call__(self, call: OpCall, axis_size: int) -> RuleMatch | None:
         splits = read(self.line_for(call, axis_size), call)
         if splits is None:
             return None
         more = self.more(call, axis_size) if self.more else ()
-        return Found((*splits, *more), linear_sets(call, self.linear), self.carries)
+        return RuleMatch((*splits, *more), linear_sets(call, self.linear), self.carries)
 
 
 def _einsum(call: OpCall, axis_size: int) -> str:
@@ -430,6 +430,9 @@ def _index_select(call: OpCall, axis_size: int) -> str:
     """Other dims of the source are parallel; or the index is cut and the source is whole."""
     dim = bind(call)["dim"]
     indices = [f"x{d}" for d in range(len(call.results[0].shape))]
+    if not indices:
+        # A number and an index of one element: nothing can be cut.
+        return "[], [i!] -> []"
     return line_of([_at(indices, dim, "s!"), ["i"]], _at(indices, dim, "i"))
 
 

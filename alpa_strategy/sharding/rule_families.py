@@ -29,7 +29,15 @@ from alpa_strategy.ir.op import (
     slots,
 )
 from alpa_strategy.ir.placement import INVARIANT, shard
-from alpa_strategy.sharding.notation import SUM, WHOLE, Found, Split, line_of, read, split_from_dims
+from alpa_strategy.sharding.notation import (
+    SUM,
+    WHOLE,
+    RuleMatch,
+    Split,
+    line_of,
+    read,
+    split_from_dims,
+)
 
 FIRST, EACH = ((0,),), ((0,), (1,))
 
@@ -51,7 +59,7 @@ def aligned(
     whole: tuple[int, ...] = (),
     linear: tuple[tuple[int, ...], ...] = (),
     carries: bool = True,
-) -> Found:
+) -> RuleMatch:
     """Results have the operands' broadcast shape, and only the dims in `whole` must not be cut."""
     operands = [s.index for s in slots(call)]
     rank = max((len(call.operands[i].shape) for i in operands), default=0)
@@ -60,7 +68,7 @@ def aligned(
         dims = [(i, broadcast_dim(call, i, dim, rank)) for i in operands]
         if dim not in whole and any(own is not None for _, own in dims):
             splits.append(split_from_dims(call, dims, [dim] * len(call.results)))
-    return Found(splits, linear_sets(call, linear), carries, "pointwise")
+    return RuleMatch(splits, linear_sets(call, linear), carries, "pointwise")
 
 
 def linear_sets(call: OpCall, linear: tuple[tuple[int, ...], ...]) -> tuple[frozenset[int], ...]:
@@ -84,7 +92,7 @@ def linear_sets(call: OpCall, linear: tuple[tuple[int, ...], ...]) -> tuple[froz
     return tuple(found)
 
 
-def along(call: OpCall, where: Any = "dim", linear: tuple[tuple[int, ...], ...] = ()) -> Found:
+def along(call: OpCall, where: Any = "dim", linear: tuple[tuple[int, ...], ...] = ()) -> RuleMatch:
     """Ops that work along some dims and keep the shape, or change it only there (softmax, topk).
 
     where: the dim or dims (None: all), or the argument that names them.
@@ -100,7 +108,7 @@ def reduction(
     kind: str,
     where: str | int = "dim",
     linear: tuple[tuple[int, ...], ...] | None = None,
-) -> Found:
+) -> RuleMatch:
     """Reductions over the argument `dim` (None: all), also of what two operands make together
     (linalg_vecdot).
 
@@ -126,10 +134,10 @@ def reduction(
     splits = read(line_of(terms, result, len(call.results)), call) or ()
     if linear is None:
         linear = () if kind in ("nansum", "other") else FIRST
-    return Found(splits, linear_sets(call, linear), carries=True, origin="reduction")
+    return RuleMatch(splits, linear_sets(call, linear), carries=True, origin="reduction")
 
 
-def elementwise_loss(call: OpCall) -> Found:
+def elementwise_loss(call: OpCall) -> RuleMatch:
     """Losses with a `reduction` argument: none, mean or sum. Weights broadcast; input and target
     must not.
 
@@ -139,13 +147,13 @@ def elementwise_loss(call: OpCall) -> Found:
     """
     first, second = (call.operands[s.index].shape for s in slots(call)[:2])
     if first != second:
-        return Found(origin="reduction")  # see above
+        return RuleMatch(origin="reduction")  # see above
     reduction = bind(call)["reduction"]  # 0: none, 1: mean, 2: sum
     if reduction == 0:
         return aligned(call, carries=False)
     term = "[*b@fraction]?" if reduction == 1 else "[*b]?"
     line = ", ".join([term] * len(flat_tensor_arguments(call))) + " -> []"
-    return Found(read(line, call) or (), origin="reduction")
+    return RuleMatch(read(line, call) or (), origin="reduction")
 
 
 DimGroup = tuple[tuple[int, ...], tuple[int, ...]]
@@ -201,12 +209,12 @@ def _model(call: OpCall, dim: int) -> list[tuple[int, int | None]]:
     return [(s.index, dim) for s in slots(call)[1:]]
 
 
-def view(call: OpCall) -> Found:
+def view(call: OpCall) -> RuleMatch:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze: from the shapes alone."""
     operand = slots(call)[0].index
     source, target = call.operands[operand].shape, call.results[0].shape
     if 0 in source:
-        return Found(origin="view")  # no elements, no groups
+        return RuleMatch(origin="view")  # no elements, no groups
     splits = []
     for left, right in dim_groups(source, target):
         even = (
@@ -217,13 +225,13 @@ def view(call: OpCall) -> Found:
                 call, [(operand, left[0]), *_model(call, right[0])], [right[0]], even=even
             )
         )
-    return Found(splits, (frozenset({operand}),), True, "view")
+    return RuleMatch(splits, (frozenset({operand}),), True, "view")
 
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 
 
-def permutation(call: OpCall) -> Found:
+def permutation(call: OpCall) -> RuleMatch:
     """Ops that reorder dims (transpose, permute, t, movedim, ...): the order is read off a run on a
     meta tensor.
     """
@@ -241,15 +249,15 @@ def _source(call: OpCall) -> tuple[int, ...]:
 
 def _moved(
     call: OpCall, pairs: Iterable[tuple[int, int]], even: Iterable[tuple[int, int]] = ()
-) -> Found:
+) -> RuleMatch:
     """The first operand's dims as dims of all results, `even` ones in equal chunks only; linear."""
     operand, results = slots(call)[0].index, len(call.results)
     splits = [split_from_dims(call, [(operand, i)], [j] * results) for i, j in pairs]
     splits += [split_from_dims(call, [(operand, i)], [j] * results, even=True) for i, j in even]
-    return Found(splits, (frozenset({operand}),), True, "view")
+    return RuleMatch(splits, (frozenset({operand}),), True, "view")
 
 
-def expand(call: OpCall) -> Found:
+def expand(call: OpCall) -> RuleMatch:
     """expand: dims that are not expanded map one to one; an expanded dim is cut in the result
     only.
     """
@@ -264,10 +272,10 @@ def expand(call: OpCall) -> Found:
             splits.append(
                 split_from_dims(call, [(operand, own if kept else None), *_model(call, dim)], [dim])
             )
-    return Found(splits, (frozenset({operand}),), True, "view")
+    return RuleMatch(splits, (frozenset({operand}),), True, "view")
 
 
-def repeat(call: OpCall) -> Found:
+def repeat(call: OpCall) -> RuleMatch:
     """repeat, tile: dims that are not repeated."""
     source, target = _source(call), call.results[0].shape
     offset = len(target) - len(source)
@@ -275,21 +283,21 @@ def repeat(call: OpCall) -> Found:
     return _moved(call, [(dim - offset, dim) for dim in kept])
 
 
-def repeat_interleave(call: OpCall) -> Found:
+def repeat_interleave(call: OpCall) -> RuleMatch:
     """repeat_interleave by a number: the repeated dim is cut evenly (each chunk repeats its own),
     others anyhow.
     """
     dim, rank = bind(call)["dim"], len(_source(call))
     if dim is None:
         if rank != 1:
-            return Found(origin="view")
+            return RuleMatch(origin="view")
         dim = 0
     return _moved(
         call, [(d, d) for d in range(rank) if d != dim % rank], even=[(dim % rank, dim % rank)]
     )
 
 
-def keep_other_dims(call: OpCall, *where: str | int, removed: bool = False) -> Found:
+def keep_other_dims(call: OpCall, *where: str | int, removed: bool = False) -> RuleMatch:
     """Ops that cut, pick or move along some dims (split, select, flip, diagonal): all other dims
     map one to one.
 
@@ -306,7 +314,7 @@ def keep_other_dims(call: OpCall, *where: str | int, removed: bool = False) -> F
     return _moved(call, zip(others, range(rank) if removed else others, strict=False))
 
 
-def slice_(call: OpCall, axis_size: int) -> Found:
+def slice_(call: OpCall, axis_size: int) -> RuleMatch:
     """slice, narrow: a dim whose size does not change maps one to one; and `[:-1]` of equal chunks,
     where all but the
     last keep theirs (logits against shifted labels)."""
@@ -325,7 +333,7 @@ def slice_(call: OpCall, axis_size: int) -> Found:
     return found
 
 
-def pad(call: OpCall) -> Found:
+def pad(call: OpCall) -> RuleMatch:
     """pad: dims that get no padding."""
     bound, rank = bind(call), len(_source(call))
     padded = {rank - 1 - i // 2 for i, amount in enumerate(bound["pad"]) if amount != 0}
@@ -335,14 +343,14 @@ def pad(call: OpCall) -> Found:
     return found if zero else replace(found, linear=())
 
 
-def linear_only(call: OpCall, *linear: tuple[int, ...]) -> Found:
+def linear_only(call: OpCall, *linear: tuple[int, ...]) -> RuleMatch:
     """Ops whose elements go anywhere, or are summed: no dim can be cut, but they are linear (in all
     if not given).
     """
-    return Found((), linear_sets(call, linear or ((-1,),)), True, "view")
+    return RuleMatch((), linear_sets(call, linear or ((-1,),)), True, "view")
 
 
-def concatenate(call: OpCall, dim: int | None = None) -> Found:
+def concatenate(call: OpCall, dim: int | None = None) -> RuleMatch:
     """cat, stack and relatives: every dim but the concatenated one, cut in all operands; linear in
     all together.
 
@@ -360,17 +368,17 @@ def concatenate(call: OpCall, dim: int | None = None) -> Found:
         ]
         if d != dim and all(0 <= o < len(call.operands[i].shape) for i, o in own):
             splits.append(split_from_dims(call, own, [d]))
-    return Found(splits, (frozenset(operands),), True, "view")
+    return RuleMatch(splits, (frozenset(operands),), True, "view")
 
 
-def diag_embed(call: OpCall) -> Found:
+def diag_embed(call: OpCall) -> RuleMatch:
     """diag_embed: all dims but the last, which becomes the diagonal of two new ones."""
     bound, rank = bind(call), len(call.results[0].shape)
     others = [d for d in range(rank) if d not in {bound["dim1"] % rank, bound["dim2"] % rank}]
     return _moved(call, enumerate(others))
 
 
-def rot90(call: OpCall) -> Found:
+def rot90(call: OpCall) -> RuleMatch:
     """rot90: dims that are not rotated; of the two that are, the one that is not reversed."""
     bound, rank = bind(call), len(call.results[0].shape)
     first, second = (d % rank for d in bound["dims"])
@@ -384,7 +392,7 @@ def rot90(call: OpCall) -> Found:
     return _moved(call, pairs)
 
 
-def trapezoid(call: OpCall) -> Found:
+def trapezoid(call: OpCall) -> RuleMatch:
     """trapezoid, trapz, cumulative_trapezoid: dims that are not integrated along; linear in values
     and places.
     """
@@ -398,7 +406,7 @@ def trapezoid(call: OpCall) -> Found:
 # --- Rules of single ops.
 
 
-def cross_entropy(call: OpCall) -> Found:
+def cross_entropy(call: OpCall) -> RuleMatch:
     """Rows are summed; the class dim is cut with three all-reduces of a float per row (max, sum of
     exp, target).
     """
@@ -419,17 +427,17 @@ def cross_entropy(call: OpCall) -> Found:
         collective = InnerCollective("all_reduce", 4 * num_rows, "forward")  # [rows] in fp32
         how = {"implementation": "vocab_cross_entropy", "collectives": (collective,) * 3}
         splits += (split_from_dims(call, [(logits, class_dim)], [WHOLE], **how),)
-    return Found(splits)
+    return RuleMatch(splits)
 
 
-def batch_norm_train(call: OpCall) -> Found:
+def batch_norm_train(call: OpCall) -> RuleMatch:
     """Channels are independent; rows share their statistics: sums and counts are reduced, forward
     and backward.
     """
     names = ("x", "weight", "bias", "running_mean", "running_var")
     present = {name: bind(call)[name].index for name in names if isinstance(bind(call)[name], Slot)}
     if len(call.operands[present["x"]].shape) < 2:
-        return Found()
+        return RuleMatch()
     num_channels = call.operands[present["x"]].shape[1]
     statistics = [0] * (len(call.results) - 1)  # x [rows, channels, *s], statistics [channels]
     channels = split_from_dims(
@@ -441,10 +449,10 @@ def batch_norm_train(call: OpCall) -> Found:
     )
     how = {"implementation": "batch_norm_sync", "collectives": collectives}
     rows = split_from_dims(call, [(present["x"], 0)], [0, *[WHOLE for _ in statistics]], **how)
-    return Found((channels, rows))
+    return RuleMatch((channels, rows))
 
 
-def fourier(call: OpCall) -> Found:
+def fourier(call: OpCall) -> RuleMatch:
     """fft and its relatives: linear, and the dims that are not transformed are independent."""
     dims, sizes = bind(call)["dim"], bind(call).get("s")
     if dims is None and sizes is not None:
@@ -452,7 +460,7 @@ def fourier(call: OpCall) -> Found:
     return replace(along(call, dims, FIRST), origin="notation")
 
 
-def factory(call: OpCall) -> Found:
+def factory(call: OpCall) -> RuleMatch:
     """full, zeros: any dim may be made in shards. new_zeros and the like read only a dtype: any
     layout will do.
     """
@@ -467,27 +475,27 @@ def factory(call: OpCall) -> Found:
         strategies.append(AxisStrategy((placement,), (INVARIANT,)))
         if placement in result_shards:
             strategies.append(AxisStrategy((placement,), (placement,)))
-    return Found(extra=tuple(strategies))
+    return RuleMatch(extra=tuple(strategies))
 
 
-def renorm(call: OpCall) -> Found:
+def renorm(call: OpCall) -> RuleMatch:
     """renorm: each slice along `dim` is scaled by itself."""
     rank = len(call.results[0].shape)
     return aligned(call, whole=tuple(d for d in range(rank) if d != bind(call)["dim"] % rank))
 
 
-def histogram(call: OpCall) -> Found:
+def histogram(call: OpCall) -> RuleMatch:
     """histogram with given bins: counts add up unless they are divided by their sum."""
     bound = bind(call)
     values = bound["self"].index
     weight = [bound["weight"].index] if isinstance(bound["weight"], Slot) else []
     dims = range(0 if bound["density"] else len(call.operands[values].shape))
-    return Found(
+    return RuleMatch(
         [split_from_dims(call, [(i, d) for i in (values, *weight)], [SUM, WHOLE]) for d in dims]
     )
 
 
-def cross(call: OpCall) -> Found:
+def cross(call: OpCall) -> RuleMatch:
     """cross: along `dim`, or along the first dim of size 3."""
     dim = bind(call)["dim"]
     return along(call, call.results[0].shape.index(3) if dim is None else dim, linear=EACH)

@@ -15,11 +15,11 @@ import torch
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import CUSTOM_OPS, OpCall, Slot, flat_tensor_arguments, target_name
 from alpa_strategy.sharding import rule_families as families
-from alpa_strategy.sharding.notation import Found, parse, read
+from alpa_strategy.sharding.notation import RuleMatch, parse, read
 from alpa_strategy.sharding.notation_rules import NOTATION, Notation
 from alpa_strategy.sharding.rule_families import EACH, FIRST
 
-Family = Callable[[OpCall, int], "Found | None"]
+Family = Callable[[OpCall, int], "RuleMatch | None"]
 Cached = TypeVar("Cached")
 
 
@@ -32,7 +32,7 @@ class RegisteredRule:
     op: str
     lines: tuple[str, ...]
 
-    def __call__(self, call: OpCall, axis_size: int) -> Found:
+    def __call__(self, call: OpCall, axis_size: int) -> RuleMatch:
         """The splits of all lines that fit; ShardingError when none does."""
         splits_of_lines = [read(line, call) for line in self.lines]
         fitting = [splits for splits in splits_of_lines if splits is not None]
@@ -42,7 +42,7 @@ class RegisteredRule:
                 f"no sharding rule of {self.op} fits its call on {shapes}: {'; '.join(self.lines)}",
                 "register a line for these ranks as well",
             )
-        return Found(
+        return RuleMatch(
             tuple(dict.fromkeys(split for splits in fitting for split in splits)),
             origin="registered",
         )
@@ -78,7 +78,7 @@ def _aten(names: str) -> list[str]:
 
 
 def _of(
-    names: str, family: Callable[..., Found], *where: object, **options: object
+    names: str, family: Callable[..., RuleMatch], *where: object, **options: object
 ) -> dict[str, Family]:
     """ATen's `names` -> `family(call, *where, **options)`."""
     return dict.fromkeys(_aten(names), lambda call, axis_size: family(call, *where, **options))
@@ -227,7 +227,7 @@ FAMILIES: dict[str, Family] = {
     # Made whole on every device: a shard of it is a slice, which costs nothing.
     **_of(
         "arange randint randperm eye linspace logspace scalar_tensor tril_indices triu_indices",
-        lambda call: Found(),
+        lambda call: RuleMatch(),
     ),
     **_of("full zeros ones empty.memory_format rand randn normal.float_float", families.factory),
     **_of("new_zeros new_ones new_empty new_full", families.factory),
@@ -236,7 +236,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def _pointwise(call: OpCall, axis_size: int) -> Found:
+def _pointwise(call: OpCall, axis_size: int) -> RuleMatch:
     name = target_name(call.target)
     linear = POINTWISE_LINEAR.get(name) or POINTWISE_LINEAR.get(name.rpartition(".")[0], ())
     if name == "aten.masked_fill.Scalar" and call.args[2:3] == (0,):

@@ -29,7 +29,7 @@ from alpa_strategy.ir.op import (
 )
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, value_layout
 from alpa_strategy.sharding.functions import elementwise_dims, may_draw
-from alpa_strategy.sharding.notation import Found, repeated, to_strategies
+from alpa_strategy.sharding.notation import RuleMatch, repeated, to_strategies
 from alpa_strategy.sharding.rule_families import RESHAPES
 from alpa_strategy.sharding.rule_table import depends_on_rules, rule_of
 from alpa_strategy.units import format_bytes, format_seconds
@@ -264,7 +264,7 @@ _CHANGES: dict[str, Changes] = {
 }
 
 
-def _found(call: OpCall, axis_size: int) -> Found | None:
+def _found(call: OpCall, axis_size: int) -> RuleMatch | None:
     if not call.results:
         return None
     rule = rule_of(call.target)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from alpa_strategy.comm import collectives
-from alpa_strategy.comm.messages import ThroughHost
+from alpa_strategy.comm.messages import StagedThroughHost
 
 
 def agree_beside_the_devices():
@@ -19,7 +19,7 @@ def agree_beside_the_devices():
     plain = collectives.host_group()
     with patch.object(dist, "get_backend", lambda group=None: "nccl"):
         group = collectives.host_group()
-        found = collectives.all_largest([rank, -rank]), collectives.any_rank([rank == 1, False])
+        found = collectives.all_reduce_max([rank, -rank]), collectives.any_rank([rank == 1, False])
         is_made_once = collectives.host_group() is group
     return plain is None, group is not dist.group.WORLD, is_made_once, found
 
@@ -31,9 +31,9 @@ def test_hosts_agree_in_a_group_of_their_own(pool):
 
 def pass_on():
     rank = dist.get_rank()
-    send = ThroughHost(dist.P2POp(dist.isend, torch.full((5,), float(rank)), 1 - rank, tag=7))
+    send = StagedThroughHost(dist.P2POp(dist.isend, torch.full((5,), float(rank)), 1 - rank, tag=7))
     arrived = torch.zeros(5)
-    ThroughHost(dist.P2POp(dist.irecv, arrived, 1 - rank, tag=7)).wait()
+    StagedThroughHost(dist.P2POp(dist.irecv, arrived, 1 - rank, tag=7)).wait()
     send.wait()
     return arrived.tolist()
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from alpa_strategy.comm import collectives, shared_memory
-from alpa_strategy.comm.collectives import all_largest, any_rank, check_groups
+from alpa_strategy.comm.collectives import all_reduce_max, any_rank, check_groups
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.comm.shared_memory import FOLDER, TOTAL_BYTES, SharedMemoryGroup
 from alpa_strategy.errors import LostRankError
@@ -171,7 +171,7 @@ def agrees() -> tuple[list[int], list[bool], bool]:
     rank = dist.get_rank()
     with torch.inference_mode():
         assert any_rank([rank == 1])[0]
-    largest = all_largest([rank, -rank, 7, 2**62 + rank])
+    largest = all_reduce_max([rank, -rank, 7, 2**62 + rank])
     flags = any_rank([rank == 0, rank == 1, False])
     group = collectives._agreement_group(None)
     return largest, flags, isinstance(group, SharedMemoryGroup)
@@ -191,7 +191,7 @@ def agrees_after_a_failure() -> list[int]:
         dist.all_reduce(torch.ones(1, dtype=torch.int64), group=group, async_op=True)
     check_groups()
     assert collectives._agreement_group(None) is not group
-    return all_largest([dist.get_rank()])
+    return all_reduce_max([dist.get_rank()])
 
 
 def test_ranks_that_a_failure_left_apart_agree_again(pool):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alpa_strategy.comm.collectives import broadcast_object, of_all_ranks
+from alpa_strategy.comm.collectives import all_gather_object, broadcast_object
 from alpa_strategy.comm.mesh import build_mesh, build_stage_meshes
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_range
@@ -113,7 +113,7 @@ def check_two_meshes():
 
 def check_objects():
     rank = dist.get_rank()
-    return broadcast_object({"rank": rank}), of_all_ranks(rank), of_all_ranks("same")
+    return broadcast_object({"rank": rank}), all_gather_object(rank), all_gather_object("same")
 
 
 def profiled_sums(times):

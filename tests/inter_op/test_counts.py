@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_strategy.planner.search import Look, search_microbatches
+from alpa_strategy.planner.microbatch_search import SearchResult, search_microbatches
 
 COUNTS = [2**k for k in range(10, -1, -1)]
 
@@ -25,7 +25,7 @@ def looks(
 
     def look(count, used):
         given_to.append(used)
-        return Look(seconds[count], frozenset({1})) if count in seconds else Look()
+        return SearchResult(seconds[count], frozenset({1})) if count in seconds else SearchResult()
 
     return search_microbatches(counts, devices, bound, look, known), given_to
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from alpa_strategy.inter_op.stage_dp import GRID, StageTables, solve_stages
-from alpa_strategy.schedules import Terms, in_flight, terms
+from alpa_strategy.schedules import PipelineLatency, in_flight, terms
 
 
 def anywhere(
@@ -67,7 +67,7 @@ def pinned(rng: np.random.Generator, tables: StageTables, num_devices: int) -> S
 
 
 def brute_force(
-    tables, num_devices, terms: Terms, alive, memory_limit, num_stages, steps, share=1.0
+    tables, num_devices, terms: PipelineLatency, alive, memory_limit, num_stages, steps, share=1.0
 ):
     """Every way to cut, every submesh and candidate of every stage."""
     L, _, m, c = tables.seconds.shape
@@ -103,13 +103,13 @@ def brute_force(
                     )
                 for picked in product(*options):
                     after = [t + w for t, w, _ in picked]
-                    value = terms.fill * sum(after)
+                    value = terms.warmup * sum(after)
                     slowest = max(
-                        terms.run * max(t + share * w, w / 2) + steps * g for t, w, g in picked
+                        terms.steady * max(t + share * w, w / 2) + steps * g for t, w, g in picked
                     )
                     if share < 1:
                         trips = [sum(after[i:]) / alive[count - i - 1] for i in range(count)]
-                        slowest = max(slowest, terms.run * max(trips))
+                        slowest = max(slowest, terms.steady * max(trips))
                     best = min(best, value + slowest)
     return best
 
@@ -131,7 +131,9 @@ def test_equals_brute_force_on_200_random_cases(block):
         alive = in_flight(schedule, num_layers, num_microbatches)[::-1]
         limit = float(rng.choice([2.0, 5.0, np.inf]))
         weights = (
-            terms(schedule, num_layers, num_microbatches) if rng.random() < 0.8 else Terms(0.0, 5.0)
+            terms(schedule, num_layers, num_microbatches)
+            if rng.random() < 0.8
+            else PipelineLatency(0.0, 5.0)
         )
         counts = (
             range(1, num_layers + 1)
@@ -155,8 +157,8 @@ def test_a_stage_may_be_as_slow_as_itself():
     for seed in range(100):
         rng = np.random.default_rng(seed)
         tables = random_tables(rng, 4, [1], 1, True, 2)
-        expected = brute_force(tables, 2, Terms(1.0, 3.0), [4, 4], np.inf, [2], 1.0)
-        found = solve_stages(tables, 2, Terms(1.0, 3.0), [4, 4], num_stages=[2])
+        expected = brute_force(tables, 2, PipelineLatency(1.0, 3.0), [4, 4], np.inf, [2], 1.0)
+        found = solve_stages(tables, 2, PipelineLatency(1.0, 3.0), [4, 4], num_stages=[2])
         assert (np.inf if found is None else found.seconds) == pytest.approx(expected, rel=1e-12)
 
 
@@ -203,10 +205,10 @@ def check(tables, found, num_devices, weights, alive, limit, steps):
             <= limit
         )
         seconds.append(t)
-        bottlenecks.append(weights.run * t + steps * tables.once_seconds[at])
+        bottlenecks.append(weights.steady * t + steps * tables.once_seconds[at])
     assert position == tables.seconds.shape[0]
     assert sum(tables.num_devices[s.submesh] for s in found.stages) == num_devices
-    assert found.seconds == pytest.approx(weights.fill * sum(seconds) + max(bottlenecks))
+    assert found.seconds == pytest.approx(weights.warmup * sum(seconds) + max(bottlenecks))
 
 
 def test_golden_case():

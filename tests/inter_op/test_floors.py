@@ -16,8 +16,8 @@ from alpa_strategy.cluster.spec import ClusterSpec, Link
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import DoesNotFitError
 from alpa_strategy.inter_op.floors import StageFloors
-from alpa_strategy.inter_op.stage_costs import CostJob, run_costs
-from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
+from alpa_strategy.inter_op.stage_costs import StageCostTask, run_costs
+from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
@@ -27,7 +27,7 @@ SUBMESH = (1, 2)
 APPROXIMATION = 0.05
 
 
-def job_of(limit: float, optimizer: OptimizerInfo) -> CostJob:
+def job_of(limit: float, optimizer: OptimizerInfo) -> StageCostTask:
     module = MODELS["gpt"](num_layers=3, d_model=64, seq_len=32, vocab_size=64)
     batch = module.example_batch(16, torch.Generator().manual_seed(0))
     step = capture_step(module, batch, world_size=1, batch_scope="global")
@@ -35,11 +35,13 @@ def job_of(limit: float, optimizer: OptimizerInfo) -> CostJob:
     spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
     spec = replace(spec, intra_node=Link(20e-6, 1e9))
     costs = RooflineCosts(spec.device)
-    return CostJob(graph, cluster_layers(graph), 8, spec, costs, PlanOptions(), optimizer, limit)
+    return StageCostTask(
+        graph, cluster_layers(graph), 8, spec, costs, PlanOptions(), optimizer, limit
+    )
 
 
 @pytest.fixture(scope="module", params=[0.0, 3.0], ids=["activations", "the optimizer's step"])
-def tight(request) -> CostJob:
+def tight(request) -> StageCostTask:
     """A limit between what all layers need in their fastest layouts and the least they can do."""
     job = job_of(1e12, OptimizerInfo(scratch=request.param))
     costs = run_costs(job, SUBMESH)
@@ -71,7 +73,7 @@ def test_no_solved_stage_that_fits_is_below_its_floor(tight, remat):
     num_solved = 0
     for first, last in ((0, 1), (0, 2), (1, 3), (0, job.num_layers)):
         for alive in (1, 4):
-            wish = StageWish(
+            wish = StageRequest(
                 job.cuts[first],
                 job.cuts[last],
                 SUBMESH,

@@ -22,11 +22,12 @@ from alpa_strategy.cost.flops import op_flops
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op import candidates
 from alpa_strategy.inter_op.bound import step_bound
-from alpa_strategy.inter_op.stage_costs import RunCosts
+from alpa_strategy.inter_op.stage_costs import LayerRangeCosts
 from alpa_strategy.inter_op.stage_solve import StageSolver, _without_the_largest
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.search import _everything, _Search, _whole_batch, plan_pipeline
+from alpa_strategy.planner.one_stage import whole_batch, whole_step_request
+from alpa_strategy.planner.pipeline_search import PipelineSearch, plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import SCHEDULES, in_flight_by_stage, timeline, why_not
 
@@ -103,10 +104,10 @@ def bound_of(
     floors=None,
     memory_limit=math.inf,
 ):
-    """`step_bound` of made-up costs. floors: per submesh, the last fields of `RunCosts`."""
+    """`step_bound` of made-up costs. floors: per submesh, the last fields of `LayerRangeCosts`."""
     floors = floors or [()] * len(meshes)
     runs = [
-        RunCosts((), least[:, a], each[:, a], *[np.zeros(0)] * 7, *floors[a])
+        LayerRangeCosts((), least[:, a], each[:, a], *[np.zeros(0)] * 7, *floors[a])
         for a in range(len(meshes))
     ]
     cluster = SimpleNamespace(num_devices=num_devices, is_uniform=True, overlap=0.0)
@@ -218,7 +219,7 @@ class TwoLayouts:
         return best
 
     def floors(self, count: int) -> list[tuple[np.ndarray, ...]]:
-        """Per submesh, as `RunCosts` has them, with some prices."""
+        """Per submesh, as `LayerRangeCosts` has them, with some prices."""
         prices = [(0.0, 1.0), *product((0.1, 1.0, 10.0, 1e4), (1.0, 3.0))]
         found = []
         for mesh in range(self.seconds.shape[1]):
@@ -337,7 +338,7 @@ def test_what_cannot_fit_by_itself_is_left_out_before_the_solve():
         PlanOptions(),
         ADAM,
     )
-    intra = StageSolver(_whole_batch(task)).price(_everything(task, (4,), {})).intra
+    intra = StageSolver(whole_batch(task)).price(whole_step_request(task, (4,), {})).intra
     kept = sum(float(choice.memory.min()) for choice in intra.problem.choices)
     offset = len(intra.parameters)
     most = max(float(op.temporary_bytes.min()) for op in intra.ops)
@@ -367,6 +368,6 @@ def test_one_stage_of_few_micro_batches_is_found_behind_pipelines_of_many():
     task = PlanTask(
         step_of("mlp", {}, rows=32), spec, PlanOptions(batch_scope="global", remat=False), ADAM
     )
-    search = _Search(task, several=False, solve=solve)
+    search = PipelineSearch(task, several=False, solve=solve)
     search.run(math.inf)
     assert search.best[0].seconds == 6.0

@@ -40,7 +40,7 @@ IN_TORCH = {
 
 def seconds(schedule_terms, stage_seconds):
     """Of a whole schedule, from the seconds of one micro-batch per stage."""
-    return schedule_terms.fill * sum(stage_seconds) + schedule_terms.run * max(stage_seconds)
+    return schedule_terms.warmup * sum(stage_seconds) + schedule_terms.steady * max(stage_seconds)
 
 
 def torch_order(

@@ -19,7 +19,7 @@ from alpa_strategy.cost.flops import op_base_name
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.pins import stage_fits, submeshes
-from alpa_strategy.inter_op.stage_costs import CostJob, run_costs, run_parts, stage_costs
+from alpa_strategy.inter_op.stage_costs import StageCostTask, run_costs, run_parts, stage_costs
 from alpa_strategy.inter_op.stage_problem import (
     RematSpans,
     balanced_groups,
@@ -28,7 +28,7 @@ from alpa_strategy.inter_op.stage_problem import (
     take_apart,
     weighted,
 )
-from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
+from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.problem import evaluate
@@ -37,7 +37,7 @@ from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight, why_not
 
@@ -63,10 +63,10 @@ def captured(name: str, rows: int = 16):
     return capture_step(module, batch, world_size=1, batch_scope="global")
 
 
-def job_of(name: str, num_microbatches: int = 4, limit: float = np.inf) -> CostJob:
+def job_of(name: str, num_microbatches: int = 4, limit: float = np.inf) -> StageCostTask:
     graph = microbatch(captured(name), num_microbatches).graph
     spec = cluster()
-    return CostJob(
+    return StageCostTask(
         graph,
         cluster_layers(graph),
         num_microbatches,
@@ -228,15 +228,15 @@ def test_a_stage_recomputes_in_the_spans_that_need_least_memory():
     """
     job = job_of("mlp")
     solver = StageSolver(job)
-    wish = StageWish(0, job.cuts[-1], (1, 2), (2,), True, 1, cuts=job.cuts[1:-1])
-    few, many = (solver.solve(replace(wish, alive=alive)) for alive in (1, 1000))
+    request = StageRequest(0, job.cuts[-1], (1, 2), (2,), True, 1, cuts=job.cuts[1:-1])
+    few, many = (solver.solve(replace(request, alive=alive)) for alive in (1, 1000))
     assert len(few.plan.spans) > len(many.plan.spans)
     assert set(few.plan.remat_cuts) <= set(job.cuts)
-    whole = solver.solve(replace(wish, cuts=()))
+    whole = solver.solve(replace(request, cuts=()))
     assert whole.plan.spans == ((0, job.cuts[-1]),)
     assert few.plan.predicted.peak_bytes < whole.plan.predicted.peak_bytes
     limit = 0.9 * few.plan.predicted.peak_bytes
-    tight = StageSolver(replace(job, memory_limit=limit)).solve(wish)
+    tight = StageSolver(replace(job, memory_limit=limit)).solve(request)
     assert tight.plan.predicted.peak_bytes <= limit
     assert tight.plan.predicted.step_seconds >= few.plan.predicted.step_seconds
 

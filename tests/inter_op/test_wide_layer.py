@@ -16,7 +16,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.layer_matrix import dense_layer_costs
-from alpa_strategy.inter_op.stage_costs import CostJob, run_parts
+from alpa_strategy.inter_op.stage_costs import StageCostTask, run_parts
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart, weighted
 from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables
@@ -24,7 +24,7 @@ from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 
 ADAM = OptimizerInfo()
@@ -62,7 +62,7 @@ def test_pairs_are_priced_by_real_assignments_and_the_best_one_at_its_optimum():
 
 def test_a_loop_over_time_is_priced_at_or_just_above_its_ilp(scan):
     graph = microbatch(scan, 2).graph
-    job = CostJob(
+    job = StageCostTask(
         graph,
         cluster_layers(graph),
         2,

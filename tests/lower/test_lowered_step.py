@@ -32,12 +32,12 @@ def test_random_plans_equal_the_whole_step(name, mesh_shape):
     for seed in range(6):
         rng = python_random.Random(f"{name}{mesh_shape}{seed}")
         stage = stage_of(intra, random_assignment(intra, rng), mesh_shape)
-        in_parts = {
+        num_chunks = {
             op.name: rng.choice([2, 3, 4])
             for op in case.step.ops
             if product_of(op.call) and rng.random() < 0.7
         }
-        stage = replace(stage, ahead_bytes=rng.choice([0, 2**12, 2**30]), in_parts=in_parts)
+        stage = replace(stage, ahead_bytes=rng.choice([0, 2**12, 2**30]), num_chunks=num_chunks)
         run_lowered_stage(case, stage, mesh_shape)
 
 

@@ -17,7 +17,7 @@ from proofs.thread_mesh import run_on_threads
 
 from alpa_strategy import ClusterSpec, PlanOptions, capture_step
 from alpa_strategy.comm.mesh import Pending
-from alpa_strategy.comm.regather import Regather
+from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import _forward_seconds, _gatherings, begun, bytes_ahead
@@ -199,7 +199,7 @@ def test_the_backward_gathers_ahead_in_its_own_order(ahead):
     said: list[str] = []
     weights = [torch.eye(4, requires_grad=True) for _ in range(4)]
     x = torch.randn(2, 4, requires_grad=True)
-    with Regather(weights, ahead_bytes=ahead * weights[0].nbytes) as regather:
+    with SavedTensorHooks(weights, ahead_bytes=ahead * weights[0].nbytes) as regather:
         y = x
         for number, weight in enumerate(weights):
             whole = weight.clone()

@@ -22,7 +22,7 @@ from alpa_strategy.ir.graph import BatchInput, ParameterInput, StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, dual_layout, shard
 from alpa_strategy.ir.plan import ParameterPlan
-from alpa_strategy.microbatch.rules import SUM, WHOLE, State
+from alpa_strategy.microbatch.rules import SUM, WHOLE, MicrobatchPlacement
 from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.executor import Pipeline, PipelineSpec, SharedParameter
 from alpa_strategy.pipeline.per_step_values import PerStepValues
@@ -229,7 +229,9 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
     )
     graph = StepGraph(values, (), (), batch, (), (), LOSS, None)
     micro = MicroStep(
-        num_microbatches, graph, states={LOSS: SUM, ROW_MEANS: State("rows", 0), COUNT: WHOLE}
+        num_microbatches,
+        graph,
+        states={LOSS: SUM, ROW_MEANS: MicrobatchPlacement("rows", 0), COUNT: WHOLE},
     )
     spec = PipelineSpec(micro, tuple(specs), schedule, tuple(shared), cluster)
     return net, Pipeline(spec, own, torch.device("cpu")), own

@@ -33,7 +33,7 @@ from alpa_strategy.ir.plan import ParameterPlan, Predicted, stage_ranks
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms
-from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -280,8 +280,10 @@ def run_in_half(places, remat):
     leaves = torch.utils._pytree.tree_leaves(mine)
     given = given_values(micro, {}, {}, torch.utils._pytree.tree_leaves(whole))
     found = []
-    for derives_again in (False, True):
-        own = [replace(stage, derives_again=derives_again) for stage in stages]
+    for recompute_per_microbatch in (False, True):
+        own = [
+            replace(stage, recompute_per_microbatch=recompute_per_microbatch) for stage in stages
+        ]
         run_places = StagePlaces(meshes, stage_randoms(stages, meshes, seed=0), torch.device("cpu"))
         pipeline = build_pipeline(module, micro, own, "1F1B", run_places, stores)
         values, gradients = pipeline.step([leaves[b.leaf] for b in micro.graph.batch], given)

@@ -10,7 +10,7 @@ import pytest
 from alpa_strategy import partial_results
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.intra_op.problem import Choice, Problem
-from alpa_strategy.intra_op.solver.solve import NotCheaper, solve
+from alpa_strategy.intra_op.solver.solve import NoCheaperSolution, solve
 from alpa_strategy.intra_op.solver.stored import problem_key, solve_stored
 from alpa_strategy.partial_results import Key, PartialResults
 
@@ -171,8 +171,8 @@ def test_what_is_old_or_too_much_is_deleted(tmp_path, monkeypatch):
     assert not paths[0].exists()
     assert all(path.exists() for path in paths[1:])
 
-    size = paths[1].stat().st_size
-    monkeypatch.setattr(partial_results, "MAX_FOLDER_BYTES", 2 * size + 1)
+    newest_two = sum(path.stat().st_size for path in paths[2:])
+    monkeypatch.setattr(partial_results, "MAX_FOLDER_BYTES", newest_two + 1)
     PartialResults(tmp_path)
     assert [path.exists() for path in paths] == [False, False, True, True]
     assert (tmp_path / "of the user.json").exists()
@@ -205,7 +205,7 @@ def test_stored_solutions_are_those_of_the_solver(tmp_path):
         assert solve_stored(results, problem(limit=limit)) == first == solve(problem(limit=limit))
         assert results.num_used == 1
     for _ in range(2):
-        with pytest.raises(NotCheaper):
+        with pytest.raises(NoCheaperSolution):
             solve_stored(PartialResults(tmp_path), problem(), cutoff=0.5)
         with pytest.raises(DoesNotFitError, match="the least is"):
             solve_stored(PartialResults(tmp_path), problem(limit=0.5))

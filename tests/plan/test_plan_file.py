@@ -22,7 +22,7 @@ from alpa_strategy.ir.plan import (
     Predicted,
     StagePlan,
 )
-from alpa_strategy.planner.task import PlanStore
+from alpa_strategy.planner.plan_store import PlanStore
 
 FINGERPRINT = Fingerprint("g", "p", "b", "c", "o", "1")
 MODES = st.sampled_from(
@@ -60,7 +60,7 @@ def plans(draw: st.DrawFn) -> Plan:
         predicted=predicted,
         remat=remat,
         remat_cuts=tuple(sorted(cuts)),
-        derives_again=draw(st.booleans()),
+        recompute_per_microbatch=draw(st.booleans()),
     )
     return Plan(
         fingerprint=FINGERPRINT,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from quiet import QUIET
 
-from alpa_strategy.lightning.written_run import WrittenRun
+from alpa_strategy.lightning.eager_run import EagerRun
 from alpa_strategy.recipe import build_data, build_model, build_trainer, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -26,7 +26,7 @@ class Watch(lightning.Callback):
         self.metrics.append(
             {name: float(value) for name, value in trainer.callback_metrics.items()}
         )
-        self.is_written = isinstance(getattr(trainer.strategy, "run", None), WrittenRun)
+        self.is_written = isinstance(getattr(trainer.strategy, "run", None), EagerRun)
 
 
 def train(name: str, ranks: int, folder: str, overrides: list[str]) -> dict[str, Any]:

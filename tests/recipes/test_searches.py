@@ -19,12 +19,12 @@ from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.bound import step_bound
 from alpa_strategy.inter_op.candidates import TOLERANCE, solve_schedules
 from alpa_strategy.inter_op.pins import submeshes
-from alpa_strategy.inter_op.stage_costs import CostJob, stage_costs
+from alpa_strategy.inter_op.stage_costs import StageCostTask, stage_costs
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.plan_check import check_plan
-from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def space_of(
     count, options = rows // 2, PlanOptions(schedule=schedule)
     graph = microbatch(step, count).graph
     costs = RooflineCosts(cluster.device)
-    job = CostJob(
+    job = StageCostTask(
         graph, cluster_layers(graph), count, cluster, costs, options, OptimizerInfo(), np.inf
     )
     meshes = submeshes(cluster)

@@ -16,8 +16,8 @@ from models import MODELS
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
-from alpa_strategy.inter_op.stage_costs import CostJob
-from alpa_strategy.inter_op.stage_solve import StageSolver, StageWish
+from alpa_strategy.inter_op.stage_costs import StageCostTask
+from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.inter_op.subgraph import cluster_layers, slice_stage
 from alpa_strategy.ir.plan import Plan, Predicted
 from alpa_strategy.microbatch.transform import microbatch
@@ -58,7 +58,9 @@ def staged_plan(
     cuts = cluster_layers(graph, len(places))
     costs = RooflineCosts(cluster.device)
     solver = StageSolver(
-        CostJob(graph, cuts, num_microbatches, cluster, costs, options, optimizer, math.inf, remat)
+        StageCostTask(
+            graph, cuts, num_microbatches, cluster, costs, options, optimizer, math.inf, remat
+        )
     )
     stored: dict[tuple[int, ...], dict] = {ranks: {} for ranks in places}
     stages = []
@@ -66,7 +68,7 @@ def staged_plan(
         size = len(ranks)
         inner = cluster_layers(slice_stage(graph, first, last), min(3, last - first))[1:-1]
         spans = tuple(first + cut for cut in inner) if remat else ()
-        wish = StageWish(
+        wish = StageRequest(
             first,
             last,
             (1, size),

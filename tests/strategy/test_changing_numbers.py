@@ -179,7 +179,7 @@ def train(name: str, strategy: Any) -> tuple[dict[str, Tensor], list[dict[str, f
         model.state_dict(),
         logged,
         len(captures),
-        is_ours and trainer.strategy.plan.is_as_written,
+        is_ours and trainer.strategy.plan.is_eager,
     )
 
 

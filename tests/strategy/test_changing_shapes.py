@@ -1,5 +1,5 @@
-"""Batches of many shapes: each is captured and planned around the running parameters; the training
-stays the same.
+"""Batches of many shapes: each is captured, and a larger one planned around the running parameters;
+the training stays the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from worker_pool import WorkerError
 from alpa_strategy import AlpaStrategy
 
 TOLERANCE = 1e-9
-LENGTHS = (8, 5, 8, 6, 5, 8)  # of the sequences in each global batch
+# Of the sequences in each global batch: the second is shorter than the first, the third longer.
+LENGTHS = (6, 5, 8, 6, 5, 8)
 ROWS = 4  # of a global batch
 VOCABULARY = 33
 PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
@@ -126,8 +127,11 @@ def test_lengths_that_change_from_batch_to_batch(
         assert run["loss"] == pytest.approx(reference["loss"], rel=TOLERANCE)
     assert sorted(runs[0]["names"] + runs[1]["names"]) == sorted(reference["names"])
     plans = {path: path.stat().st_mtime_ns for path in (tmp_path / "plans").glob("*.json")}
-    assert len(plans) == len(set(LENGTHS))
-    pool.run(2, train, str(tmp_path), strategy)  # finds a stored plan for every shape
+    # A smaller batch runs under the running plan's layouts, but for pipelines.
+    num_planned_shapes = 3 if strategy.get("num_stages") else 2
+    assert len(plans) == num_planned_shapes
+    # The second run finds a stored plan for every planned shape.
+    pool.run(2, train, str(tmp_path), strategy)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "plans").glob("*.json")} == plans
 
 

@@ -13,7 +13,7 @@ from equality.harness import assert_same, record
 from models import MODELS
 
 from alpa_strategy import ClusterSpec, Plan, PlanOptions, make_plan
-from alpa_strategy.comm.regather import Regather
+from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.errors import OptionError
 from alpa_strategy.planner import planner
 
@@ -164,14 +164,14 @@ def test_what_is_read_through_views_is_made_again(pool, tmp_path: Path) -> None:
 
 def noted(strategy: dict[str, Any]) -> int:
     """How many results were left to be made again in two steps."""
-    noted, note = [], Regather.note_made
+    noted, note = [], SavedTensorHooks.note_made
 
-    def seen(regather: Regather, *arguments: Any) -> None:
+    def seen(regather: SavedTensorHooks, *arguments: Any) -> None:
         noted.append(arguments)
         note(regather, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Regather, "note_made", seen)
+        patch.setattr(SavedTensorHooks, "note_made", seen)
         train("llama", strategy, 1)
     return len(noted)
 

@@ -26,7 +26,7 @@ from worker_pool import WorkerError
 from alpa_strategy import AlpaStrategy
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import AlpaError, OptionError, SetupError
-from alpa_strategy.lightning.batch_rows import WatchedCollate, watch
+from alpa_strategy.lightning.batch_rows import RecordedCollate, watch
 from alpa_strategy.microbatch.states import where_rows_meet
 
 ROWS, BATCHES = 4, 6
@@ -145,7 +145,7 @@ def test_looking_leaves_no_trace_in_random_numbers_counters_and_samples() -> Non
     counting = Counting()
     loader = watch(DataLoader(Samples(), ROWS, collate_fn=counting))
     watched = list(loader)
-    assert isinstance(loader.collate_fn, WatchedCollate)
+    assert isinstance(loader.collate_fn, RecordedCollate)
     assert loader.collate_fn.kinds == ("rows", "rows", "same")
     assert counting.calls == len(plain) == len(counting.seen)
     for a, b in zip(plain, watched, strict=True):
@@ -186,7 +186,7 @@ def test_looking_leaves_no_trace_in_what_attributes_hold(kind: str) -> None:
     plain = list(DataLoader(Samples(), ROWS, collate_fn=Stepping(COUNTERS[kind]())))
     loader = watch(DataLoader(Samples(), ROWS, collate_fn=Stepping(COUNTERS[kind]())))
     torch.testing.assert_close(list(loader), plain, rtol=0.0, atol=0.0)
-    assert isinstance(loader.collate_fn, WatchedCollate)
+    assert isinstance(loader.collate_fn, RecordedCollate)
     assert loader.collate_fn.kinds == (None if kind == "iterator" else ("rows",))
 
 
@@ -249,7 +249,7 @@ def fitted(
         accelerator="cpu", devices=2, strategy=strategy, default_root_dir=root, **options, **QUIET
     )
     trainer.fit(model, loader)
-    as_written = strategy != "ddp" and strategy.plan.is_as_written
+    as_written = strategy != "ddp" and strategy.plan.is_eager
     return [p.detach() for p in model.parameters()], as_written
 
 

@@ -62,7 +62,6 @@ def test_so_do_runs_of_other_kinds(tmp_path, pool, undisturbed, case):
     assert not outcome.wrong, (outcome.wrong, outcome.output)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks",
     [pytest.param((0, 1), id="all"), pytest.param((0,), id="rank 0", marks=pytest.mark.slow)],
@@ -94,7 +93,8 @@ def test_slurm_requeues_and_goes_on_bit_for_bit(tmp_path, pool, undisturbed, ran
         assert time.monotonic() - sent < LIMIT, output
     assert called.read_text() == "requeue 77\n", output
     path = tmp_path / "hpc_ckpt_1.ckpt"
-    step = torch.load(path / "lightning.pt", weights_only=True)["rest"]["global_step"]
+    # The plan is replicated: its checkpoint is one ordinary file.
+    step = torch.load(path, weights_only=False)["global_step"]
     after = pool.run(
         2, train, str(tmp_path), "steady", False, str(path), step + 4, init_group=False, timeout=300
     )[0]

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from alpa_strategy import ClusterSpec, Plan, PlanOptions, make_plan
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.comm.regather import Regather
+from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.errors import PlanError
 from alpa_strategy.planner.plan_check import check_plan
 from alpa_strategy.runtime.host_parameters import StoredTensors
@@ -141,7 +141,7 @@ def test_what_is_saved_comes_back_as_it_lay(result) -> None:
         ).sum()
 
     (expected,) = torch.autograd.grad(loss(result(given)), given)
-    regather = Regather((), StoredTensors().store)
+    regather = SavedTensorHooks((), StoredTensors().store)
     with regather:
         made = result(given)
         storage = StorageWeakRef(made.untyped_storage())

@@ -672,7 +672,7 @@ def train(
     trainer.fit(model, datamodule=model.make_data() if hasattr(model, "make_data") else None)
     logger.removeHandler(said)
     assert "_on_before_batch_transfer" not in vars(model)
-    as_written = strategy != "ddp" and strategy.plan.is_as_written
+    as_written = strategy != "ddp" and strategy.plan.is_eager
     return model.state_dict(), losses, as_written, [x for x in said.lines if x.startswith("alpa:")]
 
 

@@ -40,7 +40,7 @@ MAX_COLUMNS = 150_000  # the relaxation of a program of this size takes a few se
 
 
 @dataclass(frozen=True)
-class _Found:
+class Incumbent:
     """A solution of a presolved problem: assignment in its own indices (None: none found), bound in
     seconds.
     """
@@ -50,7 +50,7 @@ class _Found:
     method: str
 
 
-class NotCheaper(Exception):
+class NoCheaperSolution(Exception):
     """Every assignment costs at least the cutoff that was given."""
 
 
@@ -71,7 +71,7 @@ def solve(
         tolerance: where memory binds, a relative gap at which the search ends.
 
     Raises:
-        NotCheaper: as soon as it is proved that no assignment is cheaper than `cutoff`.
+        NoCheaperSolution: as soon as it is proved that no assignment is cheaper than `cutoff`.
         PlanError: no assignment has a finite cost, or none fits into the memory limit (it says the
             least bytes).
     """
@@ -79,12 +79,12 @@ def solve(
     problem = with_shared_arrays(problem)
     if not problem.choices:
         return Solution((), 0.0, 0.0, 0.0, "elimination")
-    known = unlimited and _Found(list(unlimited.assignment), unlimited.bound, unlimited.method)
+    known = unlimited and Incumbent(list(unlimited.assignment), unlimited.bound, unlimited.method)
     free = known or _minimise(problem, deadline)
     if free.assignment is None:
         raise _forbidden(problem) if np.isposinf(free.bound) else _out_of_time(time_limit)
     if free.bound >= cutoff:
-        raise NotCheaper
+        raise NoCheaperSolution
     if evaluate(problem, free.assignment)[1] <= problem.memory_limit:
         return _solution(problem, free)
     found = _least(problem, deadline)
@@ -158,20 +158,22 @@ def propagate(problem: Problem) -> Solution:
     return Solution(assignment, *evaluate(problem, assignment), 0.0, PROPAGATION)
 
 
-def _minimise(problem: Problem, deadline: float, only_elimination: bool = False) -> _Found:
+def _minimise(problem: Problem, deadline: float, only_elimination: bool = False) -> Incumbent:
     """The optimum without the memory limit; none where `only_elimination` and that would take too
     large tables.
     """
     reduced = presolve(replace(problem, memory_limit=float("inf")))
     if any(len(choice.cost) == 0 for choice in reduced.problem.choices):
-        return _Found(None, np.inf, "presolve")
+        return Incumbent(None, np.inf, "presolve")
     if (planned := _planned(reduced.problem)) is not None:
         minimum, values = eliminate(*planned)
         assignment = [int(value) for value in values[: len(problem.choices)]]
-        found = _Found(assignment if np.isfinite(minimum) else None, float(minimum), "elimination")
+        found = Incumbent(
+            assignment if np.isfinite(minimum) else None, float(minimum), "elimination"
+        )
     else:
         found = (
-            _Found(None, -np.inf, "none")
+            Incumbent(None, -np.inf, "none")
             if only_elimination
             else _by_program(reduced.problem, deadline)
         )
@@ -182,7 +184,7 @@ def _minimise(problem: Problem, deadline: float, only_elimination: bool = False)
     )
 
 
-def _least(problem: Problem, deadline: float) -> _Found:
+def _least(problem: Problem, deadline: float) -> Incumbent:
     """The assignment with the fewest bytes among those of finite cost (ties: fewest seconds)."""
     scale = sum(float(np.max(x.memory)) for x in problem.choices) or 1.0
     total = (
@@ -195,7 +197,7 @@ def _least(problem: Problem, deadline: float) -> _Found:
 
 def _solve_limited(
     problem: Problem,
-    free: _Found,
+    free: Incumbent,
     least: Solution,
     deadline: float,
     cutoff: float,
@@ -214,7 +216,7 @@ def _solve_limited(
         problem, minimise, lagrangian.point(problem, free.assignment), least, deadline
     )
     if dual.bound >= cutoff:
-        raise NotCheaper
+        raise NoCheaperSolution
     near = lagrangian.Neighbourhood(problem)
     found = min(
         (least, dual.under, lagrangian.splice(problem, dual.over, dual.under, near)),
@@ -277,15 +279,15 @@ def _planned(problem: Problem) -> tuple[Network, list[int]] | None:
 
 def _by_program(
     problem: Problem, deadline: float, incumbent: list[int] | None = None, tolerance: float = PROVED
-) -> _Found:
+) -> Incumbent:
     """LP relaxation, then the MIP if the relaxation is fractional."""
     program = formulate(problem)
     relaxed, mass = solve_program(program, integer=False, time_limit=deadline - time.process_time())
     if np.isposinf(relaxed):
-        return _Found(None, np.inf, "lp")
+        return Incumbent(None, np.inf, "lp")
     near = lagrangian.Neighbourhood(problem)
     incumbent = _best(problem, incumbent, _round(problem, mass, near))
-    found = _Found(incumbent, relaxed, "lp")
+    found = Incumbent(incumbent, relaxed, "lp")
     left = deadline - time.process_time()
     if incumbent is not None and (left <= 0.2 or _solution(problem, found).gap <= tolerance):
         return found
@@ -293,8 +295,8 @@ def _by_program(
         program, integer=True, time_limit=left, hint=incumbent, tolerance=tolerance
     )
     if np.isposinf(exact):
-        return _Found(None, np.inf, "mip")
-    return _Found(
+        return Incumbent(None, np.inf, "mip")
+    return Incumbent(
         _best(problem, incumbent, _round(problem, mass, near)), max(relaxed, exact), "mip"
     )
 
@@ -321,7 +323,7 @@ def _best(problem: Problem, *candidates: list[int] | None) -> list[int] | None:
     return min(fitting, default=(0.0, 0.0, None))[2]
 
 
-def _solution(problem: Problem, found: _Found) -> Solution:
+def _solution(problem: Problem, found: Incumbent) -> Solution:
     assert found.assignment is not None
     priced = lagrangian.point(problem, found.assignment)
     return replace(priced, bound=min(found.bound, priced.seconds), method=found.method)

@@ -10,13 +10,13 @@ import numpy as np
 
 from alpa_strategy.files import BadFileError
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
-from alpa_strategy.intra_op.solver.solve import PROVED, NotCheaper, solve
+from alpa_strategy.intra_op.solver.solve import PROVED, NoCheaperSolution, solve
 from alpa_strategy.partial_results import Key, PartialResults, Record
 
 # Equal up to the order of a sum: the stored numbers are those of the same assignment.
 SAME = 1e-9
 
-Outcome = Solution | NotCheaper
+Outcome = Solution | NoCheaperSolution
 
 
 def solve_stored(
@@ -30,7 +30,7 @@ def solve_stored(
     """As `solve`, or what an interrupted planning's call gave with equal arguments.
 
     Raises:
-        NotCheaper, PlanError: as `solve`.
+        NoCheaperSolution, PlanError: as `solve`.
     """
 
     def key() -> Key:
@@ -39,7 +39,7 @@ def solve_stored(
     def compute() -> Outcome:
         try:
             return solve(problem, time_limit, cutoff, unlimited, tolerance)
-        except NotCheaper as error:
+        except NoCheaperSolution as error:
             return error.with_traceback(None)  # its frames hold tables
 
     def decode(record: Record) -> Outcome:
@@ -69,7 +69,7 @@ def problem_key(problem: Problem, *arguments: object) -> Key:
 
 
 def _record(outcome: Outcome) -> Record:
-    if isinstance(outcome, NotCheaper):
+    if isinstance(outcome, NoCheaperSolution):
         return {"is_cheaper": False}
     return {
         "assignment": np.array(outcome.assignment, dtype=int),
@@ -85,7 +85,7 @@ def _outcome(problem: Problem, record: Record) -> Outcome:
         BadFileError, KeyError, TypeError, ValueError: it is no outcome of this problem.
     """
     if "is_cheaper" in record:
-        return NotCheaper()
+        return NoCheaperSolution()
 
     assignment = tuple(record["assignment"].tolist())
     sizes = [len(choice.cost) for choice in problem.choices]

@@ -1,8 +1,8 @@
 """Seconds of a step as written on 2 ranks (gloo, CPU): data parallel against DDP, ZeRO-3 against
 FSDP2.
 
-    python scripts/bench_written.py            # a GPT and a ResNet
-    python scripts/bench_written.py --require  # exits 1 above 1.03 x DDP, or above 1.05 x FSDP2
+    python scripts/bench_eager.py            # a GPT and a ResNet
+    python scripts/bench_eager.py --require  # exits 1 above 1.03 x DDP, or above 1.05 x FSDP2
 
 One pair of processes trains the same module on the same data under every strategy in turn,
 `--rounds` times; ratios are taken within a round, their median counts. FSDP2 is `fully_shard` on

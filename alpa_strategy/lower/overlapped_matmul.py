@@ -19,7 +19,7 @@ from alpa_strategy.intra_op.overlap import Product
 
 
 @dataclass(frozen=True)
-class Multiplied:
+class MatmulSpec:
     """A product of an input [*rows, k] with a weight."""
 
     product: Product
@@ -71,7 +71,7 @@ class Multiplied:
         return weight.t() if self.product.is_transposed else weight.flatten(0, -2)  # [n, k]
 
 
-class Products(torch.autograd.Function):
+class OverlappedMatmul(torch.autograd.Function):
     """An input, and the weight and the bias (None: there is none) of each of its products -> their
     results.
 
@@ -80,7 +80,7 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, into: Reshard | None, products: Sequence[Multiplied], rows: Tensor, *operands: Any
+        ctx: Any, into: Reshard | None, products: Sequence[MatmulSpec], rows: Tensor, *operands: Any
     ) -> tuple[Tensor, ...]:
         rows = rows if into is None else into.values(rows)
         ctx.into, ctx.products = into, products
@@ -91,7 +91,7 @@ class Products(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # programs that may be differentiated twice have none, see `lower`
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        products: Sequence[Multiplied] = ctx.products
+        products: Sequence[MatmulSpec] = ctx.products
         rows, *operands = ctx.saved_tensors
         _, _, wants_rows, *wants = ctx.needs_input_grad
         of_products = [

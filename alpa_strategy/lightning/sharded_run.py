@@ -1,7 +1,7 @@
-"""PlacedModule: a module whose parameters lie as a plan says, and what its Trainer, checkpoints and
+"""ShardedRun: a module whose parameters lie as a plan says, and what its Trainer, checkpoints and
 hooks ask of it.
 
-How steps run is said by its two kinds: `Run` has them captured and planned, `WrittenRun` runs them
+How steps run is said by its two kinds: `Run` has them captured and planned, `EagerRun` runs them
 as they are written.
 """
 
@@ -24,7 +24,7 @@ from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.batch_rows import UPDATE_HOOKS
 from alpa_strategy.lightning.checks import own_hooks
-from alpa_strategy.lightning.digests import GRADIENT, CopyCheck, GradientCheck
+from alpa_strategy.lightning.digests import GRADIENT, GradientCheck, ReplicaChecksum
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
 from alpa_strategy.lightning.full_parameters import (
     FullParameters,
@@ -32,18 +32,18 @@ from alpa_strategy.lightning.full_parameters import (
     use_whole_norms,
 )
 from alpa_strategy.lightning.job import Job
-from alpa_strategy.lightning.same_steps import ParametersAsTheyWere, toggled
+from alpa_strategy.lightning.rank_consistency import ParameterChangeDetector, toggled
 from alpa_strategy.lightning.step_effects import MetricStates
 from alpa_strategy.options import OptimizerInfo
-from alpa_strategy.pipeline.step_programs import PlacedPlan
-from alpa_strategy.runtime.gather_on_use import GatherOnUse
+from alpa_strategy.pipeline.step_programs import PlanRuntime
+from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard
 from alpa_strategy.runtime.parameters import ParameterStore, all_whole
 from alpa_strategy.runtime.step_by_bucket import StepByBucket, can_step_in_parts
 from alpa_strategy.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Unplaced:
+class RunInputs:
     """A module whose parameters are whole, or not made yet, and what it is to be trained with."""
 
     module: Any  # the LightningModule; its Parameter objects stay
@@ -54,7 +54,7 @@ class Unplaced:
     sharding: Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
 
 
-class PlacedModule(ABC):
+class ShardedRun(ABC):
     """See the file's docstring. What gathers or reduces is collective.
 
     Args:
@@ -65,11 +65,11 @@ class PlacedModule(ABC):
         buffers: of which all ranks are to hold the same, as they do of parameters.
     """
 
-    _placed: PlacedPlan | None = None  # what runs programs, where there are any
+    _placed: PlanRuntime | None = None  # what runs programs, where there are any
 
     def __init__(
         self,
-        given: Unplaced,
+        given: RunInputs,
         optimizer_info: OptimizerInfo,
         plan: Plan,
         store: ParameterStore,
@@ -81,7 +81,7 @@ class PlacedModule(ABC):
         self.module, self.optimizers, self.plan, self.store = module, optimizers, plan, store
         self._job, self.say = job, job.progress.say
         check = (
-            GradientCheck(divided=not plan.is_as_written)
+            GradientCheck(divided=not plan.is_eager)
             if job.limits.check_gradients and optimizers
             else None
         )
@@ -90,20 +90,22 @@ class PlacedModule(ABC):
         for optimizer in optimizers:
             shard_state(optimizer, store, values)
         self.whole = FullParameters(store)
-        self.on_use: GatherOnUse | None = None  # for a step that runs as it is written
-        self._evaluates: GatherOnUse | None = None
+        self.on_use: EagerFullyShard | None = None  # for a step that runs as it is written
+        self._evaluates: EagerFullyShard | None = None
         self._evaluation = ExitStack()
         self._optimizer_info, self._limit = optimizer_info, limit
         self.syncs = True  # what `sync` was last given
         self.metrics = MetricStates(job.replica)
-        self._parameters = ParametersAsTheyWere(
-            module, toggled(module, optimizers) if plan.is_as_written else ()
+        self._parameters = ParameterChangeDetector(
+            module, toggled(module, optimizers) if plan.is_eager else ()
         )
-        self.buffers_differ = plan.is_as_written  # perhaps
+        self.buffers_differ = plan.is_eager  # perhaps
         self._num_updates = 0
-        self.copies = CopyCheck(store, module, buffers, job.limits.check_replicas_every, job.device)
+        self.copies = ReplicaChecksum(
+            store, module, buffers, job.limits.check_replicas_every, job.device
+        )
         if check is not None:
-            check.copies = CopyCheck(store, module, (), 1, job.device, GRADIENT)
+            check.copies = ReplicaChecksum(store, module, (), 1, job.device, GRADIENT)
         self._adapted = ExitStack()  # see `adapt_trainer`
         self._adapted.enter_context(
             store.listening(False)
@@ -115,9 +117,9 @@ class PlacedModule(ABC):
         )
 
     @abstractmethod
-    def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
+    def training_step(self, batch: Any, batch_idx: int, eager_step: Callable[[], Any]) -> Any:
         """What `module.training_step(batch, batch_idx)` returns, its loss differentiable;
-        `as_written` calls it.
+        `eager_step` calls it.
         """
 
     @abstractmethod
@@ -176,9 +178,7 @@ class PlacedModule(ABC):
         if not self.plan.is_pipelined and self.on_use is None:
             # One device's step: who looks after every batch (to clip, say) finds what it would
             # there.
-            looks = not self.plan.is_as_written and bool(
-                own_hooks(self.module, ("on_after_backward",))
-            )
+            looks = not self.plan.is_eager and bool(own_hooks(self.module, ("on_after_backward",)))
             self.store.sync(enabled or looks)
 
     def leave_steps(self) -> None:
@@ -221,7 +221,7 @@ class PlacedModule(ABC):
         `in_step`.
         """
         if self.on_use is not None:
-            self.on_use.rounds.finish()
+            self.on_use.on_demand.finish()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -291,15 +291,15 @@ class PlacedModule(ABC):
         if not self.store.sharded_parameters:
             return
         if any_rank([self.no_room_for_evaluation() is not None])[0]:
-            self._evaluates = GatherOnUse(self.module, self.store, cpu_group("evaluation"))
+            self._evaluates = EagerFullyShard(self.module, self.store, cpu_group("evaluation"))
             self.whole.on_use.append(self._evaluates)
             self._evaluation.callback(self._evaluates.remove)
             self._evaluation.enter_context(self._evaluates.in_use())
         else:
             self._evaluation.enter_context(self.whole.entered())
 
-    def evaluation_step(self, args: tuple[Any, ...], as_written: Callable[[], Any]) -> Any:
-        """What `as_written` returns, a step on this rank's batch.
+    def evaluation_step(self, args: tuple[Any, ...], eager_step: Callable[[], Any]) -> Any:
+        """What `eager_step` returns, a step on this rank's batch.
 
         Args:
             args: (batch, batch_idx, dataloader_idx) as the Trainer gives them, or the first of
@@ -307,12 +307,12 @@ class PlacedModule(ABC):
         """
         on_use = self._evaluates
         if on_use is not None:
-            on_use.rounds.begin()
-        output = as_written()
+            on_use.on_demand.begin()
+        output = eager_step()
         # The Trainer reduces what was logged when a loader ends: all ranks must have come to its
         # end.
         if on_use is not None and is_last_of_loader(self.module.trainer, *args[1:]):
-            on_use.rounds.finish()
+            on_use.on_demand.finish()
         return output
 
     def end_evaluation(self) -> None:
@@ -321,7 +321,7 @@ class PlacedModule(ABC):
         on_use, self._evaluates = self._evaluates, None
         if on_use is not None:
             self.whole.on_use.remove(on_use)
-            on_use.rounds.finish(for_good=True)
+            on_use.on_demand.finish(for_good=True)
         self._evaluation.close()
 
     # What has room on a device beside a training; None where it has, else why it has not, for a
@@ -364,7 +364,7 @@ class PlacedModule(ABC):
         """Let hooks and callbacks see whole parameters and gradients, and the precision plugin clip
         by all shards.
         """
-        if self.store.sharded_parameters or not self.plan.is_as_written:
+        if self.store.sharded_parameters or not self.plan.is_eager:
             self._adapted.enter_context(use_whole_norms(trainer.precision_plugin, self.whole))
         if self.store.sharded_parameters:
             self._adapted.enter_context(

@@ -26,8 +26,8 @@ from written.programs import PROGRAMS
 from alpa_strategy import AlpaStrategy, ClusterSpec
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import cpu_group
-from alpa_strategy.lightning.written_run import WrittenRun
-from alpa_strategy.runtime.gather_on_use import GatherOnUse
+from alpa_strategy.lightning.eager_run import EagerRun
+from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter
 
 RANKS = 2
@@ -46,7 +46,7 @@ class Watch(pl.Callback):
             {name: float(value) for name, value in trainer.callback_metrics.items()}
         )
         run = getattr(trainer.strategy, "run", None)
-        self.is_written.append(isinstance(run, WrittenRun))
+        self.is_written.append(isinstance(run, EagerRun))
         if run is not None:
             self.modes = {
                 name: str(plan.modes[0])
@@ -191,9 +191,9 @@ def gatherings(root: str, memory: float) -> list[int]:
     bytes.
     """
     counts: list[int] = []
-    start = GatherOnUse._start
+    start = EagerFullyShard._start
 
-    def counted(self: GatherOnUse, unit: int) -> Any:
+    def counted(self: EagerFullyShard, unit: int) -> Any:
         counts[-1] += 1
         return start(self, unit)
 
@@ -211,7 +211,7 @@ def gatherings(root: str, memory: float) -> list[int]:
         "max_steps": 6,
         "precision": "64-true",
     }
-    with patched([(GatherOnUse, "_start", counted)]):
+    with patched([(EagerFullyShard, "_start", counted)]):
         pl.Trainer(
             strategy=strategy, callbacks=[Steps()], default_root_dir=root, **{**common, **QUIET}
         ).fit(module)
@@ -309,7 +309,7 @@ def captured_warnings(name: str, root: str, options: dict[str, Any]) -> list[str
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module)
-    assert not strategy.plan.is_as_written
+    assert not strategy.plan.is_eager
     return [
         str(each.message) for each in caught if "for the 4 rows of this rank" in str(each.message)
     ]

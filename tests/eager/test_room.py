@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from worker_pool import WorkerError
 
 from alpa_strategy import AlpaStrategy
-from alpa_strategy.runtime.made_again import kept_bytes
+from alpa_strategy.runtime.activation_checkpoint import kept_bytes
 
 RANKS, WIDTH, BLOCKS, ROWS, STEPS = 2, 16, 6, 8, 4
 

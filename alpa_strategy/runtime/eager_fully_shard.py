@@ -3,8 +3,8 @@ it runs.
 
 The modules' forwards and their own attribute access bring a parameter when it is needed and drop it
 afterwards; what autograd saves of it is a recipe, by which it is gathered again
-(`comm/regather.py`). Elsewhere a parameter in parts has its whole shape and no values (NaN): code
-that reaches it past its module computes nothing that could be taken for true.
+(`comm/saved_tensor_hooks.py`). Elsewhere a parameter in parts has its whole shape and no values
+(NaN): code that reaches it past its module computes nothing that could be taken for true.
 
 Ranks need not do the same. They meet in rounds: each says what it needs next, everything that
 anybody needs is gathered by all, and who is done serves the others. Nothing hangs where branches,
@@ -29,10 +29,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import world_size
 from alpa_strategy.comm.mesh import Pending
-from alpa_strategy.comm.regather import Regather
+from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.errors import SetupError
 from alpa_strategy.options import BUCKET_BYTES
-from alpa_strategy.runtime.made_again import forward_of_copy
+from alpa_strategy.runtime.activation_checkpoint import forward_of_copy
 from alpa_strategy.runtime.parameters import ParameterStore
 
 _DONE, _GONE = -1, -2  # what a rank says instead of a unit
@@ -42,7 +42,7 @@ _disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 Wait = Callable[[], list[Tensor]]
 
 
-class Rounds:
+class LazyEntryGather:
     """Gatherings that all ranks make, whatever each needs. Methods are collective, in any order, if
     not said otherwise.
 
@@ -156,12 +156,12 @@ def _units(said: list[tuple[int, int]]) -> list[int]:
     return sorted({unit for unit, _ in said if unit >= 0})
 
 
-class GatherOnUse:
+class EagerFullyShard:
     """See the file's docstring. Outside of `in_use` parameters are this device's parts.
 
     Args:
         module: whose parameters `store` holds.
-        group: see `Rounds`.
+        group: see `LazyEntryGather`.
         keeps: whether parameters stay whole from the first `in_use` until `drop` (ZeRO-2), not only
             while in use.
         has_room: for all of them at once, beside a step.
@@ -190,10 +190,10 @@ class GatherOnUse:
             nn.Parameter, Tensor
         ] = {}  # of the unit that the backward has gathered last
         self._installed = ExitStack()
-        self._regather: Regather | None = None
+        self._regather: SavedTensorHooks | None = None
         self._depth = 0
         self._stays_whole = False  # what is whole, for the backward of functions
-        self.rounds = Rounds(self._start, self._may_start, group)
+        self.on_demand = LazyEntryGather(self._start, self._may_start, group)
         self._install()
 
     @property
@@ -244,7 +244,7 @@ class GatherOnUse:
             (p, self._whole[p] if p in self._whole else self._nothing(p)) for p in self._sharded
         )
         if for_backward and not self._keeps:
-            self._regather = Regather(())
+            self._regather = SavedTensorHooks(())
             self._regather.__enter__()
             torch.autograd.graph.disable_saved_tensors_hooks = self._within_functions  # type: ignore[assignment]
 
@@ -262,12 +262,12 @@ class GatherOnUse:
 
     def _end(self, failed: bool = False) -> None:
         """Parameters are parts again; what was changed in whole ones is kept. See
-        `Rounds.pause`.
+        `LazyEntryGather.pause`.
         """
         if failed:
-            self.rounds.forget()
+            self.on_demand.forget()
         else:
-            self.rounds.pause()
+            self.on_demand.pause()
         self._again.clear()
         if self._regather is not None:
             torch.autograd.graph.disable_saved_tensors_hooks = _disable_saved_tensors_hooks
@@ -287,7 +287,7 @@ class GatherOnUse:
         theirs.
         """
         if self._depth and not self._keeps:
-            self.rounds.finish()
+            self.on_demand.finish()
 
     def drop(self) -> None:
         """Parts have new values: whole copies are old. Not within `in_use`."""
@@ -306,7 +306,7 @@ class GatherOnUse:
     # While it is active
 
     def need(self, parameter: nn.Parameter) -> None:
-        """Let a parameter be whole. Collective, see `Rounds`, unless it is."""
+        """Let a parameter be whole. Collective, see `LazyEntryGather`, unless it is."""
         self._stays_whole |= torch._C._functorch.peek_interpreter_stack() is not None
         if parameter in self._whole or parameter not in self._parts:
             return
@@ -314,7 +314,7 @@ class GatherOnUse:
         if not torch.is_grad_enabled():
             self._without_grad[unit] += 1
         with torch._C._DisableFuncTorch():  # what a function is given is no parameter's data
-            for each, whole in zip(self._units[unit], self.rounds.fetch(unit), strict=True):
+            for each, whole in zip(self._units[unit], self.on_demand.fetch(unit), strict=True):
                 if each not in self._whole:
                     self._whole[each] = whole
                     set_data([(each, whole)])
@@ -323,8 +323,8 @@ class GatherOnUse:
                         self._regather.know(self._parts[each], again, whole)
 
     def again(self, parameter: nn.Parameter) -> Tensor:
-        """All of a parameter in the backward. Collective, see `Rounds`, unless its unit is the last
-        that was needed.
+        """All of a parameter in the backward. Collective, see `LazyEntryGather`, unless its unit is
+        the last that was needed.
         """
         if (whole := self._whole.get(parameter)) is not None:
             return whole
@@ -334,7 +334,7 @@ class GatherOnUse:
         if parameter not in self._again:
             self._again.clear()
             unit = self._unit_of[parameter]
-            self._again.update(zip(self._units[unit], self.rounds.fetch(unit), strict=True))
+            self._again.update(zip(self._units[unit], self.on_demand.fetch(unit), strict=True))
         return self._again[parameter]
 
     def _install(self) -> None:
@@ -357,7 +357,7 @@ class GatherOnUse:
             own = [p for p in owner._parameters.values() if p in self._sharded]
             if not own:
                 continue
-            ours = _NeedOnAccess(owner._parameters, self)
+            ours = _GatherOnAccess(owner._parameters, self)
             self._installed.enter_context(patched([(vars(owner), "_parameters", ours)]))
             block = block_of.get(owner, owner)
             for parameter in own:
@@ -400,8 +400,8 @@ class GatherOnUse:
                     self._drop_unused([unit for unit in units if not self._is_for_generation(unit)])
 
         # Not a hook: code may run a forward alone, once more for the backward
-        # (`runtime/made_again.py`). A partial, not a decorated function: a copy of the module runs
-        # its own.
+        # (`runtime/activation_checkpoint.py`). A partial, not a decorated function: a copy of the
+        # module runs its own.
         self._installed.enter_context(
             patched([(module, "forward", partial(running, module, module.forward))])
         )
@@ -472,10 +472,10 @@ def _blocks(root: nn.Module) -> dict[nn.Module, nn.Module]:
     return found
 
 
-class _NeedOnAccess(dict[str, Any]):
+class _GatherOnAccess(dict[str, Any]):
     """A module's own parameters by name, whole when somebody asks for one."""
 
-    def __init__(self, plain: dict[str, Any], on_use: GatherOnUse) -> None:
+    def __init__(self, plain: dict[str, Any], on_use: EagerFullyShard) -> None:
         super().__init__(plain)
         self._on_use = on_use
 
@@ -502,7 +502,7 @@ class _NeedOnAccess(dict[str, Any]):
         return parameter
 
 
-class WholeOnUse(TorchFunctionMode):
+class UnshardOnAccess(TorchFunctionMode):
     """Context of code that all ranks of a store run alike: parameters in parts are whole from where
     a function of torch first takes them, and their gradients go back into parts.
 

@@ -1,4 +1,4 @@
-"""SameSteps: all ranks take the same kind of step, or learn who does not.
+"""StepConsensus: all ranks take the same kind of step, or learn who does not.
 
 Where a module changes, the ranks meet in the job's store: ranks on which it did not are in their
 step's collectives.
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.non_tensor_inputs import may_be_unread, register_batch_types
-from alpa_strategy.comm.collectives import RankZero, all_largest, of_all_ranks, world_size
+from alpa_strategy.comm.collectives import RankZero, all_gather_object, all_reduce_max, world_size
 from alpa_strategy.errors import RuntimeMismatchError, UnlikeStepsError
 from alpa_strategy.ir.user_code import mentioned_names
 
@@ -32,7 +32,7 @@ def _digest(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
 
 
-class SameSteps:
+class StepConsensus:
     """What a training's ranks have seen together.
 
     Args:
@@ -62,9 +62,9 @@ class SameSteps:
         if key not in self._digests:
             self._digests[key] = _digest(key)
         own = self._digests[key], -1 if index is None else _digest((index, numbers))
-        largest = all_largest([own[0], -own[0], own[1], -own[1]], self._group)
+        largest = all_reduce_max([own[0], -own[0], own[1], -own[1]], self._group)
         if largest[0] != -largest[1]:
-            shapes = of_all_ranks(shapes_text(batch), self._group)
+            shapes = all_gather_object(shapes_text(batch), self._group)
             shown = "; ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
             raise UnlikeStepsError(f"batches differ between ranks: {shown}", SAME_SHAPES)
         return index is not None and largest[2] == -largest[3]
@@ -74,7 +74,7 @@ class SameSteps:
         many = (
             f" (the last {MAX_SHAPES} are kept: pad batches to a few lengths, pad_to_multiple_of)"
         )
-        text = f"alpa: batch shape number {number}, captured and planned: {shapes_text(batch)}"
+        text = f"alpa: batch shape number {number}, captured: {shapes_text(batch)}"
         rank_zero_info(text + many if number > MAX_SHAPES else text)
 
     def meet_for_change(self, name: str) -> None:
@@ -130,7 +130,7 @@ def toggled(module: Any, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     )
 
 
-class ParametersAsTheyWere:
+class ParameterChangeDetector:
     """Which parameters `module` has and which of them train, to be compared with later; `toggled`:
     whichever way.
     """

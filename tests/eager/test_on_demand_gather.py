@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alpa_strategy.runtime.gather_on_use import Rounds
+from alpa_strategy.runtime.eager_fully_shard import LazyEntryGather
 
 FINISH, PAUSE, UNITS = -1, -3, 6
 
@@ -25,9 +25,11 @@ class Talk:
         self.num_started, self.ahead, self.num_under_way = 0, 0, 0
         self.num_said = 0
         self.group, said = dist.new_group(), dist.new_group()
-        self.rounds = Rounds(self.start, lambda unit, ahead: unit != 5 and len(ahead) < depth, said)
-        spoken = self.rounds._said
-        self.rounds._said = lambda *args: (
+        self.on_demand = LazyEntryGather(
+            self.start, lambda unit, ahead: unit != 5 and len(ahead) < depth, said
+        )
+        spoken = self.on_demand._said
+        self.on_demand._said = lambda *args: (
             setattr(self, "num_said", self.num_said + 1),
             spoken(*args),
         )[1]
@@ -49,16 +51,16 @@ class Talk:
     def step(self, asked: list[int]) -> tuple[int, int]:
         """Asks for units in turn; how many rounds and gatherings that took."""
         said, started = self.num_said, self.num_started
-        self.rounds.begin()
+        self.on_demand.begin()
         for unit in asked:
             if unit == FINISH:
-                self.rounds.finish()
+                self.on_demand.finish()
             elif unit == PAUSE:
-                self.rounds.pause()
+                self.on_demand.pause()
             else:
-                assert self.rounds.fetch(unit)[0][0] == unit
-        self.rounds.pause()
-        self.rounds.finish()
+                assert self.on_demand.fetch(unit)[0][0] == unit
+        self.on_demand.pause()
+        self.on_demand.finish()
         return self.num_said - said, self.num_started - started
 
 

@@ -5,8 +5,8 @@ Results that the plan recomputes (`StagePlan.recomputed`) or keeps in host memor
 (`StagePlan.stored`) return so, too.
 
 Autograd saves a gathered weight (or a view of it) for the backward of the op that used it.
-`Regather` puts a recipe in its place, by `saved_tensors_hooks`: which parameter, which resharding,
-which view (found by the storage).
+`SavedTensorHooks` puts a recipe in its place, by `saved_tensors_hooks`: which parameter, which
+resharding, which view (found by the storage).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_DERIVATIONS = 3  # casts and views between a parameter and its gathering
 
-_active: contextvars.ContextVar[Regather | None] = contextvars.ContextVar(
+_active: contextvars.ContextVar[SavedTensorHooks | None] = contextvars.ContextVar(
     "alpa_regather", default=None
 )
 
@@ -134,7 +134,7 @@ class _View:
         return torch._neg_view(view) if self.is_neg else view
 
 
-class Regather:
+class SavedTensorHooks:
     """Context manager around a forward: what it gathers of `parameters` is gathered again in the
     backward.
 
@@ -225,7 +225,7 @@ class Regather:
             node = node.next_functions[0][0]
         return False
 
-    def __enter__(self) -> Regather:
+    def __enter__(self) -> SavedTensorHooks:
         self._token = _active.set(self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
@@ -277,6 +277,6 @@ def _unpack(saved: Any) -> Tensor:
     return saved.again() if isinstance(saved, _View) else saved
 
 
-def active_regather() -> Regather | None:
-    """The Regather context that this thread's forward runs under, if any."""
+def active_regather() -> SavedTensorHooks | None:
+    """The SavedTensorHooks context that this thread's forward runs under, if any."""
     return _active.get()

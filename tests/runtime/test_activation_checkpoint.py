@@ -17,7 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
-from alpa_strategy.runtime.made_again import MadeAgain, Room, kept_bytes, modules_to_make_again
+from alpa_strategy.runtime.activation_checkpoint import (
+    ActivationBudget,
+    ModuleCheckpoint,
+    kept_bytes,
+    modules_to_checkpoint,
+)
 
 WIDTH = 8
 
@@ -138,7 +143,7 @@ def outcome(
     net = Net(kind).double()
     given = torch.randn(5, WIDTH, dtype=torch.float64)
 
-    with MadeAgain(net).installed(modules_to_make_again(net, True) if again else {}):
+    with ModuleCheckpoint(net).installed(modules_to_checkpoint(net, True) if again else {}):
         for _ in range(2):
             with kept_tensors() as kept:
                 loss = net(given).square().mean()
@@ -196,9 +201,9 @@ def test_what_changes_its_arguments_is_never_chosen() -> None:
     with pytest.raises(RuntimeMismatchError, match=r"blocks\.0 computes with is changed"):
         outcome(InPlace, True)
     net = Net(InPlace)
-    modules = modules_to_make_again(net, None)
-    room = Room(net, modules, 0.0)
-    with MadeAgain(net, room).installed(modules):
+    modules = modules_to_checkpoint(net, None)
+    room = ActivationBudget(net, modules, 0.0)
+    with ModuleCheckpoint(net, room).installed(modules):
         for _ in range(3):
             loss = net(torch.ones(2, WIDTH)).sum()
             assert room.ends_in(loss) is None
@@ -208,7 +213,7 @@ def test_what_changes_its_arguments_is_never_chosen() -> None:
 def test_a_module_that_is_called_often_is_counted_often() -> None:
     net = Net(Residual)
     net.blocks = nn.ModuleList([net.blocks[0]])
-    modules, own = modules_to_make_again(net, None), list(net.parameters())
+    modules, own = modules_to_checkpoint(net, None), list(net.parameters())
 
     def step() -> Tensor:
         x = net.embed(torch.ones(64, WIDTH))
@@ -218,8 +223,8 @@ def test_a_module_that_is_called_often_is_counted_often() -> None:
 
     every = kept_bytes(step(), (), own)
     for share, is_short in ((0.9, True), (2.5, False)):
-        room, found = Room(net, modules, share * every), []
-        with MadeAgain(net, room).installed(modules):
+        room, found = ActivationBudget(net, modules, share * every), []
+        with ModuleCheckpoint(net, room).installed(modules):
             for _ in range(3):
                 loss = step()
                 found.append(kept_bytes(loss, (), own))
@@ -231,7 +236,7 @@ def test_a_module_that_is_called_often_is_counted_often() -> None:
 
 def test_copies_and_evaluation_run_as_they_do() -> None:
     net = Net(Residual)
-    with MadeAgain(net).installed(modules_to_make_again(net, True)):
+    with ModuleCheckpoint(net).installed(modules_to_checkpoint(net, True)):
         twin = copy.deepcopy(net)
         with kept_tensors() as kept:
             twin(torch.ones(2, WIDTH))
@@ -246,7 +251,7 @@ def test_half_precision_is_kept() -> None:
     for remat in (False, True):
         torch.manual_seed(0)
         net = Net(Residual)
-        with MadeAgain(net).installed(modules_to_make_again(net, True) if remat else {}):
+        with ModuleCheckpoint(net).installed(modules_to_checkpoint(net, True) if remat else {}):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = net(torch.ones(2, WIDTH)).sum()
             loss.backward()
@@ -264,7 +269,7 @@ def test_compiled_modules_too(which: str) -> None:
             net.blocks = nn.ModuleList(
                 torch.compile(block, backend="aot_eager") for block in net.blocks
             )
-        with MadeAgain(net).installed(modules_to_make_again(net, True) if remat else {}):
+        with ModuleCheckpoint(net).installed(modules_to_checkpoint(net, True) if remat else {}):
             if which == "net":
                 net.compile(backend="aot_eager")
             with kept_tensors() as kept:
@@ -300,10 +305,10 @@ class Whole(nn.Module):
     ],
 )
 def test_which_modules(remat: Any, names: list[str]) -> None:
-    assert list(modules_to_make_again(Whole(), remat)) == names
+    assert list(modules_to_checkpoint(Whole(), remat)) == names
 
 
 @pytest.mark.parametrize(("module", "remat"), [(Residual(), True), (Whole(), ("gelu_*",))])
 def test_a_wish_that_nothing_meets_is_an_error(module: nn.Module, remat: Any) -> None:
     with pytest.raises(OptionError, match="remat="):
-        modules_to_make_again(module, remat)
+        modules_to_checkpoint(module, remat)

@@ -21,7 +21,7 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lower.codegen import lower
-from alpa_strategy.lower.products import Multiplied
+from alpa_strategy.lower.overlapped_matmul import MatmulSpec
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.plan_check import check_plan
 from alpa_strategy.planner.planner import choose_plan
@@ -52,9 +52,9 @@ def test_weights_wait_until_the_sum_of_the_input_has_begun(monkeypatch):
 
         monkeypatch.setattr(owner, name, run)
 
-    watch(Multiplied, "gradient_of_rows", "r")
+    watch(MatmulSpec, "gradient_of_rows", "r")
     watch(Reshard, "start_gradients", "s")
-    watch(Multiplied, "gradient_of_weight", "w")
+    watch(MatmulSpec, "gradient_of_weight", "w")
     case = captured("llama", 2)
     run_lowered_stage(case, planned(case.step, 0.0).stages[0], (2,))
     first, second = map("".join, seen.values())
@@ -65,7 +65,7 @@ def test_weights_wait_until_the_sum_of_the_input_has_begun(monkeypatch):
 
 def test_no_products_of_their_own_where_the_backward_is_divided_or_differentiated():
     case = captured("gpt", 2)
-    stage = replace(planned(case.step, 0.0).stages[0], in_parts={"linear_1": 2})
+    stage = replace(planned(case.step, 0.0).stages[0], num_chunks={"linear_1": 2})
 
     def source(mesh):
         return lower(case.step, stage, mesh, CPU, ShardedRandom(mesh, 0), overlaps=False).source
@@ -94,9 +94,9 @@ def wide() -> StepGraph:
 
 def test_a_cluster_that_says_what_is_hidden_has_sums_in_parts(wide):
     alone, hiding = planned(wide, 0.0), planned(wide, 0.75)
-    assert not alone.stages[0].in_parts
-    assert set(hiding.stages[0].in_parts.values()) <= {2, 4}
-    assert hiding.stages[0].in_parts
+    assert not alone.stages[0].num_chunks
+    assert set(hiding.stages[0].num_chunks.values()) <= {2, 4}
+    assert hiding.stages[0].num_chunks
     assert (
         0.3 * alone.predicted.step_seconds
         < hiding.predicted.step_seconds
@@ -109,6 +109,6 @@ def test_a_cluster_that_says_what_is_hidden_has_sums_in_parts(wide):
 def test_a_wrong_number_of_parts_is_refused(wide):
     plan = planned(wide, 0.75)
     for wrong in ({"linear": 1}, {"relu": 2}, {"nothing": 2}):
-        stage = replace(plan.stages[0], in_parts=wrong)
+        stage = replace(plan.stages[0], num_chunks=wrong)
         with pytest.raises(PlanError, match="in_parts"):
             check_plan(replace(plan, stages=(stage,)), wide, 2)

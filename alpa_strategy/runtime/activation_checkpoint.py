@@ -28,7 +28,7 @@ from alpa_strategy.errors import OptionError, RuntimeMismatchError
 from alpa_strategy.units import format_bytes
 
 
-def modules_to_make_again(
+def modules_to_checkpoint(
     root: nn.Module, remat: bool | tuple[str, ...] | None
 ) -> dict[str, nn.Module]:
     """By name, the outermost modules that `PlanOptions.remat` means in a step as it is written.
@@ -64,7 +64,7 @@ def modules_to_make_again(
     return {k: called[k] for k in names if not any(k.startswith(f"{other}.") for other in names)}
 
 
-class MadeAgain:
+class ModuleCheckpoint:
     """See the file's docstring. Modules run as they do in evaluation, and where autograd does not
     watch.
 
@@ -73,7 +73,9 @@ class MadeAgain:
         room: says which modules run again; None: all.
     """
 
-    def __init__(self, root: nn.Module | None = None, room: "Room | None" = None) -> None:
+    def __init__(
+        self, root: nn.Module | None = None, room: "ActivationBudget | None" = None
+    ) -> None:
         self._root, self._room = root, room
 
     def installed(self, modules: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
@@ -111,7 +113,7 @@ class MadeAgain:
         given = (*args, *kwargs.values())
         if self._room is not None and not self._room.is_short_for(name, given):
             return self._room.learn(name, forward(*args, **kwargs), given)
-        start = _Start(name, module, given)
+        start = ForwardSnapshot(name, module, given)
         unique = list(
             {id(value): value for value in given}.values()
         )  # code asks whether `query is key`
@@ -139,7 +141,7 @@ def forward_of_copy(module: nn.Module) -> Callable[..., Any] | None:
     return partial(type(called).forward, called) if is_copy else None
 
 
-class Room:
+class ActivationBudget:
     """Which modules run again so that what a pass (a forward and its backward) keeps fits: the
     first, as few as do.
 
@@ -300,7 +302,7 @@ def _as_it_is(module: nn.Module, arguments: Iterable[Any]) -> Callable[[], None]
     return put_all_back
 
 
-class _Start:
+class ForwardSnapshot:
     """Where a forward of a module began, to begin there again."""
 
     def __init__(self, name: str, module: nn.Module, given: tuple[Any, ...]) -> None:

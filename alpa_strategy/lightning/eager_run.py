@@ -1,4 +1,4 @@
-"""WrittenRun: a training whose steps run as they are written, each rank on its own batch: DDP's
+"""EagerRun: a training whose steps run as they are written, each rank on its own batch: DDP's
 contract.
 
 Random numbers, logs and metrics are each rank's own, as under DDP with the same seeds; gradients
@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.capture.trace import names_by_tensor
-from alpa_strategy.comm.collectives import all_largest, cpu_group, world_size
+from alpa_strategy.comm.collectives import all_reduce_max, cpu_group, world_size
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
@@ -32,15 +32,19 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.user_code import is_user_file
 from alpa_strategy.lightning.full_parameters import gradient_norm
 from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
-from alpa_strategy.lightning.placed_module import PlacedModule, Unplaced
 from alpa_strategy.lightning.planning import check_optimizer
+from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 from alpa_strategy.options import SELECTIVE, OptimizerInfo
+from alpa_strategy.planner.eager_plan import against_written, asks_for_written, plan_eager
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
-from alpa_strategy.planner.written_plan import against_written, asks_for_written, plan_as_written
-from alpa_strategy.runtime.gather_on_use import GatherOnUse, set_data
+from alpa_strategy.runtime.activation_checkpoint import (
+    ActivationBudget,
+    ModuleCheckpoint,
+    modules_to_checkpoint,
+)
+from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard, set_data
 from alpa_strategy.runtime.gradients import Replicas
-from alpa_strategy.runtime.host_memory import hold_to_plan, tuned
-from alpa_strategy.runtime.made_again import MadeAgain, Room, modules_to_make_again
+from alpa_strategy.runtime.host_memory import enforce_memory_plan, tuned
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.synced_norms import synced
 
@@ -76,7 +80,7 @@ def why_written(
         isinstance(callback, StochasticWeightAveraging) for callback in module.trainer.callbacks
     )
     has_norms = any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
-    if not job.may_run_as_written and averages and has_norms:  # at its end: better to know it now
+    if not job.may_run_eagerly and averages and has_norms:  # at its end: better to know it now
         return CaptureError(
             "StochasticWeightAveraging ends with an epoch for BatchNorm's statistics, not captured"
         )
@@ -86,7 +90,7 @@ def why_written(
         return CaptureError(
             f"{type(optimizers[0]).__name__} wants sparse gradients, captured steps make dense ones"
         )
-    if resumes_written and job.may_run_as_written:
+    if resumes_written and job.may_run_eagerly:
         return CaptureError(
             'the checkpoint is of such a training (capture="require" tries to capture once more)'
         )
@@ -101,7 +105,7 @@ def check_may_run_as_written(why: CaptureError, job: Job) -> None:
     )
     if job.replica is not None:
         against = f"replicas={job.replica.count}"
-    if against is None and (asked or job.may_run_as_written):
+    if against is None and (asked or job.may_run_eagerly):
         return
     if against is None:
         against = (
@@ -144,11 +148,11 @@ def _store(
         # NCCL may connect at the first call, and hold up the host: a rank in a round of gatherings
         # would wait for it.
         each.whole.all_reduce(torch.zeros((), device=job.device))
-    replicas = Replicas(of_gradients, lambda numbers: all_largest(numbers, group))
+    replicas = Replicas(of_gradients, lambda numbers: all_reduce_max(numbers, group))
     return ParameterStore(module, parameters, plan.stages, [mesh], mesh, replicas=replicas)
 
 
-class WrittenRun(PlacedModule):
+class EagerRun(ShardedRun):
     """See the file's docstring. Collective.
 
     Args:
@@ -160,11 +164,11 @@ class WrittenRun(PlacedModule):
             them.
     """
 
-    def __init__(self, given: Unplaced, why: CaptureError, say: bool = True) -> None:
+    def __init__(self, given: RunInputs, why: CaptureError, say: bool = True) -> None:
         module, optimizers, job = given.module, given.optimizers, given.job
         infos = [inspect_optimizer([optimizer]) for optimizer in optimizers]
         parameters, limit = parameter_inputs(module, trains=bool(optimizers)), device_limit(job)
-        plan = plan_as_written(
+        plan = plan_eager(
             parameters, job.options, infos, (job.num_nodes, job.devices_per_node), limit, why
         )
         for info in infos:
@@ -194,7 +198,7 @@ class WrittenRun(PlacedModule):
             store = _store(module, parameters, plan, job)
             super().__init__(given, largest, plan, store, limit, values)
         if job.device.type == "cpu":
-            self._adapted.callback(hold_to_plan(self, plan, limit, module, optimizers))
+            self._adapted.callback(enforce_memory_plan(self, plan, limit, module, optimizers))
         if optimizers and world_size() > 1:
             every = module.trainer.strategy._layer_sync is not None  # Trainer(sync_batchnorm=True)
             norms = synced(
@@ -208,10 +212,10 @@ class WrittenRun(PlacedModule):
         )  # as DDP: not where only a step makes some
         self.buffers_differ = self._shares_buffers  # perhaps
         if store.sharded_parameters and optimizers:
-            self._reads = _PartsAreRead(store)
+            self._reads = _ShardedGradientReads(store)
             keeps = not any(each.uses_shards for each in parameter_plans)
             has_room = self.no_room_for_evaluation() is None
-            self.on_use = GatherOnUse(module, store, cpu_group("rounds"), keeps, has_room)
+            self.on_use = EagerFullyShard(module, store, cpu_group("rounds"), keeps, has_room)
             self.whole.on_use.append(self.on_use)
             if job.compile is not None and say:
                 rank_zero_info(
@@ -225,9 +229,13 @@ class WrittenRun(PlacedModule):
             None if job.options.remat == (SELECTIVE,) else job.options.remat
         )  # which is for captured steps
         chooses = remat is None and job.compile is None
-        modules = modules_to_make_again(module, remat) if optimizers and (remat or chooses) else {}
-        self._room = Room(module, modules, limit - plan.predicted.peak_bytes) if chooses else None
-        self._adapted.enter_context(MadeAgain(module, self._room).installed(modules))
+        modules = modules_to_checkpoint(module, remat) if optimizers and (remat or chooses) else {}
+        self._room = (
+            ActivationBudget(module, modules, limit - plan.predicted.peak_bytes)
+            if chooses
+            else None
+        )
+        self._adapted.enter_context(ModuleCheckpoint(module, self._room).installed(modules))
 
     @override
     def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
@@ -253,17 +261,17 @@ class WrittenRun(PlacedModule):
             )
 
     @override
-    def training_step(self, batch: Any, batch_idx: int, as_written: Callable[[], Any]) -> Any:
+    def training_step(self, batch: Any, batch_idx: int, eager_step: Callable[[], Any]) -> Any:
         self.take_buffers()
         if self.on_use is not None:
-            self.on_use.rounds.begin()
+            self.on_use.on_demand.begin()
         # As DDP has it: what a backward within the step makes may be cleared before the Trainer's
         # own.
         listens = not self.module.automatic_optimization or self.on_use is not None
         with self.in_step(), self.store.listening(listens), self._parts_of_gradients():
-            output = as_written()
+            output = eager_step()
             if self.on_use is not None and not self.module.automatic_optimization:
-                self.on_use.rounds.finish()
+                self.on_use.on_demand.finish()
         self._parameters.leave_frozen()
         # As DDP has it: not after a step whose gradients stay local, nor where the step runs its
         # own backward passes.
@@ -308,7 +316,7 @@ class WrittenRun(PlacedModule):
         return {"as_written": True, **super().state_dict()}
 
 
-class _PartsAreRead(TorchFunctionMode):
+class _ShardedGradientReads(TorchFunctionMode):
     """Gradients in parts: says once that the user's code, no optimizer, reads them, and sets parts
     or whole ones.
     """
