@@ -5,21 +5,30 @@ What is bounded by what: docs/formulas.md#inter-op. One stage a mesh: for each m
 tried, the least sum is a shortest path over (layers, stages and devices left). Several: their mean,
 the longest layer's, or all cuts simulated.
 
-Memory is left out, and every layer takes its best logical shape and layouts: no plan that is priced
-can be below.
+Every layer takes its best logical shape and layouts, and a stage takes what floors.py says of those
+that fit into memory beside what the schedule keeps in flight: no plan that is priced can be below.
 """
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
 from alpa_strategy.inter_op.candidates import StageSpace
+from alpa_strategy.inter_op.floors import StageFloors
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_dp import StageTables
-from alpa_strategy.schedules import BUILT_IN, SCHEDULES, seconds_of_many, why_not
+from alpa_strategy.schedules import (
+    BUILT_IN,
+    SCHEDULES,
+    in_flight,
+    in_flight_by_stage,
+    seconds_of_many,
+    why_not,
+)
 
 PRECISION = 4e-3
 UNITS = 64  # that devices are counted in; a mesh of less than one counts as none
@@ -37,10 +46,11 @@ def step_bound(space: StageSpace) -> float:
     )
     if not BUILT_IN.issuperset(names):  # of a schedule of the user's we know the work alone
         return _work_alone(costs)
-    best = float(costs.work[0, -1, costs.may_be[0, -1] & (costs.sizes == D)].min(initial=math.inf))
+    is_whole = costs.may_be[0, -1] & (costs.sizes == D)
+    best = float(costs.fitting_work(1)[0, -1, is_whole].min(initial=math.inf))
     for name in names:
         if SCHEDULES[name].has_one_stage_per_mesh:
-            best = min(best, _one_stage_per_mesh(costs, best, waits=name == "1F1B"))
+            best = min(best, _one_stage_per_mesh(costs, best, name))
     kinds = [
         (name, v, index)
         for name in names
@@ -50,7 +60,9 @@ def step_bound(space: StageSpace) -> float:
     for least, kind in sorted((_waiting(costs, *kind), kind) for kind in kinds):
         if least >= best:
             break
-        best = min(best, max(least, _simulated(costs, *kind)))
+        fitting = max(least, _mean_work(costs, *kind))
+        if fitting < best:
+            best = min(best, max(fitting, _simulated(costs, *kind)))
     return best if math.isfinite(best) else 0.0
 
 
@@ -67,11 +79,32 @@ class _Costs:
     # [cut, submesh] of a micro-batch's messages there and back, from a stage on this submesh to
     # another one
     wires: np.ndarray
+    # [cut, submesh, units left for later stages] of `wires`, by the place of the next stage where
+    # units are devices
+    wires_before: np.ndarray
     near: np.ndarray  # [cut, submesh] likewise, to a stage on an equal mesh, or on the same
     overhead: (
         float  # seconds of a micro-batch in each stage beside its ops, in `work` and `seconds`
     )
     may_be: np.ndarray  # which stages pins leave; the rest holds for all
+    floors: StageFloors
+
+    def fitting_work(
+        self,
+        alive: float,
+        stages_per_mesh: int = 1,
+        may_recompute: bool = True,
+        submesh: int | None = None,
+    ) -> np.ndarray:
+        """`work` of stages (on one submesh) that fit into memory with so much in flight; see
+        `StageFloors.seconds`.
+        """
+        chosen = slice(None) if submesh is None else submesh
+        floors = self.floors.seconds(alive, stages_per_mesh, may_recompute, submesh)
+        # Reductions hide beside the last micro-batch's backward: at most its share of the step.
+        visible = 1 - self.job.cluster.overlap / self.job.num_microbatches
+        beside = self.job.num_microbatches * self.overhead
+        return np.maximum(self.work[..., chosen], visible * floors + beside)
 
 
 def _costs(space: StageSpace) -> _Costs:
@@ -94,7 +127,9 @@ def _costs(space: StageSpace) -> _Costs:
     ):  # from the last mesh to the first: on links that no neighbours have
         near = np.zeros_like(wires)
     runs = _of_runs(work, B * overhead), _of_runs(each, overhead)
-    return _Costs(job, sizes, *runs, wires, near, overhead, space.may_be)
+    floors = StageFloors(job, space.runs)
+    before = _wires_before(job, tables, wires)
+    return _Costs(job, sizes, *runs, wires, before, near, overhead, space.may_be, floors)
 
 
 def _links(tables: StageTables) -> list[np.ndarray]:
@@ -110,6 +145,15 @@ def _links(tables: StageTables) -> list[np.ndarray]:
     return found
 
 
+def _wires_before(job: StageCostTask, tables: StageTables, wires: np.ndarray) -> np.ndarray:
+    """See `_Costs`."""
+    D = job.cluster.num_devices
+    if D > UNITS:  # a unit is several devices: we do not know where stages begin
+        return np.repeat(wires[..., None], D // (D // UNITS) + 1, axis=2)
+    found = tables.boundary.min(axis=3)[tables.link_at[: D + 1]]  # [devices left, cut, submesh]
+    return np.moveaxis(found, 0, -1)
+
+
 def _of_runs(layers: np.ndarray, overhead: float) -> np.ndarray:
     """[first layer, last + 1, submesh] sums of [layer, submesh], and the overhead of a stage."""
     count, width = layers.shape
@@ -119,14 +163,15 @@ def _of_runs(layers: np.ndarray, overhead: float) -> np.ndarray:
     return found
 
 
-def _one_stage_per_mesh(costs: _Costs, known: float, waits: bool) -> float:
+def _one_stage_per_mesh(costs: _Costs, known: float, name: str) -> float:
     """Of two stages or more; at least `known` where nothing is below that.
 
-    waits: for the first micro-batch to come back and for the last one (1F1B); else (GPipe) stages
-    only fill and drain.
+    name: of the schedule. 1F1B waits for the first micro-batch to come back and for the last one;
+    with others (GPipe) stages only fill and drain.
     """
     first = _work_alone(costs)  # a guess of the maximum
-    fill = _least_fill(costs, math.inf, waits)
+    stages = _stages_by_place(costs, name)
+    fill = _least_fill(costs, stages, math.inf)
     intervals = [
         (fill, 0.0, math.inf, fill)
     ]  # (bound, from, to, least sum for a maximum up to `to`)
@@ -135,7 +180,7 @@ def _one_stage_per_mesh(costs: _Costs, known: float, waits: bool) -> float:
         if high - low <= PRECISION * bound or bound >= known:
             return bound
         middle = (low + high) / 2 if math.isfinite(high) else max(first, 2 * low)
-        below = _least_fill(costs, middle, waits)
+        below = _least_fill(costs, stages, middle)
         heapq.heappush(intervals, (below + low, low, middle, below))
         heapq.heappush(intervals, (fill + middle, middle, high, fill))
 
@@ -147,47 +192,79 @@ def _work_alone(costs: _Costs) -> float:
     return float(least.sum()) / costs.job.cluster.num_devices
 
 
-def _least_fill(costs: _Costs, most: float, waits: bool) -> float:
+@dataclass(frozen=True)
+class _Stages:
+    """Stages of one place, one stage a mesh; arrays [first, last + 1, submesh], inf
+    where there is none.
+    """
+
+    place: int  # number of stages from it to the end
+    seconds: np.ndarray  # of a micro-batch
+    own: np.ndarray  # of a step that the others do not share: (B - s_m) t_m + g_m of the formula
+    has_trips: bool  # whether the way there and back, through later stages, comes on top
+    has_wire: bool  # and the messages to the next stage
+    rounds: float  # how many times, after the first, a micro-batch waits for one to be back
+
+
+def _stages_by_place(costs: _Costs, name: str) -> list[_Stages]:
+    """For one stage up to as many as there may be."""
+    B, waits = costs.job.num_microbatches, name == "1F1B"
+    most = min(costs.job.num_layers, costs.job.cluster.num_devices)
+    known = SCHEDULES[name].alive is not None
+    alive = in_flight(name, most, B)[::-1] if known else [1] * most
+    found = []
+    for s in range(1, most + 1):
+        work = costs.fitting_work(alive[s - 1])
+        # Of memory we know the whole step's seconds, not how much of them are once a step.
+        share = 1 - min(s if waits else 1, B) / B
+        with np.errstate(invalid="ignore"):  # where there is no such stage
+            own = costs.work - (s if waits else 1) * costs.seconds
+            if waits and s > B:
+                # With fewer micro-batches than stages, its backwards alone follow one another.
+                own = costs.work - costs.seconds
+                own = own * 2 / 3 - (B - 1) * costs.overhead / 6
+            own = np.maximum(own, share * work)
+        exists = costs.may_be & np.isfinite(own)
+        seconds, own = (np.where(exists, each, np.inf) for each in (costs.seconds, own))
+        rounds = max(B / s - 1, 0.0) if waits else 0.0
+        found.append(_Stages(s, seconds, own, waits and s <= B, s < B, rounds))
+    return found
+
+
+def _least_fill(costs: _Costs, stages: Sequence[_Stages], most: float) -> float:
     """The least sum_j (t_j + w_j) of stages whose maximum (docs/formulas.md#inter-op) is at most
     `most`.
     """
-    B, L = costs.job.num_microbatches, costs.job.num_layers
+    L = costs.job.num_layers
     unit = max(1, costs.job.cluster.num_devices // UNITS)
     total = costs.job.cluster.num_devices // unit
     after = np.zeros((L + 1, total + 1))  # [first layer, units left] with one stage less
     after[:L] = np.inf
     best = math.inf
-    for s in range(1, min(L, costs.job.cluster.num_devices) + 1):
+    for stage in stages:
         now = np.full_like(after, np.inf)
         for index, size in enumerate(costs.sizes // unit):
-            every = costs.seconds[..., index], costs.work[..., index]
-            seconds, work = (np.where(costs.may_be[..., index], each, np.inf) for each in every)
-            rest = after[:, : total + 1 - size] + (costs.wires[:, index, None] if s > 1 else 0.0)
+            rest = after[:, : total + 1 - size]
+            if stage.place > 1:
+                rest = rest + costs.wires_before[:, index, : total + 1 - size]
             ends = np.flatnonzero(np.isfinite(rest).any(axis=1))
-            # The formula's: own, (B - s_m) t_m + g_m, [first, end]; trips, sums of t_j, w_j, [end,
-            # units left].
-            with np.errstate(invalid="ignore"):  # where there is no such stage
-                own = work - seconds
-                # with fewer micro-batches than stages, its backwards alone are one after the other
-                if waits:
-                    own = (
-                        work - s * seconds if s <= B else own * 2 / 3 - (B - 1) * costs.overhead / 6
-                    )
-            own = np.where(np.isfinite(work), own, np.inf)[:, ends]
+            # own: [first, end]; trips, sums of t_j, w_j: [end, units left].
+            own = stage.own[:, ends, index]
             firsts = np.flatnonzero((own <= most).any(axis=1))
             if not firsts.size:
                 continue
             trips = np.zeros((len(ends), 1))
-            if waits and s <= B:
-                trips = (rest if s < B else after[:, : total + 1 - size])[ends]
+            if stage.has_trips:
+                trips = (rest if stage.has_wire else after[:, : total + 1 - size])[ends]
             fits = own[firsts][..., None] + trips <= most  # [first, end, units left]
-            found = np.where(
-                fits, seconds[np.ix_(firsts, ends)][..., None] + rest[ends], np.inf
-            ).min(axis=1)
+            seconds = stage.seconds[np.ix_(firsts, ends)][..., index]
+            found = np.where(fits, seconds[..., None] + rest[ends], np.inf).min(axis=1)
             now[firsts, size:] = np.minimum(now[firsts, size:], found)
+        # A micro-batch goes there and back before the one after the last that is in flight begins.
+        now[stage.rounds * np.where(np.isfinite(now), now, 0.0) > most] = np.inf
         if not np.isfinite(now).any():
             break
-        if s > 1:
+        if stage.place > 1:
             best = min(best, float(now[0, total]))
         after = now
     return best
@@ -226,6 +303,21 @@ def _waiting(costs: _Costs, name: str, v: int, index: int) -> float:
     most = np.arange(1, L + 1)  # layers of another mesh
     longest = each.max() + np.maximum(0, L - 1 - (ranks - 1) * most) * each.min()
     return v * beside + max(float(mean), float(np.maximum(most * each.min(), longest).min()))
+
+
+def _mean_work(costs: _Costs, name: str, v: int, index: int) -> float:
+    """The mean work of equal meshes, v stages on each, that fit into memory."""
+    job, L = costs.job, costs.job.num_layers
+    B, ranks = job.num_microbatches, job.cluster.num_devices // int(costs.sizes[index])
+    # Where a backward is split, stages recompute only where that is asked for (`tables_for`).
+    may_recompute = bool(job.remat) or SCHEDULES[name].bubble == 1.0
+    least = np.full(L + 1, np.inf)  # [layers done]
+    least[0] = 0.0
+    for alive in in_flight_by_stage(name, ranks, B, v):
+        work = costs.fitting_work(alive, v, may_recompute, index)
+        work = np.where(costs.may_be[..., index], work, np.inf)
+        least = np.append(np.inf, (least[:L, None] + work).min(axis=0)[1:])
+    return float(least[L]) / ranks
 
 
 def _simulated(costs: _Costs, name: str, v: int, index: int) -> float:

@@ -17,9 +17,11 @@ import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.inter_op.floors import Floors, floors_of, side_by_side
 from alpa_strategy.inter_op.layer_matrix import (
     LayerBoundary,
     LayerMatrix,
+    LayerProblem,
     Part,
     follow_leaders,
     layer_matrix,
@@ -64,6 +66,13 @@ class LayerRangeCosts:
     remat: np.ndarray  # whether the stage recomputes its activations
     # bytes per device while the optimizer updates: nothing is in flight then
     at_update: np.ndarray
+    # Below what stages take that fit into memory (floors.py): [shape, price, field of FloorPrice]
+    floor_prices: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 4)))
+    # [shape, price, layer] the least of a step's seconds and what its bytes cost
+    floor_seconds: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0)))
+    # [shape, layer] the least bytes always, and the least temporary ones
+    floor_always: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    floor_working: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
 
 
 @dataclass(frozen=True)
@@ -191,22 +200,32 @@ def run_costs(
     """
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     columns: list[tuple[np.ndarray, ...]] = []
+    floors: list[Floors] = []
     L = job.num_layers
     least, each, layers = np.full(L, np.inf), np.full(L, np.inf), np.arange(L)
     for index, shape in enumerate(shapes):
-        parts = run_parts(job, submesh, shape, prices)
+        priced = _priced_layers(job, submesh, shape, prices)
+        parts = priced.runs()
         between = [_mixed(parts[:-1], parts[1:], share) for share in BETWEEN]
         columns += _candidates(np.concatenate([parts, *between]), index, job.remat)
         alone = parts[0, layers, layers + 1]  # [layer, part]: memory has no price
         seconds = alone[:, Part.FORWARD] + alone[:, Part.BACKWARD]
         least = np.minimum(least, job.num_microbatches * seconds + alone[:, Part.ONCE])
         each = np.minimum(each, seconds)
+        floors.append(floors_of(job, priced, is_needed=not _always_fits(job, parts[0, 0, L])))
     if not columns:  # no shape is allowed: one candidate that is forbidden
         zero = np.zeros((L, L + 1, 1))
         nowhere = (zero + np.inf, zero, zero, zero, zero.astype(int), zero.astype(bool), zero)
         columns.append(nowhere)
     stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
-    return LayerRangeCosts(shapes, least, each, *_prune(stacked, job))
+    return LayerRangeCosts(shapes, least, each, *_prune(stacked, job), *side_by_side(floors, L))
+
+
+def _always_fits(job: StageCostTask, whole: np.ndarray) -> bool:
+    """Whether all layers together, [part], fit on one mesh with all micro-batches in flight."""
+    in_flight = job.num_microbatches * (whole[Part.SAVED] + whole[Part.LEAVING])
+    need = whole[Part.ALWAYS] + max(in_flight + whole[Part.WORKING], whole[Part.UPDATE])
+    return bool(need <= job.memory_limit)
 
 
 def _mixed(cheap: np.ndarray, small: np.ndarray, share: float) -> np.ndarray:
@@ -244,6 +263,30 @@ def allowed_shapes(
     return tuple(s for s in shapes if not counts or counts == {len(s)})
 
 
+@dataclass(frozen=True)
+class PricedLayers:
+    """The layers of a job on one logical mesh, those that are the same by structure priced once.
+
+    Attributes:
+        layers: graphs. kinds: of each layer, its index in what follows.
+        problems, passing: what was priced, and `passing_seconds` of it.
+        matrices: per price of `prices` (seconds per byte, micro-batches alive), the first without.
+        scale: seconds / bytes of a step in the layouts that are the fastest.
+    """
+
+    layers: list[StepGraph]
+    kinds: list[int]
+    problems: list[LayerProblem]
+    passing: list[tuple[np.ndarray, np.ndarray]]
+    prices: list[tuple[float, int]]
+    matrices: list[LayerMatrix]
+    scale: float
+
+    def runs(self) -> np.ndarray:
+        """[price, first, last + 1, part] of every run; forward is inf where there is no way."""
+        return _compose([self.matrices[kind] for kind in self.kinds], _new_shares(self.layers))
+
+
 def run_parts(
     job: StageCostTask,
     submesh: tuple[int, int],
@@ -252,6 +295,18 @@ def run_parts(
 ) -> np.ndarray:
     """[price, first, last + 1, part] of every run on one logical mesh; forward is inf where there
     is no way.
+    """
+    return _priced_layers(job, submesh, shape, prices).runs()
+
+
+def _priced_layers(
+    job: StageCostTask,
+    submesh: tuple[int, int],
+    shape: tuple[int, ...],
+    prices: Sequence[tuple[float, int]],
+) -> PricedLayers:
+    """Every kind of layer on one logical mesh, without a price of memory and at each of `prices`,
+    which are multiples of the seconds per byte of the step.
     """
     mesh = job.cluster.logical_mesh(shape, submesh)
     tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
@@ -283,16 +338,16 @@ def run_parts(
         for kind in kinds
     )
     scale = seconds / max(num_bytes, 1.0) if np.isfinite(seconds) else 1.0
-    every = free
+    every, absolute = free, [(scale * factor, alive) for factor, alive in prices]
     if prices:
-        priced = solve([(scale * factor, alive) for factor, alive in prices])
+        priced = solve(absolute)
         every = [
             LayerMatrix(
                 np.concatenate([a.objective, b.objective]), np.concatenate([a.parts, b.parts])
             )
             for a, b in zip(free, priced, strict=True)
         ]
-    return _compose([every[kind] for kind in kinds], _new_shares(layers))
+    return PricedLayers(layers, kinds, problems, passing, [(0.0, 1), *absolute], every, scale)
 
 
 def _new_shares(layers: Sequence[StepGraph]) -> list[np.ndarray]:

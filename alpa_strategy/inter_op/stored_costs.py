@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # Arrays [first layer, last + 1, candidate] of a LayerRangeCosts, and those with an entry per layer.
 PER_RUN = ("seconds", "once", "always", "in_flight", "at_update", "shape", "remat")
 PER_LAYER = ("least", "least_each")
+# Arrays of a LayerRangeCosts by logical mesh.
+FLOORS = ("floor_prices", "floor_seconds", "floor_always", "floor_working")
 # Numbers of a StageCost, beside `again`.
 COST_NUMBERS = ("forward", "backward", "once", "always", "saved", "kept", "working", "update")
 OUR_SCHEDULES = "alpa_strategy.schedules"
@@ -79,13 +81,19 @@ def runs_arguments(
         raise BadFileError("its arrays are not of the same runs")
     if any(record[name].shape != (L,) for name in PER_LAYER):
         raise BadFileError(f"it is not of {L} layers")
-    numbers = np.concatenate([record[name].ravel() for name in PER_RUN[:5]])
+    count = record["floor_prices"].shape[1]
+    per_layer = len(shapes), L
+    floors = ((len(shapes), count, 4), (len(shapes), count, L), per_layer, per_layer)
+    if any(record[name].shape != own for name, own in zip(FLOORS, floors, strict=True)):
+        raise BadFileError("its floors are not of the same layers")
+    stored = (*PER_RUN[:5], *FLOORS)
+    numbers = np.concatenate([record[name].ravel() for name in stored])
     if np.isnan(numbers).any() or (record["seconds"] < 0).any():
         raise BadFileError("it holds what are no costs")
     if not np.isin(record["shape"], range(max(1, len(shapes)))).all():
         raise BadFileError("it names a logical mesh that there is not")
 
-    arrays = {name: record[name] for name in (*PER_RUN, *PER_LAYER)}
+    arrays = {name: record[name] for name in (*PER_RUN, *PER_LAYER, *FLOORS)}
     return {"shapes": tuple(shapes), **arrays}
 
 

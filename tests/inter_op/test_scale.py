@@ -5,6 +5,7 @@ one.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.planner.one_stage import whole_batch, whole_step_request
 from alpa_strategy.planner.pipeline_search import PipelineSearch, plan_pipeline
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.schedules import SCHEDULES, timeline, why_not
+from alpa_strategy.schedules import SCHEDULES, in_flight_by_stage, timeline, why_not
 
 ADAM = OptimizerInfo()
 PAIRS = (
@@ -91,15 +92,33 @@ def test_no_regular_plan_is_better_and_none_is_below_the_bound(
 
 
 def bound_of(
-    least, each, count, num_devices, meshes, overhead=0.0, schedule=None, boundary=None, may_be=None
+    least,
+    each,
+    count,
+    num_devices,
+    meshes,
+    overhead=0.0,
+    schedule=None,
+    boundary=None,
+    may_be=None,
+    floors=None,
+    memory_limit=math.inf,
 ):
+    """`step_bound` of made-up costs. floors: per submesh, the last fields of `LayerRangeCosts`."""
+    floors = floors or [()] * len(meshes)
     runs = [
-        LayerRangeCosts((), least[:, a], each[:, a], *[np.zeros(0)] * 7) for a in range(len(meshes))
+        LayerRangeCosts((), least[:, a], each[:, a], *[np.zeros(0)] * 7, *floors[a])
+        for a in range(len(meshes))
     ]
     cluster = SimpleNamespace(num_devices=num_devices, is_uniform=True, overlap=0.0)
     options = SimpleNamespace(schedule=schedule)
     job = SimpleNamespace(
-        num_microbatches=count, cluster=cluster, options=options, num_layers=len(least)
+        num_microbatches=count,
+        cluster=cluster,
+        options=options,
+        num_layers=len(least),
+        memory_limit=memory_limit,
+        remat=False,
     )
     sizes = np.array([math.prod(mesh) for mesh in meshes])
     boundary = (
@@ -178,6 +197,99 @@ def test_no_simulated_pipeline_is_below_the_bound(seed):
                     best = min(best, simulated(name, seconds, per_step, count, v, wires, overhead))
     assert bound <= best * (1 + 1e-9)
     assert bound >= best / 2 or not may_be.all(), "it says something"
+
+
+@dataclass(frozen=True)
+class TwoLayouts:
+    """Layers that are fast or small. Arrays [layer, submesh, layout]: seconds of a micro-batch,
+    bytes always and of a micro-batch in flight.
+    """
+
+    seconds: np.ndarray
+    always: np.ndarray
+    saved: np.ndarray
+
+    def least_seconds(self, first: int, last: int, mesh: int, alive: float, limit: float) -> float:
+        """Of a micro-batch in the best layouts of a stage that fit; inf where none do."""
+        best = math.inf
+        for layouts in product(range(2), repeat=last - first):
+            at = np.arange(first, last), mesh, list(layouts)
+            if self.always[at].sum() + alive * self.saved[at].sum() <= limit:
+                best = min(best, float(self.seconds[at].sum()))
+        return best
+
+    def floors(self, count: int) -> list[tuple[np.ndarray, ...]]:
+        """Per submesh, as `LayerRangeCosts` has them, with some prices."""
+        prices = [(0.0, 1.0), *product((0.1, 1.0, 10.0, 1e4), (1.0, 3.0))]
+        found = []
+        for mesh in range(self.seconds.shape[1]):
+            own = [each[:, mesh] for each in (self.seconds, self.always, self.saved)]
+            least = [
+                (count * own[0] + price * (own[1] + alive * own[2])).min(axis=1)
+                for price, alive in prices
+            ]
+            table = np.array([[(price, alive, 1.0, 0.0) for price, alive in prices]])
+            found.append(
+                (table, np.array([least]), own[1].min(axis=1)[None], np.zeros((1, len(own[0]))))
+            )
+        return found
+
+
+def best_that_fits(
+    layers: TwoLayouts, sizes: np.ndarray, num_devices: int, count: int, limit: float
+) -> float:
+    """Seconds of the best pipeline of two stages or more: every cut, mesh, layout and schedule."""
+    L, best = len(layers.seconds), math.inf
+    many = [("InterleavedZeroBubble", 2), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)]
+    for p in range(2, L + 1):
+        for cuts, meshes in product(combinations(range(1, L), p - 1), product(range(3), repeat=p)):
+            for name, v in [("1F1B", 1), *many]:
+                ranks, rest = divmod(p, v)
+                are_equal = len(set(meshes)) == 1 and ranks > 1
+                is_regular = v == 1 or are_equal
+                covers = sizes[list(meshes)].sum() == v * num_devices
+                if rest or not is_regular or not covers or why_not(name, ranks, count):
+                    continue
+                alive = in_flight_by_stage(name, ranks, count, v)
+                ends = zip(pairwise((0, *cuts, L)), meshes, alive, strict=True)
+                seconds = [
+                    layers.least_seconds(a, b, mesh, pairs / v, limit / v)
+                    for (a, b), mesh, pairs in ends
+                ]
+                if math.isfinite(sum(seconds)):
+                    best = min(best, simulated(name, seconds, [0.0] * p, count, v))
+    return best
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_pipeline_that_fits_into_memory_is_below_the_bound(seed):
+    """Every layer is fast or small; stages take the fastest layouts that fit beside what their
+    schedule keeps in flight. The bound knows of a few prices of memory.
+    """
+    rng = np.random.default_rng(seed)
+    L, D = int(rng.integers(3, 6)), 4
+    count = int(rng.integers(2, 12))
+    sizes = np.array([1, 2, 4])
+    fast = rng.choice([0.5, 1.0, 1.0], (L, 1)) / sizes ** rng.uniform(0.5, 1.0)
+    slower, smaller = rng.uniform(1.0, 2.0, (L, 3)), rng.uniform(0.2, 1.0, (L, 3))
+    always, saved = rng.uniform(0.2, 1.0, (2, L, 3)) / sizes
+    layers = TwoLayouts(
+        np.stack([fast, fast * slower], axis=2),
+        np.stack([always, always * smaller], axis=2),
+        np.stack([saved, saved * smaller], axis=2),
+    )
+    limit = float(rng.uniform(0.3, 2.0))
+    every = [(1, n) for n in sizes]
+    may_be = np.ones((L, L + 1, 3), dtype=bool)
+    may_be[0, L] = False
+    bound, without = (
+        bound_of(count * fast, fast, count, D, every, may_be=may_be, floors=floors, memory_limit=m)
+        for floors, m in ((layers.floors(count), limit), (None, math.inf))
+    )
+    best = best_that_fits(layers, sizes, D, count, limit)
+    assert bound <= best * (1 + 1e-9)
+    assert bound >= without * (1 - 1e-9) or math.isinf(best)
 
 
 @settings(max_examples=100, deadline=None)

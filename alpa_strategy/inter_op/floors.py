@@ -1,0 +1,250 @@
+"""Seconds below which no stage is that fits into memory: Lagrangian bounds of runs of layers.
+
+A stage has to meet two limits of memory: with its activations, and while the optimizer updates. Of
+whatever layouts fit, seconds plus a price of their bytes are at most seconds plus that price of the
+limit. So the least of `seconds + price * bytes` over all layouts, less `price * limit`, is a lower
+bound of the seconds, for every price. The least is found layer by layer, by the elimination that
+prices layers for the stage DP (layer_matrix.py): a sum of layers is below what they take together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from alpa_strategy.inter_op.layer_matrix import (
+    MAX_ENTRIES,
+    MAX_TABLE_ENTRIES,
+    LayerProblem,
+)
+from alpa_strategy.inter_op.stage_problem import CostBreakdown
+from alpa_strategy.intra_op.problem import Choice, Problem
+from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
+
+if TYPE_CHECKING:
+    from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, PricedLayers, StageCostTask
+
+
+class FloorPrice(NamedTuple):
+    """A price of memory, and which bytes it is of.
+
+    Attributes:
+        per_byte: seconds per byte (in `EXTRA_PRICES`, multiples of those of the step).
+        alive: micro-batches whose activations count.
+        share: of the limit on bytes with activations; the rest is of that on the optimizer's step.
+        recomputes: 1.0 for stages that recompute, which keep no activations; else 0.0.
+    """
+
+    per_byte: float
+    alive: float
+    share: float
+    recomputes: float
+
+
+# Beside the prices that the stage DP has already, all of which are of activations. Stages that
+# recompute are held by the optimizer's step alone: while they run, what is made of parameters may
+# be recomputed.
+EXTRA_PRICES = (
+    FloorPrice(1.5, 16.0, 1.0, 0.0),
+    FloorPrice(1e4, 16.0, 1.0, 0.0),
+    FloorPrice(5.0, 0.0, 0.0, 0.0),
+    FloorPrice(1e4, 0.0, 0.0, 0.0),
+    FloorPrice(0.0, 0.0, 0.0, 1.0),
+    FloorPrice(5.0, 0.0, 0.0, 1.0),
+    FloorPrice(1e4, 0.0, 0.0, 1.0),
+)
+
+
+def layer_floors(
+    joined: LayerProblem,
+    prices: Sequence[FloorPrice],
+    num_microbatches: int,
+    passing: tuple[np.ndarray, np.ndarray],
+) -> np.ndarray:
+    """[price] the least of a layer's seconds in a step and the price of its bytes.
+
+    A layer too entangled for tables gets 0: nothing is known of it.
+
+    Args:
+        passing: of `passing_seconds`.
+    """
+    found = np.zeros(len(prices))
+    order: list[int] | None = None
+    for index, price in enumerate(prices):
+        network = network_of(_problem_at(joined, price, num_microbatches))
+        if network is not None and order is None:
+            order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES)
+        if network is None or order is None:
+            return np.zeros(len(prices))
+        minimum, _ = eliminate(network, order)
+        forward, backward = passing
+        crossing = (1 + price.recomputes) * forward + backward
+        found[index] = float(minimum) + num_microbatches * float(crossing.min())
+    return found
+
+
+def _problem_at(joined: LayerProblem, price: FloorPrice, num_microbatches: int) -> Problem:
+    def priced(parts: CostBreakdown) -> np.ndarray:
+        seconds = (1 + price.recomputes) * parts.forward + parts.backward
+        num_bytes = parts.always + price.share * price.alive * parts.saved
+        return num_microbatches * seconds + parts.once + price.per_byte * num_bytes
+
+    intra = joined.stage.intra
+    costs = [priced(parts) for parts in joined.choices]
+    of_update = price.per_byte * (1 - price.share) * intra.tables.optimizer.scratch
+    for index, parameter in enumerate(intra.parameters):
+        costs[index] = costs[index] + of_update * parameter.gradient_bytes
+
+    tables = [priced(parts) for parts in joined.transfers]
+    return Problem(
+        tuple(Choice(str(index), cost, cost) for index, cost in enumerate(costs)),
+        tuple(
+            replace(transfer, cost=table, memory=table)
+            for transfer, table in zip(joined.problem, tables, strict=True)
+        ),
+    )
+
+
+def least_working(joined: LayerProblem) -> float:
+    """The temporary bytes that a layer needs whatever its layouts."""
+    least = (float(options.temporary_bytes.min()) for options in joined.stage.intra.ops)
+    return max(least, default=0.0)
+
+
+def least_always(joined: LayerProblem) -> float:
+    """The bytes that a layer's parameters and buffers need whatever is in flight."""
+    return sum(float(parts.always.min()) for parts in joined.choices)
+
+
+# Of one shape: prices [price, field], seconds [price, layer], bytes always and temporary [layer].
+Floors = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def floors_of(job: "StageCostTask", priced: "PricedLayers", is_needed: bool) -> Floors:
+    """What memory adds to the least seconds of every layer; nothing where all fits anyway.
+
+    What the layers were priced with already is a floor as well: activations count, and nothing is
+    recomputed.
+    """
+    kinds = priced.kinds
+    if not is_needed or len(priced.prices) == 1:
+        nothing = np.zeros(len(kinds))
+        return np.zeros((0, 4)), np.zeros((0, len(kinds))), nothing, nothing
+
+    known = [FloorPrice(per_byte, alive, 1.0, 0.0) for per_byte, alive in priced.prices]
+    extra = [
+        FloorPrice(priced.scale * price.per_byte, *price[1:])
+        for price in EXTRA_PRICES
+        if job.remat in (None, bool(price.recomputes))
+    ]
+    of_kinds = []
+    for problem, passing, matrix in zip(
+        priced.problems, priced.passing, priced.matrices, strict=True
+    ):
+        again = layer_floors(problem, extra, job.num_microbatches, passing)
+        of_kinds.append(np.concatenate([matrix.objective.min(axis=(1, 2)), again]))
+    seconds = np.stack([of_kinds[kind] for kind in kinds], axis=1)
+    always = np.array([least_always(problem) for problem in priced.problems])
+    working = np.array([least_working(problem) for problem in priced.problems])
+    if job.gradients_begin:  # what is temporary may take the place of gradients
+        working[:] = 0.0
+    return np.array([*known, *extra]), seconds, always[kinds], working[kinds]
+
+
+def side_by_side(floors: Sequence[Floors], num_layers: int) -> Floors:
+    """With an axis of shapes in front; shapes without prices get those of no price."""
+    most = max((len(own[0]) for own in floors), default=0)
+    prices = np.zeros((len(floors), most, 4))
+    seconds = np.zeros((len(floors), most, num_layers))
+    always, working = (np.zeros((len(floors), num_layers)) for _ in range(2))
+    for index, own in enumerate(floors):
+        prices[index, : len(own[0])], seconds[index, : len(own[0])] = own[:2]
+        always[index], working[index] = own[2:]
+    return prices, seconds, always, working
+
+
+class StageFloors:
+    """The floors of all stages that a job's pipelines may have."""
+
+    def __init__(self, job: "StageCostTask", runs: Sequence["LayerRangeCosts"]) -> None:
+        self._job, self._runs = job, runs
+        self._sums = [_of_runs(own.floor_seconds) for own in runs]
+        self._always = [_of_runs(own.floor_always[:, None])[:, 0] for own in runs]
+        self._working = [_largest_of_runs(own.floor_working) for own in runs]
+        self._known: dict[tuple[object, ...], np.ndarray] = {}
+
+    def seconds(
+        self,
+        alive: float,
+        stages_per_mesh: int = 1,
+        may_recompute: bool = True,
+        submesh: int | None = None,
+    ) -> np.ndarray:
+        """[first layer, last + 1, submesh] seconds of a step below which no stage is; 0 where
+        nothing is known. Of one `submesh`: [first layer, last + 1].
+
+        Args:
+            alive: (micro-batch, stage) pairs on the mesh at once, at least.
+            stages_per_mesh: that share the mesh, and its memory in equal parts.
+        """
+        if submesh is None:
+            every = range(len(self._runs))
+            floors = [self.seconds(alive, stages_per_mesh, may_recompute, each) for each in every]
+            return np.stack(floors, axis=-1)
+        key = submesh, alive, stages_per_mesh, may_recompute
+        if key not in self._known:
+            self._known[key] = self._of_submesh(
+                submesh, alive / stages_per_mesh, stages_per_mesh, may_recompute
+            )
+        return self._known[key]
+
+    def _of_submesh(
+        self, submesh: int, alive: float, stages_per_mesh: int, may_recompute: bool
+    ) -> np.ndarray:
+        """[first, last + 1]: the least over logical shapes, and whether the stage recomputes."""
+        own, remat = self._runs[submesh], self._job.remat
+        num_shapes, num_prices, _ = own.floor_prices.shape
+        L = self._job.num_layers
+        if num_shapes == 0 or num_prices == 0:
+            return np.zeros((L, L + 1))
+        kinds = [False] * (remat is not True) + [True] * (remat is not False and may_recompute)
+        least = np.full((L, L + 1), np.inf)
+        for shape in range(num_shapes):
+            prices = own.floor_prices[shape]
+            floors = self._sums[submesh][shape] - self._paid(submesh, shape, alive, stages_per_mesh)
+            for recomputes in kinds:
+                used = prices[:, 3] == recomputes
+                least = np.minimum(least, floors[used].max(axis=0, initial=0.0))
+        return least
+
+    def _paid(self, submesh: int, shape: int, alive: float, stages_per_mesh: int) -> np.ndarray:
+        """[price, first, last + 1] what the bytes of stages that fit cost at most."""
+        prices = self._runs[submesh].floor_prices[shape]
+        per_byte, priced_alive, share, _ = prices.T[..., None, None]
+        limit = self._job.memory_limit / stages_per_mesh
+        with_activations = limit - self._working[submesh][shape]
+        # Of more micro-batches than there are, the activations that fit are `more` times larger.
+        more = np.maximum(priced_alive / alive, 1.0)
+        kept = more * with_activations - (more - 1) * self._always[submesh][shape]
+        num_bytes = share * kept + (1 - share) * limit
+        # Without a price nothing is paid, though there may be no limit.
+        return np.where(per_byte > 0, per_byte * num_bytes, 0.0)
+
+
+def _of_runs(layers: np.ndarray) -> np.ndarray:
+    """[shape, price, first, last + 1] sums of [shape, price, layer]; 0 of no layers."""
+    shapes, prices, count = layers.shape
+    found = np.zeros((shapes, prices, count, count + 1))
+    for first in range(count):
+        found[:, :, first, first + 1 :] = np.cumsum(layers[:, :, first:], axis=2)
+    return found
+
+
+def _largest_of_runs(layers: np.ndarray) -> np.ndarray:
+    """[shape, first, last + 1] the largest of [shape, layer] in each run; 0 of no layers."""
+    shapes, count = layers.shape
+    found = np.zeros((shapes, count, count + 1))
+    for first in range(count):
+        found[:, first, first + 1 :] = np.maximum.accumulate(layers[:, first:], axis=1)
+    return found
