@@ -69,41 +69,52 @@ def layer_floors(
     Args:
         passing: of `passing_seconds`.
     """
-    found = np.zeros(len(prices))
-    order: list[int] | None = None
+    network = network_of(_problem_at(joined, prices, num_microbatches))
+    if network is None:
+        return np.zeros(len(prices))
+    order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES)
+    if order is None:
+        return np.zeros(len(prices))
+
+    # [price]
+    minimum, _ = eliminate(network, order.variables)
+    forward, backward = passing
+    floors = np.zeros(len(prices))
     for index, price in enumerate(prices):
-        network = network_of(_problem_at(joined, price, num_microbatches))
-        if network is not None and order is None:
-            order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES)
-        if network is None or order is None:
-            return np.zeros(len(prices))
-        minimum, _ = eliminate(network, order)
-        forward, backward = passing
         crossing = (1 + price.recomputes) * forward + backward
-        found[index] = float(minimum) + num_microbatches * float(crossing.min())
-    return found
+        floors[index] = minimum[index] + num_microbatches * float(crossing.min())
+    return floors
 
 
-def _problem_at(joined: LayerProblem, price: FloorPrice, num_microbatches: int) -> Problem:
+def _problem_at(
+    joined: LayerProblem, prices: Sequence[FloorPrice], num_microbatches: int
+) -> Problem:
+    """The layer's problem at all prices: costs have a leading axis for them."""
+
     def priced(parts: CostBreakdown) -> np.ndarray:
-        seconds = (1 + price.recomputes) * parts.forward + parts.backward
-        num_bytes = parts.always + price.share * price.alive * parts.saved
-        return num_microbatches * seconds + parts.once + price.per_byte * num_bytes
+        costs = []
+        for price in prices:
+            seconds = (1 + price.recomputes) * parts.forward + parts.backward
+            num_bytes = parts.always + price.share * price.alive * parts.saved
+            cost = num_microbatches * seconds + parts.once + price.per_byte * num_bytes
+            costs.append(cost)
+        return np.stack(costs)
 
     intra = joined.stage.intra
     costs = [priced(parts) for parts in joined.choices]
-    of_update = price.per_byte * (1 - price.share) * intra.tables.optimizer.scratch
+    # [price, 1] seconds per byte of gradients, while the optimizer updates.
+    of_update = np.array([[price.per_byte * (1 - price.share)] for price in prices])
     for index, parameter in enumerate(intra.parameters):
-        costs[index] = costs[index] + of_update * parameter.gradient_bytes
+        scratch_bytes = intra.tables.optimizer.scratch * parameter.gradient_bytes
+        costs[index] = costs[index] + of_update * scratch_bytes
 
     tables = [priced(parts) for parts in joined.transfers]
-    return Problem(
-        tuple(Choice(str(index), cost, cost) for index, cost in enumerate(costs)),
-        tuple(
-            replace(transfer, cost=table, memory=table)
-            for transfer, table in zip(joined.problem, tables, strict=True)
-        ),
-    )
+    choices = [Choice(str(index), cost, cost) for index, cost in enumerate(costs)]
+    transfers = [
+        replace(transfer, cost=table, memory=table)
+        for transfer, table in zip(joined.problem, tables, strict=True)
+    ]
+    return Problem(tuple(choices), tuple(transfers))
 
 
 def least_working(joined: LayerProblem) -> float:

@@ -218,7 +218,15 @@ def run_costs(
         nowhere = (zero + np.inf, zero, zero, zero, zero.astype(int), zero.astype(bool), zero)
         columns.append(nowhere)
     stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
-    return LayerRangeCosts(shapes, least, each, *_prune(stacked, job), *side_by_side(floors, L))
+    runs = LayerRangeCosts(shapes, least, each, *_prune(stacked, job))
+    floor_prices, floor_seconds, floor_always, floor_working = side_by_side(floors, L)
+    return replace(
+        runs,
+        floor_prices=floor_prices,
+        floor_seconds=floor_seconds,
+        floor_always=floor_always,
+        floor_working=floor_working,
+    )
 
 
 def _always_fits(job: StageCostTask, whole: np.ndarray) -> bool:

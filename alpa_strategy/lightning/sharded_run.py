@@ -189,7 +189,9 @@ class ShardedRun(ABC):
         if not self.plan.is_pipelined and self.on_use is None:
             # One device's step: who looks after every batch (to clip, say) finds what it would
             # there.
-            looks = not self.plan.is_eager and has_own_hooks(self.module, ("on_after_backward",))
+            looks = not self.plan.is_eager and has_own_hooks(
+                self.module, self._trainer, ("on_after_backward",)
+            )
             self.store.sync(enabled or looks)
 
     def leave_steps(self) -> None:
