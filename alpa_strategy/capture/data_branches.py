@@ -73,14 +73,20 @@ class ConstantValues:
         """What `func(*args, **kwargs)` gives if it asks for known values, else UNKNOWN."""
         if func not in _ASKING:
             return UNKNOWN
-        given = args, dict(kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
-        nodes = [node for tensor in tensors if (node := self.known_node(tensor)) is not None]
-        if len(nodes) < len(tensors):
+        arguments = args, dict(kwargs)
+        nodes = []
+        for leaf in pytree.tree_leaves(arguments):
+            if isinstance(leaf, Tensor):
+                nodes.append(self.known_node(leaf))
+        known_nodes = [node for node in nodes if node is not None]
+        if len(known_nodes) < len(nodes):
             return UNKNOWN
-        self.asked_buffers.update(*(self._sources[node] for node in nodes))
-        real = iter(nodes)
-        args, kwargs = pytree.tree_map_only(Tensor, lambda _: self._values[next(real)], given)
+
+        self.asked_buffers.update(*(self._sources[node] for node in known_nodes))
+        remaining = iter(known_nodes)
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda _: self._values[next(remaining)], arguments
+        )
         with _disable_current_modes():
             return func(*args, **kwargs)
 
@@ -135,7 +141,8 @@ class ConstantValues:
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function node
+            # The target of a call_function node.
+            self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         self._sources[node] = sources = frozenset().union(*(self._sources[n] for n in inputs))
         if _writes(node):
             for shared in self._sharing(inputs):
@@ -303,16 +310,16 @@ _ALWAYS_JUMP = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "
 
 @lru_cache(maxsize=256)
 def _instructions(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]]:
-    """The code's instructions, and the place of each among them by its offset."""
-    found = list(dis.get_instructions(code))
-    return found, {each.offset: place for place, each in enumerate(found)}
+    """Return the code's instructions, and offset -> index among them."""
+    instructions = list(dis.get_instructions(code))
+    index_at = {instruction.offset: index for index, instruction in enumerate(instructions)}
+    return instructions, index_at
 
 
 def _is_bool(code: CodeType, positions: dis.Positions | None) -> bool:
-    """Whether a call is one of Python's `bool`, as it is written."""
+    """Whether a call is `bool(...)` in the source code."""
     if positions is None or positions.lineno is None:
         return False
-    line = linecache.getline(
-        code.co_filename, positions.lineno
-    ).encode()  # columns are counted in bytes
+    # Columns are counted in bytes.
+    line = linecache.getline(code.co_filename, positions.lineno).encode()
     return line[positions.col_offset :].startswith(b"bool(")
