@@ -495,6 +495,11 @@ def _batch_size(leaves: list[Any], rows_flags: tuple[bool, ...]) -> int:
     return sizes[0]
 
 
+def _owner_of(method: Any) -> Any:
+    """Return the object of a bound method."""
+    return method.__self__
+
+
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Restore the random generators of Python, NumPy and torch at the end.
@@ -503,9 +508,9 @@ def generators_kept() -> Iterator[None]:
         CaptureError: the step drew from Python's or NumPy's: its numbers would be constants of the
             graph.
     """
-    refused: dict[str, Any] = {
-        "random": random.random.__self__,  # type: ignore[attr-defined]
-        "numpy.random": np.random.rand.__self__,
+    refused = {
+        "random": _owner_of(random.random),
+        "numpy.random": _owner_of(np.random.rand),
     }
     states = [
         KeptState(name, generator, state_of(generator)) for name, generator in refused.items()
