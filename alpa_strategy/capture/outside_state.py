@@ -4,7 +4,7 @@ and objects that its code names.
 
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -123,8 +123,10 @@ def _installed_modules(
 
 def _caches(files: dict[str, dict[str, Any]], kinds: Iterable[type]) -> list[tuple[Any, int]]:
     """Return the functions with a `functools` cache, each with its number of misses."""
+    namespaces: list[Mapping[str, Any]] = [vars(kind) for kind in kinds]
+    namespaces += files.values()
     caches = []
-    for namespace in (*map(vars, kinds), *files.values()):
+    for namespace in namespaces:
         for function in namespace.values():
             if hasattr(type(function), "cache_info"):
                 caches.append((function, function.cache_info().misses))
@@ -221,7 +223,7 @@ def fields_kept(owner: Any, *functions: Any) -> AbstractContextManager[dict[str,
         if _may_change(name, value):
             snapshots += kept_in(value, place, seen)
 
-    used = []
+    used: list[Any] = []
     for snapshot in snapshots:
         if isinstance(snapshot.before, dict):
             used += [value for name, value in snapshot.before.items() if name in names]

@@ -77,7 +77,7 @@ def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> State
         PlanError: the loss (or an op that it depends on) cannot be computed exactly from
             micro-batches.
     """
-    independent = set()
+    independent: set[int] = set()
     for group in (step.buffers, step.batch, step.constants):
         independent.update(entry.value for entry in group)
     for op in step.ops:

@@ -212,7 +212,7 @@ class _Writer:
             prologue_values = {use.value for use in uses if use.form == "given"}
             prologue_values |= set(needed) & self.from_prologue.keys()
 
-            drawn = []
+            drawn: list[int] = []
             for index in self.step.ancestors(prologue_values):
                 if not is_random(self.step.ops[index].call):
                     continue
@@ -407,7 +407,7 @@ class _Writer:
 
         Other buffers of the same modules (`num_batches_tracked`) are among them.
         """
-        statistics = set()
+        statistics: set[int] = set()
         for index in op_indices:
             results = self.step.ops[index].results
             positions = self.states.chosen[index].strategy.sequential
