@@ -1,12 +1,12 @@
-"""Results of an unfinished planning: stored as they are computed, so that a planning that was
-killed goes on where it stopped.
+"""Results of an unfinished planning: stored when they are computed, so that a killed planning
+continues from them.
 
-A result is found by a key: the hash of everything that its value depends on, the package's own
-source included. Each is one JSON file with arrays as base64 and a checksum, written beside its
-place and moved there, so several processes may write into one folder. A file that is torn, or that
-somebody else wrote, is reported and its result computed again. When the command is done, the files
-that it used are deleted; what a killed one left is deleted after a week, or when the folder grows
-beyond `MAX_FOLDER_BYTES`.
+A result is found by its key: the hash of everything that its value depends on, the source of this
+package included. Each is one JSON file with a checksum, arrays as base64. It is written to a
+temporary file and renamed, so several processes may write into one folder. A file that is torn, or
+that another program wrote, is reported and its result computed again. At the end of a planning, the
+files that it used are deleted. Files of a killed planning are deleted after a week, or when the
+folder exceeds `MAX_FOLDER_BYTES`.
 """
 
 import base64
@@ -32,41 +32,57 @@ from alpa_strategy.files import MAX_BYTES, BadFileError, read_json, replacing
 FORMAT_VERSION = 1
 MAX_FOLDER_BYTES = 256 << 20
 MAX_AGE_SECONDS = 7 * 24 * 3600.0
-# Computing less than this again costs nobody anything, and there are thousands of such results.
-LEAST_SECONDS = 0.05
-MAX_ARRAY_ENTRIES = 10**7
-_DTYPES = ("<f8", "<i8", "|b1")
-_OURS = re.compile(r"\.?[a-z]+-[0-9a-f]{32}\.json(\..*\.tmp)?")  # results, and what was cut off
 
-Record = Mapping[str, Any]  # plain values and arrays by name
+# Results that took less are not stored: there are thousands, and they are cheap to recompute.
+LEAST_SECONDS = 0.05
+
+MAX_ARRAY_ENTRIES = 10**7
+
+# NumPy's names of the types that arrays are stored as.
+_DTYPES = ("<f8", "<i8", "|b1")
+
+# File names of results, and of temporary files that an interrupted write left.
+_OUR_NAMES = re.compile(r"\.?[a-z]+-[0-9a-f]{32}\.json(\..*\.tmp)?")
+
+# Name -> plain value or array.
+Record = Mapping[str, Any]
+
 T = TypeVar("T")
 
 
 class PartialResults:
     """The stored results of one folder, around a planning: `with PartialResults(...) as results`.
 
-    At the end of the context, also by an error for the user, the planning is done and its files are
-    deleted; what else ends it (Ctrl-C, a defect) leaves them.
+    A context that ends, or that an AlpaError leaves, has finished its planning: its files are
+    deleted. Any other exception (Ctrl-C, a defect) leaves them for the next planning.
 
     Args:
-        folder: where the files are; None: nothing is stored or found.
-        say: is given a line for the user: what is used, or why nothing can be stored.
+        folder: the folder of the files; None: nothing is stored or found.
+        say: called with a line for the user: which results are used, or why none can be stored.
     """
 
     def __init__(
         self, folder: str | Path | None = None, say: Callable[[str], None] = lambda line: None
     ) -> None:
         self.folder = None if folder is None else Path(folder)
+
+        # Counts for the final report.
         self.num_used = 0
         self.num_stored = 0
-        self.seconds_used = 0.0  # that the used results took when they were computed
+        # CPU seconds that it took to compute the used results.
+        self.seconds_used = 0.0
+
         self._say = say
-        self._stores = True  # until that fails
-        self._names: set[str] = set()  # of the files that there are
-        self._touched: set[str] = set()  # names of what this process used or wrote
-        self._open: list[set[str]] = []  # of results that are being computed: names of their parts
+        # False after a failed write.
+        self._can_store = True
+        # Names of the files in the folder.
+        self._names: set[str] = set()
+        # Names of the files that this process read or wrote.
+        self._touched: set[str] = set()
+        # For each result that is being computed, innermost last: the files used for it.
+        self._open: list[set[str]] = []
         if self.folder is not None:
-            self._names = _without_old_ones(self.folder)
+            self._names = _delete_old_files(self.folder)
 
     def __enter__(self) -> "PartialResults":
         return self
@@ -83,12 +99,18 @@ class PartialResults:
         encode: Callable[[T], Record],
         decode: Callable[[Record], T],
     ) -> T:
-        """The stored result of a kind (a word) and key, else what `compute` gives, which is stored.
+        """Return the stored result of `kind` and `key`; if there is none, compute and store it.
 
-        decode: raises one of `UNUSABLE` where a record cannot be this result.
+        Args:
+            kind: a word for the file name.
+            key: returns the key. Not called if nothing is stored.
+            compute: returns the result.
+            encode: returns the record of a result.
+            decode: the inverse of `encode`. Raises one of `UNUSABLE` if the record is not one of
+                such a result.
 
         Raises:
-            PlanError: `compute` does, or did so in the planning that was interrupted.
+            PlanError: `compute` raises it, or raised it in the interrupted planning.
         """
         if self.folder is None:
             return compute()
@@ -101,7 +123,7 @@ class PartialResults:
         return outcome.result
 
     def _outcome(self, name: str, decode: Callable[[Record], T]) -> "_Result[T] | _Failure | None":
-        """What a file holds; None, with a line that says why, where it cannot be used."""
+        """Return the content of a file; None if it cannot be used, after reporting why."""
         try:
             return self._read(name, decode)
         except UNUSABLE as error:
@@ -111,7 +133,7 @@ class PartialResults:
     def _computed(
         self, name: str, compute: Callable[[], T], encode: Callable[[T], Record]
     ) -> "_Result[T] | _Failure":
-        """What is computed now, stored where that took long enough."""
+        """Compute a result, and store it if that took `LEAST_SECONDS`."""
         outcome: _Result[T] | _Failure
         started = time.process_time()
         self._open.append(set())
@@ -120,7 +142,8 @@ class PartialResults:
         except PlanError as error:
             if type(error).__name__ not in _FAILURES:
                 raise
-            clear_frames(error.__traceback__)  # they hold large tables
+            # The frames have large tables as local variables.
+            clear_frames(error.__traceback__)
             least_bytes = getattr(error, "least_bytes", None)
             outcome = _Failure(type(error).__name__, error.problem, error.fix, least_bytes)
         finally:
@@ -128,7 +151,7 @@ class PartialResults:
             self._note(inner)
 
         seconds = time.process_time() - started
-        if seconds >= LEAST_SECONDS and self._stores:
+        if seconds >= LEAST_SECONDS and self._can_store:
             if isinstance(outcome, _Failure):
                 self._write(name, {_FAILED: vars(outcome)}, seconds, inner)
             else:
@@ -136,10 +159,10 @@ class PartialResults:
         return outcome
 
     def _read(self, name: str, decode: Callable[[Record], T]) -> "_Result[T] | _Failure":
-        """What a file holds.
+        """Return the content of a file.
 
         Raises:
-            UNUSABLE: it is nothing that this package has stored under this name.
+            UNUSABLE: this package did not store it under this name.
         """
         assert self.folder is not None
         content = read_json(self.folder / name)
@@ -152,8 +175,9 @@ class PartialResults:
         else:
             outcome = _Result(decode(record))
 
-        names = {name, *filter(_OURS.fullmatch, content["inner"])}
-        if name not in self._touched:  # not of this process
+        names = {name, *filter(_OUR_NAMES.fullmatch, content["inner"])}
+        is_of_another_process = name not in self._touched
+        if is_of_another_process:
             if not self.num_used:
                 self._say(
                     f"alpa: an interrupted planning goes on: its results in {self.folder} are used"
@@ -164,7 +188,7 @@ class PartialResults:
         return outcome
 
     def _note(self, names: set[str]) -> None:
-        """Files belong to this planning, and to the result that is being computed."""
+        """Record files as used by this planning, and by the result that is being computed."""
         self._touched |= names
         if self._open:
             self._open[-1] |= names
@@ -173,40 +197,54 @@ class PartialResults:
         """Report a file that cannot be used, and delete it."""
         assert self.folder is not None
         self._names.discard(name)
-        if isinstance(error, FileNotFoundError):  # another process has come to the planning's end
+        # Another process has finished the planning.
+        if isinstance(error, FileNotFoundError):
             return
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        self._say(f"alpa: {self.folder / name} cannot be used ({why}): computed again")
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        self._say(f"alpa: {self.folder / name} cannot be used ({reason}): computed again")
         _delete(self.folder / name)
 
     def _write(self, name: str, record: Record, seconds: float, inner: set[str]) -> None:
-        """Store a record. inner: the files of what was computed for it, which end with it."""
+        """Store a record.
+
+        Args:
+            seconds: CPU seconds that computing it took.
+            inner: the files that were used for it. They are deleted together with it.
+        """
         assert self.folder is not None
         data = {label: _encoded(value) for label, value in record.items()}
-        content = {"version": FORMAT_VERSION, "name": name, "seconds": seconds}
-        content["inner"] = sorted(inner)
-        text = json.dumps(content | {"checksum": _checksum(data), "data": data})
-        if len(text) > MAX_BYTES:  # nobody would read it
+        content = {
+            "version": FORMAT_VERSION,
+            "name": name,
+            "seconds": seconds,
+            "inner": sorted(inner),
+            "checksum": _checksum(data),
+            "data": data,
+        }
+        text = json.dumps(content)
+        # Files above the limit are not read.
+        if len(text) > MAX_BYTES:
             return
 
         path = self.folder / name
         try:
-            # Not durable: what a power cut tears is told by its checksum.
+            # Not durable: the checksum reveals a file that a power failure has torn.
             with replacing(path, durable=False) as temporary:
                 temporary.write_text(text, encoding="utf-8")
-        except OSError as error:  # costs the next planning its time, not this one
+        except OSError as error:
+            # This planning does not need the file, so it goes on.
             self._say(
                 f"alpa: results cannot be stored in {self.folder} ({error.strerror}): a planning "
                 "that is interrupted will start anew"
             )
-            self._stores = False
+            self._can_store = False
             return
         self._names.add(name)
         self._note({name})
         self.num_stored += 1
 
     def done(self) -> None:
-        """Say what was used, and delete this planning's files: it has come to its end."""
+        """Report the used results and delete the files of this planning."""
         if self.num_used:
             self._say(
                 f"alpa: {self.num_used} results of an interrupted planning were used "
@@ -221,32 +259,40 @@ class PartialResults:
             _remove_if_empty(self.folder.parent)
 
 
+# For plannings that store nothing.
 NOT_STORED = PartialResults()
-# What reading a file and making a result of it may raise.
+
+# The exceptions of reading a file and decoding a result.
 UNUSABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError)
-# Errors that are results: nothing fits. Others end the planning.
+
+# Errors that are results: nothing fits. Subclasses that are not listed end the planning.
 _FAILURES: dict[str, type[PlanError]] = {"PlanError": PlanError, "DoesNotFitError": DoesNotFitError}
 _FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class _Result(Generic[T]):
-    """What was computed."""
+    """A computed value."""
 
     result: T
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """The error that was raised instead."""
+    """An error that was raised instead of a value."""
 
+    # Name of its class, one of `_FAILURES`.
     kind: str
+
+    # As of `AlpaError`.
     problem: str
     fix: str
+
+    # As of `DoesNotFitError`.
     least_bytes: float | None = None
 
     def error(self) -> PlanError:
-        """The error once more."""
+        """Return an equal error, to be raised."""
         error = _FAILURES[self.kind](str(self.problem), str(self.fix))
         if isinstance(error, DoesNotFitError) and self.least_bytes is not None:
             error.least_bytes = float(self.least_bytes)
@@ -256,7 +302,7 @@ class _Failure:
 class Key:
     """A hash of values, arrays and texts, each with its length or shape.
 
-    Floats count by their bits, so equal keys mean equal results to the last bit.
+    Floats are hashed bit by bit, so results with equal keys are equal bit by bit.
     """
 
     def __init__(self, *parts: object) -> None:
@@ -265,7 +311,7 @@ class Key:
         self.add(*parts)
 
     def add(self, *parts: object) -> None:
-        """Add values whose `repr` says all of them, such as numbers, texts and tuples of these."""
+        """Add values with a complete `repr`: numbers, texts and tuples of these."""
         text = repr(parts).encode()
         self._hash.update(b"%d:" % len(text) + text)
 
@@ -282,7 +328,7 @@ class Key:
 
 @cache
 def source_digest() -> str:
-    """Hash of this package's source: what other code computed is no result of ours."""
+    """Return a hash of this package's source, as other source may compute other results."""
     package = Path(__file__).resolve().parent
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(package.rglob("*.py")):
@@ -292,16 +338,16 @@ def source_digest() -> str:
 
 
 def _checked(content: Any, name: str) -> Record:
-    """The record of the file of that name.
+    """Return the record of the file called `name`.
 
     Raises:
-        UNUSABLE: it is another's, or torn.
+        UNUSABLE: the file is torn, or has another result.
     """
     version = content["version"]
     if version != FORMAT_VERSION:
         raise BadFileError(f"format version {version!r}, this package writes {FORMAT_VERSION}")
     if content["name"] != name:
-        raise BadFileError("it holds another result than its name says")
+        raise BadFileError("its name belongs to another result")
     if content["checksum"] != _checksum(content["data"]):
         raise BadFileError("its content does not have its checksum")
     return {label: _decoded(value) for label, value in content["data"].items()}
@@ -313,7 +359,7 @@ def _checksum(data: Any) -> str:
 
 
 def _encoded(value: Any) -> Any:
-    """An array as JSON, bit for bit; anything else as it is."""
+    """Return an array as JSON, bit for bit; anything else unchanged."""
     if not isinstance(value, np.ndarray):
         return value
     dtype = {"f": "<f8", "i": "<i8", "b": "|b1"}[value.dtype.kind]
@@ -323,58 +369,62 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """The inverse of `_encoded`.
+    """Return the value that `_encoded` was given.
 
     Raises:
-        BadFileError: it is no array of ours.
+        BadFileError: an array is damaged or too large.
     """
-    if not (isinstance(value, dict) and "zlib" in value):
+    is_array = isinstance(value, dict) and "zlib" in value
+    if not is_array:
         return value
-    shape, dtype = value["shape"], value["dtype"]
+
+    shape = value["shape"]
+    dtype = value["dtype"]
     if not all(type(size) is int and size >= 0 for size in shape):
-        raise BadFileError(f"it holds an array of shape {shape}")
+        raise BadFileError(f"it has an array of shape {shape}")
     if math.prod(shape) > MAX_ARRAY_ENTRIES or dtype not in _DTYPES:
-        raise BadFileError(f"it holds an array of {dtype!r} and shape {shape}")
+        raise BadFileError(f"it has an array of {dtype!r} and shape {shape}")
 
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     try:
         packed = base64.b64decode(value["zlib"], validate=True)
         content = zlib.decompressobj().decompress(packed, num_bytes + 1)
     except (binascii.Error, zlib.error) as error:
-        raise BadFileError(f"it holds an array that cannot be unpacked: {error}") from None
+        raise BadFileError(f"it has an array that cannot be unpacked: {error}") from None
     if len(content) != num_bytes:
-        raise BadFileError(f"it holds {len(content)} bytes of an array of {num_bytes}")
+        raise BadFileError(f"it has {len(content)} bytes of an array of {num_bytes}")
     return np.frombuffer(content, dtype=dtype).reshape(shape).copy()
 
 
-def _without_old_ones(folder: Path) -> set[str]:
-    """The names of the files in `folder`, after deleting what is too old or too much.
+def _delete_old_files(folder: Path) -> set[str]:
+    """Delete old files from `folder`, and return the names of the others.
 
-    Files are looked at from new to old: all that come after the limit of bytes are deleted.
+    A file is old after `MAX_AGE_SECONDS`, or if all newer ones have `MAX_FOLDER_BYTES` together.
     """
     files = []
     try:
         for path in folder.iterdir():
             status = path.stat()
             files.append((status.st_mtime, status.st_size, path))
-    except OSError:  # no folder yet, or none that can be read; files that vanish meanwhile
+    except OSError:
+        # There is no folder yet, it cannot be read, or a file was deleted meanwhile.
         files = []
 
-    kept: set[str] = set()
-    total = 0
-    for changed, size, path in sorted(files, reverse=True):
-        total += size
+    remaining: set[str] = set()
+    total_bytes = 0
+    for changed, num_bytes, path in sorted(files, reverse=True):
+        total_bytes += num_bytes
         is_old = time.time() - changed > MAX_AGE_SECONDS
-        is_ours = _OURS.fullmatch(path.name) is not None
-        if is_ours and (is_old or total > MAX_FOLDER_BYTES):
+        is_ours = _OUR_NAMES.fullmatch(path.name) is not None
+        if is_ours and (is_old or total_bytes > MAX_FOLDER_BYTES):
             _delete(path)
         else:
-            kept.add(path.name)
-    return kept
+            remaining.add(path.name)
+    return remaining
 
 
 def _delete(path: Path) -> None:
-    """Delete a file if it is there and may be deleted; what stays is deleted when it is old."""
+    """Delete a file if it exists and may be deleted; others are deleted when they are old."""
     try:
         path.unlink(missing_ok=True)
     except OSError:
@@ -384,5 +434,6 @@ def _delete(path: Path) -> None:
 def _remove_if_empty(folder: Path) -> None:
     try:
         folder.rmdir()
-    except OSError:  # there is something in it
+    except OSError:
+        # It is not empty.
         return

@@ -1,9 +1,8 @@
-"""Autocast made explicit: which operands of a call would be cast, found by running the call once
-under autocast.
+"""Make autocast explicit: run a call once under autocast to see which operands it casts.
 
-The trace is taken above autocast, so its ops still see uncast operands. Replaying an op on fake
-tensors with autocast on shows the casts of PyTorch's own policy; `Autocast` puts them into the
-graph as ops, which runs without autocast.
+The trace is recorded above autocast, so its ops have uncast operands. Running an op on fake tensors
+under autocast reveals the casts of PyTorch's policy. `Autocast` adds them to the graph as ops; the
+graph runs without autocast.
 """
 
 import logging
@@ -29,143 +28,222 @@ _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 @dataclass(frozen=True)
 class AutocastState:
-    """One `torch.autocast` region: its device type (policies differ) and what it casts to."""
+    """One `torch.autocast` region."""
 
+    # Policies depend on it.
     device_type: str
+
+    # The dtype of its casts.
     dtype: torch.dtype
 
     def region(self, enabled: bool = True) -> torch.autocast:
-        """The region itself, without autocast's cache of casts."""
+        """Return the context manager, without autocast's cache of casts."""
         return torch.autocast(
             self.device_type, dtype=self.dtype, cache_enabled=False, enabled=enabled
         )
 
 
 def has_policy(target: Any, device_type: str) -> bool:
-    """True when autocast treats this op itself (and not only the ops that it is made of)."""
-    # A kernel for the autocast key is what a policy is: see ATen/autocast_mode.h.
+    """Whether autocast has a policy for this op, and not only for the ops that it calls."""
+    # A policy is a kernel for the autocast key: see ATen/autocast_mode.h.
     key = "AutocastCUDA" if device_type == "cuda" else "AutocastCPU"
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)
 
 
-Casts = tuple[torch.dtype | None, ...]  # of each operand; None: left alone
+# Of each operand, the dtype to which it is cast; None: it is not cast.
+Casts = tuple[torch.dtype | None, ...]
 
 
 @lru_cache(maxsize=4096)
 def done_by_autocast(call: OpCall, state: AutocastState) -> tuple[Casts, torch.dtype | None] | None:
-    """Casts of the operands with which the call does without autocast what it does under it; and
-    what autocast has it compute in by its `dtype`, casting none: on GPUs sum, cumsum, prod and
-    float16's softmax (`fp32_set_opt_dtype`).
+    """Return how to compute a call without autocast as autocast computes it.
 
-    None: there are none such; what autocast casts inside of an op without a policy of its own is
-    made of the operands
-    by more than moving elements. On GPUs these are known: cross entropy (`loss_dtype`),
-    pairwise_distance, trapezoid.
+    Returns:
+        The casts of the operands, and the `dtype` argument that autocast sets instead of casting
+        (`fp32_set_opt_dtype`: on GPUs sum, cumsum, prod and float16's softmax), or None.
+        None instead of both if there are no such casts: autocast then casts values inside an op
+        without a policy that are computed from the operands. On GPUs such ops are cross entropy
+        (`loss_dtype`), pairwise_distance and trapezoid.
     """
     is_policy = has_policy(call.target, state.device_type)
-    as_they_are, low, full = (
-        tuple(dtype if m.dtype.is_floating_point else None for m in call.operands)
-        for dtype in (None, state.dtype, torch.float32)
-    )
-    under_autocast, seen = _work(call, state, as_they_are, True)
-    if state.dtype in seen:  # other casts are of the op's own making: attention adds up in fp32
-        seen = tuple(dtype if dtype == state.dtype else None for dtype in seen)
-    # Of operands of several dtypes the backward may not do what the forward does for them
-    # (mse_loss, torch 2.11): last.
-    are_alike = len({m.dtype for m in call.operands if m.dtype.is_floating_point}) < 2
-    candidates = [seen] if is_policy else [seen, low, full]
-    for casts in (
-        [as_they_are, *candidates] if are_alike else [*candidates, *[as_they_are] * (not is_policy)]
-    ):
+    no_casts = _casts_to(None, call)
+    under_autocast, observed = _work(call, state, no_casts, True)
+    if state.dtype in observed:
+        # The op makes the other casts itself: attention sums in fp32.
+        observed = _only(state.dtype, observed)
+
+    for casts in _candidates(call, state, observed, is_policy):
         try:
-            with patched(
-                [(_fake_log, "disabled", True)]
-            ):  # else it logs what an op refuses, with its traceback
+            # Otherwise it logs the error of an op with a traceback.
+            with patched([(_fake_log, "disabled", True)]):
                 work, _ = _work(call, state, casts, False)
-        except RuntimeError:  # what an op made of matmuls says to operands of several dtypes
+        except RuntimeError:
+            # An op made of matmuls refuses operands of several dtypes.
             continue
         if work == under_autocast:
             return casts, None
-        if casts == as_they_are and is_policy and not any(seen):
+        if casts == no_casts and is_policy and not any(observed):
             pairs = zip(under_autocast[-1], work[-1], strict=True)
-            return seen, next((dtype for dtype, plain in pairs if dtype != plain), None)
-    return (seen, None) if is_policy else None
+            return observed, next((dtype for dtype, plain in pairs if dtype != plain), None)
+    return (observed, None) if is_policy else None
 
 
+def _only(dtype: torch.dtype, casts: Casts) -> Casts:
+    """Return the casts to `dtype`, without the others."""
+    selected: list[torch.dtype | None] = []
+    for cast in casts:
+        selected.append(cast if cast == dtype else None)
+    return tuple(selected)
+
+
+def _casts_to(dtype: torch.dtype | None, call: OpCall) -> Casts:
+    """Return the casts of all floating-point operands to `dtype`."""
+    casts = []
+    for meta in call.operands:
+        casts.append(dtype if meta.dtype.is_floating_point else None)
+    return tuple(casts)
+
+
+def _candidates(
+    call: OpCall, state: AutocastState, observed: Casts, is_policy: bool
+) -> list[Casts]:
+    """Return the casts that are tried in turn.
+
+    Args:
+        observed: the casts that autocast was seen to make.
+        is_policy: whether autocast has a policy for the op.
+    """
+    candidates = [observed]
+    if not is_policy:
+        candidates += [_casts_to(state.dtype, call), _casts_to(torch.float32, call)]
+
+    no_casts = _casts_to(None, call)
+    dtypes = {meta.dtype for meta in call.operands if meta.dtype.is_floating_point}
+    if len(dtypes) < 2:
+        return [no_casts, *candidates]
+    # The backward of an op may not convert operands of several dtypes as its forward does
+    # (mse_loss, torch 2.11), so uncast operands come last.
+    if not is_policy:
+        candidates.append(no_casts)
+    return candidates
+
+
+# Ops that copy or convert elements.
 _MOVES = (aten._to_copy.default, aten.clone.default, aten._unsafe_view.default)
-_PRODUCTS = {
+
+_MATMULS = {
     getattr(aten, name).default for name in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv")
 }
+
+
+class _Watcher(TorchDispatchMode):
+    """Records the ops inside a call, and the casts of its operands."""
+
+    def __init__(self, operands: list[Tensor]) -> None:
+        super().__init__()
+        self.operands = operands
+
+        # (op, dtypes of its results) in order. Views, casts and moves of elements are left out, as
+        # they commute with other ops.
+        self.work: list[Any] = []
+
+        # Index of an operand -> the dtype to which it is cast first.
+        self.casts: dict[int, torch.dtype] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # The shape functions of torch 2.11 accept several dtypes.
+        if func in _MATMULS and len(set(_dtypes_of(args))) > 1:
+            raise RuntimeError(f"{func} of several dtypes")
+
+        # A cast of autocast has become this op.
+        if func is aten._to_copy.default:
+            self._record_cast(args[0], kwargs.get("dtype"))
+
+        result = func(*args, **kwargs)
+        dtypes = _dtypes_of(result)
+        if dtypes and not func.is_view and func not in _MOVES:
+            self.work.append((func, dtypes))
+        return result
+
+    def _record_cast(self, tensor: Tensor, dtype: torch.dtype | None) -> None:
+        if dtype is None:
+            return
+        for index, operand in enumerate(self.operands):
+            if operand is tensor:
+                self.casts.setdefault(index, dtype)
+                return
 
 
 def _work(
     call: OpCall, state: AutocastState, casts: Casts, enabled: bool
 ) -> tuple[list[Any], Casts]:
-    """What a call computes, by op and dtypes, and last the dtypes of its results; casts and moves
-    of elements are left
-    out, as they commute. And to what dtype each operand was cast first on the way."""
+    """Run a call on fake tensors, and return its ops and casts.
+
+    Args:
+        casts: casts of the operands before the call.
+        enabled: whether autocast is on.
+
+    Returns:
+        (op, dtypes of its results) of every op, and last the dtypes of the call's results; then
+        the first cast of every operand.
+    """
     work: list[Any] = []
-    seen: dict[int, torch.dtype] = {}
+    observed: dict[int, torch.dtype] = {}
 
     def run(operands: list[Tensor]) -> None:
-        operands = [t if d is None else t.to(d) for t, d in zip(operands, casts, strict=True)]
-
-        class Watcher(TorchDispatchMode):
-            def __torch_dispatch__(
-                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:
-                if func in _PRODUCTS and len({t.dtype for t in args if isinstance(t, Tensor)}) > 1:
-                    raise RuntimeError(
-                        f"{func} of several dtypes"
-                    )  # shape functions of torch 2.11 let it pass
-                if (
-                    func is aten._to_copy.default
-                ):  # what autocast's own casts are by the time they come here
-                    position = next((i for i, t in enumerate(operands) if t is args[0]), None)
-                    dtype = (kwargs or {}).get("dtype")
-                    if position is not None and dtype is not None:
-                        seen.setdefault(position, dtype)
-                out = func(*args, **(kwargs or {}))
-                if _dtypes_of(out) and not func.is_view and func not in _MOVES:
-                    work.append((func, _dtypes_of(out)))  # order counts, shapes do not
-                return out
-
-        with state.region(enabled), Watcher():
-            work.append(_dtypes_of(call.call(*operands)))
+        cast_operands = []
+        for operand, dtype in zip(operands, casts, strict=True):
+            cast_operands.append(operand if dtype is None else operand.to(dtype))
+        watcher = _Watcher(cast_operands)
+        with state.region(enabled), watcher:
+            result = call.call(*cast_operands)
+        work.extend([*watcher.work, _dtypes_of(result)])
+        observed.update(watcher.casts)
 
     run_fake(call, run, state.device_type)
-    return work, tuple(map(seen.get, range(len(call.operands))))
+    return work, tuple(map(observed.get, range(len(call.operands))))
 
 
-def _dtypes_of(out: Any) -> list[torch.dtype]:
-    return [
-        t.dtype for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)
-    ]
+def _dtypes_of(values: Any) -> list[torch.dtype]:
+    """Return the dtypes of a tensor, or of the tensors in a tuple or list."""
+    items = values if isinstance(values, tuple | list) else [values]
+    return [item.dtype for item in items if isinstance(item, Tensor)]
 
 
-_AUTOCAST_INSIDE = ("alpa", FUNCTIONS)  # their ops run under their call's autocast
+# Namespaces of ops that run under the autocast of their call.
+_AUTOCAST_INSIDE = ("alpa", FUNCTIONS)
 
 
 class Autocast:
-    """Open autocast regions of the walk, innermost last, and the parameters already cast in the
-    outermost.
+    """The open autocast regions of the walk, and the parameters that have been cast in them.
 
     Args:
         parameters: value indices of the parameters; filled while the inputs are added.
     """
 
     def __init__(self, builder: Builder, device_type: str, parameters: set[int]) -> None:
-        self.builder, self.device_type, self.parameters = builder, device_type, parameters
-        self._regions: list[tuple[fx.Node, AutocastState | None]] = []  # None: switched off
+        self.builder = builder
+        self.device_type = device_type
+        self.parameters = parameters
+
+        # (node that opened it, its state or None if it switches autocast off), innermost last.
+        self._regions: list[tuple[fx.Node, AutocastState | None]] = []
+
+        # (value index, dtype) -> the cast, in the outermost region.
         self._cast_parameters: dict[tuple[int, torch.dtype], ValueRef] = {}
 
     @property
     def state(self) -> AutocastState | None:
-        """The innermost open region, None outside of all."""
+        """The innermost open region; None outside of all, or if autocast is off."""
         return self._regions[-1][1] if self._regions else None
 
     def enter(self, node: fx.Node) -> None:
-        """A region opens: `node` is the call of _enter_autocast."""
+        """Open a region. `node` is the call of _enter_autocast.
+
+        Raises:
+            CaptureError: it is for another device type than the module's.
+        """
         arguments: Any = node.args
         device_type, dtype, enabled = arguments[:3]
         on_capture_device = device_type == self.device_type
@@ -182,23 +260,32 @@ class Autocast:
         self._regions.append((node, state))
 
     def exit(self, node: Any) -> None:
-        """The region that `node` opened ends."""
-        self._regions = [r for r in self._regions if r[0] is not node]
+        """Close the region that `node` opened."""
+        self._regions = [region for region in self._regions if region[0] is not node]
         if not self._regions:
             self._cast_parameters.clear()
 
     def operands(
         self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with the casts that the open region makes of them."""
+        """Return an op's arguments with the casts of the open region.
+
+        The casts are added to the graph.
+
+        Raises:
+            CaptureError: casts of operands cannot give autocast's result.
+        """
         state = self.state
-        # Without a policy of its own, autocast may treat the ops that it is made of.
-        composite = target.has_kernel_for_dispatch_key(
+        if state is None:
+            return args, kwargs
+        # Autocast may have policies for the ops inside an op.
+        is_composite = target.has_kernel_for_dispatch_key(
             torch._C.DispatchKey.CompositeImplicitAutograd
         )
-        composite = composite and target.namespace not in _AUTOCAST_INSIDE
-        if state is None or not (composite or has_policy(target, self.device_type)):
+        may_cast_inside = is_composite and target.namespace not in _AUTOCAST_INSIDE
+        if not may_cast_inside and not has_policy(target, self.device_type):
             return args, kwargs
+
         call, operands = self.builder.call_of(target, args, kwargs)
         if not operands:
             return args, kwargs
@@ -209,46 +296,45 @@ class Autocast:
                 " only on cast operands",
                 "call it under torch.autocast(..., enabled=False), with operands of one dtype",
             )
-        dtypes, given = done
-        if given is not None:
-            place = next(
-                (i for i, a in enumerate(target._schema.arguments) if a.name == "dtype"), None
-            )
-            if place is not None and place < len(args):
-                return (*args[:place], given, *args[place + 1 :]), kwargs
-            if place is not None:
-                return args, kwargs | {"dtype": given}
-            dtypes = tuple(
-                given if m.dtype.is_floating_point else None for m in call.operands
-            )  # norm
-        rest = iter(
-            [v if d is None else self._cast(v, d) for v, d in zip(operands, dtypes, strict=True)]
-        )
-        return map_refs(
-            (args, dict(sorted(kwargs.items()))), lambda _: next(rest)
-        )  # in the order of `call_of`
+        casts, dtype_argument = done
+        if dtype_argument is not None:
+            names = [argument.name for argument in target._schema.arguments]
+            position = names.index("dtype") if "dtype" in names else None
+            if position is not None and position < len(args):
+                return (*args[:position], dtype_argument, *args[position + 1 :]), kwargs
+            if position is not None:
+                return args, kwargs | {"dtype": dtype_argument}
+            # Such as norm.
+            casts = _casts_to(dtype_argument, call)
+
+        cast_operands = []
+        for operand, dtype in zip(operands, casts, strict=True):
+            cast_operands.append(operand if dtype is None else self._cast(operand, dtype))
+        # In the order of `call_of`.
+        remaining = iter(cast_operands)
+        return map_refs((args, dict(sorted(kwargs.items()))), lambda _: next(remaining))
 
     def loss_dtype(self, target: OpOverload, args: tuple[Any, ...]) -> torch.dtype | None:
-        """In what a cross entropy sums logarithms of another dtype: on GPUs autocast sees to its
-        nll_loss alone.
+        """Return the dtype in which a cross entropy sums half-precision logarithms under autocast.
 
-        None: in that of its operands when `operands` is done with them.
+        On GPUs autocast has a policy for its nll_loss only. None for any other op or dtype: the sum
+        has the dtype of the operands after `operands`.
         """
-        if (
-            self.state is None
-            or target is not aten.cross_entropy_loss.default
-            or has_policy(target, self.device_type)
-        ):
+        is_cross_entropy = target is aten.cross_entropy_loss.default
+        if self.state is None or not is_cross_entropy:
             return None
-        return (
-            torch.float32
-            if self.builder.meta(args[0]).dtype in (torch.float16, torch.bfloat16)
-            else None
-        )
+        if has_policy(target, self.device_type):
+            return None
+        is_half = self.builder.meta(args[0]).dtype in (torch.float16, torch.bfloat16)
+        return torch.float32 if is_half else None
 
     def _cast(self, ref: ValueRef, dtype: torch.dtype) -> ValueRef:
-        """A cast; parameters are cast once per outermost region, as autocast's own cache does."""
-        if ref.index not in self.parameters:  # autocast's cache holds leaves that require grad only
+        """Return a value cast to `dtype`.
+
+        Parameters are cast once per outermost region, as autocast's cache does: it stores leaves
+        that require grad only.
+        """
+        if ref.index not in self.parameters:
             return self.builder.emit(aten.to.dtype, ref, dtype)
         key = (ref.index, dtype)
         if key not in self._cast_parameters:

@@ -50,18 +50,23 @@ def run_fake(
 
 @lru_cache(maxsize=4096)
 def infer(call: OpCall) -> tuple[OpCall, tuple[int | None, ...]]:
-    """The call with its results, requires_grad included; and the tensor's number of each result,
-    None of others.
+    """Run a call on fake tensors.
+
+    Returns:
+        The call with the metadata of its tensor results, requires_grad included; and, for each item
+        that it returns, its number among the tensors, or None if it is no tensor.
     """
-    out = run_fake(call)
-    returned = list(out) if isinstance(out, tuple | list) else [out]
-    tensors = [item for item in returned if isinstance(item, Tensor)]
-    metas = tuple(
-        TensorMeta(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors
-    )  # strides do not matter
-    number = iter(range(len(tensors)))
-    items = tuple(next(number) if isinstance(item, Tensor) else None for item in returned)
-    return replace(call, results=metas, returns_tuple=isinstance(out, tuple | list)), items
+    returned = run_fake(call)
+    returns_tuple = isinstance(returned, tuple | list)
+    metas: list[TensorMeta] = []
+    numbers: list[int | None] = []
+    for item in returned if returns_tuple else [returned]:
+        if isinstance(item, Tensor):
+            numbers.append(len(metas))
+            metas.append(TensorMeta(tuple(item.shape), item.dtype, item.requires_grad))
+        else:
+            numbers.append(None)
+    return replace(call, results=tuple(metas), returns_tuple=returns_tuple), tuple(numbers)
 
 
 class Builder:
@@ -85,33 +90,35 @@ class Builder:
     def call_of(
         self, target: Any, args: Any, kwargs: dict[str, Any] | None = None
     ) -> tuple[OpCall, list[ValueRef]]:
-        """The OpCall without results, and its operands: equal calls of other tensors are equal
-        OpCalls.
+        """Return a call as an OpCall without results, and its operands.
+
+        Equal calls on other tensors are equal OpCalls.
         """
         operands: list[ValueRef] = []
-        own_args = with_slots(tuple(args), ValueRef, operands)
-        own_kwargs = tuple(
-            (k, with_slots(v, ValueRef, operands)) for k, v in sorted((kwargs or {}).items())
-        )
-        return OpCall(target, own_args, own_kwargs, tuple(map(self.meta, operands)), ()), operands
+        slot_args = with_slots(tuple(args), ValueRef, operands)
+        slot_kwargs = []
+        for name, value in sorted((kwargs or {}).items()):
+            slot_kwargs.append((name, with_slots(value, ValueRef, operands)))
+        metas = tuple(map(self.meta, operands))
+        return OpCall(target, slot_args, tuple(slot_kwargs), metas, ()), operands
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add an op; a ValueRef, or a tuple of ValueRefs and Nones when the op returns a tuple."""
+        """Add an op.
+
+        Returns:
+            A ValueRef; if the op returns a tuple, a tuple of ValueRefs, and None for other items.
+        """
         without_results, operands = self.call_of(target, args, kwargs)
         call, numbers = infer(without_results)
         refs = [self.add_value(meta) for meta in call.results]
-        self.ops.append(
-            Op(
-                "",
-                call,
-                tuple(o.index for o in operands),
-                tuple(r.index for r in refs),
-                self.module,
-                self.source,
-            )
-        )
-        items = tuple(None if i is None else refs[i] for i in numbers)
-        return items if call.returns_tuple else items[0]
+        operand_values = tuple(ref.index for ref in operands)
+        result_values = tuple(ref.index for ref in refs)
+        self.ops.append(Op("", call, operand_values, result_values, self.module, self.source))
+
+        items: list[ValueRef | None] = []
+        for number in numbers:
+            items.append(None if number is None else refs[number])
+        return tuple(items) if call.returns_tuple else items[0]
 
 
 def map_refs(tree: Any, fn: Callable[[ValueRef], Any]) -> Any:
@@ -419,7 +426,9 @@ def new_value(
     Raises:
         CaptureError: for an op that has no form without writing.
     """
-    emit, target, name = builder.emit, write.target, write.name
+    emit = builder.emit
+    target = write.target
+    name = write.name
     if write.is_out:
         overload = _without_writing(target._overloadpacket, target)
         kwargs = {k: v for k, v in kwargs.items() if k != "out"}

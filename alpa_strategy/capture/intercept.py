@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -445,128 +446,141 @@ def _shadowed_metric(
 
 
 def _forbidden_calls(record: Recording, held: Container[int]) -> AbstractContextManager[None]:
-    """Calls whose effect a forward graph cannot hold are refused, instead of being dropped
-    silently.
+    """Return the context that refuses calls whose effect a forward graph cannot have.
 
-    held: ids of objects of which the step is not the only user.
+    Without it, the effect would be lost silently.
+
+    Args:
+        held: ids of objects that are not used by the step alone.
     """
-
-    def refusal(what: str, fix: str) -> Callable[..., NoReturn]:
-        def refuse(*_: Any, **__: Any) -> NoReturn:
-            raise CaptureError(
-                f"{what} is used in the step ({user_frame()}): a captured step cannot keep it", fix
-            )
-
-        return refuse
-
-    def apply_function(cls: type, *args: Any, **_: Any) -> Any:
-        if (
-            cls.__name__ == "CheckpointFunction"
-        ):  # re-entrant checkpointing: it runs the forward without grad
-            refusal(
-                "checkpoint", "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )()
-        tensors = [
-            x
-            for x in pytree.tree_leaves(args)
-            if type(x) is not StepCounter and isinstance(x, Tensor)
-        ]
-        return apply_as_op(cls, *pytree.tree_map(lambda x: as_tensor(x, tensors), args))
-
-    def note_hooks(hooks: Any) -> None:
-        name = type(hooks).__name__
-        what = (
-            "activation checkpointing" if "checkpoint" in name else f"torch.autograd.graph.{name}"
-        )
-        record.note(f"{what} in the module is ignored: the plan decides what is recomputed")
-
-    distribution_init = torch.distributions.Distribution.__init__
-
-    def init_unchecked(self: Any, *args: Any, **kwargs: Any) -> None:
-        record.note(
-            "checks of arguments in torch.distributions are left out: they look at the values of"
-            " tensors"
-        )
-        distribution_init(
-            self, *args[:2], **{**kwargs, "validate_args": False}
-        )  # the third argument is this one
 
     def check_iterator(iterator: Any, *_: Any) -> None:
         if id(iterator) in held:
             refuse_iterator()
 
+    backward_fix = "return the loss: Lightning calls backward"
+    grad_fix = "use a loss without a gradient inside it"
     hooks_fix = "change gradients in on_after_backward"
-    refuse_backward = refusal("backward()", "return the loss: Lightning calls backward")
+    saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
     patches: list[tuple[Any, str, Any]] = [
         (builtins, "next", checked(next, check_iterator)),
-        (torch.distributions.Distribution, "__init__", init_unchecked),
-        (torch.autograd.graph.saved_tensors_hooks, "__enter__", note_hooks),
-        (
-            torch.autograd.graph.saved_tensors_hooks,
-            "__exit__",
-            lambda *_: None,
-        ),  # its __enter__ pushed nothing
-        (torch.autograd.Function, "apply", classmethod(apply_function)),
-        # Which the trace records.
+        (torch.distributions.Distribution, "__init__", _without_argument_checks(record)),
+        (saved_tensors_hooks, "__enter__", _hooks_note(record)),
+        # Its __enter__ has pushed nothing.
+        (saved_tensors_hooks, "__exit__", lambda *_: None),
+        (torch.autograd.Function, "apply", classmethod(_apply_function)),
+        # The trace records no_grad.
         (torch._C, "_InferenceMode", lambda mode: torch.no_grad() if mode else nullcontext()),
-        *(
-            (nn.Module, name, refusal("a module's backward hook", hooks_fix))
-            for name in _BACKWARD_HOOKS
-        ),
-        (Tensor, "register_hook", refusal("Tensor.register_hook", hooks_fix)),
-        (
-            torch.autograd,
-            "grad",
-            refusal("torch.autograd.grad", "use a loss without a gradient inside it"),
-        ),
-        (torch.autograd, "backward", refuse_backward),
-        (Tensor, "backward", refuse_backward),
+        (Tensor, "register_hook", _refusal("Tensor.register_hook", hooks_fix)),
+        (torch.autograd, "grad", _refusal("torch.autograd.grad", grad_fix)),
+        (torch.autograd, "backward", _refusal("backward()", backward_fix)),
+        (Tensor, "backward", _refusal("backward()", backward_fix)),
     ]
+    for name in _BACKWARD_HOOKS:
+        patches.append((nn.Module, name, _refusal("a module's backward hook", hooks_fix)))
     return patched(patches)
 
 
-_BACKWARD_HOOKS = (
-    "_get_backward_hooks",
-    "_get_backward_pre_hooks",
-)  # asked for where there are some
+# Methods that torch calls for modules with backward hooks.
+_BACKWARD_HOOKS = ("_get_backward_hooks", "_get_backward_pre_hooks")
+
+
+def _refusal(what: str, fix: str) -> Callable[..., NoReturn]:
+    """Return a function that raises CaptureError with the user's line."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise CaptureError(
+            f"{what} is used in the step ({user_frame()}): a captured step cannot keep it", fix
+        )
+
+    return refuse
+
+
+def _apply_function(cls: type, *args: Any, **_: Any) -> Any:
+    """`apply` of an autograd.Function in a captured step: it becomes one op."""
+    # Re-entrant checkpointing runs the forward without grad.
+    if cls.__name__ == "CheckpointFunction":
+        fix = "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        _refusal("checkpoint", fix)()
+    tensors = []
+    for leaf in pytree.tree_leaves(args):
+        if type(leaf) is not StepCounter and isinstance(leaf, Tensor):
+            tensors.append(leaf)
+    return apply_as_op(cls, *pytree.tree_map(lambda leaf: as_tensor(leaf, tensors), args))
+
+
+def _hooks_note(record: Recording) -> Callable[[Any], None]:
+    """Return `__enter__` of hooks on saved tensors that only notes that they are ignored."""
+
+    def enter(hooks: Any) -> None:
+        name = type(hooks).__name__
+        what = f"torch.autograd.graph.{name}"
+        if "checkpoint" in name:
+            what = "activation checkpointing"
+        record.note(f"{what} in the module is ignored: the plan decides what is recomputed")
+
+    return enter
+
+
+def _without_argument_checks(record: Recording) -> Callable[..., None]:
+    """Return `__init__` of a torch.distributions.Distribution that does not check its arguments."""
+    original = torch.distributions.Distribution.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        record.note(
+            "checks of arguments in torch.distributions are left out: they look at the values of"
+            " tensors"
+        )
+        # `validate_args` is the third argument.
+        original(self, *args[:2], **{**kwargs, "validate_args": False})
+
+    return init
+
+
+# Namespaces of collective ops.
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+
+# Parts of the names of collectives and messages: `all_reduce`, `batch_isend_irecv`,
+# `monitored_barrier`, `reduce_scatter_tensor`.
 _KINDS = ("all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")
 
 
 def refuse(what: str, where: str | None = None) -> NoReturn:
-    """CaptureError about a call of the user's line, `where` it is if not in the running stack."""
+    """Raise CaptureError about a collective.
+
+    Args:
+        what: its name.
+        where: the user's line, if it is not in the running stack.
+    """
     raise CaptureError(
         f"{what} is called in the step ({where or user_frame()}): the captured step computes on the"
-        " rows of all ranks "
-        "together, as one device would",
+        " rows of all ranks together, as one device would",
         "leave the call out: tensors have all rows, and means and sums are over all of them (in a"
-        " contrastive loss "
-        "`z @ z.T` has every negative, and the labels are `arange(len(z))`); what is for your own"
-        " eyes can be "
-        "communicated in a hook such as on_train_batch_end",
+        " contrastive loss `z @ z.T` has every negative, and the labels are `arange(len(z))`); what"
+        " is for your own eyes can be communicated in a hook such as on_train_batch_end",
     )
 
 
 def collectives_refused() -> AbstractContextManager[None]:
-    """Calls of torch.distributed by this thread are refused while the block runs."""
-    refusals = [
-        (
-            module,
-            name,
-            checked(value, lambda *_, what=f"torch.distributed's {name}", **__: refuse(what)),
-        )
-        for module in (dist, functional)
-        for name, value in vars(module).items()
-        # A collective or a message: `all_reduce`, `batch_isend_irecv`, `monitored_barrier`,
-        # `reduce_scatter_tensor`.
-        if type(value) is FunctionType and name[0] != "_" and any(kind in name for kind in _KINDS)
-    ]
-    return patched(refusals)
+    """Return the context that refuses calls of torch.distributed by this thread."""
+    patches = []
+    for module in (dist, functional):
+        for name, function in vars(module).items():
+            is_public = type(function) is FunctionType and name[0] != "_"
+            if is_public and any(kind in name for kind in _KINDS):
+                refusal = partial(_refuse_collective, f"torch.distributed's {name}")
+                patches.append((module, name, checked(function, refusal)))
+    return patched(patches)
+
+
+def _refuse_collective(what: str, *_: Any, **__: Any) -> NoReturn:
+    refuse(what)
 
 
 def check_no_collectives(graph: fx.Graph, origins: Mapping[fx.Node, tuple[str, str]]) -> None:
-    """CaptureError when one was reached under another name (`from torch.distributed import
-    all_reduce`).
+    """Raise CaptureError if the graph has a collective.
+
+    It was called by another name (`from torch.distributed import all_reduce`).
     """
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _NAMESPACES:

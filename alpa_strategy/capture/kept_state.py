@@ -1,7 +1,7 @@
-"""Containers, fields and generators as they were before the step: what of them changed, and how all
-of it is put back.
+"""Snapshots of containers, fields and random generators before the step, to report and undo the
+changes of the step.
 
-A step that is captured runs once: what it changes would be changed once and never again.
+A captured step runs once: without that, its changes would happen once and never again.
 """
 
 import copy
@@ -47,40 +47,56 @@ OfData = Callable[[Tensor], bool]
 
 @dataclass(frozen=True)
 class Kept:
-    """A container as it was before the step."""
+    """A container, and a snapshot of it before the step."""
 
-    place: str  # how messages call it
+    # Its path in messages.
+    place: str
+
     items: Any
-    before: Any  # a copy of `items`
-    is_noticed: bool = True  # whether it is a change of the user's; all is restored
-    attribute: Place | None = None  # where it is an attribute itself
-    is_inside: bool = False  # whether it lies inside of an object, and may be its cache
+
+    # A copy of `items`.
+    before: Any
+
+    # Whether its changes are reported. All are undone.
+    is_noticed: bool = True
+
+    # Its location, if it is an attribute.
+    attribute: Place | None = None
+
+    # Whether it is inside an object, and may be its cache.
+    is_inside: bool = False
 
     def came(self) -> list[Any] | None:
-        """What it holds now (values of a dict) after all that it held; None where that is not as it
-        was.
+        """Return the items (values of a dict) that were appended; None for any other change.
 
-        Objects count, not whether they are equal (tensors do not compare), and their order
+        Items are compared by identity, as tensors have no equality, and their order counts
         (`move_to_end`).
         """
-        old, new = self.before, _raw(self.items)
+        old = self.before
+        new = _raw(self.items)
         if isinstance(old, set):
             return list(new - old) if old <= new else None
-        is_dict = isinstance(old, dict)
-        items, kept = (tuple(each.items() if is_dict else each) for each in (new, old))
-        return (
-            list(new.values() if is_dict else new)[len(old) :]
-            if _is_same(items[: len(old)], kept)
-            else None
-        )
+        if isinstance(old, dict):
+            old_items = tuple(old.items())
+            new_items = tuple(new.items())
+            values = list(new.values())
+        else:
+            old_items = tuple(old)
+            new_items = tuple(new)
+            values = list(new)
+        if not _is_same(new_items[: len(old)], old_items):
+            return None
+        return values[len(old) :]
 
     def differs(self) -> bool:
+        """Whether it has changed."""
         return self.came() != []
 
     def changes(self, of_data: OfData = lambda _: False) -> dict[str, Any]:
-        """What changed, as messages call it, as it is now.
+        """Return path in messages -> current value, of everything that changed.
 
-        of_data: whether a tensor was made of the batch or of parameters.
+        Args:
+            of_data: whether a tensor was made of the batch or of parameters.
         """
         if not self.is_noticed or not self.differs():
             return {}
@@ -88,72 +104,75 @@ class Kept:
         return {} if is_cache else {self.place: self.items}
 
     def _is_filled_cache(self, of_data: OfData) -> bool:
-        """Whether nothing came but new entries of a dict or a set that are the same at every step,
-        and no numbers: these fill themselves again.
+        """Whether the only change are new entries of a dict or a set that are no numbers and the
+        same at every step: a cache fills itself again.
         """
-        came = self.came() if isinstance(self.items, dict | set) else None
-        if came is None:
+        added = self.came() if isinstance(self.items, dict | set) else None
+        if added is None:
             return False
-        held = list(_held_in(came))
-        if any(type(each) in (int, float) for each in came):
+        if any(type(item) in (int, float) for item in added):
             return False
-        return not any(isinstance(each, Tensor) and of_data(each) for each in held)
+        tensors = [value for value in _values_in(added) if isinstance(value, Tensor)]
+        return not any(map(of_data, tensors))
 
     def restore(self) -> None:
-        """Let it hold what it did."""
-        if self.differs():  # else another thread may be reading it
-            self.items.clear()
-            if isinstance(self.items, dict):
-                for name, value in self.before.items():
-                    put(self.items, name, value)
-            elif isinstance(self.items, set):
-                self.items.update(self.before)
-            else:
-                self.items.extend(self.before)
+        """Undo the changes."""
+        # Another thread may be reading an unchanged one.
+        if not self.differs():
+            return
+        self.items.clear()
+        if isinstance(self.items, dict):
+            for name, value in self.before.items():
+                put(self.items, name, value)
+        elif isinstance(self.items, set):
+            self.items.update(self.before)
+        else:
+            self.items.extend(self.before)
 
 
 @dataclass(frozen=True)
 class KeptNames(Kept):
-    """The attributes of a module or another object, or the globals of a file: each name counts by
-    itself.
+    """The attributes of a module or another object, or the globals of a file, name by name.
 
-    Names that begin with two underscores do not (torch's `__dynamo_disable`), nor those in
-    `skipped`, nor imports.
+    Names that begin with two underscores (torch's `__dynamo_disable`) and imports are ignored.
     """
 
-    owner: Any = None  # whose attributes they are
+    # The object that has the attributes; None for globals.
+    owner: Any = None
+
+    # Names that are ignored.
     skipped: frozenset[str] = frozenset()
-    own: frozenset[str] = frozenset()  # names that are restored, but not the user's
-    counted: frozenset[str] | None = None  # the names that count at all; None: every one
+
+    # Names whose changes are undone, but not reported.
+    own: frozenset[str] = frozenset()
+
+    # The only names that are not ignored; None: all.
+    counted: frozenset[str] | None = None
 
     def _changed(self) -> list[str]:
-        names = [
-            name
-            for name in changed_names(self.items, self.before)
-            if name not in self.skipped and (self.counted is None or name in self.counted)
-        ]
-        return [
-            n
-            for n in names
-            if n[:2] != "__" and not isinstance(self.items.get(n), types.ModuleType)
-        ]
+        """Return the names whose values have changed."""
+        names = []
+        for name in changed_names(self.items, self.before):
+            is_ignored = name in self.skipped or name[:2] == "__"
+            is_counted = self.counted is None or name in self.counted
+            is_import = isinstance(self.items.get(name), types.ModuleType)
+            if is_counted and not is_ignored and not is_import:
+                names.append(name)
+        return names
 
     @override
     def changes(self, of_data: OfData = lambda _: False) -> dict[str, Any]:
-        # A cached_property that was not there before fills itself again.
-        held = [(n, getattr(type(self.owner), str(n), None)) for n in self._changed()]
-        changed = [
-            n
-            for n, of_class in held
-            if n in self.before or not isinstance(of_class, cached_property)
-        ]
-        counters = {
-            n for n in changed if self.owner is None and type(self.before.get(n)) in (int, float)
-        }
-        counted = [n for n in changed if n not in self.own and (self.is_noticed or n in counters)]
-        return {
-            f"{self.place}.{name}".lstrip("."): self.items.get(name, MISSING) for name in counted
-        }
+        changes = {}
+        for name in self._changed():
+            # A new cached_property is filled again.
+            of_class = getattr(type(self.owner), str(name), None)
+            if name not in self.before and isinstance(of_class, cached_property):
+                continue
+            is_counter = self.owner is None and type(self.before.get(name)) in (int, float)
+            if name not in self.own and (self.is_noticed or is_counter):
+                label = f"{self.place}.{name}".lstrip(".")
+                changes[label] = self.items.get(name, MISSING)
+        return changes
 
     @override
     def restore(self) -> None:
@@ -162,9 +181,7 @@ class KeptNames(Kept):
 
 
 class KeptHooks(Kept):
-    """The hooks of a module: each counts by itself, as a first call may install some (Hugging
-    Face's do).
-    """
+    """The hooks of a module, one by one: a first call may install some (Hugging Face's do)."""
 
     @override
     def changes(self, of_data: OfData = lambda _: False) -> dict[str, Any]:
@@ -173,7 +190,7 @@ class KeptHooks(Kept):
 
 
 class KeptAttributes(Kept):
-    """A class, an object with slots, or the variable of a closure; `before`: its attributes."""
+    """A class, an object with slots, or the variable of a closure. `before` has its attributes."""
 
     @override
     def differs(self) -> bool:
@@ -182,12 +199,14 @@ class KeptAttributes(Kept):
     @override
     def restore(self) -> None:
         for name in changed_names(_attributes_of(self.items), self.before):
-            setattr(self.items, name, self.before[name]) if name in self.before else delattr(
-                self.items, name
-            )
+            if name in self.before:
+                setattr(self.items, name, self.before[name])
+            else:
+                delattr(self.items, name)
 
 
 def _attributes_of(owner: Any) -> dict[str, Any]:
+    """Return the attributes of a class, a closure's variable or an object with slots."""
     if isinstance(owner, type):
         return {
             name: value
@@ -202,15 +221,15 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
 
 
 class KeptState(Kept):
-    """A generator of random numbers, of Python, NumPy or torch, or a small array; `before` is its
-    `state_of`.
+    """A random generator of Python, NumPy or torch, or a small array.
+
+    `before` is its `state_of`.
     """
 
     @override
     def differs(self) -> bool:
-        return pickle.dumps(self.before) != pickle.dumps(
-            state_of(self.items)
-        )  # arrays do not compare
+        # As pickles, because arrays compare element by element.
+        return pickle.dumps(self.before) != pickle.dumps(state_of(self.items))
 
     @override
     def restore(self) -> None:
@@ -227,6 +246,7 @@ class KeptState(Kept):
 
 
 def state_of(value: Any) -> Any:
+    """Return a copy of the state of a random generator or an array."""
     if isinstance(value, (np.ndarray, Tensor, *ARRAYS)):
         return value.clone() if isinstance(value, Tensor) else copy.copy(value)
     if isinstance(value, SHARED):
@@ -236,20 +256,22 @@ def state_of(value: Any) -> Any:
 
 @contextmanager
 def restored(kept: Iterable[Kept], of_data: OfData = lambda _: False) -> Iterator[dict[str, Any]]:
-    """All is afterwards what it was; the block is given a dict, in which then stands what had
-    changed. of_data: see `Kept.changes`.
+    """Undo all changes of the block. At its end, the yielded dict gets them.
+
+    Args:
+        of_data: as of `Kept.changes`.
     """
     changed: dict[str, Any] = {}
     try:
         yield changed
     finally:
-        for each in kept:
-            changed |= each.changes(of_data)
-            each.restore()
+        for snapshot in kept:
+            changed |= snapshot.changes(of_data)
+            snapshot.restore()
 
 
-def _held_in(value: Any, depth: int = 0) -> Iterator[Any]:
-    """What lies in containers and in the fields of the user's objects, and these themselves."""
+def _values_in(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield a value, and everything in it if it is a container or an object of the user's."""
     yield value
     if depth == MAX_DEPTH:
         return
@@ -260,32 +282,39 @@ def _held_in(value: Any, depth: int = 0) -> Iterator[Any]:
         inner = value
     elif is_user_class(type(value)) and has_fields(value):
         inner = vars(value).values()
-    for each in inner:
-        yield from _held_in(each, depth + 1)
+    for item in inner:
+        yield from _values_in(item, depth + 1)
 
 
 def _raw(value: Any) -> Any:
-    """A container; a dict as what lies in it: a subclass may answer something else (transformers'
-    ACT2FN).
+    """Return a container, a dict with its stored items.
+
+    Methods of a dict's subclass may return others (transformers' ACT2FN).
     """
     return dict(dict_of(value).items(value)) if isinstance(value, dict) else value
 
 
 def changed_names(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> list[Any]:
-    """Names that have another object now, or none, or did not have one. Equal numbers, texts and
-    sizes are the same.
+    """Return the keys that were added, removed, or have another object now.
+
+    Equal numbers, texts and sizes are the same object.
     """
-    return [
-        name
-        for name in {**old, **new}
-        if not _is_same(new.get(name, MISSING), old.get(name, MISSING))
-    ]
+    names = []
+    for name in {**old, **new}:
+        if not _is_same(new.get(name, MISSING), old.get(name, MISSING)):
+            names.append(name)
+    return names
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and type(one) is type(other):
+    """Whether two values are the same object, or equal plain values, or tuples of such."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
         return len(one) == len(other) and all(map(_is_same, one, other))
-    return one is other or (type(one) is type(other) and type(one) in PLAIN and one == other)
+    return type(one) in PLAIN and bool(one == other)
 
 
 def kept_in(
@@ -296,97 +325,120 @@ def kept_in(
     is_noticed: bool = True,
     named: Collection[str] = (),
 ) -> Iterator[Kept]:
-    """What is to be kept of what lies at `place`: its fields, its containers, its generators of
-    random numbers, and those inside them, each once.
+    """Yield snapshots of a value and of everything in it, each object once.
 
-    Objects of libraries are not walked through: of a Trainer, a strategy, a logger, a lock or a
-    queue nothing is kept, whoever holds it, and of an installed package's object its own fields
-    only. Other threads work on what lies deeper.
+    These are fields, containers, random generators and small arrays.
+
+    Objects of libraries are not searched: a Trainer, a strategy, a logger, a lock or a queue has no
+    snapshot, and an installed package's object only one of its direct fields. Other threads may use
+    deeper ones.
 
     Args:
-        value: what lies there.
-        place: how messages call it.
-        seen: gets the ids of what is kept, and those of iterators, whose state cannot be kept.
-        attribute: of the module, where the value is one.
-        is_noticed: whether a change is one of the user's; all is restored.
-        named: attributes that the reached code names, which count in objects that are a library's
-            by descent (a thread of the user's class).
+        place: the value's path in messages.
+        seen: gets the ids of the objects with snapshots, and those of iterators, whose state cannot
+            be copied.
+        attribute: location of the value, if it is an attribute of the module.
+        is_noticed: whether changes are reported. All are undone.
+        named: attributes in the code that the step reaches. Of objects whose class inherits from a
+            library's (a thread of the user's class), only these are included.
     """
-    waiting: list[_Item] = [_Item(value, (), False, False)]
+    waiting = [_Item(value, (), False, False)]
     while waiting:
         item = waiting.pop()
         value = _behind(item.value)
-        kind = type(value)
-        if id(value) in seen or kind in PLAIN:
+        if id(value) in seen or type(value) in PLAIN:
             continue
-        label, found = place + "".join(f"[{key!r}]" for key in item.keys), list[Kept]()
-        container = next((each for each in CONTAINERS if isinstance(value, each)), None)
+        label = place + "".join(f"[{key!r}]" for key in item.keys)
         is_shallow = len(item.keys) < MAX_DEPTH
+
+        snapshots: list[Kept] = []
         if isinstance(value, WITH_STATE) or _is_small_array(value):
-            found.append(KeptState(label, value, state_of(value), is_noticed))
-        elif (access := _access(value)) is not _Access.NONE and not item.of_library and is_shallow:
-            fields = vars(value)
-            by_name = frozenset(named) if access is _Access.NAMED else None
-            found.append(
-                KeptNames(label, fields, dict(fields), is_noticed, owner=value, counted=by_name)
-            )
-            counted = fields if by_name is None else fields.keys() & by_name
-            of_library = access is _Access.OWN_FIELDS
-            waiting += [
-                _Item(fields[name], (*item.keys, name), True, of_library) for name in counted
-            ]
-            if access is _Access.ALL and is_own_class(kind):
-                waiting.append(_Item(kind, (*item.keys, kind.__name__), False, False))
-        elif _has_attributes(value) and is_shallow:
+            snapshots.append(KeptState(label, value, state_of(value), is_noticed))
+        elif is_shallow and not item.of_library and _access(value) is not _Access.NONE:
+            snapshots.append(_fields_snapshot(value, label, is_noticed, named))
+            waiting += _items_in_fields(value, item.keys, named)
+        elif is_shallow and _has_attributes(value):
             attributes = _attributes_of(value)
-            found.append(KeptAttributes(label, value, attributes, is_noticed))
-            waiting += [
-                _Item(held, (*item.keys, name), not isinstance(value, type), False)
-                for name, held in attributes.items()
-                if not isinstance(held, _DEFINITIONS) or is_own_class(held)
-            ]
-            if isinstance(value, type):
-                bases = filter(is_own_class, (*value.__mro__[1:], type(value)))
-                waiting += [
-                    _Item(base, (*item.keys, base.__name__), False, False) for base in bases
-                ]
+            snapshots.append(KeptAttributes(label, value, attributes, is_noticed))
+            waiting += _items_in_attributes(value, item.keys, attributes)
+
+        container = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
         if container is not None:
-            place_itself = None if item.keys else attribute
-            found.append(
-                Kept(label, value, container(_raw(value)), is_noticed, place_itself, item.is_inside)
-            )
-        if found or isinstance(value, Iterator):
+            location = None if item.keys else attribute
+            before = container(_raw(value))
+            snapshots.append(Kept(label, value, before, is_noticed, location, item.is_inside))
+        if snapshots or isinstance(value, Iterator):
             seen.add(id(value))
-            yield from found
+            yield from snapshots
+
         has_items = isinstance(value, list | dict | deque | tuple) and len(value) <= MAX_ITEMS
         if has_items and is_shallow:
-            items = value.items() if container is dict else enumerate(value)
-            waiting += [
-                _Item(held, (*item.keys, key), item.is_inside, item.of_library)
-                for key, held in items
-            ]
+            inner = value.items() if container is dict else enumerate(value)
+            for key, held in inner:
+                waiting.append(_Item(held, (*item.keys, key), item.is_inside, item.of_library))
 
 
 @dataclass(frozen=True)
 class _Item:
-    """Something that `kept_in` has yet to look at."""
+    """An object that `kept_in` has not searched yet."""
 
     value: Any
-    keys: tuple[Any, ...]  # the way to it
-    is_inside: bool  # whether it lies inside of an object
-    of_library: bool  # whether that is an object of an installed package
+
+    # The keys and attributes that lead to it.
+    keys: tuple[Any, ...]
+
+    # Whether it is inside an object.
+    is_inside: bool
+
+    # Whether that is an object of an installed package.
+    of_library: bool
 
 
 class _Access(Enum):
-    """Which of an object's fields are kept."""
+    """Which of an object's fields have snapshots."""
 
     ALL = 1
-    OWN_FIELDS = 2  # not those of the objects in them
-    NAMED = 3  # those that the reached code names
+    # Without those of the objects in them.
+    OWN_FIELDS = 2
+    # Those in the code that the step reaches.
+    NAMED = 3
     NONE = 4
 
 
+def _fields_snapshot(value: Any, label: str, is_noticed: bool, named: Collection[str]) -> KeptNames:
+    """Return the snapshot of an object's fields. Args: as of `kept_in`."""
+    fields = vars(value)
+    counted = frozenset(named) if _access(value) is _Access.NAMED else None
+    return KeptNames(label, fields, dict(fields), is_noticed, owner=value, counted=counted)
+
+
+def _items_in_fields(value: Any, keys: tuple[Any, ...], named: Collection[str]) -> Iterator[_Item]:
+    """Yield what `kept_in` has to search in an object's fields, and its class."""
+    access = _access(value)
+    fields = vars(value)
+    names = fields.keys() & frozenset(named) if access is _Access.NAMED else fields
+    for name in names:
+        yield _Item(fields[name], (*keys, name), True, access is _Access.OWN_FIELDS)
+    kind = type(value)
+    if access is _Access.ALL and is_own_class(kind):
+        yield _Item(kind, (*keys, kind.__name__), False, False)
+
+
+def _items_in_attributes(
+    value: Any, keys: tuple[Any, ...], attributes: dict[str, Any]
+) -> Iterator[_Item]:
+    """Yield what `kept_in` has to search in `attributes`, and the bases of a class."""
+    is_class = isinstance(value, type)
+    for name, attribute in attributes.items():
+        if not isinstance(attribute, _DEFINITIONS) or is_own_class(attribute):
+            yield _Item(attribute, (*keys, name), not is_class, False)
+    if is_class:
+        for base in filter(is_own_class, (*value.__mro__[1:], type(value))):
+            yield _Item(base, (*keys, base.__name__), False, False)
+
+
 def _access(value: Any) -> _Access:
+    """Return which of an object's fields have snapshots."""
     kind: Any = type(value)
     if isinstance(value, (types.FunctionType, nn.Module, *RECORDS)):
         return _Access.ALL
@@ -398,7 +450,7 @@ def _access(value: Any) -> _Access:
 
 
 def _behind(value: Any) -> Any:
-    """What holds the state of a value that only stands before it."""
+    """Return the object that has the state of a wrapper; any other value unchanged."""
     if isinstance(value, np.random.Generator):
         return value.bit_generator
     if isinstance(value, SynchronizedBase):
@@ -423,7 +475,7 @@ def _has_attributes(value: Any) -> bool:
     return is_user_class(kind) and not isinstance(value, tuple) and not has_fields(value)
 
 
-# What a class holds beside state.
+# Members of a class that are no state.
 _DEFINITIONS = (
     types.FunctionType,
     classmethod,

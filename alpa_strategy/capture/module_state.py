@@ -1,5 +1,5 @@
-"""Attributes of the module tree that the step sets or changes: refused and put back, unless it is
-what a first call does once.
+"""Refuse and undo changes that the step makes to attributes of the module, unless they are an
+initialization in the first call.
 """
 
 import types
@@ -25,14 +25,18 @@ _MEMBERS = ("_parameters", "_buffers", "_modules")
 
 
 def _class_values(kind: type) -> dict[str, Any]:
-    """By name, what the user's classes of a module hold beside functions."""
-    bases = (
-        base
-        for base in reversed(kind.__mro__)
-        if not base.__module__.startswith((*LIBRARIES, "builtins", "abc"))
-    )
-    values = ((k, v) for base in bases for k, v in vars(base).items() if not k.startswith("__"))
-    return {k: v for k, v in values if not isinstance(v, types.FunctionType)}
+    """Return the attributes of a module's class and its bases by name, without functions.
+
+    Only the user's classes count.
+    """
+    values = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.startswith((*LIBRARIES, "builtins", "abc")):
+            continue
+        for name, value in vars(base).items():
+            if not name.startswith("__") and not isinstance(value, types.FunctionType):
+                values[name] = value
+    return values
 
 
 @contextmanager
@@ -43,89 +47,122 @@ def attributes_kept(
     seen: set[int],
     of_data: OfData = lambda _: False,
 ) -> Iterator[None]:
-    """Restore the plain attributes of all submodules; refuse a step that changed any: it would not
-    happen again.
+    """Undo changes of attributes of all submodules, and refuse a step that makes any.
 
-    Containers that are attributes count too, with those inside them, and fields of objects. Where
-    the step stored nothing but numbers, texts, flags and hooks, these go to `stored` instead, by
-    dotted name: it may be what a first call does once (`initialized`). Lists of the module that
-    only grew go to `appended`, what is found to `seen`. of_data: see `Kept.changes`.
+    Captured, the step would not repeat them. Containers and objects in attributes are included,
+    with everything in them.
+
+    Args:
+        stored: gets label -> (namespace, name, value) of new numbers, texts, flags and hooks, if
+            there are no other changes: they may be an initialization (`initialized`).
+        appended: gets the locations of lists to which the step only appended.
+        seen: gets the ids of the objects that are restored.
+        of_data: as of `Kept.changes`.
+
+    Raises:
+        CaptureError: the step makes other changes.
     """
-    # What Lightning and nn.Module keep for themselves changes in every step.
+    # These attributes of Lightning and nn.Module change in every step.
     framework = framework_attributes() - {"_hparams", "training"}
-    metrics = {id(m) for _, root in outermost_metrics(module) for m in root.modules()}
-    kept: list[Kept] = []
-    seen |= set(
-        map(id, module.modules())
-    )  # others, in lists and objects, are looked at as objects are
+    metrics: set[int] = set()
+    for _, root in outermost_metrics(module):
+        metrics.update(map(id, root.modules()))
+
+    # Modules that are no submodules, in lists and objects, are searched like other objects.
+    seen |= set(map(id, module.modules()))
+    snapshots: list[Kept] = []
     for path, child in module.named_modules():
         if id(child) not in metrics:
-            before = {name: value for name, value in vars(child).items() if name not in framework}
-            # Those of torch.nn are its own business but for new ones: RNNs keep their weights in a
-            # list.
-            is_torch = type(child).__module__.startswith("torch.nn.")
-            own = frozenset(before if is_torch else ()) - {"training"}
-            kept.append(
-                KeptNames(path, vars(child), before, owner=child, skipped=framework, own=own)
-            )
-            # Layers and buffers that a first call would install: with them goes a flag, which is
-            # put back.
-            held = {n: v for n, v in vars(child).items() if isinstance(v, dict)}
-            kept += [
-                Kept(f"{path}.{n}".lstrip("."), v, dict(v))
-                for n, v in held.items()
-                if n in _MEMBERS
-            ]
-            kept += [
-                KeptHooks(f"{path}.{n}".lstrip("."), v, dict(v))
-                for n, v in held.items()
-                if n[:9] == "_forward_"
-            ]
-            for name, value in {**_class_values(type(child)), **before}.items():
-                place = Place(path, name)
-                kept += kept_in(value, place.attribute, seen, place, is_noticed=not is_torch)
+            snapshots += _snapshots_of(path, child, framework, seen)
     try:
         yield
     finally:
-        changed: dict[str, Any] = {}
-        may_be_first: dict[str, tuple[dict[str, Any], str, Any]] = {}
-        for each in kept:
-            if (
-                each.is_noticed
-                and each.attribute is not None
-                and type(each.items) is list
-                and each.came()
-            ):
-                appended.append(each.attribute)
-            elif own_changes := each.changes(of_data):
-                changed |= own_changes
-                for name, value in (
-                    each.items.items() if isinstance(each, KeptNames | KeptHooks) else ()
-                ):
-                    if isinstance(each, KeptHooks) or is_plain(value):
-                        may_be_first[f"{each.place}.{name}".lstrip(".")] = each.items, name, value
-            each.restore()
-    if not changed.keys() <= may_be_first.keys():
-        raise changed_attributes(changed)
-    stored |= {label: may_be_first[label] for label in changed}
+        changes = _Changes()
+        for snapshot in snapshots:
+            changes.add(snapshot, appended, of_data)
+            snapshot.restore()
+    if not changes.changed.keys() <= changes.initial.keys():
+        raise changed_attributes(changes.changed)
+    stored |= {label: changes.initial[label] for label in changes.changed}
+
+
+def _snapshots_of(
+    path: str, module: nn.Module, framework: frozenset[str], seen: set[int]
+) -> Iterator[Kept]:
+    """Yield the snapshots of one module, without its submodules.
+
+    Args:
+        path: of the module.
+        framework: names of attributes that are ignored.
+        seen: as of `kept_in`.
+    """
+    attributes = vars(module)
+    before = {name: value for name, value in attributes.items() if name not in framework}
+    # Attributes of torch.nn's modules are not reported, unless they are new: RNNs cache their
+    # weights in a list.
+    is_torch = type(module).__module__.startswith("torch.nn.")
+    own = frozenset(before if is_torch else ()) - {"training"}
+    yield KeptNames(path, attributes, before, owner=module, skipped=framework, own=own)
+
+    dicts = {name: value for name, value in attributes.items() if isinstance(value, dict)}
+    # A first call may install layers and buffers. Its flag is undone as well.
+    for name, value in dicts.items():
+        if name in _MEMBERS:
+            yield Kept(f"{path}.{name}".lstrip("."), value, dict(value))
+    for name, value in dicts.items():
+        if name.startswith("_forward_"):
+            yield KeptHooks(f"{path}.{name}".lstrip("."), value, dict(value))
+
+    for name, value in {**_class_values(type(module)), **before}.items():
+        place = Place(path, name)
+        yield from kept_in(value, place.attribute, seen, place, is_noticed=not is_torch)
+
+
+class _Changes:
+    """The changes of the step, from snapshots."""
+
+    def __init__(self) -> None:
+        # Label -> new value.
+        self.changed: dict[str, Any] = {}
+
+        # Label -> (namespace, name, value) of values that a first call may set.
+        self.initial: dict[str, tuple[dict[str, Any], str, Any]] = {}
+
+    def add(self, snapshot: Kept, appended: list[Place], of_data: OfData) -> None:
+        """Add the changes of one snapshot; a list that has only grown goes to `appended`."""
+        is_list = snapshot.attribute is not None and type(snapshot.items) is list
+        if snapshot.is_noticed and is_list and snapshot.came():
+            assert snapshot.attribute is not None
+            appended.append(snapshot.attribute)
+            return
+        changes = snapshot.changes(of_data)
+        self.changed |= changes
+        if not changes or not isinstance(snapshot, KeptNames | KeptHooks):
+            return
+        for name, value in snapshot.items.items():
+            if isinstance(snapshot, KeptHooks) or is_plain(value):
+                label = f"{snapshot.place}.{name}".lstrip(".")
+                self.initial[label] = snapshot.items, name, value
 
 
 def changed_attributes(names: Iterable[str]) -> CaptureError:
-    """The error for a step that changes attributes of the module."""
+    """Return the error for a step that changes attributes of the module."""
     return CaptureError(
         f"the step sets or changes attributes of the module ({', '.join(sorted(set(names)))}): a"
-        " captured step "
-        "repeats tensor work only, so this would happen once and never again",
+        " captured step repeats tensor work only, so this would happen once and never again",
         "use self.log or a torchmetrics Metric for values, register_buffer for tensors that change,"
-        " or move it to "
-        "a hook such as on_train_batch_end (the step's returned dict arrives there)",
+        " or move it to a hook such as on_train_batch_end (the step's returned dict arrives there)",
     )
 
 
 @contextmanager
 def initialized(stored: Mapping[str, tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Store what a first call of the step stores; taken back when the block fails: it was no
-    initialization.
+    """Set the attributes that a first call of the step sets, for a block that captures the next.
+
+    If the block fails, it was no initialization, and they are reset.
+
+    Args:
+        stored: label -> (namespace, name, value).
     """
     before = [(fields, name, fields.get(name, MISSING)) for fields, name, _ in stored.values()]
     for fields, name, value in stored.values():

@@ -143,28 +143,31 @@ def _is_container(leaf: Any) -> bool:
 
 
 def _register(kind: Any) -> None:
-    """Make a dataclass or a mapping known to torch."""
+    """Register a dataclass or a mapping as a pytree node."""
     is_record = is_dataclass(kind)
-
-    def items(value: Any) -> dict[Any, Any]:
-        return {f.name: getattr(value, f.name) for f in fields(kind)} if is_record else dict(value)
-
-    def rebuilt(values: Any, names: Any) -> Any:
-        given = dict(zip(names, values, strict=True))
-        if not is_record:
-            return kind(given)
-        made: Any = object.__new__(kind)
-        for name, value in given.items():
-            object.__setattr__(made, name, value)  # also of a frozen one
-        return made
-
     key_of: Any = pytree.GetAttrKey if is_record else pytree.MappingKey
-    pytree.register_pytree_node(
-        kind,
-        lambda value: (list(items(value).values()), tuple(items(value))),
-        rebuilt,
-        flatten_with_keys_fn=lambda value: (
-            [(key_of(n), v) for n, v in items(value).items()],
-            tuple(items(value)),
-        ),
-    )
+
+    def items_of(value: Any) -> dict[Any, Any]:
+        if not is_record:
+            return dict(value)
+        return {field.name: getattr(value, field.name) for field in fields(kind)}
+
+    def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        items = items_of(value)
+        return list(items.values()), tuple(items)
+
+    def flatten_with_keys(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        items = items_of(value)
+        return [(key_of(name), item) for name, item in items.items()], tuple(items)
+
+    def unflatten(values: Any, names: Any) -> Any:
+        items = dict(zip(names, values, strict=True))
+        if not is_record:
+            return kind(items)
+        record: Any = object.__new__(kind)
+        for name, value in items.items():
+            # Works for frozen dataclasses as well.
+            object.__setattr__(record, name, value)
+        return record
+
+    pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)

@@ -19,7 +19,7 @@ import hashlib
 import inspect
 import re
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -274,53 +274,69 @@ _APPLY = vars(torch.autograd.Function)["apply"].__func__  # capture puts its own
 
 @dataclass(frozen=True)
 class _Structure:
-    """What a pytree holds besides tensors."""
+    """A pytree without its tensors."""
 
     spec: pytree.TreeSpec
-    constants: tuple[Any, ...]  # its leaves; a Tensor's place is held by `Tensor` itself
+
+    # Its leaves, with the class `Tensor` in place of each tensor.
+    constants: tuple[Any, ...]
 
     def __hash__(self) -> int:
         return hash(stable_text(self.texts))
 
     @classmethod
     def of(cls, tree: Any) -> "_Structure":
+        """Return the structure of a pytree."""
         leaves, spec = pytree.tree_flatten(tree)
-        return cls(spec, tuple(Tensor if isinstance(x, Tensor) else x for x in leaves))
+        constants: list[Any] = []
+        for leaf in leaves:
+            constants.append(Tensor if isinstance(leaf, Tensor) else leaf)
+        return cls(spec, tuple(constants))
 
     @property
     def texts(self) -> tuple[Any, ...]:
-        """What tells it from others, the same in every process once made a `stable_text`."""
+        """Values whose `stable_text` identifies it in every process."""
         return str(self.spec), self.constants
 
     def filled(self, tensors: Iterable[Tensor]) -> Any:
-        """The pytree with `tensors` in their places."""
-        rest = iter(tensors)
-        return pytree.tree_unflatten(
-            [next(rest) if x is Tensor else x for x in self.constants], self.spec
-        )
+        """Return the pytree with these tensors."""
+        remaining = iter(tensors)
+        leaves = []
+        for constant in self.constants:
+            leaves.append(next(remaining) if constant is Tensor else constant)
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 class _FunctionCall:
-    """A call of `function.apply` that is an op: `run` takes and gives tensors.
+    """A call of `function.apply` as an op on tensors (`run`).
 
     Args:
-        autocast: the one that the call stands in, device and dtype: the op runs under it.
+        function: the autograd.Function.
+        arguments: of the call, without tensors.
+        autocast: device type and dtype of the autocast region around the call, or None. The op runs
+            under it.
     """
 
     def __init__(
         self, function: Any, arguments: _Structure, autocast: tuple[str, torch.dtype] | None
     ) -> None:
-        self.function, self._arguments, self._autocast = function, arguments, autocast
+        self.function = function
+        self._arguments = arguments
+        self._autocast = autocast
         self.op = self._define()
-        self.returned: _Structure  # by the Function in its last run
+
+        # The structure of the Function's result in the last run.
+        self.returned: _Structure
 
     def _define(self) -> OpOverload:
-        """An op for the call, under a name that no other has."""
+        """Define an op for the call, with a unique name."""
         text = stable_text((self.function, *self._arguments.texts, self._autocast))
         stem = re.sub("[^A-Za-z0-9]+", "_", self.function.__qualname__)
         stem += f"_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-        name, number = stem, 1
-        while hasattr(getattr(torch.ops, FUNCTIONS), name):  # other code of the same name and text
+        name = stem
+        number = 1
+        # Other code may have the same name and text.
+        while hasattr(getattr(torch.ops, FUNCTIONS), name):
             number += 1
             name = f"{stem}_{number}"
         _FUNCTION_OPS.define(f"{name}(Tensor[] tensors) -> Tensor[]")
@@ -330,12 +346,16 @@ class _FunctionCall:
         return op
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What the op does; the structure of what the Function returned is known afterwards."""
-        with (
-            nullcontext()
-            if self._autocast is None
-            else torch.autocast(self._autocast[0], dtype=self._autocast[1])
-        ):
+        """Call the Function, and return the tensors of its result. `returned` gets its structure.
+
+        Raises:
+            CaptureError: the Function returns something else than tensors.
+        """
+        context: AbstractContextManager[Any] = nullcontext()
+        if self._autocast is not None:
+            device_type, dtype = self._autocast
+            context = torch.autocast(device_type, dtype=dtype)
+        with context:
             result = _APPLY(self.function, *self._arguments.filled(tensors))
         self.returned = _Structure.of(result)
         if not all(constant is Tensor or constant is None for constant in self.returned.constants):
@@ -347,11 +367,12 @@ class _FunctionCall:
         return [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
 
 
-_call_of = cache(_FunctionCall)  # by function and what it is given
+# (function, arguments, autocast) -> the op; one for each.
+_call_of = cache(_FunctionCall)
 
 
 def apply_as_op(function: Any, *args: Any) -> Any:
-    """What `function.apply(*args)` returns, as one op of the step that is being traced.
+    """Return `function.apply(*args)`, as one op of the step that is being traced.
 
     Raises:
         CaptureError: the Function changes a tensor in place.
@@ -361,9 +382,9 @@ def apply_as_op(function: Any, *args: Any) -> Any:
     if get_proxy_mode() is None or not tensors or function.__module__.startswith("torch._library"):
         return _APPLY(function, *args)
     device = tensors[0].device.type
-    autocast = (
-        (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-    )
+    autocast = None
+    if torch.is_autocast_enabled(device):
+        autocast = (device, torch.get_autocast_dtype(device))
     call = _call_of(function, _Structure.of(args), autocast)
     versions = [tensor._version for tensor in tensors]
     results = call.op(tensors)

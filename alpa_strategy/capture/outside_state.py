@@ -1,10 +1,10 @@
-"""Globals, closures, classes and objects outside of the module that the step's code names: a step
-that changes them is refused, and all is put back.
+"""Refuse and undo changes that the step makes outside of the module: to globals, closures, classes
+and objects that its code names.
 """
 
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -38,83 +38,122 @@ from alpa_strategy.ir import user_code
 def globals_kept(
     module: nn.Module, seen: set[int], of_data: OfData = lambda _: False
 ) -> Iterator[dict[str, dict[str, Any]]]:
-    """Restore the globals (which the block is given, by file) and closures of the methods of the
-    module's classes, and of the functions that they name; caches (`functools.lru_cache`) that were
-    filled, with fake tensors, are emptied.
+    """Undo changes of globals and closures, and refuse a step that makes any.
+
+    They are those of the methods of the module's classes, and of the functions that these name.
+    Caches (`functools.lru_cache`) that the step fills with fake tensors are emptied.
+
+    Yields:
+        Module name -> its globals.
 
     Raises:
-        CaptureError: when the step set a global, or changed a container or an object that globals
-            or closures hold.
+        CaptureError: the step sets a global, or changes a container or an object in globals or
+            closures.
     """
     kinds = user_classes(module)
-    members = [member for kind in kinds for member in vars(kind).values()]
     step: Any = module.training_step
     methods = user_code.reached_functions([step, *_step_methods(kinds)])
-    named = {name for method in methods for name in user_code.code_names(method.__code__)}
+    named: set[str] = set()
+    for method in methods:
+        named.update(user_code.code_names(method.__code__))
     files = _named_files(methods, named)
-    found = [
-        (f"{where}.{name}", name, names[name])
-        for where, names in files.items()
-        for name in sorted(named & names.keys())
-    ]
-    every = [value for names in files.values() for value in names.values()]
-    found += [each for method in methods for each in _held_by(method)]
-    found += [(f"{kind.__module__}.{kind.__name__}", "", kind) for kind in kinds]
-    found += _beside(module, user_code.stored_names(step))
-    own = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
-    # What other packages fill are their caches (einops: a dict of backends).
-    foreign = {where: each for where, each in files.items() if where.partition(".")[0] not in own}
-    installed = {
-        where for where, each in foreign.items() if _is_installed_file(each.get("__file__"))
-    }
-    installed |= {kind.__module__ for kind in kinds if not is_own_class(kind)}
-    kept: list[Kept] = [
-        KeptNames(where, names, dict(names), where not in installed, counted=frozenset(named))
-        for where, names in files.items()
-    ]
-    for place, name, value in found:
+    installed = _installed_modules(module, files, kinds)
+
+    snapshots: list[Kept] = []
+    for path, namespace in files.items():
+        is_noticed = path not in installed
+        counted = frozenset(named)
+        snapshots.append(KeptNames(path, namespace, dict(namespace), is_noticed, counted=counted))
+
+    values = _values_of(files, named)
+    for method in methods:
+        values += _closure_and_defaults(method)
+    values += [(f"{kind.__module__}.{kind.__name__}", "", kind) for kind in kinds]
+    values += _trainer_objects(module, user_code.stored_names(step))
+    for place, name, value in values:
         if _may_change(name, value):
-            where = place.rpartition(".")[0]
-            kept += kept_in(value, place, seen, is_noticed=where not in installed, named=named)
-    cached = [
-        (v, v.cache_info().misses) for v in (*members, *every) if hasattr(type(v), "cache_info")
-    ]
+            is_noticed = place.rpartition(".")[0] not in installed
+            snapshots += kept_in(value, place, seen, is_noticed=is_noticed, named=named)
+
+    caches = _caches(files, kinds)
     try:
-        with restored(kept, of_data) as changed:
+        with restored(snapshots, of_data) as changed:
             yield files
     finally:
-        for function, misses in cached:
-            if function.cache_info().misses != misses:
+        for function, num_misses in caches:
+            if function.cache_info().misses != num_misses:
                 function.cache_clear()
     if changed:
         raise CaptureError(
             f"the step changes variables outside of the module ({', '.join(sorted(changed))}): a"
-            " captured step "
-            "repeats tensor work only, so this would happen once and never again",
+            " captured step repeats tensor work only, so this would happen once and never again",
             "do it before training or in a hook such as on_train_batch_end (the returned dict"
-            " arrives there), or "
-            "use register_buffer for tensors",
+            " arrives there), or use register_buffer for tensors",
         )
 
 
+# (path in messages, name, value)
+_Value = tuple[str, str, Any]
+
+
+def _values_of(files: dict[str, dict[str, Any]], named: Set[str]) -> list[_Value]:
+    """Return the globals called `named`."""
+    values = []
+    for path, namespace in files.items():
+        for name in sorted(named & namespace.keys()):
+            values.append((f"{path}.{name}", name, namespace[name]))
+    return values
+
+
+def _installed_modules(
+    module: nn.Module, files: dict[str, dict[str, Any]], kinds: Iterable[type]
+) -> set[str]:
+    """Return the names of modules of installed packages, other than those of the user's classes.
+
+    They fill caches (einops: a dict of backends), which are no changes of the user's.
+    """
+    own_packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
+    installed = {kind.__module__ for kind in kinds if not is_own_class(kind)}
+    for path, namespace in files.items():
+        is_foreign = path.partition(".")[0] not in own_packages
+        if is_foreign and _is_installed_file(namespace.get("__file__")):
+            installed.add(path)
+    return installed
+
+
+def _caches(files: dict[str, dict[str, Any]], kinds: Iterable[type]) -> list[tuple[Any, int]]:
+    """Return the functions with a `functools` cache, each with its number of misses."""
+    namespaces: list[Mapping[str, Any]] = [vars(kind) for kind in kinds]
+    namespaces += files.values()
+    caches = []
+    for namespace in namespaces:
+        for function in namespace.values():
+            if hasattr(type(function), "cache_info"):
+                caches.append((function, function.cache_info().misses))
+    return caches
+
+
 def _step_methods(kinds: Iterable[type]) -> list[types.FunctionType]:
-    """Methods of the classes of the module tree that a step may call: not Lightning's other hooks,
-    unless the step's code names them.
+    """Return the methods of the module's classes that a step may call.
+
+    Lightning's other hooks are left out. They are reached if the step's code names them.
     """
     hooks = {name for name in dir(LightningModule) if name[:1] != "_"} - {"forward"}
-    return [each for each in functions_in(kinds) if each.__name__ not in hooks]
+    return [function for function in functions_in(kinds) if function.__name__ not in hooks]
 
 
 def _named_files(
     methods: Collection[types.FunctionType], named: Set[str]
 ) -> dict[str, dict[str, Any]]:
-    """Globals by file: those of the methods, and of the user's modules that these name
-    (`meters.ITEMS`).
+    """Return module name -> globals, of the methods and of the user's modules that these name.
+
+    Such as `meters.ITEMS`.
     """
     files = {method.__globals__["__name__"]: method.__globals__ for method in methods}
-    for module in (each for method in methods for each in user_code.imported_in(method)):
-        if not _is_installed_file(module.__file__):
-            files.setdefault(module.__name__, vars(module))
+    for method in methods:
+        for module in user_code.imported_in(method):
+            if not _is_installed_file(module.__file__):
+                files.setdefault(module.__name__, vars(module))
     waiting = list(files.values())
     while waiting:
         names = waiting.pop()
@@ -131,72 +170,86 @@ def _is_installed_file(path: str | None) -> bool:
     return path is not None and user_code.is_installed(path)
 
 
-def _beside(module: nn.Module, sets: Collection[str]) -> Iterator[tuple[str, str, Any]]:
-    """(place, name, value) of the Trainer's callbacks, data module and datasets.
+def _trainer_objects(module: nn.Module, sets: Collection[str]) -> Iterator[_Value]:
+    """Yield the Trainer's callbacks, data module and datasets.
 
-    What threads work on beside the step (a monitor's, a loader's) only where the step sets or
-    fills such attributes.
+    Threads (a monitor, a loader) may use them during the step. So only those are included that have
+    attributes which the step sets or changes.
+
+    Args:
+        sets: names of these attributes.
     """
     trainer: Any = getattr(module, "_trainer", None)
-    found = [("trainer.callbacks", "callback", each) for each in getattr(trainer, "callbacks", ())]
-    found.append(("trainer.datamodule", "datamodule", getattr(trainer, "datamodule", None)))
-    datasets = (getattr(loader, "dataset", None) for loader in loaders_of(trainer))
-    found += [("the dataset", "dataset", each) for each in datasets]
-    yield from (each for each in found if not set(sets).isdisjoint(dir(each[2])))
+    objects = []
+    for callback in getattr(trainer, "callbacks", ()):
+        objects.append(("trainer.callbacks", "callback", callback))
+    objects.append(("trainer.datamodule", "datamodule", getattr(trainer, "datamodule", None)))
+    for loader in loaders_of(trainer):
+        objects.append(("the dataset", "dataset", getattr(loader, "dataset", None)))
+
+    for place, name, value in objects:
+        if not set(sets).isdisjoint(dir(value)):
+            yield place, name, value
 
 
 def loaders_of(trainer: Any) -> list[Any]:
-    """The user's loaders of training batches."""
+    """Return the user's loaders of training batches."""
     combined = getattr(getattr(trainer, "fit_loop", None), "_combined_loader", None)
-    return (
-        [getattr(each, "_loader", each) for each in combined.flattened]
-        if combined is not None
-        else []
-    )
+    if combined is None:
+        return []
+    return [getattr(loader, "_loader", loader) for loader in combined.flattened]
 
 
 def fields_kept(owner: Any, *functions: Any) -> AbstractContextManager[dict[str, Any]]:
-    """An object's fields, what functions name or hold, containers, generators and small tensors in
-    these: afterwards as
-    they were. CaptureError where the functions name an iterator, which cannot go back."""
-    seen, names = set[int](), set[str]()
-    found = [("", "", getattr(owner, "__dict__", {})), ("", "", type(owner))]
+    """Return a context that undoes changes of an object and of values that functions name.
+
+    These are fields, closures, globals, and containers, generators and small tensors in them.
+
+    Raises:
+        CaptureError: the functions name an iterator, whose state cannot be restored.
+    """
+    seen: set[int] = set()
+    names: set[str] = set()
+    values: list[_Value] = [("", "", getattr(owner, "__dict__", {})), ("", "", type(owner))]
     for function in user_code.reached_functions(functions):
         names.update(user_code.code_names(function.__code__))
-        found += [
-            *_held_by(function),
-            *((n, n, v) for n, v in function.__globals__.items() if n in names),
-        ]
-    kept = [each for at, name, v in found if _may_change(name, v) for each in kept_in(v, at, seen)]
-    named = [
-        v
-        for each in kept
-        if isinstance(each.before, dict)
-        for n, v in each.before.items()
-        if n in names
-    ]
-    named += [v for _, _, v in found]
-    if any(isinstance(each, Iterator) for each in named):
+        values += _closure_and_defaults(function)
+        for name, value in function.__globals__.items():
+            if name in names:
+                values.append((name, name, value))
+
+    snapshots: list[Kept] = []
+    for place, name, value in values:
+        if _may_change(name, value):
+            snapshots += kept_in(value, place, seen)
+
+    used: list[Any] = []
+    for snapshot in snapshots:
+        if isinstance(snapshot.before, dict):
+            used += [value for name, value in snapshot.before.items() if name in names]
+    used += [value for _, _, value in values]
+    if any(isinstance(value, Iterator) for value in used):
         raise CaptureError("an iterator cannot go back to where it was")
-    tensors = (
-        each.detach() for each in named if isinstance(each, Tensor) and each.numel() <= MAX_ITEMS
-    )
-    return restored([*kept, *(KeptState("", each, state_of(each)) for each in tensors)])
+
+    for value in used:
+        if isinstance(value, Tensor) and value.numel() <= MAX_ITEMS:
+            tensor = value.detach()
+            snapshots.append(KeptState("", tensor, state_of(tensor)))
+    return restored(snapshots)
 
 
-def _held_by(function: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
-    """(place, name, value) of what a function closes over, and of its defaults."""
+def _closure_and_defaults(function: types.FunctionType) -> Iterator[_Value]:
+    """Yield a function's variables of enclosing functions, and its default arguments."""
     for name, cell in user_code.closure_values(function).items():
-        yield from (
-            (f"{name} of {function.__qualname__}", name, each)
-            for each in (cell, cell.cell_contents)
-        )
-    defaults = (function.__defaults__, function.__kwdefaults__)
-    yield from ((f"defaults of {function.__qualname__}", "defaults", each) for each in defaults)
+        place = f"{name} of {function.__qualname__}"
+        yield place, name, cell
+        yield place, name, cell.cell_contents
+    for defaults in (function.__defaults__, function.__kwdefaults__):
+        yield f"defaults of {function.__qualname__}", "defaults", defaults
 
 
 def _may_change(name: str, value: Any) -> bool:
-    """Not for objects of libraries: a logger, a console."""
+    """Whether a value may be changed by the user's code: not an object of a library, a logger."""
     if name.startswith("__"):
         return False
     is_users = is_user_module(sys.modules.get(type(value).__module__))

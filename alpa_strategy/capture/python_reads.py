@@ -1,12 +1,13 @@
-"""What the step reads in Python's objects, as guards, and numbers among it that change, as inputs
-of the graph.
+"""The values that the step reads in Python's objects: guards on them, and numbers that change as
+inputs of the graph.
 
-The classes of modules, and the user's (a schedule, a data module), note what is read while the step
-is traced: what an object holds changes without a trace in what holds the object, and only what is
-read matters. A number is first captured
-as it is. Once it has changed, the step is captured with a StepCounter in its place: what is
-computed with it is computed at every step, comparisons become guards; where a number is needed at
-once (shapes), the step is for this one.
+While the step is traced, reads of attributes are recorded by the classes of modules and by the
+user's classes (a schedule, a data module). A change inside an object cannot be seen from outside,
+and only values that are read matter.
+
+A number is first a constant of the graph. Once it has changed, the step is captured with a
+StepCounter in its place: computations with it are repeated at every step, comparisons become
+guards. If the number itself is needed (for shapes), the captured step is valid for this one.
 """
 
 import operator
@@ -45,8 +46,9 @@ from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import MISSING, ValueGuard, at_counters
 from alpa_strategy.ir.user_code import is_user_code, names_set_from, user_frame
 
+# (id of an object, attribute name) -> a function that returns the object. It returns None for an
+# object that the step made and that no longer exists.
 Reads = dict[tuple[int, str], Callable[[], Any]]
-"""(id of an object, attribute name) -> the object, None once it is no more: the step made it for itself."""
 
 _BATCH_SIZE = re.compile("^batch_?size$|^bsz?$", re.IGNORECASE)
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -156,184 +158,252 @@ def _watched_classes(module: nn.Module) -> list[type]:
 def attribute_guards(
     module: nn.Module, reads: Reads, appended: Collection[Place]
 ) -> tuple[ValueGuard, ...]:
-    """Guards of the attributes in `reads`; values are those of now.
+    """Return guards on the attributes in `reads`, with their current values.
 
-    Of the modules of torch.nn plain values are guarded (training, p, padding, ...), of Lightning's
-    own attributes
-    `training` and the hyperparameters, of all modules their hooks. Submodules are guarded by
-    identity, parents before children, other objects last. The lists `appended`, and what lies in
-    them, do not matter: they only grow.
+    Of modules of torch.nn, plain values are guarded (training, p, padding, ...); of Lightning's
+    attributes, `training` and the hyperparameters; of all modules, their hooks. Submodules are
+    guarded by identity, parents before children; other objects come last.
+
+    Args:
+        appended: lists to which the step only appends. They and their items are not guarded.
     """
-    found: dict[tuple[int, str], ValueGuard] = {}
-    paths = {id(child): (place, path) for place, (path, child) in enumerate(module.named_modules())}
+    guards: dict[tuple[int, str], ValueGuard] = {}
+    # id of a submodule -> (its number, its path).
+    paths: dict[int, tuple[int, str]] = {}
+    for number, (path, child) in enumerate(module.named_modules()):
+        paths[id(child)] = (number, path)
+
+    def order(key: tuple[int, str]) -> tuple[Any, ...]:
+        identity, name = key
+        return (*paths.get(identity, (len(paths), "")), name, identity)
+
     skipped = python_state.framework_attributes() - {"training"}
-    for identity, name in sorted(
-        reads, key=lambda key: (*paths.get(key[0], (len(paths), "")), key[1], key[0])
-    ):
-        owner, (_, path) = reads[identity, name](), paths.get(identity, (0, None))
+    for identity, name in sorted(reads, key=order):
+        owner = reads[identity, name]()
         if owner is None or python_state.is_metric(owner):
             continue
         if owner is os.environ:
-            found[identity, name] = ValueGuard(
-                f"os.environ[{name!r}]", name, owner, owner.get(name, MISSING)
-            )
+            label = f"os.environ[{name!r}]"
+            guards[identity, name] = ValueGuard(label, name, owner, owner.get(name, MISSING))
             continue
-        label = type(owner).__name__ if path is None else path
-        attributes, is_library = (
-            getattr(owner, "__dict__", {}),
-            type(owner).__module__.startswith(LIBRARIES),
-        )
-        if path is not None and (attributes["_modules"] or (identity, "_modules") in reads):
-            submodules = ValueGuard(
-                f"{path}._modules".lstrip("."), "_modules", attributes, {**attributes["_modules"]}
-            )
-            found.setdefault((identity, "_modules"), submodules)
-        if name in skipped or Place(label, name) in appended:
+
+        prefix = type(owner).__name__
+        if identity in paths:
+            _, prefix = paths[identity]
+            modules = vars(owner)["_modules"]
+            if modules or (identity, "_modules") in reads:
+                label = f"{prefix}._modules".lstrip(".")
+                submodules = ValueGuard(label, "_modules", vars(owner), {**modules})
+                guards.setdefault((identity, "_modules"), submodules)
+
+        if name in skipped or Place(prefix, name) in appended:
             continue
-        # The instance's dict is asked directly: a property or __getattr__ would run the user's
-        # code.
-        value, namespace = attributes.get(name), attributes
-        if name not in attributes:
-            value, namespace = (
-                python_state.class_attribute(type(owner), name),
-                Values(partial(getattr, owner)),
-            )
-            if isinstance(value, types.MemberDescriptorType):  # of `__slots__`
-                value = getattr(owner, name, None)
-            elif not hasattr(type(owner), name) and getattr(owner, name, MISSING) is MISSING:
-                value = MISSING  # `getattr(self, "factor", 1.0)`
-            elif is_library:
-                continue
-            elif type(value) not in (*python_state.PLAIN, list, tuple, dict, set):
-                value, namespace = (
-                    MISSING,
-                    attributes,
-                )  # a method: the object may get one of its own
-        elif is_library and not is_plain(value):
-            continue
-        found[identity, name] = ValueGuard(
-            f"{label}.{name}".lstrip("."), name, namespace, snapshot(value)
-        )
-    fields = [vars(child) for child in module.modules()]
-    held = [each[name] for each in fields for name in MODULE_HOOKS]
-    held += [vars(nn.modules.module)[f"_global{name}"] for name in MODULE_HOOKS]  # of all modules
-    hooks = Values(
-        lambda _: (
-            [dict(each) for each in held if each] + [v["forward"] for v in fields if "forward" in v]
-        )
-    )
-    return (*found.values(), ValueGuard("hooks of modules", "hooks", hooks, hooks.get("hooks")))
+        guard = _attribute_guard(owner, name, f"{prefix}.{name}".lstrip("."))
+        if guard is not None:
+            guards[identity, name] = guard
+    return (*guards.values(), _hooks_guard(module))
+
+
+def _attribute_guard(owner: Any, name: str, label: str) -> ValueGuard | None:
+    """Return the guard on one attribute; None if it needs none.
+
+    The object's dict is read directly: a property or __getattr__ would run the user's code.
+    """
+    attributes = getattr(owner, "__dict__", {})
+    is_library = type(owner).__module__.startswith(LIBRARIES)
+    if name in attributes:
+        value = attributes[name]
+        if is_library and not is_plain(value):
+            return None
+        return ValueGuard(label, name, attributes, snapshot(value))
+
+    namespace = Values(partial(getattr, owner))
+    value = python_state.class_attribute(type(owner), name)
+    # An attribute in `__slots__`.
+    if isinstance(value, types.MemberDescriptorType):
+        return ValueGuard(label, name, namespace, snapshot(getattr(owner, name, None)))
+    # Such as `getattr(self, "factor", 1.0)`.
+    if not hasattr(type(owner), name) and getattr(owner, name, MISSING) is MISSING:
+        return ValueGuard(label, name, namespace, snapshot(MISSING))
+    if is_library:
+        return None
+    # A method: the object may get an attribute of this name.
+    if type(value) not in (*python_state.PLAIN, list, tuple, dict, set):
+        return ValueGuard(label, name, attributes, snapshot(MISSING))
+    return ValueGuard(label, name, namespace, snapshot(value))
+
+
+def _hooks_guard(module: nn.Module) -> ValueGuard:
+    """Return the guard on the hooks and replaced forwards of all submodules, and global hooks."""
+    attributes = [vars(child) for child in module.modules()]
+    hook_dicts = [of_child[name] for of_child in attributes for name in MODULE_HOOKS]
+    hook_dicts += [vars(nn.modules.module)[f"_global{name}"] for name in MODULE_HOOKS]
+
+    def current(_: str) -> list[Any]:
+        hooks: list[Any] = [dict(hook_dict) for hook_dict in hook_dicts if hook_dict]
+        return hooks + [of_child["forward"] for of_child in attributes if "forward" in of_child]
+
+    hooks = Values(current)
+    return ValueGuard("hooks of modules", "hooks", hooks, hooks.get("hooks"))
 
 
 def guards_at(owner: Any, values: Mapping[str, Any], prefix: str = "") -> tuple[ValueGuard, ...]:
-    """Guards of the `values` (by dotted path, before which messages say `prefix`) that `owner` has
-    now.
+    """Return guards on attributes of `owner`.
+
+    Args:
+        values: dotted path -> current value.
+        prefix: precedes the path in messages.
     """
     now = Values(lambda path: operator.attrgetter(path)(owner))
     return tuple(ValueGuard(f"{prefix}{path}", path, now, value) for path, value in values.items())
 
 
 def global_guards(module: nn.Module, reads: Iterable[tuple[int, str]]) -> tuple[ValueGuard, ...]:
-    """Guards of the globals and closures in the code of the methods in `reads` (id of a module,
-    name).
+    """Return guards on the globals and closures in the code of the methods in `reads`.
 
-    Numbers, texts, containers of them, tensors and arrays are guarded; functions and other objects
-    are constant.
+    Numbers, texts, containers of them, tensors and arrays are guarded. Functions and other objects
+    are assumed to be constant.
+
+    Args:
+        reads: (id of a module, name of the attribute).
     """
-    guards: dict[tuple[int, str], ValueGuard] = {}
-    looked_into: set[int] = set()  # many functions name the same ones
+    functions = user_code.reached_functions(list(_methods(module, reads)))
+    mentioned: set[str] = set()
+    for function in functions:
+        mentioned.update(user_code.code_names(function.__code__))
 
-    def add(label: str, name: str, namespace: Any, value: Any, identity: int) -> None:
-        if isinstance(value, ContextVar):
-            namespace = Values(lambda _, variable=value: variable.get())  # type: ignore[misc]
-            value = namespace.get(name, MISSING)
-        if (
-            value is MISSING
-            or isinstance(value, Tensor | np.ndarray)
-            or is_plain(value)
-            or is_configuration(value)
-        ):
-            guards.setdefault((identity, name), ValueGuard(label, name, namespace, snapshot(value)))
+    guards = _GlobalGuards(mentioned)
+    # Such as `type(self).scale`.
+    if mentioned & {"type", "__class__"}:
+        for kind in {type(child) for child in module.modules()}:
+            guards.add_inside(kind.__name__, kind)
+    for function in functions:
+        guards.add_globals(function)
+        guards.add_closure(function)
+        guards.add_defaults(function)
+    return tuple(guards.guards.values())
 
-    def add_inside(label: str, value: Any, depth: int = 0) -> None:
-        """`settings.scale`, `Config.scale`, `Config.Loss.scale`: what code may read inside of what
-        it names.
+
+class _GlobalGuards:
+    """Collects guards on values that functions name.
+
+    Args:
+        mentioned: names in the code of all functions.
+    """
+
+    def __init__(self, mentioned: set[str]) -> None:
+        self.mentioned = mentioned
+
+        # (id of the namespace, name) -> guard.
+        self.guards: dict[tuple[int, str], ValueGuard] = {}
+
+        # Ids of the objects that have been searched: many functions name the same ones.
+        self._searched: set[int] = set()
+
+    def add_globals(self, function: types.FunctionType) -> None:
+        """Guard the globals that a function names."""
+        namespace = function.__globals__
+        module_name = namespace.get("__name__", "")
+        names = set(user_code.code_names(function.__code__))
+        for name in sorted(names & namespace.keys()):
+            if name.startswith("__"):
+                continue
+            label = f"{module_name}.{name}"
+            self._add(label, name, namespace, namespace[name], id(namespace))
+            self.add_inside(label, namespace[name])
+
+    def add_closure(self, function: types.FunctionType) -> None:
+        """Guard a function's variables of enclosing functions."""
+        cells = user_code.closure_values(function)
+        variables = Values(lambda name: cells[name].cell_contents)
+        for name, cell in cells.items():
+            label = f"{name} of {function.__qualname__}"
+            self._add(label, name, variables, cell.cell_contents, id(cell))
+            self.add_inside(name, cell.cell_contents)
+
+    def add_defaults(self, function: types.FunctionType) -> None:
+        """Guard a function's default arguments: a dict among them may change."""
+        for name in ("__defaults__", "__kwdefaults__"):
+            defaults = getattr(function, name)
+            if not defaults:
+                continue
+            fields = Values(partial(getattr, function))
+            label = f"{name} of {function.__qualname__}"
+            self._add(label, name, fields, defaults, id(function))
+            for value in defaults.values() if isinstance(defaults, dict) else defaults:
+                self.add_inside(getattr(value, "__name__", name), value)
+
+    def add_inside(self, label: str, value: Any, depth: int = 0) -> None:
+        """Guard values that code may read in a module, class or function of the user.
+
+        Such as `settings.scale`, `Config.scale`, `Config.Loss.scale`.
         """
         is_users = (
             is_user_code(value)
             or python_state.is_user_class(value)
             or python_state.is_user_module(value)
         )
-        if is_users and depth < python_state.MAX_DEPTH and id(value) not in looked_into:
-            looked_into.add(id(value))
-            for holder in getattr(value, "__mro__", (value,))[
-                : -1 if isinstance(value, type) else None
-            ]:
-                inside = vars(holder)
-                for inner in sorted(n for n in mentioned & inside.keys() if n[:2] != "__"):
-                    add(f"{label}.{inner}", inner, inside, inside[inner], id(holder))
-                    if isinstance(inside[inner], type):
-                        add_inside(f"{label}.{inner}", inside[inner], depth + 1)
+        if not is_users or depth >= python_state.MAX_DEPTH or id(value) in self._searched:
+            return
+        self._searched.add(id(value))
+        # Of a class without `object`.
+        holders = value.__mro__[:-1] if isinstance(value, type) else (value,)
+        for holder in holders:
+            namespace = vars(holder)
+            for name in sorted(self.mentioned & namespace.keys()):
+                if name[:2] == "__":
+                    continue
+                inner = namespace[name]
+                self._add(f"{label}.{name}", name, namespace, inner, id(holder))
+                if isinstance(inner, type):
+                    self.add_inside(f"{label}.{name}", inner, depth + 1)
 
-    reached = user_code.reached_functions(list(_methods(module, reads)))
-    mentioned = {name for function in reached for name in user_code.code_names(function.__code__)}
-    for kind in (
-        {type(child) for child in module.modules()} if mentioned & {"type", "__class__"} else ()
-    ):
-        add_inside(kind.__name__, kind)  # `type(self).scale`
-    for function in reached:
-        names = set(user_code.code_names(function.__code__))
-        values, where = function.__globals__, function.__globals__.get("__name__", "")
-        for name in sorted(n for n in names & values.keys() if not n.startswith("__")):
-            add(f"{where}.{name}", name, values, values[name], id(values))
-            add_inside(f"{where}.{name}", values[name])
-        cells = user_code.closure_values(function)
-        variables = Values(lambda name, cells=cells: cells[name].cell_contents)  # type: ignore[misc]
-        for name, cell in cells.items():
-            add(f"{name} of {function.__qualname__}", name, variables, cell.cell_contents, id(cell))
-            add_inside(name, cell.cell_contents)
-        for name in ("__defaults__", "__kwdefaults__"):  # a dict among them may have changed
-            if defaults := getattr(function, name):
-                fields = Values(partial(getattr, function))
-                add(f"{name} of {function.__qualname__}", name, fields, defaults, id(function))
-                for value in defaults.values() if isinstance(defaults, dict) else defaults:
-                    add_inside(getattr(value, "__name__", name), value)
-    return tuple(guards.values())
+    def _add(self, label: str, name: str, namespace: Any, value: Any, identity: int) -> None:
+        """Guard a value if it may change.
+
+        Args:
+            identity: id of the object that has it.
+        """
+        if isinstance(value, ContextVar):
+            variable = value
+            namespace = Values(lambda _: variable.get())
+            value = namespace.get(name, MISSING)
+        is_data = isinstance(value, Tensor | np.ndarray) or is_plain(value)
+        if value is MISSING or is_data or is_configuration(value):
+            guard = ValueGuard(label, name, namespace, snapshot(value))
+            self.guards.setdefault((identity, name), guard)
 
 
 @dataclass(frozen=True)
 class Values:
-    """Something that gives values by name, with a dict's `get`."""
+    """Values by name, with a dict's `get`."""
 
+    # name -> value; raises if there is none.
     read: Callable[[str], Any]
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return the value, or `default` if there is no such attribute or variable."""
         try:
             return self.read(name)
-        except (
-            AttributeError,
-            LookupError,
-            ValueError,
-        ):  # no such attribute, a variable without a value
+        except (AttributeError, LookupError, ValueError):
             return default
 
 
 def _methods(module: nn.Module, reads: Iterable[tuple[int, str]]) -> Iterator[Any]:
-    """The user's functions behind the attributes in `reads`, those of base classes included
-    (`super()`).
+    """Yield the user's functions that are the attributes in `reads`.
+
+    Those of base classes are included, as `super()` may call them.
     """
     owners = {id(child): child for child in module.modules()}
-    held_by = [
-        (vars(owners[owner]).get(name), type(owners[owner]), name)
-        for owner, name in reads
-        if owner in owners
-    ]
-    found = {
-        (id(each[0]), *each[1:]): each
-        for each in held_by
-        if each[0] is None or is_user_code(each[0])
-    }
-    for held, kind, name in found.values():
+    # The module's attribute or None, its class, and the name; each once.
+    attributes: dict[tuple[Any, ...], tuple[Any, type, str]] = {}
+    for owner, name in reads:
+        if owner in owners:
+            attribute = vars(owners[owner]).get(name)
+            kind = type(owners[owner])
+            if attribute is None or is_user_code(attribute):
+                attributes[id(attribute), kind, name] = (attribute, kind, name)
+    for held, kind, name in attributes.values():
         for member in (held, *(vars(base).get(name) for base in kind.__mro__)):
             member = member.fget if isinstance(member, property) else member
             if is_user_code(member):
@@ -358,33 +428,38 @@ def _is_changed(before: Any, now: Any) -> bool:
 
 
 def changed_numbers(step: StepGraph, module: nn.Module, batch: Any) -> set[Place]:
-    """Numbers that the step was captured with and that are others now."""
+    """Return the locations of numbers that have changed since the step was captured.
+
+    These are attributes of the module, items of dicts that are attributes, and leaves of the batch.
+    """
     owners = dict(module.named_modules())
-    found = set()
+    changed = set()
     for guard in step.attributes:
         path, _, name = guard.label.rpartition(".")
-        held = (
-            vars(owners[path]).get(name) if path in owners else None
-        )  # no global, nothing of the Trainer
-        if held is None or held is not guard.namespace.get(guard.name):
+        # Globals and the Trainer's values are no attributes of the module.
+        value = vars(owners[path]).get(name) if path in owners else None
+        if value is None or value is not guard.namespace.get(guard.name):
             continue
-        if _is_changed(guard.value, held):
-            found.add(Place(path, name))
-        elif isinstance(held, dict) and isinstance(guard.value, dict):
-            keys = [key for key, value in held.items() if _is_changed(guard.value.get(key), value)]
-            found |= {Place(path, name, key) for key in keys if isinstance(key, str | int)}
+        if _is_changed(guard.value, value):
+            changed.add(Place(path, name))
+        elif isinstance(value, dict) and isinstance(guard.value, dict):
+            for key, item in value.items():
+                if _is_changed(guard.value.get(key), item) and isinstance(key, str | int):
+                    changed.add(Place(path, name, key))
+
     leaves = pytree.tree_flatten_with_path(batch)[0]
     for index, text in step.leaves:
         path_of_leaf, leaf = leaves[index]
         is_number = type(leaf) in (int, float) and text.startswith(f"{type(leaf).__qualname__} ")
         if is_number and text != value_text(leaf):
-            found.add(Place("", f"the batch{pytree.keystr(path_of_leaf)}", leaf=index))
-    return found
+            changed.add(Place("", f"the batch{pytree.keystr(path_of_leaf)}", leaf=index))
+    return changed
 
 
 def numbers_now(places: Collection[Place], module: nn.Module, batch: Any) -> dict[str, Any]:
-    """The numbers by label."""
-    leaves = pytree.tree_leaves(batch) if any(place.leaf is not None for place in places) else []
+    """Return the current numbers by label."""
+    reads_leaves = any(place.leaf is not None for place in places)
+    leaves = pytree.tree_leaves(batch) if reads_leaves else []
     return {str(place): place.value(module, leaves) for place in places}
 
 
@@ -392,41 +467,48 @@ def numbers_now(places: Collection[Place], module: nn.Module, batch: Any) -> dic
 def counters_for(
     module: nn.Module, places: Sequence[Place], counter: Callable[[Any, str], Any]
 ) -> Iterator[None]:
-    """Attributes at these places are counters in the block. CaptureError where it stores others."""
-    held = [(place.holder(module), place.item, place) for place in places if place.leaf is None]
-    given = [(holder, item, counter(holder[item], str(place))) for holder, item, place in held]
-    with patched(given):
+    """Replace the attributes at `places` by counters in the block.
+
+    Args:
+        counter: (number, label) -> the counter.
+
+    Raises:
+        CaptureError: the block sets one of them.
+    """
+    attributes = [place for place in places if place.leaf is None]
+    patches = []
+    for place in attributes:
+        holder = place.holder(module)
+        patches.append((holder, place.item, counter(holder[place.item], str(place))))
+    with patched(patches):
         yield
-        if changed := [
-            str(held[i][2])
-            for i, (holder, item, c) in enumerate(given)
-            if holder.get(item) is not c
-        ]:
+        changed = []
+        for place, (holder, item, stand_in) in zip(attributes, patches, strict=True):
+            if holder.get(item) is not stand_in:
+                changed.append(str(place))
+        if changed:
             raise module_state.changed_attributes(changed)
 
 
 def freed(guards: Sequence[ValueGuard], places: Sequence[Place]) -> tuple[ValueGuard, ...]:
-    """The guards, which hold for any numbers at these places."""
+    """Return the guards, changed to hold for any numbers at `places`."""
 
     def free(guard: ValueGuard) -> ValueGuard:
         value = guard.value
         for place in places:
-            if place.leaf is None and guard.label == place.attribute:
-                is_item = place.key is not None
-                value = (
-                    {**value, place.key: _AnyOf(type(value[place.key]))}
-                    if is_item
-                    else _AnyOf(type(value))
-                )
+            if place.leaf is not None or guard.label != place.attribute:
+                continue
+            if place.key is None:
+                value = _AnyOf(type(value))
+            else:
+                value = {**value, place.key: _AnyOf(type(value[place.key]))}
         return replace(guard, value=value)
 
     return tuple(map(free, guards))
 
 
 def is_same_step(one: StepGraph, other: StepGraph, numbers: Mapping[str, Any]) -> bool:
-    """Whether two captures of a step compute the same where the counters and changing numbers are
-    these.
-    """
+    """Whether two captures of a step compute the same for these values of counters and numbers."""
 
     def as_now(step: StepGraph) -> str:
         ops = tuple(replace(op, call=at_counters(op.call, numbers)) for op in step.ops)
@@ -436,40 +518,49 @@ def is_same_step(one: StepGraph, other: StepGraph, numbers: Mapping[str, Any]) -
 
 
 def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tuple[Any, str]]:
-    """(owner, name), as `patched` takes them, of what holds this number under such a name, or one
-    that is set in a line
-    with a batch size: attributes of the module tree, of the data module and the loaders,
-    hyperparameters,
-    configurations, and globals of the files of the module's classes."""
-    trainer, step = getattr(module, "_trainer", None), cast(Any, module.training_step)
+    """Return the locations of an int `value` that may be the batch size.
+
+    Its name matches `name`, or is set in a line with a batch size. Locations are attributes of the
+    module tree, of the data module and the loaders, hyperparameters, configurations, and globals of
+    the files of the module's classes.
+
+    Returns:
+        (owner, name) of each, as for `patched`.
+    """
+    trainer = getattr(module, "_trainer", None)
     data_module = getattr(trainer, "datamodule", None)
-    # Every loader has its batch size: it counts where the step may ask for one.
-    loaders = (
-        outside_state.loaders_of(trainer) if "batch_size" in user_code.mentioned_names(step) else []
-    )
+    # Every loader has a batch size. It counts if the step may read it.
+    loaders: Sequence[Any] = []
+    if "batch_size" in user_code.mentioned_names(cast(Any, module.training_step)):
+        loaders = outside_state.loaders_of(trainer)
+
     classes = python_state.user_classes(module)
-    set_from = {
-        key
-        for function in python_state.functions_in(classes)
-        for key in names_set_from(function, _BATCH_SIZE)
-    }
+    set_from: set[str] = set()
+    for function in python_state.functions_in(classes):
+        set_from.update(names_set_from(function, _BATCH_SIZE))
+
     owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
-    for attributes in (
-        vars(each)
-        for each in (*module.modules(), data_module, *loaders)
-        if hasattr(each, "__dict__")
-    ):
-        dicts = [each for each in attributes.values() if isinstance(each, dict)]
-        kept = [
-            each.items for v in attributes.values() for each in kept_state.kept_in(v, "", set())
-        ]
-        owners += [attributes, *dicts, *(each for each in kept if isinstance(each, dict))]
-    return [
-        (owner, key)
-        for owner in owners
-        for key, held in (owner if isinstance(owner, dict) else vars(owner)).items()
-        if type(held) is int
-        and held == value
-        and isinstance(key, str)
-        and (name.search(key) or key in set_from)
-    ]
+    for owner in (*module.modules(), data_module, *loaders):
+        if hasattr(owner, "__dict__"):
+            owners += _dicts_in(vars(owner))
+
+    places = []
+    for owner in owners:
+        attributes = owner if isinstance(owner, dict) else vars(owner)
+        for key, number in attributes.items():
+            if type(number) is not int or number != value or not isinstance(key, str):
+                continue
+            if name.search(key) or key in set_from:
+                places.append((owner, key))
+    return places
+
+
+def _dicts_in(attributes: dict[str, Any]) -> list[dict[Any, Any]]:
+    """Return `attributes`, and the dicts and fields of objects in it."""
+    dicts = [value for value in attributes.values() if isinstance(value, dict)]
+    inner = []
+    for value in attributes.values():
+        for snapshot_of_value in kept_state.kept_in(value, "", set()):
+            if isinstance(snapshot_of_value.items, dict):
+                inner.append(snapshot_of_value.items)
+    return [attributes, *dicts, *inner]

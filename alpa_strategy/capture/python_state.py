@@ -124,8 +124,9 @@ def snapshot(value: Any, depth: int = 0) -> Any:
 
 
 class Same:
-    """Equals one object only, and while `tell(object)` equals `told`. A guard keeps no memory alive
-    where possible.
+    """Equals one object only, and while `tell(object)` equals `told`.
+
+    It has a weak reference to the object, if there can be one.
     """
 
     __hash__ = None  # type: ignore[assignment]  # as of lists
@@ -137,14 +138,20 @@ class Same:
             self._ref: Callable[[], Any] = weakref.ref(value)
         except TypeError:
             self._ref = lambda: value
-        self._tell, self._told = tell, tell(value) if tell is not None and told is None else told
+        if tell is not None and told is None:
+            told = tell(value)
+        self._tell = tell
+        self._told = told
 
     def __eq__(self, other: object) -> bool:
-        return self._ref() is other and (self._tell is None or self._told == self._tell(other))
+        if self._ref() is not other:
+            return False
+        return self._tell is None or self._told == self._tell(other)
 
 
 def version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors keep no version
+    """Return a number that changes with every write to the tensor; 0 for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def has_fields(value: Any) -> bool:
@@ -233,16 +240,18 @@ def is_own_class(value: Any) -> bool:
 
 @cache
 def is_librarys_by_descent(kind: type) -> bool:
-    """Whether a class is, or descends from, one whose objects other threads or the framework work
-    on: a thread, a lock, a logger, a queue, a Trainer, a strategy.
+    """Whether a class, or one of its bases, has objects that other threads or the framework use.
+
+    Such as a thread, a lock, a logger, a queue, a Trainer, a strategy.
     """
     if issubclass(kind, threading.local):
         return False
-    homes = (base.__module__ for base in kind.__mro__)
-    return any(f"{home}.".startswith(tuple(f"{each}." for each in _NOT_WALKED)) for home in homes)
+    prefixes = tuple(f"{module}." for module in _NOT_WALKED)
+    return any(f"{base.__module__}.".startswith(prefixes) for base in kind.__mro__)
 
 
 def is_user_module(value: Any) -> bool:
+    """Whether it is a module in a file of the user."""
     file = getattr(value, "__file__", None) if isinstance(value, types.ModuleType) else None
     return file is not None and user_code.is_user_file(file)
 
@@ -252,7 +261,7 @@ def dict_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:
 
 
 def put(owner: Any, name: str, value: Any) -> None:
-    """Give an attribute, or an item of a dict, a value; MISSING: it is not to be there."""
+    """Set an attribute, or an item of a dict; delete it if `value` is MISSING."""
     if value is MISSING:
         owner.pop(name, None) if isinstance(owner, dict) else delattr(owner, name)
     else:

@@ -1,12 +1,10 @@
-"""Ops that capture replaces: mean losses as sum over count, norms with their new statistics as
-results (see ops.py); and, on the finished graph, fused projections (query, key and value; gate and
-up), split segment by segment.
+"""Replace ops at capture: mean losses by sum / count, norms by ops with their new statistics as
+results (ops.py), and, in the finished graph, fused projections by segmented ones.
 
-A column-parallel shard of a fused weight must take its share of *every* segment: rows [0, n) of a
-[3n, k] weight are the whole query and nothing of the key. Seen as [3, n, k] the same weight is
-sharded along n like any other, so
-`segment_fused_linears` gives the parameter that shape in the step (`ParameterInput.module_shape`:
-the module's own).
+A column-parallel shard of a fused weight (query, key and value; gate and up) must have a shard of
+*every* segment: rows [0, n) of a [3n, k] weight are the full query and no key. As [3, n, k] the
+same weight is sharded along n like any other. So `segment_fused_linears` gives the parameter that
+shape in the step; `ParameterInput.module_shape` is its shape in the module.
 """
 
 import operator
@@ -39,25 +37,24 @@ def rewrite_loss(
     kwargs: dict[str, Any],
     summed_in: torch.dtype | None,
 ) -> ValueRef | None:
-    """Sum-and-count form of a cross entropy or NLL loss; None when the call stays as it is.
+    """Emit a cross entropy or NLL loss as sum / count; return None for any other call.
 
-    Half-precision logits are summed in fp32, as a sum (unlike the mean) may overflow; the result
+    Half-precision logits are summed in fp32, as a sum (unlike the mean) may overflow. The result
     has the call's dtype.
 
     Args:
-        summed_in: dtype of the sum, and of the result, where it is not that of the logits
+        summed_in: dtype of the sum and of the result, if it is not that of the logits
             (`Autocast.loss_dtype`).
     """
     is_cross_entropy = target is aten.cross_entropy_loss.default
     if not is_cross_entropy and target not in _NLL:
         return None
     a = bound_arguments(target, args, kwargs)
-    logits, labels, weight = (
-        a["self"],
-        a["target"],
-        a["weight"],
-    )  # [rows, classes, *d], [rows, *d], [classes]
-    dtype, smoothing = builder.meta(logits).dtype, a.get("label_smoothing", 0.0)
+    logits = a["self"]  # [samples, classes, *d]
+    labels = a["target"]  # [samples, *d]
+    weight = a["weight"]  # [classes]
+    dtype = builder.meta(logits).dtype
+    smoothing = a.get("label_smoothing", 0.0)
     is_row_wise = a["reduction"] not in (_MEAN, _SUM)
     if is_row_wise and summed_in is None:
         return None
@@ -69,9 +66,8 @@ def rewrite_loss(
         return builder.emit(
             target, logits, labels, weight, a["reduction"], a["ignore_index"], smoothing
         )
-    probabilities = builder.meta(
-        labels
-    ).dtype.is_floating_point  # labels are then [rows, classes, *d]
+    # Labels that are probabilities have the shape [samples, classes, *d].
+    are_probabilities = builder.meta(labels).dtype.is_floating_point
     if is_cross_entropy:
         dtypes = () if summed_in is None else (summed_in,)
         loss = builder.emit(
@@ -79,88 +75,115 @@ def rewrite_loss(
         )
     else:
         loss = builder.emit(ops.nll_sum, logits, labels, weight, a["ignore_index"])
-    if a["reduction"] == _MEAN and probabilities:
+    if a["reduction"] == _MEAN and are_probabilities:
         meta = builder.meta(logits)
         num_rows = meta.num_elements // meta.shape[1] if len(meta.shape) > 1 else 1
         loss = builder.emit(aten.div.Tensor, loss, num_rows)
     elif a["reduction"] == _MEAN:
-        # Of all ranks together: labels that are ignored may lie unevenly over them.
+        # Over all ranks: they may have different numbers of ignored labels.
         count = builder.emit(
             ops.target_weight_sum, labels, weight, a["ignore_index"], builder.meta(loss).dtype
         )
         loss = builder.emit(aten.div.Tensor, loss, count)
-    return (
-        builder.emit(aten.to.dtype, loss, dtype) if dtype in _HALF and summed_in is None else loss
-    )
+    if dtype in _HALF and summed_in is None:
+        return builder.emit(aten.to.dtype, loss, dtype)
+    return loss
 
 
 def rewrite_bags(
     builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ValueRef | None:
-    """`bag_lookup` for an `embedding_bag` whose bags have one length, as nn.EmbeddingBag asks for
-    ids [n, k].
+    """Emit `bag_lookup` for an `embedding_bag` whose bags have one length; else return None.
 
-    Its offsets are then `arange(0, n k, k)`, which nothing in the op's schema says. None: the call
-    stays as it is.
+    nn.EmbeddingBag calls it so for ids [n, k]. Its offsets are then `arange(0, n k, k)`, which
+    cannot be seen from the op's schema.
+
+    Args:
+        args, kwargs: the node's arguments, with ValueRefs.
     """
-    if node.target not in _BAGS or any(
-        u.target is not operator.getitem or (u.args[1] and u.users) for u in node.users
-    ):
+    if node.target not in _BAGS or _uses_other_results(node):
         return None
-    given = bound_arguments(node.target, tuple(node.args), dict(node.kwargs))
     a = bound_arguments(node.target, args, kwargs)
-    offsets, num_ids = given["offsets"], builder.meta(a["indices"]).num_elements
-    if getattr(offsets, "target", None) is not aten.arange.start_step or a["scale_grad_by_freq"]:
+    num_ids = builder.meta(a["indices"]).num_elements
+    bag_length = _bag_length(node, num_ids)
+    if bag_length is None or a["scale_grad_by_freq"] or a["include_last_offset"]:
+        return None
+
+    # [num_ids] -> [bags, bag_length]
+    shape = (num_ids // bag_length, bag_length)
+    ids = builder.emit(aten.reshape.default, a["indices"], shape)
+    weights = a["per_sample_weights"]
+    if weights is not None:
+        weights = builder.emit(aten.reshape.default, weights, shape)
+    padding = a.get("padding_idx", -1)
+    if padding is None:
+        padding = -1
+    return builder.emit(ops.bag_lookup, a["weight"], ids, weights, a["mode"], padding)
+
+
+def _uses_other_results(node: fx.Node) -> bool:
+    """Whether the step reads another result of an op than the first."""
+    for user in node.users:
+        if user.target is not operator.getitem:
+            return True
+        if user.args[1] and user.users:
+            return True
+    return False
+
+
+def _bag_length(node: fx.Node, num_ids: int) -> int | None:
+    """Return the length of all bags of an `embedding_bag`; None if it is not known."""
+    offsets = bound_arguments(node.target, tuple(node.args), dict(node.kwargs))["offsets"]
+    if getattr(offsets, "target", None) is not aten.arange.start_step:
         return None
     start, stop, step = (*offsets.args, 1)[:3]
-    if a["include_last_offset"] or (start, stop) != (0, num_ids) or step == 0 or num_ids % step:
+    if (start, stop) != (0, num_ids) or step == 0 or num_ids % step:
         return None
-    ids, weights = (  # both [num_ids] -> [bags, step]
-        x if x is None else builder.emit(aten.reshape.default, x, (num_ids // step, step))
-        for x in (a["indices"], a["per_sample_weights"])
-    )
-    padding = a.get("padding_idx", -1)
-    return builder.emit(
-        ops.bag_lookup, a["weight"], ids, weights, a["mode"], -1 if padding is None else padding
-    )
+    return step
 
 
 def without_empty_tensors(builder: Builder, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of a `cat` without tensors of no elements: caches start with those, and their shape
-    fits no rule.
+    """Return the arguments of a `cat` without empty tensors; those of other ops unchanged.
+
+    Caches start with empty tensors, and no rule fits their shape.
     """
     if target not in (aten.cat.default, aten.concat.default):
         return args
-    metas = [builder.meta(ref) for ref in args[0]]
-    kept = [ref for ref, meta in zip(args[0], metas, strict=True) if meta.num_elements]
-    if not kept or len({meta.dtype for meta in metas}) > 1:
+    nonempty = [ref for ref in args[0] if builder.meta(ref).num_elements]
+    dtypes = {builder.meta(ref).dtype for ref in args[0]}
+    if not nonempty or len(dtypes) > 1:
         return args
-    return (kept, *args[1:])
+    return (nonempty, *args[1:])
 
 
 def with_traced_dtype(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Any
 ) -> dict[str, Any]:
-    """Keyword arguments of a factory (torch.ones) with its dtype: when the graph runs, the default
-    may be another.
+    """Return the keyword arguments of a factory (torch.ones) with its dtype.
+
+    When the graph runs, the default dtype may be another.
     """
-    given = bound_arguments(target, args, kwargs).get("dtype", "no such argument")
-    is_factory = given is None and isinstance(traced, Tensor) and not _refs((args, kwargs))
+    dtype = bound_arguments(target, args, kwargs).get("dtype", "no such argument")
+    is_factory = dtype is None and isinstance(traced, Tensor) and not _refs((args, kwargs))
     return {**kwargs, "dtype": traced.dtype} if is_factory else kwargs
 
 
 def emit_from_whole_numbers(
     builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> ValueRef | None:
-    """A call whose operands are all whole numbers or booleans and whose result has the default
-    dtype, as in
-    `num_correct / num_rows`, with the dtype that it was traced with. None: it is no such call.
+    """Emit a call on integers or booleans with a result of the default dtype; else return None.
+
+    Such as `num_correct / num_samples`. The default dtype may be another when the graph runs.
+
+    Args:
+        dtype: of the result in the trace.
     """
-    metas = [builder.meta(ref) for ref in _refs((args, kwargs))]
-    if not dtype.is_floating_point or any(
-        m.dtype.is_floating_point or m.dtype.is_complex for m in metas
-    ):
+    if not dtype.is_floating_point:
         return None
+    for ref in _refs((args, kwargs)):
+        operand_dtype = builder.meta(ref).dtype
+        if operand_dtype.is_floating_point or operand_dtype.is_complex:
+            return None
     if target is aten.where.Scalar:
         condition, *numbers = args
         filled = [builder.emit(aten.full.default, (), number, dtype=dtype) for number in numbers]
@@ -176,22 +199,26 @@ def _refs(tree: Any) -> list[ValueRef]:
 def rewrite_norm(
     builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[ValueRef, ...] | None:
-    """(y,) or (y, new running mean, new running variance) of a norm that updates statistics; None
-    of other calls.
+    """Emit a norm that updates statistics; return None for any other call.
+
+    Returns:
+        (y,) or (y, new running mean, new running variance).
+
+    Raises:
+        CaptureError: it is an InstanceNorm with running statistics.
     """
     if target not in (aten.batch_norm.default, aten.instance_norm.default):
         return None
     a = bound_arguments(target, args, kwargs)
     if target is aten.instance_norm.default:
-        if (
-            a["use_input_stats"] and a["running_mean"] is not None
-        ):  # written into without saying so in the schema
+        # Its schema does not show that it writes to the statistics.
+        if a["use_input_stats"] and a["running_mean"] is not None:
             raise CaptureError(
                 f"an InstanceNorm updates running statistics in the step ({builder.source})",
                 "leave out track_running_stats, or normalise by BatchNorm or GroupNorm",
             )
         return None
-    # With given statistics it is an op like any other, and keeps its own rule.
+    # In evaluation it is an op like any other.
     if not a["training"]:
         return None
     names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
@@ -206,8 +233,9 @@ _CASTS = (aten.to.dtype, aten._to_copy.default)
 
 
 def segment_fused_linears(step: StepGraph) -> StepGraph:
-    """The same step with every fused linear whose weight (and bias) it alone uses made
-    segmented.
+    """Return the step with a segmented linear in place of each fused one.
+
+    Linears that share their weight or bias with another op are left as they are.
     """
     pass_ = _FusedLinears(step)
     for index, op in enumerate(step.ops):
@@ -219,17 +247,22 @@ def segment_fused_linears(step: StepGraph) -> StepGraph:
 
 
 class _FusedLinears:
-    """Collects replaced ops and reshaped values."""
+    """Collects the ops and values that segmented linears replace."""
 
     def __init__(self, step: StepGraph) -> None:
         self.step = step
-        self.parameters = {p.value for p in step.parameters}
+        self.parameters = {parameter.value for parameter in step.parameters}
+
+        # Value index -> its new metadata.
         self.metas: dict[int, TensorMeta] = {}
+
+        # Op index -> its new op.
         self.replaced: dict[int, Op] = {}
 
     def num_segments(self, index: int) -> int | None:
-        """How many equal segments the output of linear `index` is cut into along its last dim;
-        None: it is not.
+        """Return into how many equal segments the output of linear `index` is split; None: none.
+
+        It is split along its last dim.
         """
         op = self.step.ops[index]
         sources = [self.parameter_chain(value) for value in op.operands[1:]]
@@ -243,18 +276,19 @@ class _FusedLinears:
         shape = self.step.values[output].shape
         if user.call.target in _SPLITS:
             return self._pieces(user, dim=len(shape) - 1)
-        if (
-            user.call.target in _VIEWS
-        ):  # [*b, s * n] seen as [*b, s, n], or [*b, s, heads, head_dim]
-            seen = self.step.values[user.results[0]].shape
+        if user.call.target in _VIEWS:
+            # [*b, s * n] viewed as [*b, s, n], or as [*b, s, heads, head_dim].
+            viewed = self.step.values[user.results[0]].shape
             last = len(shape) - 1
-            if len(seen) > len(shape) and seen[:last] == shape[:last] and seen[last] > 1:
-                return seen[last] if self._picked_apart(user.results[0], last) else None
+            adds_dims = len(viewed) > len(shape) and viewed[:last] == shape[:last]
+            if adds_dims and viewed[last] > 1 and self._picked_apart(user.results[0], last):
+                return viewed[last]
         return None
 
     def parameter_chain(self, value: int) -> tuple[int, ...] | None:
-        """Values from a parameter through dtype casts to `value`, each used once; None when it is
-        anything else.
+        """Return the values from `value` through dtype casts back to a parameter.
+
+        None if it is no such value, or one of them is used twice.
         """
         chain = [value]
         while True:
@@ -268,43 +302,54 @@ class _FusedLinears:
             chain.append(self.step.ops[producer].operands[0])
 
     def _pieces(self, user: Op, dim: int) -> int | None:
-        """Number of equal pieces, when `user` splits its operand along `dim` into equal pieces."""
+        """Return the number of pieces if `user` splits its operand along `dim` equally, or None."""
+        if not _works_along(user, dim):
+            return None
         sizes = [meta.shape[dim] for meta in user.call.results]
-        return len(sizes) if _works_along(user, dim) and len(set(sizes)) == 1 < len(sizes) else None
+        if len(sizes) == 1 or len(set(sizes)) > 1:
+            return None
+        return len(sizes)
 
     def _picked_apart(self, value: int, dim: int) -> bool:
-        """True when every use of `value` (through one permutation) takes it apart along `dim`."""
-        uses = [self.step.ops[index] for index, _ in self.step.consumers.get(value, ())]
+        """Whether every use of `value` takes slices along `dim`, maybe after one permutation."""
+        uses = self._users(value)
         if len(uses) == 1 and uses[0].call.target in _PERMUTATIONS:
-            # Where the dim goes is found by permuting a tensor of which no other dim is 2 long.
-            marker = torch.empty(
-                [2 if d == dim else 1 for d in range(len(self.step.values[value].shape))]
-            )
-            dim = list(uses[0].call.call(marker).shape).index(2)
+            # Permute a tensor in which only this dim has size 2 to see where the dim goes.
+            shape = [1] * len(self.step.values[value].shape)
+            shape[dim] = 2
+            permuted = uses[0].call.call(torch.empty(shape))
+            dim = list(permuted.shape).index(2)
             value = uses[0].results[0]
-            uses = [self.step.ops[index] for index, _ in self.step.consumers.get(value, ())]
-        taken = all(op.call.target in _PICKS and _works_along(op, dim) for op in uses)
-        return bool(uses) and value not in self.step.escaping and taken
+            uses = self._users(value)
+        if not uses or value in self.step.escaping:
+            return False
+        if any(op.call.target not in _PICKS for op in uses):
+            return False
+        return all(_works_along(op, dim) for op in uses)
+
+    def _users(self, value: int) -> list[Op]:
+        """Return the ops that read a value, once per operand."""
+        return [self.step.ops[index] for index, _ in self.step.consumers.get(value, ())]
 
     def segment(self, index: int, num_segments: int) -> None:
-        """Give weight, bias and output of linear `index` their segment dim; splits of the output
-        become unbinds, and
-        an unflatten, whose dim is another now, a reshape."""
+        """Give weight, bias and output of linear `index` their segment dim.
+
+        A split of the output becomes an unbind. An unflatten becomes a reshape, because its dim is
+        another one now.
+        """
         op = self.step.ops[index]
         for value in op.operands[1:]:
             for link in self.parameter_chain(value) or ():
-                self.metas[link] = _segmented(
-                    self.step.values[link], num_segments, dim=0
-                )  # [s, n, k] or [s, n]
+                # [s, n, k] or [s, n]
+                self.metas[link] = _segmented(self.step.values[link], num_segments, dim=0)
         (output,) = op.results
         last = len(self.step.values[output].shape) - 1
-        self.metas[output] = _segmented(
-            self.step.values[output], num_segments, dim=last
-        )  # [*b, s, n]
+        # [*b, s, n]
+        self.metas[output] = _segmented(self.step.values[output], num_segments, dim=last)
+
         args = (Slot(0), Slot(1), Slot(2) if len(op.operands) == 3 else None)
-        self.replaced[index] = replace(
-            op, call=replace(op.call, target=segmented_linear, args=args, kwargs=())
-        )
+        linear = replace(op.call, target=segmented_linear, args=args, kwargs=())
+        self.replaced[index] = replace(op, call=linear)
         user_index = self.step.consumers[output][0][0]
         user = self.step.ops[user_index]
         if user.call.target in _SPLITS:
@@ -318,28 +363,31 @@ class _FusedLinears:
             self.replaced[user_index] = replace(user, call=call)
 
     def result(self) -> StepGraph:
-        """The rewritten step; the given one when nothing was fused."""
+        """Return the rewritten step, or the same step if it has no fused linear."""
         if not self.replaced:
             return self.step
         values = tuple(self.metas.get(i, meta) for i, meta in enumerate(self.step.values))
-        parameters = tuple(
-            replace(p, meta=self.metas[p.value], module_shape=p.meta.shape)
-            if p.value in self.metas
-            else p
-            for p in self.step.parameters
-        )
-        ops = tuple(
-            _with_metas(self.replaced.get(i, op), values) for i, op in enumerate(self.step.ops)
-        )
-        return replace(self.step, values=values, parameters=parameters, ops=ops)
+
+        parameters = []
+        for parameter in self.step.parameters:
+            if parameter.value in self.metas:
+                meta = self.metas[parameter.value]
+                parameter = replace(parameter, meta=meta, module_shape=parameter.meta.shape)
+            parameters.append(parameter)
+
+        ops = []
+        for index, op in enumerate(self.step.ops):
+            ops.append(_with_metas(self.replaced.get(index, op), values))
+        return replace(self.step, values=values, parameters=tuple(parameters), ops=tuple(ops))
 
 
 def _works_along(op: Op, dim: int) -> bool:
-    """Whether this dim of its first operand is the one that the op's `dim` names."""
+    """Whether the op's `dim` argument is this dim of its first operand."""
     return bind(op.call)["dim"] % len(op.call.operands[0].shape) == dim
 
 
 def _segmented(meta: TensorMeta, num_segments: int, dim: int) -> TensorMeta:
+    """Return the metadata with `dim` split into [num_segments, size of a segment]."""
     shape = meta.shape
     return meta.with_shape(
         (*shape[:dim], num_segments, shape[dim] // num_segments, *shape[dim + 1 :])
@@ -347,6 +395,7 @@ def _segmented(meta: TensorMeta, num_segments: int, dim: int) -> TensorMeta:
 
 
 def _with_metas(op: Op, values: Sequence[TensorMeta]) -> Op:
-    """The op with its call's metadata read from `values`."""
-    operands, results = (tuple(values[v] for v in ends) for ends in (op.operands, op.results))
+    """Return the op with its call's metadata taken from `values`."""
+    operands = tuple(values[value] for value in op.operands)
+    results = tuple(values[value] for value in op.results)
     return replace(op, call=replace(op.call, operands=operands, results=results))

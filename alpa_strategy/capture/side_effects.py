@@ -1,11 +1,11 @@
-"""Calls by which the step acts on the world outside of Python: texts for a terminal, a log or a
-file, clocks, the environment, processes, threads, queues.
+"""Refuse calls by which the step acts on the world outside of Python: text for a terminal, a log or
+a file, clocks, the environment, processes, threads, queues.
 
-A captured step would do such a thing once, at capture, and never again, so they are refused: the
-step then runs as it is written, and acts at every step. The text of a tensor belongs here too: it
-is a read of its value, which a captured step does not have.
+A captured step would make such a call once, at capture, and never again. A step that is refused
+runs eagerly and makes it at every step. The text of a tensor is refused as well: it reads the
+tensor's value, which a captured step does not have.
 
-Installed packages may say what they say once (warnings, messages to logging) and fill their caches.
+Installed packages may warn or log once, and fill their caches.
 """
 
 import builtins
@@ -183,7 +183,7 @@ def _streams(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator
 
 
 def _is_said_elsewhere(frame: FrameType | None) -> bool:
-    """Whether a text comes by way of `logging` or `warnings`, where it was decided whose it is."""
+    """Whether a text comes from `logging` or `warnings`, whose messages are checked separately."""
     asking = asking_frame(frame)
     while frame is not None and frame is not asking:
         path = frame.f_code.co_filename
@@ -197,8 +197,10 @@ _LOGGING = os.path.join(os.path.dirname(logging.__file__), "")
 
 
 def _messages(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator[Patch]:
-    """Messages to `logging`, and warnings: of the user's own code."""
-    handle, warn, thread = logging.Logger.handle, warnings.warn, get_ident()
+    """Yield the patches for messages to `logging` and warnings of the user's code."""
+    handle = logging.Logger.handle
+    warn = warnings.warn
+    thread = get_ident()
 
     def refuse_message(what: str) -> NoReturn:
         record.refuse(
@@ -220,29 +222,34 @@ def _messages(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterato
                 " work only"
             )
         leaves = pytree.tree_leaves(message.args)
-        if not any(isinstance(x, Tensor) for x in leaves):  # these have no value to be said
+        # Tensors have no value that could be logged.
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
             handle(logger, message)
 
     def say_warning(
         message: Any, category: Any = None, stacklevel: int = 1, source: Any = None, **rest: Any
     ) -> None:
         frame = _beyond_rank_zero(sys._getframe(1))
-        asks = get_ident() == thread and _is_own(frame)
+        is_users = get_ident() == thread and _is_own(frame)
         constants = () if frame is None else frame.f_code.co_consts
-        # One text at one line is shown once, also by a step that runs as it is written.
-        is_same = type(message) is str and message in constants
-        kind = category or (type(message) if isinstance(message, Warning) else UserWarning)
-        if asks and (not is_same or _is_shown_always(kind)):
+        # A constant text is shown once per line, by an eager step as well.
+        is_constant = type(message) is str and message in constants
+        kind = category
+        if not kind:
+            kind = type(message) if isinstance(message, Warning) else UserWarning
+        if is_users and (not is_constant or _is_shown_always(kind)):
             refuse_message("warns")
         warn(message, category, stacklevel + 1, source, **rest)
 
     yield logging.Logger, "handle", handle_message
-    for each in (vars(warnings), *namespaces):
-        yield from ((each, name, say_warning) for name, v in list(each.items()) if v is warn)
+    for namespace in (vars(warnings), *namespaces):
+        for name, function in list(namespace.items()):
+            if function is warn:
+                yield namespace, name, say_warning
 
 
 def _beyond_rank_zero(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame above the functions that let rank 0 alone speak."""
+    """Return the innermost frame above the functions that run on rank 0 only."""
     while (asking := asking_frame(frame)) is not None:
         if os.path.basename(asking.f_code.co_filename) != "rank_zero.py":
             return asking
@@ -251,7 +258,7 @@ def _beyond_rank_zero(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_shown_always(kind: type) -> bool:
-    """Whether every warning of a kind is shown, and not the first of a line alone."""
+    """Whether every warning of a kind is shown, and not only the first of a line."""
     for action, text, category, module, line in warnings.filters:
         if issubclass(kind, category) and not text and not module and not line:
             return action in ("always", "all", "error")

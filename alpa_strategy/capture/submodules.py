@@ -13,15 +13,17 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.capture import convert
+from alpa_strategy.capture.convert import convert
 from alpa_strategy.capture.graph_builder import storages_of
 from alpa_strategy.capture.python_reads import MODULE_HOOKS
 from alpa_strategy.capture.rewrites import segment_fused_linears
-from alpa_strategy.capture.trace import StepCall, trace_step
+from alpa_strategy.capture.trace import StepCall, Trace, trace_step
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import StepGraph, ValueRef, values_of
+from alpa_strategy.ir.guards import ValueGuard
 
-Context = Callable[[], AbstractContextManager[Any]]  # around the step, see `capture_step`
+# Returns the context of a step, as of `capture_step`.
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -29,94 +31,117 @@ class Call:
     """A call of the submodule at `path`."""
 
     path: str
-    given: Any  # (args, kwargs), tensors on the meta device; None: of no use
-    caller: int | None = (
-        # the number of the recorded call that it comes from, None where the step itself makes it
-        None
-    )
-    # step, output: its part of the graph of several, and what it returns
+
+    # (args, kwargs), with tensors on the meta device; None if it cannot be planned.
+    given: Any
+
+    # Index of the recorded call that makes it; None if the step makes it.
+    caller: int | None = None
+
+    # Its part of the graph of several calls.
     step: StepGraph | None = None
+
+    # Its result, with ValueRefs of that graph.
     output: Any = None
-    first: int = 0  # where its leaves of the batch begin
+
+    # Index of its first leaf in the batch of the graph.
+    first: int = 0
 
 
 def capture_calls(
     module: LightningModule, calls: Sequence[Call], context: Context
 ) -> tuple[StepGraph, list[Call]]:
-    """The graph of all `calls`, without a loss, and the calls with their parts of it.
+    """Return the graph of all `calls`, without a loss, and the calls with their parts of it.
 
     Raises:
-        CaptureError: one does more than to compute tensors of what it is given. Errors of the
-            user's code pass.
+        CaptureError: a call does more than compute tensors from its arguments. Errors of the
+            user's code pass unchanged.
     """
 
     def step(batch: Any) -> dict[str, Any]:
-        outputs = [
-            _called(module.get_submodule(c.path), *given)
-            for c, given in zip(calls, batch, strict=True)
-        ]
+        outputs = []
+        for call, (args, kwargs) in zip(calls, batch, strict=True):
+            outputs.append(_called(module.get_submodule(call.path), args, kwargs))
         tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        # A graph has a loss: this one is cut off.
-        return {
-            "loss": sum(leaf.sum() for leaf in tensors if leaf.requires_grad),
-            "outputs": outputs,
-        }
+        # Every graph needs a loss. This one is removed at the end.
+        loss = sum(tensor.sum() for tensor in tensors if tensor.requires_grad)
+        return {"loss": loss, "outputs": outputs}
 
     trace = trace_step(StepCall(module, [call.given for call in calls], 1, 0, context, step=step))
     graph = replace(segment_fused_linears(convert(trace)), batch_scope="global")
-    own = [vars(module.get_submodule(call.path)) for call in calls]  # whose forwards are replaced
-    # Hooks run around the programs, and are not there where these are captured.
-    rest = [g for g in graph.attributes if g.label != "hooks of modules"]
-    kept = [g for g in rest if g.name != "forward" or not any(g.namespace is each for each in own)]
-    graph = replace(graph, attributes=tuple(kept))
-    done = (
-        graph.logs,
-        graph.metrics,
-        graph.checks,
-        graph.appended,
-        graph.guards,
-        trace.recording.stored,
-    )
-    if (
-        any(done)
-        or trace.recording.grown
-        or any(buffer.update is not None for buffer in graph.buffers)
-    ):
-        raise CaptureError("it logs, checks values, or changes buffers, attributes or lists")
+    submodules = [module.get_submodule(call.path) for call in calls]
+    graph = replace(graph, attributes=_guards_around_programs(graph, submodules))
     outputs = graph.output["outputs"]
-    if not all(
-        isinstance(leaf, ValueRef | int | float | str | None)
-        for leaf in pytree.tree_leaves(outputs)
-    ):
-        raise CaptureError("it returns something else than tensors")
-    parts, first = list[Call](), 0
+    _check_effects(graph, trace)
+    return graph.part_for(values_of(outputs)), _parts(graph, calls, outputs)
+
+
+def _guards_around_programs(
+    graph: StepGraph, submodules: Sequence[nn.Module]
+) -> tuple[ValueGuard, ...]:
+    """Return the graph's guards, without those on hooks and replaced forwards.
+
+    Hooks run around the programs of submodules, and a submodule's program replaces its forward.
+    """
+    guards = []
+    for guard in graph.attributes:
+        is_replaced = any(guard.namespace is vars(submodule) for submodule in submodules)
+        is_forward = guard.name == "forward" and is_replaced
+        if guard.label != "hooks of modules" and not is_forward:
+            guards.append(guard)
+    return tuple(guards)
+
+
+def _check_effects(graph: StepGraph, trace: Trace) -> None:
+    """Raise CaptureError if the calls do more than return tensors."""
+    recording = trace.recording
+    records = (graph.logs, graph.metrics, graph.checks, graph.appended, graph.guards)
+    updates_buffer = any(buffer.update is not None for buffer in graph.buffers)
+    if any((*records, recording.stored, recording.grown)) or updates_buffer:
+        raise CaptureError("it logs, checks values, or changes buffers, attributes or lists")
+    for leaf in pytree.tree_leaves(graph.output["outputs"]):
+        if not isinstance(leaf, ValueRef | int | float | str | None):
+            raise CaptureError("it returns something else than tensors")
+
+
+def _parts(graph: StepGraph, calls: Sequence[Call], outputs: Sequence[Any]) -> list[Call]:
+    """Return the calls with their parts of the graph. `outputs` has the result of each."""
+    parts = []
+    first = 0
     for call, output in zip(calls, outputs, strict=True):
-        last = first + len(pytree.tree_leaves(call.given))
+        end = first + len(pytree.tree_leaves(call.given))
         part = graph.part_for(values_of(output))
-        part = replace(
-            part, leaves=tuple(guard for guard in part.leaves if first <= guard[0] < last)
-        )
+        leaves = tuple(leaf for leaf in part.leaves if first <= leaf[0] < end)
+        part = replace(part, leaves=leaves)
         parts.append(replace(call, step=part, output=output, first=first))
-        first = last
-    return graph.part_for(values_of(outputs)), parts
+        first = end
+    return parts
 
 
 def hooks_in(module: nn.Module) -> list[dict[Any, Any]]:
-    """What holds hooks of a module and its parts, now or later: a program of it calls none of
-    them.
+    """Return the dicts of all hooks of a module, its submodules and parameters.
+
+    Programs call none of them.
     """
-    found = [getattr(each, name) for each in module.modules() for name in MODULE_HOOKS]
-    return found + [parameter._backward_hooks or {} for parameter in module.parameters()]
+    hooks = [getattr(child, name) for child in module.modules() for name in MODULE_HOOKS]
+    for parameter in module.parameters():
+        hooks.append(parameter._backward_hooks or {})
+    return hooks
 
 
 def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What the module returns; CaptureError where that is not all that comes of the call."""
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    versions = [leaf._version for leaf in given]
+    """Return the module's result.
+
+    Raises:
+        CaptureError: it has hooks, changes its arguments, or returns views of them.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    versions = [tensor._version for tensor in tensors]
     output = module(*args, **kwargs)
     if any(hooks_in(module)):
         raise CaptureError("it has hooks, or a part of it has")
-    if [leaf._version for leaf in given] != versions or storages_of(output) & storages_of(given):
+    is_changed = [tensor._version for tensor in tensors] != versions
+    if is_changed or storages_of(output) & storages_of(tensors):
         raise CaptureError("it changes what it is given, or returns a view of that")
     return output
 
@@ -124,11 +149,17 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def plannable(
     module: LightningModule, calls: Sequence[Call], context: Context
 ) -> tuple[list[Call], list[str]]:
-    """Of recorded calls, callers first, the outermost that can be captured; and why others
-    cannot.
+    """Return the outermost recorded calls that can be captured, and why others cannot.
+
+    Args:
+        calls: recorded calls, callers first.
+
+    Returns:
+        The calls, and `path: reason` of the others.
     """
     chosen: list[Call] = []
-    covered: set[int | None] = set()  # chosen, or within one that is
+    # Indices of the calls that are chosen, or made by one that is.
+    covered: set[int | None] = set()
     reasons: list[str] = []
     for index, call in enumerate(calls):
         if call.caller not in covered:
@@ -139,9 +170,8 @@ def plannable(
                         " have"
                     )
                 capture_calls(module, [call], context)
-            except (
-                Exception
-            ) as error:  # of the user's code as well, which was not written for fake tensors
+            except Exception as error:
+                # The user's code may fail as well: it was not written for fake tensors.
                 reasons.append(
                     f"{call.path}: {' '.join(str(getattr(error, 'problem', error)).split())}"
                 )

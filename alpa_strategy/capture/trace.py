@@ -1,9 +1,9 @@
-"""Run the step once on fake tensors and keep the ATen ops that it asked for, before autograd and
-autocast act on them.
+"""Run the step once on fake tensors and record its ATen ops, before autograd and autocast act on
+them.
 
-`make_fx(pre_dispatch=True)` gives the graph that torch.export gives (linear, layer_norm, ...
-whole), about five times faster. What comes out is an fx graph with in-place ops, grad-mode and
-autocast markers; `convert` makes the StepGraph.
+`make_fx(pre_dispatch=True)` gives the same graph as torch.export (linear, layer_norm, ... are one
+op each), about five times faster. The result is an fx graph with in-place ops and with markers of
+grad mode and autocast; `convert` (capture.py) makes the StepGraph.
 """
 
 import logging
@@ -45,200 +45,297 @@ from alpa_strategy.capture.symbolic_scalars import FunctionsRequested, StepCount
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
 from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ParameterInput, Place, ValueRef
+from alpa_strategy.ir.guards import ValueGuard
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.user_code import reached_functions, user_line
 
-TracedInput = (
-    ParameterInput | BufferInput | BatchInput
-)  # `value`: its place among the traced function's arguments
+# `value` is the index among the traced function's arguments.
+TracedInput = ParameterInput | BufferInput | BatchInput
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The raw trace."""
+    """The fx graph of one run of the step, and the records of that run."""
 
     module: fx.GraphModule
+
+    # In the order of the graph's placeholders.
     inputs: tuple[TracedInput, ...]
+
     # {"output", "logs", "metrics", "buffers", "checks", "appended"}, in which ValueRefs number the
-    # graph's outputs
+    # graph's outputs.
     results: dict[str, Any]
+
     recording: Recording
+
+    # Node -> (path of the submodule that called it, the user's line).
     origins: Mapping[fx.Node, tuple[str, str]]
+
+    # The device of the fake tensors.
     device: torch.device
+
+    # Samples of the global batch.
     batch_size: int
-    read_leaves: tuple[
-        tuple[int, str], ...
-    ] = ()  # of the batch, that the step's Python looked at; values as text
-    own: tuple[Tensor, ...] = ()  # of the module, in the order of the first inputs
+
+    # (index, value as text) of the batch leaves that the step's Python read.
+    read_leaves: tuple[tuple[int, str], ...] = ()
+
+    # The module's parameters and buffers, in the order of the first inputs.
+    own: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepCall:
-    """Which call is captured: `module.training_step(batch, batch_idx)`, and under what."""
+    """The call that is captured: `module.training_step(batch, batch_idx)`, and its context."""
 
     module: LightningModule
     batch: Any
-    rows_factor: int  # batched leaves are so many times as long in the graph
+
+    # Size of the batch dim in the graph / size in `batch`.
+    rows_factor: int
+
     batch_idx: int
-    # context, rows: see `capture_step`
+
+    # As of `capture_step`.
     context: Callable[[], AbstractContextManager[Any]]
     rows: tuple[bool, ...] | None = None
-    appended: tuple[Place, ...] = ()  # lists of which it is known that the step appends to them
-    namespaces: tuple[
-        dict[str, Any], ...
-    ] = ()  # of code that computes with counters, see `functions_of_counters`
-    numbers: tuple[Place, ...] = ()  # those that change between steps
-    step: Callable[[Any], Any] | None = None  # what is called instead
+
+    # Lists to which the step is known to append.
+    appended: tuple[Place, ...] = ()
+
+    # Globals of code that computes with counters, see `functions_of_counters`.
+    namespaces: tuple[dict[str, Any], ...] = ()
+
+    # Numbers that change between steps.
+    numbers: tuple[Place, ...] = ()
+
+    # Called with the batch instead of `module.training_step`, if given.
+    step: Callable[[Any], Any] | None = None
 
 
 def trace_step(call: StepCall) -> Trace:
-    """Trace the call; leaves of the batch that are no tensors enter with their values only where
-    the step looks.
+    """Run the step of `call` on fake tensors, and return its trace.
+
+    Batch leaves that are no tensors have their values only if the step reads them.
+
+    Raises:
+        CaptureError: the step cannot be captured. The message has the user's line.
     """
     while True:
         try:
             return traced_with_leaves(call.batch, partial(_trace_once, call))
-        except FunctionsRequested as asked:
-            call = replace(call, namespaces=(*call.namespaces, asked.namespace))
+        except FunctionsRequested as request:
+            call = replace(call, namespaces=(*call.namespaces, request.namespace))
 
 
 def names_by_tensor(module: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:
-    """Every parameter and buffer once, parameters first, with all names that it has in the tree."""
-    found: dict[int, tuple[Tensor, list[str]]] = {}
+    """Return every parameter and buffer once, parameters first, with all its names."""
+    by_id: dict[int, tuple[Tensor, list[str]]] = {}
     for group in (
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
     ):
         for name, tensor in group:
-            found.setdefault(id(tensor), (tensor, []))[1].append(name)
-    return [(tensor, tuple(names)) for tensor, names in found.values()]
+            by_id.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return [(tensor, tuple(names)) for tensor, names in by_id.values()]
 
 
 def _trace_once(call: StepCall, read: frozenset[int], seen: set[int]) -> Trace:
-    """One trace. read: leaves that enter with their values; `seen` gets those that the step looks
-    at besides.
+    """Return one trace.
+
+    Args:
+        read: indices of the batch leaves that have their values.
+        seen: gets the indices of the other leaves that the step reads.
     """
-    module = call.module
-    device = _capture_device(module, call.context)
-    leaves, batch_spec = pytree.tree_flatten(call.batch)
-    rows_flags = likely_rows(leaves) if call.rows is None else call.rows
-    batch_size = _batch_size(leaves, rows_flags)
-    names = names_by_tensor(module)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # constants of the step are real tensors
-    with mode:
-        inputs, fakes = _fake_inputs(call, names, leaves, rows_flags, device)
+    return _Tracing(call, read, seen).trace()
 
-    origins: dict[fx.Node, tuple[str, str]] = {}
-    made: dict[str, Any] = {}
-    changing = {place.leaf: str(place) for place in call.numbers}
 
-    def given(index: int, leaf: Any) -> Any:
-        if index in changing:
-            return record.counter(leaf, changing[index])
-        return UnreadLeaf(index, seen) if may_be_unread(leaf) and index not in read else leaf
+class _Tracing:
+    """One run of the step under `make_fx`. Args: as of `_trace_once`."""
 
-    def run(*tensors: Tensor) -> list[Tensor]:
-        of_module = {own: tensor for (own, _), tensor in zip(names, tensors, strict=False)}
-        rest = iter(tensors[len(names) :])
-        rows = pytree.tree_unflatten(
-            [next(rest) if isinstance(x, Tensor) else given(i, x) for i, x in enumerate(leaves)],
-            batch_spec,
+    def __init__(self, call: StepCall, read: frozenset[int], seen: set[int]) -> None:
+        self.call = call
+        self.module = call.module
+        self.read = read
+        self.seen = seen
+
+        self.device = _capture_device(call.module, call.context)
+        self.leaves, self.batch_spec = pytree.tree_flatten(call.batch)
+        self.batched = likely_rows(self.leaves) if call.rows is None else call.rows
+        self.batch_size = _batch_size(self.leaves, self.batched)
+        self.names = names_by_tensor(call.module)
+
+        # Node -> (path of the submodule, the user's line).
+        self.origins: dict[fx.Node, tuple[str, str]] = {}
+
+        # Index of a leaf that changes between steps -> its label.
+        self.changing = {place.leaf: str(place) for place in call.numbers}
+
+    def trace(self) -> Trace:
+        """Run the step and return the trace."""
+        call = self.call
+        module = self.module
+
+        # Constants of the step are real tensors.
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode:
+            inputs, fakes = _fake_inputs(call, self.names, self.leaves, self.batched, self.device)
+        self.inputs = inputs
+
+        with (
+            recording(module, self.device, call.appended, call.namespaces) as record,
+            python_reads.counters_for(module, call.numbers, record.counter),
+            # It logs tracebacks of ops that are only tried.
+            patched([(vars(logging.getLogger("torch._subclasses.fake_tensor")), "disabled", True)]),
+            generators_kept(),
+            clear_errors(),
+            uncompiled(),
+            mode,
+            torch.enable_grad(),
+        ):
+            self.record = record
+            self.buffers = {}
+            for entry in inputs:
+                if isinstance(entry, BufferInput):
+                    self.buffers[entry.value] = (entry.name, self.names[entry.value][0])
+            self.known = ConstantValues(self.buffers, record.numbers.is_symbolic)
+
+            # "real": the inputs are fake already. Pre-dispatch: above autograd and autocast, so
+            # linear stays one op.
+            module_graph = make_fx(self._run, tracing_mode="real", pre_dispatch=True)(*fakes)
+            check_no_collectives(module_graph.graph, self.origins)
+            # After the trace: while it runs, ops must see plain numbers.
+            record.numbers.put()
+
+        record.attributes = self._attribute_guards()
+        return Trace(
+            module_graph,
+            tuple(inputs),
+            self.results,
+            record,
+            self.origins,
+            self.device,
+            self.batch_size * call.rows_factor,
+            self._read_leaves(),
+            tuple(tensor for tensor, _ in self.names),
         )
+
+    def _run(self, *tensors: Tensor) -> list[Tensor]:
+        """Run the step on `tensors`, one per input, and return the tensors of its results.
+
+        `self.results` gets the structure of the results, `self.reads` the attributes that were
+        read.
+        """
+        module = self.module
+        record = self.record
+        of_module = {}
+        for (tensor, _), fake in zip(self.names, tensors, strict=False):
+            of_module[tensor] = fake
+        batch = self._batch(tensors[len(self.names) :])
+
         with (
             standing_in(module, of_module),
-            call.context(),
-            TracerMode(module, origins, device, known, record),
-            known.told_to_libraries(),
+            self.call.context(),
+            TracerMode(module, self.origins, self.device, self.known, record),
+            self.known.told_to_libraries(),
         ):
-            # By position, as the Trainer passes them: users name these arguments as they like.
-            takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-            arguments = (
-                (rows, record.counter(call.batch_idx, "batch_idx")) if takes_index else (rows,)
-            )
-            held = _held(module, inputs)
+            arguments = self._arguments(batch)
+            before = _module_inputs(module, self.inputs)
             with python_reads.attribute_reads(module) as reads:
-                output = module.training_step(*arguments) if call.step is None else call.step(rows)
-            record.traced_by(get_proxy_mode(), buffers)
-            _check_added(module, call.batch, rows)
-            made["reads"] = reads
-            reassigned = _reassigned_buffers(held, _held(module, inputs), inputs)
-        appended = [each._items for each in record.appended.values()]
-        result: dict[str, Any] = {
+                if self.call.step is None:
+                    output = module.training_step(*arguments)
+                else:
+                    output = self.call.step(batch)
+            record.traced_by(get_proxy_mode(), self.buffers)
+            _check_added(module, self.call.batch, batch)
+            self.reads = reads
+            after = _module_inputs(module, self.inputs)
+            reassigned = _reassigned_buffers(before, after, self.inputs)
+
+        results: dict[str, Any] = {
             "output": output,
             "logs": record.logs,
             "metrics": record.metrics,
             "buffers": reassigned,
+            "checks": record.checks,
+            "appended": [appended._items for appended in record.appended.values()],
         }
-        result |= {"checks": record.checks, "appended": appended}
         outputs: list[Tensor] = []
-        made["results"] = pytree.tree_map(partial(_placeholder, outputs), result)
+        self.results = pytree.tree_map(partial(_placeholder, outputs), results)
         return outputs
 
-    with (
-        recording(module, device, call.appended, call.namespaces) as record,
-        python_reads.counters_for(module, call.numbers, record.counter),
-        patched(
-            [(vars(logging.getLogger("torch._subclasses.fake_tensor")), "disabled", True)]
-        ),  # tracebacks of trials
-        generators_kept(),
-        clear_errors(),
-        uncompiled(),
-        mode,
-        torch.enable_grad(),
-    ):
-        buffers = {
-            e.value: (e.name, names[e.value][0]) for e in inputs if isinstance(e, BufferInput)
-        }
-        known = ConstantValues(buffers, record.numbers.is_symbolic)
-        # "real": the inputs are fake already. Pre-dispatch: above autograd and autocast, so linear
-        # stays one op.
-        module_graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*fakes)
-        check_no_collectives(module_graph.graph, origins)
-        # After the trace: while it runs, ops must see plain numbers.
-        record.numbers.put()
-    # They hold until a buffer is replaced or changed in place.
-    asked = {name: snapshot(module.get_buffer(name)) for name in sorted(known.asked_buffers)}
-    record.attributes = (
-        *python_reads.freed(
-            python_reads.attribute_guards(module, made["reads"], record.appended), call.numbers
-        ),
-        *python_reads.guards_at(module, asked),
-        *python_reads.global_guards(module, made["reads"]),
-        *python_reads.guards_at(module._trainer, record.trainer_reads, "trainer."),
-    )
-    read_leaves = tuple(
-        (i, value_text(leaves[i]))
-        for i in sorted(read - changing.keys())
-        if may_be_unread(leaves[i])
-    )
-    num_rows = batch_size * call.rows_factor
-    own = tuple(tensor for tensor, _ in names)
-    return Trace(
-        module_graph,
-        tuple(inputs),
-        made["results"],
-        record,
-        origins,
-        device,
-        num_rows,
-        read_leaves,
-        own,
-    )
+    def _batch(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the step's batch: `tensors`, and the other leaves with or without their values."""
+        remaining = iter(tensors)
+        leaves = []
+        for index, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Tensor):
+                leaves.append(next(remaining))
+            elif index in self.changing:
+                leaves.append(self.record.counter(leaf, self.changing[index]))
+            elif may_be_unread(leaf) and index not in self.read:
+                leaves.append(UnreadLeaf(index, self.seen))
+            else:
+                leaves.append(leaf)
+        return pytree.tree_unflatten(leaves, self.batch_spec)
+
+    def _arguments(self, batch: Any) -> list[Any]:
+        """Return the arguments of `training_step`.
+
+        They are passed by position, as the Trainer does: users choose their names.
+        """
+        arguments = [batch]
+        step = self.module.training_step
+        if is_param_in_hook_signature(step, "batch_idx", min_args=2):
+            arguments.append(self.record.counter(self.call.batch_idx, "batch_idx"))
+        return arguments
+
+    def _attribute_guards(self) -> tuple[ValueGuard, ...]:
+        """Return guards on all values that the step's Python read, besides counters and leaves."""
+        module = self.module
+        record = self.record
+        attributes = python_reads.attribute_guards(module, self.reads, record.appended)
+        # A snapshot equals its buffer until that is replaced or changed in place.
+        buffers = {}
+        for name in sorted(self.known.asked_buffers):
+            buffers[name] = snapshot(module.get_buffer(name))
+        return (
+            *python_reads.freed(attributes, self.call.numbers),
+            *python_reads.guards_at(module, buffers),
+            *python_reads.global_guards(module, self.reads),
+            *python_reads.guards_at(module._trainer, record.trainer_reads, "trainer."),
+        )
+
+    def _read_leaves(self) -> tuple[tuple[int, str], ...]:
+        """Return (index, value as text) of the leaves that the step's Python read."""
+        read_leaves = []
+        for index in sorted(self.read - self.changing.keys()):
+            if may_be_unread(self.leaves[index]):
+                read_leaves.append((index, value_text(self.leaves[index])))
+        return tuple(read_leaves)
 
 
 def _check_added(module: LightningModule, batch: Any, after: Any) -> None:
-    """CaptureError where the step puts into its batch what a hook asks for: hooks get the batch as
-    it was loaded.
+    """Raise CaptureError if the step adds an item to its batch that a hook reads.
+
+    Hooks get the batch as it was loaded.
+
+    Args:
+        batch, after: the batch before and after the step.
     """
     added = after.keys() - batch.keys() if isinstance(batch, dict) else set()
-    users = (module, *getattr(module._trainer, "callbacks", ()))
-    for user in users if added else ():
-        reached = reached_functions([user.on_train_batch_end])
-        if named := added & {constant for each in reached for constant in each.__code__.co_consts}:
+    if not added:
+        return
+    for user in (module, *getattr(module._trainer, "callbacks", ())):
+        constants: set[Any] = set()
+        for function in reached_functions([user.on_train_batch_end]):
+            constants.update(function.__code__.co_consts)
+        read = added & constants
+        if read:
             raise CaptureError(
-                f"training_step puts {named} into its batch, for"
+                f"training_step puts {read} into its batch, for"
                 f" {type(user).__name__}.on_train_batch_end",
-                "return it from training_step: what that returns arrives in on_train_batch_end as"
+                "return it from training_step: its result is passed to on_train_batch_end as"
                 " outputs",
             )
 
@@ -250,8 +347,9 @@ def _fake_inputs(
     rows_flags: tuple[bool, ...],
     device: torch.device,
 ) -> tuple[list[TracedInput], list[Tensor]]:
-    """What the traced function takes: parameters and buffers as `names` has them, then the batch's
-    tensors.
+    """Return the inputs of the traced function, and a fake tensor for each.
+
+    These are parameters and buffers in the order of `names`, then the batch's tensors.
     """
     inputs: list[TracedInput] = []
     fakes: list[Tensor] = []
@@ -268,30 +366,32 @@ def _fake_inputs(
             inputs.append(BufferInput(len(inputs), tensor_names[0], meta))
     flags = iter(rows_flags)
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            if leaf.layout is not torch.strided:
-                raise CaptureError(
-                    f"the batch holds a tensor of layout {leaf.layout}", "let it hold dense ones"
-                )
-            batched = next(flags)  # [rows, ...]: one row per sample
-            shape = (
-                (leaf.size(0) * call.rows_factor, *leaf.shape[1:]) if batched else tuple(leaf.shape)
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.layout is not torch.strided:
+            raise CaptureError(
+                f"the batch holds a tensor of layout {leaf.layout}", "let it hold dense ones"
             )
-            fakes.append(
-                torch.empty(
-                    shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad
-                )
-            )
-            meta = TensorMeta(shape, leaf.dtype, leaf.requires_grad)
-            inputs.append(BatchInput(len(inputs), index, meta, 0 if batched else None))
+        # [samples, ...]
+        is_batched = next(flags)
+        shape = tuple(leaf.shape)
+        if is_batched:
+            shape = (leaf.size(0) * call.rows_factor, *leaf.shape[1:])
+        fakes.append(
+            torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+        )
+        meta = TensorMeta(shape, leaf.dtype, leaf.requires_grad)
+        inputs.append(BatchInput(len(inputs), index, meta, 0 if is_batched else None))
     return inputs, fakes
 
 
 def _placeholder(outputs: list[Tensor], leaf: Any) -> Any:
-    """What stands in the structure of results for one of its leaves; a tensor becomes the next of
-    the outputs.
+    """Return the leaf that replaces `leaf` in the structure of results.
+
+    A tensor is appended to `outputs` and replaced by a ValueRef.
     """
-    if (index := index_of(leaf)) is not None:
+    index = index_of(leaf)
+    if index is not None:
         return LeafRef(index)
     if type(leaf) is StepCounter:
         return leaf.made
@@ -302,16 +402,17 @@ def _placeholder(outputs: list[Tensor], leaf: Any) -> Any:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's strides; contiguous ones for a parameter that has only its shape (one element,
-    expanded).
+    """Return the tensor's strides.
+
+    A parameter without memory is one expanded element. It gets contiguous strides.
     """
     if 0 in tensor.stride() and tensor.numel() > 1:
         return torch.empty(tensor.shape, device="meta").stride()
     return tensor.stride()
 
 
-def _held(module: nn.Module, inputs: list[TracedInput]) -> dict[str, Any]:
-    """By name, what the module has for each of the inputs that are its own."""
+def _module_inputs(module: nn.Module, inputs: list[TracedInput]) -> dict[str, Any]:
+    """Return the module's current parameters and buffers among `inputs`, by name."""
     names = [entry.name for entry in inputs if not isinstance(entry, BatchInput)]
     return {name: operator.attrgetter(name)(module) for name in names}
 
@@ -319,18 +420,19 @@ def _held(module: nn.Module, inputs: list[TracedInput]) -> dict[str, Any]:
 def _reassigned_buffers(
     before: dict[str, Any], after: dict[str, Any], inputs: list[TracedInput]
 ) -> dict[str, Tensor]:
-    """Buffers that the step replaced by another tensor (`self.buffer = ...`), of what the module
-    had `before` it.
-    CaptureError for parameters, and for what the buffer's memory cannot take."""
+    """Return the buffers that the step replaced by another tensor (`self.buffer = ...`), by name.
+
+    Args:
+        before, after: the module's parameters and buffers before and after the step.
+
+    Raises:
+        CaptureError: it replaced a parameter, or the new tensor does not fit the buffer's memory.
+    """
     buffers = {entry.name for entry in inputs if isinstance(entry, BufferInput)}
     replaced = {name: tensor for name, tensor in after.items() if tensor is not before[name]}
-    for name, now in replaced.items():
-        both = [now, before[name]] if name in buffers and isinstance(now, Tensor) else []
-        kinds = {
-            (t.dtype.is_floating_point, t.dtype.is_complex, t.dtype == torch.bool, t.shape)
-            for t in both
-        }
-        if len(kinds) != 1:
+    for name, tensor in replaced.items():
+        is_buffer = name in buffers and isinstance(tensor, Tensor)
+        if not is_buffer or _kind(tensor) != _kind(before[name]):
             raise CaptureError(
                 f"the step puts another parameter, shape or dtype in the place of {name}",
                 "keep shape and dtype of buffers, and leave parameters to the optimizer and to"
@@ -339,13 +441,19 @@ def _reassigned_buffers(
     return replaced
 
 
+def _kind(tensor: Tensor) -> tuple[bool, bool, bool, torch.Size]:
+    """Return shape and kind of numbers: a tensor can be copied into one that has the same."""
+    dtype = tensor.dtype
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool, tensor.shape
+
+
 def _capture_device(
     module: nn.Module, context: Callable[[], AbstractContextManager[Any]]
 ) -> torch.device:
-    """Device of the parameters if it is an accelerator; a GPU for parameters elsewhere if `context`
-    casts for GPUs.
+    """Return the device of the fake tensors. Tracing allocates no memory on it.
 
-    Else CPU. Tracing allocates nothing on it.
+    It is the parameters' device if that is an accelerator. For other parameters it is a GPU if
+    `context` casts for GPUs, else the CPU.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     if device.type not in ("meta", "cpu"):
@@ -357,19 +465,26 @@ def _capture_device(
 
 
 def likely_rows(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Where nobody knows: the leaves that have the size(0) that most of them share, the first
-    leaf's among equals.
+    """Guess, for every tensor leaf of a batch, whether its dim 0 is the batch dim.
+
+    The batch size is the most frequent size(0); among equally frequent ones, that of the first
+    leaf. So class weights, a shared mask and the like are outvoted.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sizes = [leaf.size(0) for leaf in tensors if leaf.ndim >= 1]
-    most = max(
-        sizes, key=sizes.count, default=0
-    )  # weights of classes, a shared mask, ... are outvoted
-    return tuple(leaf.ndim >= 1 and leaf.size(0) == most for leaf in tensors)
+    batch_size = max(sizes, key=sizes.count, default=0)
+    has_batch_dim = []
+    for leaf in tensors:
+        has_batch_dim.append(leaf.ndim >= 1 and leaf.size(0) == batch_size)
+    return tuple(has_batch_dim)
 
 
 def _batch_size(leaves: list[Any], rows_flags: tuple[bool, ...]) -> int:
-    """The rows of the first leaf that has some."""
+    """Return the number of samples of the first leaf with a batch dim.
+
+    Raises:
+        CaptureError: there is no such leaf.
+    """
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sizes = [leaf.size(0) for leaf, is_rows in zip(tensors, rows_flags, strict=True) if is_rows]
     if not sizes:
@@ -380,22 +495,34 @@ def _batch_size(leaves: list[Any], rows_flags: tuple[bool, ...]) -> int:
     return sizes[0]
 
 
+def _owner_of(method: Any) -> Any:
+    """Return the object of a bound method."""
+    return method.__self__
+
+
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Restore all generators; refuse a step that draws from Python's or NumPy's, whose numbers
-    capture would freeze.
+    """Restore the random generators of Python, NumPy and torch at the end.
+
+    Raises:
+        CaptureError: the step drew from Python's or NumPy's: its numbers would be constants of the
+            graph.
     """
-    refused = {"random": random.random.__self__, "numpy.random": np.random.rand.__self__}  # type: ignore[attr-defined]
-    kept = [KeptState(name, each, state_of(each)) for name, each in refused.items()]
+    refused = {
+        "random": _owner_of(random.random),
+        "numpy.random": _owner_of(np.random.rand),
+    }
+    states = [
+        KeptState(name, generator, state_of(generator)) for name, generator in refused.items()
+    ]
     of_torch = torch.default_generator
-    kept.append(KeptState("torch", of_torch, state_of(of_torch), is_noticed=False))
-    with restored(kept) as drawn:
+    states.append(KeptState("torch", of_torch, state_of(of_torch), is_noticed=False))
+    with restored(states) as drawn:
         yield
     if drawn:
         raise CaptureError(
             f"training_step draws numbers from {' and '.join(drawn)}: the captured step would"
-            " repeat the first ones "
-            "forever",
+            " repeat the first ones forever",
             "draw with torch (torch.rand, torch.randint) and choose with torch.where, or draw in"
             " the dataset",
         )
@@ -403,12 +530,9 @@ def generators_kept() -> Iterator[None]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """What the user compiled (`torch.compile`) runs as it is written: the graph that is captured
-    replaces it.
-    """
-    if (
-        "torch._dynamo" not in sys.modules
-    ):  # so nothing was compiled, and importing it takes seconds
+    """Run functions under `torch.compile` eagerly, since the captured graph replaces them."""
+    # If it is not imported, nothing is compiled. Importing it takes seconds.
+    if "torch._dynamo" not in sys.modules:
         yield
         return
     import torch._dynamo
@@ -420,14 +544,13 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-# What torch says about code that cannot be traced -> what that is, and what to do.
+# Text in torch's error about code that cannot be traced -> (the problem, what to do).
 _CLEARER = {
     StepCounter.__name__: (
         "a number made of batch_idx, global_step or current_epoch stands where torch takes numbers"
         " only",
         "use it element by element (`beta * x`), or write int(self.current_epoch); keep others in a"
-        " registered "
-        "buffer that the step updates",
+        " registered buffer that the step updates",
     ),
     "TorchScript": (
         "TorchScript does not show its ops",
@@ -442,16 +565,17 @@ _CLEARER = {
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Turn what tracing cannot follow into a CaptureError with the user's line; other errors stay
-    the user's own.
+    """Turn the errors of code that cannot be traced into CaptureErrors with the user's line.
+
+    Errors of the user's own code pass unchanged.
     """
     try:
         yield
     except DataDependentOutputException as error:
         raise CaptureError(
             "training_step cannot be captured: a tensor's value is needed by Python (a branch on"
-            " it, .item(), "
-            f".tolist(), int() or float())\n  at {user_line(error.__traceback__)}",
+            " it, .item(), .tolist(), int() or float())\n"
+            f"  at {user_line(error.__traceback__)}",
             "torch.where chooses between values, register_buffer keeps state, callbacks and hooks"
             " may look at numbers",
         ) from error
@@ -466,10 +590,10 @@ def clear_errors() -> Iterator[None]:
     except AlpaError:
         raise
     except (RuntimeError, TypeError) as error:
-        what, fix = next(
-            (clearer for text, clearer in _CLEARER.items() if text in str(error)), ("", "")
-        )
-        if not what:
-            raise
-        text = f"training_step cannot be captured: {what}\n  at {user_line(error.__traceback__)}"
-        raise CaptureError(text, fix) from error
+        for text, (problem, fix) in _CLEARER.items():
+            if text in str(error):
+                line = user_line(error.__traceback__)
+                raise CaptureError(
+                    f"training_step cannot be captured: {problem}\n  at {line}", fix
+                ) from error
+        raise

@@ -1,6 +1,7 @@
 """Where traced ops come from, the submodule and the user's line, and what must not be traced."""
 
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -132,56 +133,74 @@ class TracerMode(TorchFunctionMode):
         return result
 
     def _with_counters(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """The call with examples in place of StepCounters; with their values where the op takes no
-        such number.
+        """Call a function with examples in place of StepCounters.
+
+        It is called with their values if an op cannot have such a number as an argument.
         """
 
-        def again(func: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(func: Any, *args: Any, **kwargs: Any) -> Any:
             return self.__torch_function__(func, types, args, kwargs)
+
+        def tensors_of(values: Iterable[Any], **like: Any) -> list[Any]:
+            """Return the values with a 0-d tensor in place of each StepCounter."""
+            tensors = []
+            for value in values:
+                is_counter = type(value) is StepCounter
+                tensors.append(call(torch.full, (), value, **like) if is_counter else value)
+            return tensors
 
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             index = pytree.tree_map_only(StepCounter, StepCounter.as_number, args[1])
-            like = {"dtype": args[0].dtype, "device": args[0].device}
-            # Torch would make a constant of a plain number on its way into the tensor.
-            value = [
-                again(torch.full, (), v, **like) if type(v) is StepCounter else v for v in args[2:]
-            ]
-            return again(func, args[0], index, *value)
-        if (
-            func is torch.functional.broadcast_tensors
-        ):  # of torch.distributions, which takes a StepCounter for a tensor
-            beside = next((x for x in args if type(x) is not StepCounter), None)
-            like = (
-                {"device": self.device}
-                if beside is None
-                else {"dtype": beside.dtype, "device": beside.device}
-            )
-            return again(
-                func,
-                *(again(torch.full, (), x, **like) if type(x) is StepCounter else x for x in args),
-            )
+            # Torch would make a constant of a plain number that is written into a tensor.
+            value = tensors_of(args[2:], dtype=args[0].dtype, device=args[0].device)
+            return call(func, args[0], index, *value)
+
+        # torch.distributions takes a StepCounter for a tensor.
+        if func is torch.functional.broadcast_tensors:
+            other = next((arg for arg in args if type(arg) is not StepCounter), None)
+            if other is None:
+                return call(func, *tensors_of(args, device=self.device))
+            return call(func, *tensors_of(args, dtype=other.dtype, device=other.device))
+
         position = _CREATIONS.get(func, len(args))
-        if position < len(args):  # made empty, then filled: an op that takes a number
-            before, content, after = args[:position], args[position], args[position + 1 :]
-            if isinstance(content, list | tuple):
-                return again(
-                    torch.stack, [again(func, *before, x, *after, **kwargs) for x in alike(content)]
-                )
-            made = again(func, *before, type(content.value)(0), *after, **kwargs)
-            return again(Tensor.fill_, made, content)
-        found, result = self.record.numbers.trace_call(
-            lambda args, kwargs: again(func, *args, **kwargs), args, kwargs
+        if position < len(args):
+            return self._created(call, func, args, kwargs, position)
+
+        is_traced, result = self.record.numbers.trace_call(
+            lambda args, kwargs: call(func, *args, **kwargs), args, kwargs
         )
-        if found:
+        if is_traced:
             _forget_constants(result)
             return result
         values = pytree.tree_map_only(StepCounter, lambda counter: counter.value, (args, kwargs))
-        result = again(func, *values[0], **values[1])  # the user's own errors
+        # Errors of the user's call are raised here.
+        result = call(func, *values[0], **values[1])
         pytree.tree_map_only(StepCounter, StepCounter.as_number, (args, kwargs))
         return result
 
+    def _created(
+        self, call: Callable[..., Any], func: Any, args: Any, kwargs: Any, position: int
+    ) -> Any:
+        """Call a function that creates a tensor from numbers, such as torch.tensor.
+
+        The tensor is created, then filled by an op that has the number as an argument.
+
+        Args:
+            call: calls a function of torch.
+            position: of the argument with the numbers.
+        """
+        before = args[:position]
+        content = args[position]
+        after = args[position + 1 :]
+        if isinstance(content, list | tuple):
+            items = [call(func, *before, item, *after, **kwargs) for item in alike(content)]
+            return call(torch.stack, items)
+        zero = type(content.value)(0)
+        created = call(func, *before, zero, *after, **kwargs)
+        return call(Tensor.fill_, created, content)
+
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function, or what capture puts in its place."""
+        """Call the function, or its replacement in captured steps."""
         for replacement in (ctc_replacement, grouped_mm_replacement):
             if (result := replacement(func, args, kwargs)) is not None:
                 return result

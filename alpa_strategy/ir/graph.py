@@ -1,9 +1,8 @@
-"""StepGraph: one training step as data. The forward only; autograd makes the backward at run time.
+"""StepGraph: one training step as data, forward only. Autograd computes the backward at run time.
 
-Pure single assignment: ops read and write numbered values, nothing is mutated. A buffer update
-(BatchNorm statistics)
-is an output that the runtime writes back. Shapes are those of the **global** batch: the step as one
-device runs it.
+The graph is in single assignment form: ops read and write numbered values, nothing is mutated. A
+buffer update (BatchNorm statistics) is an output that the runtime writes back. Shapes are those of
+the **global** batch: the step as one device runs it.
 """
 
 import hashlib
@@ -33,24 +32,25 @@ class ValueRef:
 
 @dataclass(frozen=True)
 class LeafRef:
-    """Stands in an output structure for leaf `leaf` of the batch, no tensor, as the batch at hand
-    has it.
-    """
+    """Stands in an output structure for leaf `leaf` of the current batch, which is no tensor."""
 
     leaf: int
 
 
 @dataclass(frozen=True)
 class Check:
-    """A branch of the step that only raises: `value`, as a truth, must be `expected`.
-
-    source: the line. raised, text: class (`builtins.ValueError`) and text of what it raises.
-    """
+    """A branch of the step that only raises an error: `bool(value)` must be `expected`."""
 
     value: ValueRef
     expected: bool
+
+    # The user's line.
     source: str
+
+    # Class of the error, such as `builtins.ValueError`.
     raised: str = "builtins.RuntimeError"
+
+    # Message of the error.
     text: str = ""
 
 
@@ -59,20 +59,25 @@ class ParameterInput:
     """A parameter of the module."""
 
     value: int
-    names: tuple[str, ...]  # every name that it has in the module tree (tied weights: several)
-    meta: TensorMeta  # with its shape in the step
-    # set where the step sees the first dim as two, segments and rows of a segment (see
-    # capture/rewrites.py)
+
+    # All its names in the module tree; tied weights have several.
+    names: tuple[str, ...]
+
+    # The shape is that in the step.
+    meta: TensorMeta
+
+    # Shape in the module, if the step sees its first dim as two: segments, and rows of a segment
+    # (capture/rewrites.py).
     module_shape: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
-        """The first of its names: what plans and stores call it."""
+        """The first of its names. Plans and checkpoints use this one."""
         return self.names[0]
 
     @property
     def num_segments(self) -> int:
-        """In how many equal parts the step sees it (query, key and value in one weight: 3)."""
+        """Number of equal segments in the step (query, key and value in one weight: 3)."""
         return 1 if self.module_shape is None else self.meta.shape[0]
 
 
@@ -83,7 +88,9 @@ class BufferInput:
     value: int
     name: str
     meta: TensorMeta
-    update: int | None = None  # the value to write back, if any
+
+    # The value that is written back after the step, if any.
+    update: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,16 +98,20 @@ class BatchInput:
     """One tensor leaf of the batch."""
 
     value: int
-    leaf: int  # its index in `torch.utils._pytree.tree_leaves(batch)`
+
+    # Its index in `torch.utils._pytree.tree_leaves(batch)`.
+    leaf: int
+
     meta: TensorMeta
-    # 0: one row per sample (its global shape is then world x the loader's); None: the same tensor
-    # on every rank
+
+    # 0: dim 0 has the samples (its global size is world size x the loader's). None: every rank has
+    # the same tensor.
     batch_dim: int | None
 
 
 @dataclass(frozen=True)
 class ConstantInput:
-    """A tensor constant that capture found (made outside the step, not a registered buffer)."""
+    """A tensor that the step reads and that is made outside of it, and is no registered buffer."""
 
     value: int
     tensor: Any = field(compare=False)
@@ -114,32 +125,42 @@ class Op:
 
     name: str
     call: OpCall
-    # operands, results: value indices, as `call` has them
+
+    # Value indices, in the order of `call.operands` and `call.results`.
     operands: tuple[int, ...]
     results: tuple[int, ...]
-    module: str = ""  # path of the submodule that called it ("" for the LightningModule itself)
-    source: str = ""  # the user's line
+
+    # Path of the submodule that called it ("" for the LightningModule itself).
+    module: str = ""
+
+    # The user's line.
+    source: str = ""
 
 
 @dataclass(frozen=True)
 class LogRecord:
-    """One `self.log` call: `value` is a ValueRef or a plain number, or a nested structure of both;
-    kwargs as given.
-    """
+    """One `self.log` call."""
 
     name: str
+
+    # A ValueRef, a plain number, or a nested structure of both.
     value: Any
+
+    # (name, value) of the other arguments.
     kwargs: tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class MetricRecord:
-    """One call of a torchmetrics object inside the step: method `forward` or `update`; args hold
-    ValueRefs.
-    """
+    """One call of a torchmetrics object inside the step."""
 
+    # Name of the metric in the module tree.
     metric: str
+
+    # `forward` or `update`
     method: str
+
+    # Arguments, with ValueRefs in place of tensors.
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
 
@@ -149,21 +170,28 @@ class MetricRef:
     """Stands in log records for a torchmetrics object."""
 
     metric: str
-    # the object itself was logged, or "value": what its last `forward` or `compute` gave
+
+    # "metric": the object itself was logged. "value": the result of its last `forward` or
+    # `compute`.
     kind: str = "metric"
-    key: str | None = None  # the item of a MetricCollection
+
+    # The item of a MetricCollection.
+    key: str | None = None
 
 
 def stable_text(value: Any) -> str:
-    """`repr` without memory addresses: the same in every process. Functions are named, lambdas
-    known by their code.
+    """Return `repr(value)` without memory addresses, so that it is the same in every process.
+
+    Functions are named. Lambdas and local functions are identified by their code.
     """
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{stable_text(k)}: {stable_text(v)}' for k, v in value.items())}}}"
+        items = [f"{stable_text(key)}: {stable_text(item)}" for key, item in value.items()]
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, list | tuple):
         return f"({', '.join(map(stable_text, value))})"
     if is_dataclass(value) and not isinstance(value, type):
-        return f"{type(value).__qualname__}{stable_text([getattr(value, f.name) for f in fields(value)])}"
+        field_values = [getattr(value, item.name) for item in fields(value)]
+        return f"{type(value).__qualname__}{stable_text(field_values)}"
     if isinstance(value, partial):
         return f"partial{stable_text((value.func, value.args, value.keywords))}"
     name = getattr(value, "__qualname__", None) if callable(value) else None
@@ -178,130 +206,182 @@ def stable_text(value: Any) -> str:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Hash of a tensor's content, shape and dtype."""
+    """Return a hash of a tensor's content, shape and dtype."""
     data = tensor.cpu().contiguous()
-    # As bytes: NumPy knows no bfloat16.
-    content = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
-    return hashlib.sha256(content + str((tuple(data.shape), data.dtype)).encode()).hexdigest()[:16]
+    content = b""
+    if data.numel():
+        # As bytes: NumPy knows no bfloat16.
+        content = data.reshape(-1).view(torch.uint8).numpy().tobytes()
+    description = str((tuple(data.shape), data.dtype))
+    return hashlib.sha256(content + description.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where something is that steps change: attribute `name` of the submodule at `path`, item `key`
-    of a dict that is
-    one, or the leaf `leaf` of the batch, which `name` then names."""
+    """The location of a Python value that steps change.
 
+    It is an attribute of a submodule, an item of a dict that is such an attribute, or a leaf of the
+    batch.
+    """
+
+    # Path of the submodule.
     path: str
+
+    # Name of the attribute; of a leaf, its name in messages.
     name: str
+
+    # Key of the item, if the attribute is a dict.
     key: str | int | None = None
+
+    # Index of the leaf.
     leaf: int | None = None
 
     @property
     def attribute(self) -> str:
-        """The attribute by its path, as guards call it."""
+        """The attribute with its path, as guards name it."""
         return f"{self.path}.{self.name}".lstrip(".")
 
     @property
     def item(self) -> Any:
-        """Under what name `holder` has it."""
+        """The key of the value in `holder`."""
         return self.name if self.key is None else self.key
 
     def __str__(self) -> str:
-        of_attribute = f"self.{self.attribute}" + (
-            f"[{self.key!r}]" if self.key is not None else ""
-        )
-        return self.name if self.leaf is not None else of_attribute
+        if self.leaf is not None:
+            return self.name
+        if self.key is not None:
+            return f"self.{self.attribute}[{self.key!r}]"
+        return f"self.{self.attribute}"
 
     def holder(self, module: nn.Module) -> dict[Any, Any]:
-        """What has it, of an attribute."""
+        """Return the dict that stores the value: the submodule's `__dict__`, or the attribute."""
         attributes = vars(module.get_submodule(self.path))
         return attributes if self.key is None else attributes[self.name]
 
     def value(self, module: nn.Module, leaves: Sequence[Any] = ()) -> Any:
-        """What is there now. leaves: of the batch."""
+        """Return the current value.
+
+        Args:
+            leaves: those of the batch.
+        """
         if self.leaf is not None:
             return leaves[self.leaf]
-        held: Any = getattr(module.get_submodule(self.path), self.name, None)  # may be the class's
-        return held if self.key is None else held.get(self.key)
+        # The attribute may be one of the class.
+        attribute: Any = getattr(module.get_submodule(self.path), self.name, None)
+        return attribute if self.key is None else attribute.get(self.key)
 
 
 @dataclass(frozen=True)
 class AppendRecord:
-    """What one step appended to a list: `items` hold ValueRefs, LeafRefs, CounterRefs and plain
-    values.
-    """
+    """The items that one step appends to a list."""
 
+    # Location of the list.
     place: Place
+
+    # ValueRefs, LeafRefs, CounterRefs and plain values.
     items: tuple[Any, ...]
 
 
 def values_of(node: Any) -> tuple[int, ...]:
-    """Value indices in an output structure, or in records of logs, metrics, lists and checks, in
-    order, each once.
+    """Return the value indices in an output structure or in records, in order, each once.
+
+    Records are those of logs, metrics, lists and checks.
     """
-    found: dict[int, None] = {}
+    indices: dict[int, None] = {}
     for leaf in pytree.tree_leaves(node):
         if isinstance(leaf, ValueRef):
-            found[leaf.index] = None
+            indices[leaf.index] = None
         elif isinstance(leaf, LogRecord | MetricRecord | AppendRecord | Check):
-            found |= dict.fromkeys(values_of(list(vars(leaf).values())))
-    return tuple(found)
+            indices |= dict.fromkeys(values_of(list(vars(leaf).values())))
+    return tuple(indices)
 
 
 @dataclass(frozen=True)
 class StepGraph:
     """A captured step."""
 
-    values: tuple[
-        TensorMeta, ...
-    ]  # metadata of every value; inputs first, then op results, in order of definition
-    # parameters, buffers, batch, constants: the inputs
+    # Metadata of every value: inputs first, then op results, in order of definition.
+    values: tuple[TensorMeta, ...]
+
+    # The inputs.
     parameters: tuple[ParameterInput, ...]
     buffers: tuple[BufferInput, ...]
     batch: tuple[BatchInput, ...]
     constants: tuple[ConstantInput, ...]
-    ops: tuple[Op, ...]  # in execution order
-    loss: int  # value index of the loss (a scalar); -1 in a stage that does not make it
-    # what the step returned, tensors replaced by ValueRefs: a plain ValueRef, or a dict with "loss"
+
+    # In execution order.
+    ops: tuple[Op, ...]
+
+    # Value index of the loss (a scalar); -1 in a stage without it.
+    loss: int
+
+    # The return value of the step, with ValueRefs in place of tensors: a plain ValueRef, or a dict
+    # with "loss".
     output: Any
-    logs: tuple[LogRecord, ...] = ()  # the step's `self.log` calls, in order
-    metrics: tuple[MetricRecord, ...] = ()  # the step's torchmetrics calls, in order
-    batch_size: int = 0  # rows of the global batch
-    # `rank`: every rank brings its own rows of the batched leaves; `global`: every rank brings all
+
+    # The step's `self.log` calls, in order.
+    logs: tuple[LogRecord, ...] = ()
+
+    # The step's torchmetrics calls, in order.
+    metrics: tuple[MetricRecord, ...] = ()
+
+    # Samples of the global batch.
+    batch_size: int = 0
+
+    # `rank`: every rank loads its local samples; `global`: every rank loads the global batch.
     batch_scope: str = "rank"
-    # for a stage: values that earlier stages (or a prologue) hand in, in its plan's layouts; the
-    # whole step's numbers
+
+    # Of a stage: the values from earlier stages (or a prologue), in the layouts of its plan. Their
+    # indices are those of the full step.
     received: tuple[int, ...] = ()
-    sent: tuple[int, ...] = ()  # for a stage: values that later stages need
-    notes: tuple[str, ...] = ()  # things that the user should know (shown with the plan)
-    # what the step's Python asked of its counters; when one no longer holds, capture again
+
+    # Of a stage: the values that later stages need.
+    sent: tuple[int, ...] = ()
+
+    # Lines for the user, shown with the plan.
+    notes: tuple[str, ...] = ()
+
+    # Conditions on counters that the step's Python evaluated. If one changes, the step is captured
+    # again.
     guards: tuple[Guard, ...] = ()
-    # what else the step read: attributes, globals, closures, the Trainer's values; when one
-    # changed, capture again
+
+    # Other values that the step read: attributes, globals, closures, the Trainer's. If one changes,
+    # the step is captured again.
     attributes: tuple[ValueGuard, ...] = ()
-    # leaves of the batch, no tensors, that the step read, with their values as text; as for
-    # attributes
+
+    # (index, value as text) of the batch leaves that the step read and that are no tensors.
+    # Likewise.
     leaves: tuple[tuple[int, str], ...] = ()
-    # what changes from step to step, read where it is when one begins: counters by their labels
+
+    # Locations of numbers that change from step to step. They are read when a step starts and are
+    # counters, named by their labels.
     numbers: tuple[Place, ...] = ()
-    checks: tuple[Check, ...] = ()  # conditions that must hold whenever the step has run
-    stored: tuple[
-        ValueGuard, ...
-    ] = ()  # attributes that the step sets, each time to the same value
-    appended: tuple[AppendRecord, ...] = ()  # what the step appended to lists of the module
+
+    # Conditions that must hold after the step.
+    checks: tuple[Check, ...] = ()
+
+    # Attributes that the step sets, each time to the same value.
+    stored: tuple[ValueGuard, ...] = ()
+
+    # Items that the step appends to lists of the module.
+    appended: tuple[AppendRecord, ...] = ()
 
     @property
     def constant_inputs(self) -> tuple[BufferInput | ConstantInput, ...]:
-        """What is neither a parameter nor of the batch: whole on every device."""
+        """Buffers and constants: the inputs that every device has in full."""
         return *self.buffers, *self.constants
 
     def part(self, ops: Sequence[Op], leaving: Iterable[int] = ()) -> "StepGraph":
-        """Some of the ops with those inputs that they, or what leaves, need: without records,
-        nothing else leaves.
+        """Return the graph of some of the ops, without records.
+
+        Its inputs are those that the ops read or that leave it.
+
+        Args:
+            leaving: value indices of its outputs.
         """
         leaving = tuple(dict.fromkeys(leaving))
         read = {value for op in ops for value in op.operands}.union(leaving)
-        return replace(
+        part = replace(
             self,
             parameters=tuple(p for p in self.parameters if p.value in read),
             buffers=tuple(replace(b, update=None) for b in self.buffers if b.value in read),
@@ -310,134 +390,143 @@ class StepGraph:
             ops=tuple(ops),
             received=(),
             sent=(),
-        ).bare(leaving)
+        )
+        return part.bare(leaving)
 
     def part_for(self, leaving: Collection[int]) -> "StepGraph":
-        """The part that computes what leaves it, and nothing else."""
+        """Return the graph that computes the values `leaving`, and nothing else."""
         return self.part([self.ops[index] for index in self.ancestors(leaving)], leaving)
 
     def bare(self, leaving: Iterable[int], loss: int = -1) -> "StepGraph":
-        """The graph without records: what leaves it is its output. (A loss of its own is part of
-        what leaves.)
+        """Return the graph without records, with the values `leaving` as its output.
+
+        Args:
+            loss: value index of its loss, which is one of `leaving`.
         """
         output = tuple(ValueRef(value) for value in dict.fromkeys(leaving))
         return replace(self, output=output, logs=(), metrics=(), checks=(), appended=(), loss=loss)
 
     def ancestors(self, values: Collection[int]) -> list[int]:
-        """See `ancestors`."""
+        """Return the indices of the ops that `values` depend on, ascending."""
         return ancestors(self.ops, values)
 
     @cached_property
     def dtypes_read(self) -> dict[str, torch.dtype]:
-        """By name of a parameter the half-precision dtype that all of its uses cast it to, else its
-        own dtype.
+        """Parameter name -> the dtype in which the step uses it.
+
+        That is a half-precision dtype if all uses cast the parameter to it, else its stored dtype.
         """
-        kept = {*self.escaping, *self.sent}
+        leaving = {*self.escaping, *self.sent}
         dtypes: dict[str, torch.dtype] = {}
-        for given in self.parameters:
+        for parameter in self.parameters:
             # The dtypes that uses cast it to; None stands for a use without a cast.
             read_as: set[torch.dtype | None] = set()
-            for op, _ in self.consumers.get(given.value, ()):
+            for op, _ in self.consumers.get(parameter.value, ()):
                 call = self.ops[op].call
                 is_cast = call.target is torch.ops.aten.to.dtype
                 read_as.add(call.results[0].dtype if is_cast else None)
-            dtype = None
-            if len(read_as) == 1 and given.value not in kept:
-                (dtype,) = read_as
-            dtypes[given.name] = (
-                dtype if dtype in (torch.bfloat16, torch.float16) else given.meta.dtype
-            )
+
+            dtypes[parameter.name] = parameter.meta.dtype
+            if len(read_as) == 1 and parameter.value not in leaving:
+                (cast,) = read_as
+                if cast in (torch.bfloat16, torch.float16):
+                    dtypes[parameter.name] = cast
         return dtypes
 
     @cached_property
     def consumers(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """Value index -> the (op index, operand position) pairs that read it."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        consumers: dict[int, list[tuple[int, int]]] = {}
         for op_index, op in enumerate(self.ops):
             for position, value in enumerate(op.operands):
-                found.setdefault(value, []).append((op_index, position))
-        return {value: tuple(uses) for value, uses in found.items()}
+                consumers.setdefault(value, []).append((op_index, position))
+        return {value: tuple(uses) for value, uses in consumers.items()}
 
     @cached_property
     def makers(self) -> dict[int, int]:
-        """Value -> index of the op that makes it."""
+        """Value index -> index of the op that computes it."""
         return {value: index for index, op in enumerate(self.ops) for value in op.results}
 
     @cached_property
     def last_readers(self) -> dict[int, int]:
-        """Op-made value -> index of the last op that reads it, or that a record with it has to wait
-        for; -1: none.
+        """Value index -> index of the last op that reads it, or -1; of all results of ops.
+
+        A record reads its values when the last of them has been computed.
         """
         maker = self.makers
-        last = {
-            value: max((op for op, _ in self.consumers.get(value, ())), default=-1)
-            for value in maker
-        }
-        # A record is read where its last value is made.
+        last = {}
+        for value in maker:
+            readers = [op for op, _ in self.consumers.get(value, ())]
+            last[value] = max(readers, default=-1)
+
         for record in (*self.logs, *self.metrics, *self.appended):
-            made = [value for value in values_of(record) if value in maker]
-            read_at = max((maker[value] for value in made), default=-1)
-            for value in made:
+            computed = [value for value in values_of(record) if value in maker]
+            read_at = max((maker[value] for value in computed), default=-1)
+            for value in computed:
                 last[value] = max(last[value], read_at)
         return last
 
     @cached_property
     def escaping(self) -> tuple[int, ...]:
-        """Values that leave it (loss, output, appended, logs, metrics, checks, buffers), once each,
-        ascending.
+        """Indices of the values that leave the graph, each once, ascending.
+
+        These are the loss, the output, buffer updates, and values of records.
         """
-        found = {
-            *([self.loss] if self.loss >= 0 else []),
-            *(b.update for b in self.buffers if b.update is not None),
-        }
-        found.update(values_of((self.output, self.appended, self.logs, self.metrics, self.checks)))
-        return tuple(sorted(found))
+        leaving = {buffer.update for buffer in self.buffers if buffer.update is not None}
+        if self.loss >= 0:
+            leaving.add(self.loss)
+        records = (self.output, self.appended, self.logs, self.metrics, self.checks)
+        leaving.update(values_of(records))
+        return tuple(sorted(leaving))
 
     @cached_property
     def kept_buffers(self) -> frozenset[str]:
-        """Buffers that the step changes, and of which the values before it are needed after it: by
-        the backward, or
-        where they leave it, as copies that the graph has no op for."""
-        shown = {b.value: b.name for b in self.buffers if b.update not in (None, b.value)}
-        kept = {name for value, name in shown.items() if value in self.escaping}
+        """Names of the buffers that the step updates and whose former values are still needed.
+
+        They are needed if the backward reads them, or if they leave the graph: it has no op that
+        copies them.
+        """
+        # Value index of a buffer that is updated, or of a view of it -> the buffer's name.
+        names = {b.value: b.name for b in self.buffers if b.update not in (None, b.value)}
+        needed = {name for value, name in names.items() if value in self.escaping}
         for op in self.ops:
-            for name in [shown[value] for value in op.operands if value in shown]:
+            for name in [names[value] for value in op.operands if value in names]:
                 is_view = getattr(op.call.target, "is_view", False)
-                shown |= {value: name for value in op.results if is_view}
-                trains = any(self.values[value].requires_grad for value in op.operands)
-                if trains or (is_view and not set(self.escaping).isdisjoint(op.results)):
-                    kept.add(name)
-        return frozenset(kept)
+                if is_view:
+                    names |= dict.fromkeys(op.results, name)
+                has_backward = any(self.values[value].requires_grad for value in op.operands)
+                leaves = is_view and not set(self.escaping).isdisjoint(op.results)
+                if has_backward or leaves:
+                    needed.add(name)
+        return frozenset(needed)
 
     @cached_property
     def graph_digest(self) -> str:
-        """Hash of the computation: ops, wiring, constants, outputs. Parameter and batch shapes are
-        hashed apart.
+        """Hash of the computation: ops, wiring, constants, outputs.
+
+        Shapes of parameters and of the batch are not in it.
         """
-        lines = [
-            f"{op.call.target_name}{op.call.args}{op.call.kwargs}{op.operands}->{op.results}"
-            for op in self.ops
-        ]
-        # Functions among the logs' arguments (`reduce_fx`) count by their code: addresses differ
-        # between processes.
-        lines += [
-            stable_text(
-                (self.loss, self.output, self.logs, self.metrics, self.checks, self.appended)
-            )
-        ]
-        lines += [str([(b.value, b.name, b.update) for b in self.buffers])]
-        lines += [str([(c.value, c.digest) for c in self.constants])]
+        lines = []
+        for op in self.ops:
+            call = op.call
+            lines.append(f"{call.target_name}{call.args}{call.kwargs}{op.operands}->{op.results}")
+
+        # Functions among the logs' arguments (`reduce_fx`) are identified by their code: addresses
+        # differ between processes.
+        results = (self.loss, self.output, self.logs, self.metrics, self.checks, self.appended)
+        lines.append(stable_text(results))
+        lines.append(str([(b.value, b.name, b.update) for b in self.buffers]))
+        lines.append(str([(c.value, c.digest) for c in self.constants]))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     @cached_property
     def parameter_digest(self) -> str:
         """Hash of parameter names, shapes, dtypes and trainability."""
-        return _digest(
-            [
-                (p.names, p.meta.shape, str(p.meta.dtype), p.meta.requires_grad)
-                for p in self.parameters
-            ]
-        )
+        rows = []
+        for parameter in self.parameters:
+            meta = parameter.meta
+            rows.append((parameter.names, meta.shape, str(meta.dtype), meta.requires_grad))
+        return _digest(rows)
 
     @cached_property
     def batch_digest(self) -> str:
@@ -446,13 +535,14 @@ class StepGraph:
 
 
 def ancestors(ops: Sequence[Op], values: Iterable[int]) -> list[int]:
-    """Indices of the ops that `values` depend on, their makers included, ascending."""
-    needed, found = set(values), []
+    """Return the indices of the ops that compute `values` or that these depend on, ascending."""
+    needed = set(values)
+    indices = []
     for index, op in reversed(list(enumerate(ops))):
         if needed.intersection(op.results):
-            found.append(index)
+            indices.append(index)
             needed.update(op.operands)
-    return found[::-1]
+    return indices[::-1]
 
 
 def _digest(rows: list[Any]) -> str:
@@ -466,42 +556,44 @@ def run_step(
     batch_leaves: Sequence[Tensor],
     received: Mapping[int, Tensor] | None = None,
 ) -> dict[int, Tensor]:
-    """Every value of the step, run on whole tensors on one device: what a pipeline does once a
-    step.
+    """Run the step op by op, on full tensors on one device.
+
+    A pipeline runs its prologue and epilogue this way, once per step.
 
     Args:
-        parameters: by any of the names that the parameter has, in the module's shapes (all tensors
-            on one device).
-        buffers: by name; the counters under `COUNTERS`, where the step computes with them.
-        batch_leaves: global tensors in `step.batch` order.
-        received: the values that others hand in (`step.received`).
+        parameters: by any of the parameter's names, in the module's shapes. All tensors are on one
+            device.
+        buffers: by name. The counters are under `COUNTERS`, if the step computes with them.
+        batch_leaves: global tensors in the order of `step.batch`.
+        received: the values `step.received`.
 
     Returns:
-        Value index -> tensor; `step.escaping` says which leave the graph.
+        Value index -> tensor, for all values. `step.escaping` has those that leave the graph.
     """
     received = received or {}
     values: dict[int, Tensor] = {value: received[value] for value in step.received}
     for entry in step.parameters:
-        given = next(parameters[name] for name in entry.names if name in parameters)
-        values[entry.value] = (
-            given.view(entry.meta.shape) if entry.module_shape is not None else given
-        )
+        parameter = next(parameters[name] for name in entry.names if name in parameters)
+        if entry.module_shape is not None:
+            parameter = parameter.view(entry.meta.shape)
+        values[entry.value] = parameter
     for buffer in step.buffers:
         values[buffer.value] = buffers[buffer.name]
     for leaf, tensor in zip(step.batch, batch_leaves, strict=True):
         values[leaf.value] = tensor
-    # Factories (arange, zeros) have no device of their own in the graph.
+
+    # Factories (arange, zeros) have no device in the graph.
     device = next((tensor.device for tensor in values.values()), torch.get_default_device())
     for constant in step.constants:
         values[constant.value] = constant.tensor.to(device)
-    with device:  # for the Python functions among the targets; ATen's overloads do not look at it
+
+    # The context is for the Python functions among the targets; ATen's overloads ignore it.
+    with device:
         for op in step.ops:
             call = at_counters(op.call, buffers.get(COUNTERS, {})).on(device)
-            out = call.call(*(values[i] for i in op.operands))
-            results = (
-                [t for t in out if isinstance(t, Tensor)]
-                if isinstance(out, tuple | list)
-                else [out]
-            )
+            returned = call.call(*(values[operand] for operand in op.operands))
+            results = [returned]
+            if isinstance(returned, tuple | list):
+                results = [item for item in returned if isinstance(item, Tensor)]
             values.update(zip(op.results, results, strict=True))
     return values

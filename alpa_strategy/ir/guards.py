@@ -1,13 +1,13 @@
-"""What a captured graph depends on besides tensors: numbers made of the step's counters, and
+"""The dependencies of a captured graph besides tensors: numbers made of the step's counters, and
 guards.
 
-The graph holds such a number as an argument (a `SymbolicScalar`) in the place where Python's number
-stood, so that dtypes and rounding are those of a plain number. Its value is computed when the
-program runs, on every rank alike.
+Such a number is an op's argument in the graph (a `SymbolicScalar`), as Python's number was, so that
+dtypes and rounding are those of a plain number. Its value is computed when the program runs, the
+same on every rank.
 
-A captured graph is one path through the user's Python. Where the path depends on a counter, the
-comparison is recorded; where it depends on an attribute, the value. The strategy captures again
-when one would come out differently.
+A captured graph is one path through the user's Python. If the path depends on a counter, the
+comparison is recorded; if it depends on an attribute, the value. The strategy captures the step
+again when one of them changes.
 """
 
 import operator
@@ -21,73 +21,94 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.ir.op import OpCall
 
-COUNTERS = "<counters>"  # what a program's buffers call the values of the counters, by name
+# The key of the counters' values (a dict by name) among the buffers of a program.
+COUNTERS = "<counters>"
 
 
 @dataclass(frozen=True, repr=False)
 class CounterRef:
-    """A counter (`batch_idx`, `global_step`, `current_epoch`, a number that changes), or `function`
-    of such.
+    """A counter, or a function of counters.
+
+    Counters are `batch_idx`, `global_step`, `current_epoch`, and numbers that change between steps.
     """
 
+    # Of the counter, or of the function.
     name: str
+
+    # None for a counter.
     function: Callable[..., Any] | None = None
+
+    # The function's arguments: CounterRefs and constants.
     args: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: tuple[Any, ...]) -> "CounterRef":
-        """`function(*args)`."""
+        """Return the expression `function(*args)`."""
         return cls(getattr(function, "__name__", repr(function)), function, args)
 
     @property
     def counters(self) -> frozenset[str]:
-        """The counters that it is made of."""
+        """Names of the counters in the expression."""
         if self.function is None:
             return frozenset({self.name})
-        return frozenset().union(
-            *(arg.counters for arg in self.args if isinstance(arg, CounterRef))
-        )
+        names: frozenset[str] = frozenset()
+        for arg in self.args:
+            if isinstance(arg, CounterRef):
+                names |= arg.counters
+        return names
 
     def value(self, counters: Mapping[str, Any]) -> Any:
-        """The number for these values of the counters."""
+        """Return the number for these values of the counters."""
         if self.function is None:
             return counters[self.name]
-        return calculate(
-            self.function,
-            *(a.value(counters) if isinstance(a, CounterRef) else a for a in self.args),
-        )
+
+        args = []
+        for arg in self.args:
+            is_expression = isinstance(arg, CounterRef)
+            args.append(arg.value(counters) if is_expression else arg)
+        return calculate(self.function, *args)
 
     def __str__(self) -> str:
         if self.function is None:
             return self.name
-        if self.name in magic_methods and len(self.args) == 2:  # "{} + {}"
-            inside = self.name in reflectable_magic_methods  # of arithmetic; comparisons bind less
-            parts = (
-                f"({arg})" if inside and getattr(arg, "function", None) else arg
-                for arg in self.args
-            )
-            return magic_methods[self.name].format(*parts)
-        return f"{self.name}({', '.join(map(str, self.args))})"
+        is_operator = self.name in magic_methods and len(self.args) == 2
+        if not is_operator:
+            return f"{self.name}({', '.join(map(str, self.args))})"
+
+        # Arithmetic on expressions needs parentheses, comparisons bind less.
+        is_arithmetic = self.name in reflectable_magic_methods
+        operands = []
+        for arg in self.args:
+            if is_arithmetic and getattr(arg, "function", None) is not None:
+                operands.append(f"({arg})")
+            else:
+                operands.append(arg)
+        # Such as "{} + {}".
+        return magic_methods[self.name].format(*operands)
 
     __repr__ = __str__
 
 
 def calculate(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`; a number of NumPy's as one of Python's."""
+    """Return `function(*args)`, a NumPy scalar as Python's number.
+
+    Graphs and guards have plain numbers only.
+    """
     result = function(*args)
-    return (
-        result.item() if isinstance(result, np.generic) else result
-    )  # graphs and guards hold plain numbers
+    return result.item() if isinstance(result, np.generic) else result
 
 
 class SymbolicScalar:
     """An op's argument that is made of the step's counters, and so another number at every step.
 
-    As a number it is an example, the same for all: rules and trials may compute with it. Equal to
-    what is made in the same way only. Arithmetic with it gives another one.
+    As a number it is an example, the same for all of its type: rules and trials may compute with
+    it. It equals only scalars with the same expression. Arithmetic with it gives another one.
     """
 
+    # The expression.
     made: CounterRef
+
+    # Its value as a number.
     example: Any
 
     def __new__(cls, made: CounterRef) -> Any:
@@ -95,7 +116,7 @@ class SymbolicScalar:
         scalar.made = made
         return scalar
 
-    # What pickle and deepcopy give to __new__.
+    # The arguments of __new__ for pickle and deepcopy.
     def __getnewargs__(self) -> tuple[CounterRef]:
         return (self.made,)
 
@@ -112,31 +133,34 @@ class SymbolicScalar:
         return _made(operator.neg, self)
 
 
-class SymbolicFloat(SymbolicScalar, float):  # type: ignore[misc]  # pickled by what it is made of
-    """See `SymbolicScalar`."""
+class SymbolicFloat(SymbolicScalar, float):  # type: ignore[misc]  # pickled by its expression
+    """A `SymbolicScalar` that is a float."""
 
-    example = 0.7310585786300049  # between 0 and 1, as most factors and probabilities are
+    # Between 0 and 1, as most factors and probabilities are.
+    example = 0.7310585786300049
 
 
 class SymbolicInt(SymbolicScalar, int):  # type: ignore[misc]
-    """See `SymbolicScalar`."""
+    """A `SymbolicScalar` that is an int."""
 
     example = 3
 
 
 def symbolic(made: CounterRef, like: float) -> SymbolicInt | SymbolicFloat:
-    """The argument for a number made so, of the same type as `like`."""
+    """Return the argument for the expression `made`, of the type of the number `like`."""
     return SymbolicInt(made) if isinstance(like, int) else SymbolicFloat(made)
 
 
 def _made(function: Callable[..., Any], *args: Any) -> SymbolicInt | SymbolicFloat:
-    example = calculate(
-        function, *(arg.example if isinstance(arg, SymbolicScalar) else arg for arg in args)
-    )
-    made = CounterRef.of(
-        function, tuple(arg.made if isinstance(arg, SymbolicScalar) else arg for arg in args)
-    )
-    return symbolic(made, example)
+    """Return the argument for `function(*args)`."""
+    examples = []
+    expressions = []
+    for arg in args:
+        is_symbolic_arg = isinstance(arg, SymbolicScalar)
+        examples.append(arg.example if is_symbolic_arg else arg)
+        expressions.append(arg.made if is_symbolic_arg else arg)
+    made = CounterRef.of(function, tuple(expressions))
+    return symbolic(made, calculate(function, *examples))
 
 
 for _name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"]:
@@ -161,31 +185,36 @@ def is_symbolic(call: OpCall) -> bool:
 
 
 def at_counters(call: OpCall, counters: Mapping[str, Any]) -> OpCall:
-    """The call with the numbers that its SymbolicScalars are for these values of the counters."""
+    """Return the call with numbers in place of its SymbolicScalars.
+
+    Args:
+        counters: the counters' values by name.
+    """
     if not is_symbolic(call):
         return call
 
     def value(arg: Any) -> Any:
         return arg.made.value(counters) if isinstance(arg, SymbolicScalar) else arg
 
-    return replace(
-        call, args=pytree.tree_map(value, call.args), kwargs=pytree.tree_map(value, call.kwargs)
-    )
+    args = pytree.tree_map(value, call.args)
+    kwargs = pytree.tree_map(value, call.kwargs)
+    return replace(call, args=args, kwargs=kwargs)
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What the step asked of its counters, `asked`, came out as `outcome`."""
+    """A condition on counters that the step's Python evaluated at capture."""
 
+    # The condition.
     asked: CounterRef
+
+    # Its value at capture.
     outcome: bool
 
     def holds(self, **counters: Any) -> bool:
-        """True when it comes out as it did at capture."""
-        return (
-            self.asked.value({"batch_idx": 0, "global_step": 0, "current_epoch": 0, **counters})
-            == self.outcome
-        )
+        """Whether the condition has the same value as at capture."""
+        values = {"batch_idx": 0, "global_step": 0, "current_epoch": 0, **counters}
+        return self.asked.value(values) == self.outcome
 
     def __str__(self) -> str:
         return f"({self.asked}) is {self.outcome}"
@@ -193,26 +222,42 @@ class Guard:
 
 @dataclass(frozen=True)
 class ValueGuard:
-    """`name` of `namespace` (anything with a dict's `get`) was `value` when the step read it."""
+    """A Python value that the step read at capture."""
 
-    label: str  # for messages
+    # For messages.
+    label: str
+
+    # Its name in `namespace`.
     name: str
+
+    # Anything with the `get` of a dict.
     namespace: Any = field(compare=False)
-    # a snapshot (see capture/python_state.py): `value == now` tells whether `now` is still the same
+
+    # A snapshot of the value (capture/python_state.py). It equals the current value if that has not
+    # changed.
     value: Any = field(compare=False)
 
 
-MISSING = object()  # the value of a guard of what was not there
+# The value of a guard on a name that was missing.
+MISSING = object()
+
 _SCALARS = (bool, int, float, complex, str)
 
 
 def changed_value(guards: Iterable[ValueGuard]) -> str | None:
-    """Label of the first that is not what the step read (0.05 us each), None when all are."""
+    """Return the label of the first guard whose value has changed; None if none has.
+
+    A guard takes 0.05 us.
+    """
     for guard in guards:
-        value, now = guard.value, guard.namespace.get(guard.name, MISSING)
-        # `True == 1`: scalars must be of the same type too.
-        if now is not value and not (
-            value == now and (type(value) is type(now) or type(value) not in _SCALARS)
-        ):
+        value = guard.value
+        now = guard.namespace.get(guard.name, MISSING)
+        if now is value:
+            continue
+        is_equal = value == now
+        if not is_equal:
+            return guard.label
+        # As `True == 1`, scalars must be of the same type too.
+        if type(value) is not type(now) and type(value) in _SCALARS:
             return guard.label
     return None

@@ -1,9 +1,8 @@
-"""What one op call is to the planner: its target, its arguments, and the metadata of the tensors
-around it.
+"""One op call as data: its target, its arguments, and the metadata of its operands and results.
 
-An `OpCall` holds no tensors and no graph nodes, is hashable, and is therefore the key under which
-strategies, costs and saved-tensor findings are remembered: identical layers share all of it. At the
-end: its arguments, by name or new.
+An `OpCall` has no tensors and no graph nodes and is hashable. It is the key of cached strategies,
+costs and saved tensors, so identical layers share them. The end of this file has functions that
+read and replace arguments by name.
 """
 
 import inspect
@@ -63,22 +62,27 @@ def map_slots(arg: Any, fn: Callable[[Slot], Any]) -> Any:
 class OpCall:
     """One call of one op."""
 
-    # an ATen `OpOverload`, or a function of `alpa_strategy.capture.ops` that capture put in its
-    # place
+    # An ATen `OpOverload`, or the function of `alpa_strategy.capture.ops` that replaces it.
     target: Any
-    args: tuple[
-        Any, ...
-    ]  # positional; nested tuples whose leaves are `Slot`s and constants (lists became tuples)
-    kwargs: tuple[tuple[str, Any], ...]  # sorted (name, value) pairs, same leaves
-    operands: tuple[TensorMeta, ...]  # of the tensor operands, `Slot(i)` refers to `operands[i]`
-    results: tuple[TensorMeta, ...]  # of the tensor results
-    returns_tuple: bool = (
-        False  # True when the op returns a tuple or list of tensors rather than one tensor
-    )
+
+    # Positional arguments. Lists became tuples; the leaves are `Slot`s and constants.
+    args: tuple[Any, ...]
+
+    # (name, value) pairs sorted by name, with the same leaves.
+    kwargs: tuple[tuple[str, Any], ...]
+
+    # Metadata of the tensor operands; `Slot(i)` refers to `operands[i]`.
+    operands: tuple[TensorMeta, ...]
+
+    # Metadata of the tensor results.
+    results: tuple[TensorMeta, ...]
+
+    # Whether the op returns a tuple or list of tensors rather than one tensor.
+    returns_tuple: bool = False
 
     @property
     def target_name(self) -> str:
-        """For example `aten.linear.default`."""
+        """Printable name, for example `aten.linear.default`."""
         return target_name(self.target)
 
     def call(self, *operands: Any) -> Any:
@@ -92,61 +96,68 @@ class OpCall:
         return self.target(*args, **kwargs)
 
     def on(self, device: torch.device) -> "OpCall":
-        """The same call as `device` is to make it: `arange` and its like have no operand that says
-        where.
+        """Return the same call, for execution on `device`.
 
-        A 1x1 convolution gets holes in its kernel, which has none, on CPUs: so PyTorch gives it to
-        oneDNN. It would let one thread make a matrix product of less than 16 rows, half as fast
-        (fp32, AVX-512).
+        Factories such as `arange` have no operand on the device, so they get it as an argument. A
+        1x1 convolution on CPUs gets another dilation (`_dilated`).
         """
-        if device.type != "cpu":
-            arguments = getattr(getattr(self.target, "_schema", None), "arguments", ())
-            takes_device = not self.operands and any(
-                argument.name == "device" for argument in arguments
-            )
-            return (
-                replace(self, kwargs=tuple(sorted((*self.kwargs, ("device", device)))))
-                if takes_device
-                else self
-            )
-        if (
-            aten_name(self.target) not in ("conv1d", "conv2d", "conv3d")
-            or not torch.backends.mkldnn.is_available()
-        ):
+        if device.type == "cpu":
+            return self._dilated()
+
+        schema = getattr(self.target, "_schema", None)
+        arguments = getattr(schema, "arguments", ())
+        has_device_argument = any(argument.name == "device" for argument in arguments)
+        if self.operands or not has_device_argument:
             return self
-        given = bind(self)
-        weight = self.operands[given["weight"].index]
-        if weight.dtype != torch.float32 or math.prod(weight.shape[2:]) > 1:
+        kwargs = (*self.kwargs, ("device", device))
+        return replace(self, kwargs=tuple(sorted(kwargs)))
+
+    def _dilated(self) -> "OpCall":
+        """Return an fp32 1x1 convolution with dilation 2; any other call unchanged.
+
+        The result is the same, as the kernel has one element. But PyTorch gives dilated
+        convolutions to oneDNN. Its own kernel computes a matmul of fewer than 16 rows in one
+        thread, half as fast (fp32, AVX-512).
+        """
+        is_convolution = aten_name(self.target) in ("conv1d", "conv2d", "conv3d")
+        if not is_convolution or not torch.backends.mkldnn.is_available():
             return self
-        return replace(
-            self,
-            args=tuple({**given, "dilation": (2,) * len(weight.shape[2:])}.values()),
-            kwargs=(),
-        )
+        bound = bind(self)
+        weight = self.operands[bound["weight"].index]
+        kernel_shape = weight.shape[2:]
+        if weight.dtype != torch.float32 or math.prod(kernel_shape) > 1:
+            return self
+        dilated = {**bound, "dilation": (2,) * len(kernel_shape)}
+        return replace(self, args=tuple(dilated.values()), kwargs=())
 
 
 @dataclass(frozen=True)
 class CustomOp:
-    """What is known of an op that stands for the user's Python code."""
+    """An op that stands for the user's Python code."""
 
-    shared_name: str  # name in plans, the same in every process; torch's own may end in a number
-    function: type[torch.autograd.Function]  # the autograd.Function behind it
+    # Name in plans, the same in every process. Torch's name may end in a number.
+    shared_name: str
+
+    # The autograd.Function behind it.
+    function: type[torch.autograd.Function]
 
 
-# By op: nothing is stuck onto torch's OpOverload objects.
+# A table, because torch's OpOverload objects get no attributes of ours.
 CUSTOM_OPS: dict[torch._ops.OpOverload, CustomOp] = {}
 
 
 def target_name(target: Any) -> str:
-    """Stable printable name of an op target, the same in every process."""
+    """Return a printable name of an op target, the same in every process."""
     if isinstance(target, torch._ops.OpOverload):
         return CUSTOM_OPS[target].shared_name if target in CUSTOM_OPS else str(target)
-    return f"{target.__module__.rpartition('.')[2]}.{target.__qualname__}"
+    module_name = target.__module__.rpartition(".")[2]
+    return f"{module_name}.{target.__qualname__}"
 
 
 def aten_name(target: Any) -> str:
-    """The name of ATen's op, without namespace and overload: `add`; empty where the target is none
-    of ATen's.
+    """Return the name of an ATen op without namespace and overload, such as `add`.
+
+    Empty if the target is not one of ATen's.
     """
     is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
     return target._schema.name.removeprefix("aten::") if is_aten else ""
@@ -154,24 +165,32 @@ def aten_name(target: Any) -> str:
 
 @dataclass(frozen=True)
 class InnerCollective:
-    """A collective that a strategy's local implementation runs itself, on its axis (for
-    costing).
-    """
+    """A collective that a strategy's local implementation runs on its axis, for costs."""
 
-    kind: str  # `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
-    num_bytes: int  # bytes of the full tensor on the axis
-    phase: str  # `forward` or `backward`
+    # `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
+    kind: str
+
+    # Bytes of the full tensor on the axis.
+    num_bytes: int
+
+    # `forward` or `backward`
+    phase: str
 
 
 @dataclass(frozen=True)
 class AxisStrategy:
-    """One way to run an op on one mesh axis: the layouts it takes and gives there."""
+    """One way to run an op on one mesh axis: the placements of its operands and results."""
 
-    inputs: tuple[DualPlacement, ...]  # of each tensor operand
-    outputs: tuple[DualPlacement, ...]  # of each tensor result
-    # name in `alpa_strategy.lower.local_ops`, where the plain op on local shards would not be right
+    # One per tensor operand.
+    inputs: tuple[DualPlacement, ...]
+
+    # One per tensor result.
+    outputs: tuple[DualPlacement, ...]
+
+    # Name in `alpa_strategy.lower.local_ops`, if the plain op on local shards would be wrong.
     implementation: str | None = None
-    # what the implementation communicates; no part of the text form
+
+    # The implementation's communication; no part of the text form.
     collectives: tuple[InnerCollective, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
@@ -180,75 +199,76 @@ class AxisStrategy:
 
     @classmethod
     def parse(cls, text: str) -> "AxisStrategy":
-        """Read the text form (collectives are not part of it: they only matter to costs)."""
+        """Return the strategy of a text such as `S0,R*->S0`, without collectives.
+
+        Raises:
+            ShardingError: a placement is none.
+        """
         text, _, implementation = text.partition("@")
         left, _, right = text.partition("->")
-        sides = [
-            tuple(DualPlacement.parse(p) for p in side.split(",") if p) for side in (left, right)
-        ]
-        return cls(sides[0], sides[1], implementation or None)
+        inputs = tuple(DualPlacement.parse(part) for part in left.split(",") if part)
+        outputs = tuple(DualPlacement.parse(part) for part in right.split(",") if part)
+        return cls(inputs, outputs, implementation or None)
 
 
 @dataclass(frozen=True)
 class LocalCall:
     """An op as one device runs it."""
 
-    call: OpCall  # the call with local operand and result shapes and local size arguments
-    implementation: str | None = (
-        None  # name in `alpa_strategy.lower.local_ops`, or None for the plain op
-    )
-    axes: tuple[int, ...] = ()  # the mesh axes over which `implementation` works
-    # the mesh axes whose devices must draw different numbers (the others: the same); None for ops
-    # that draw none
+    # The call with local shapes of operands and results, and local size arguments.
+    call: OpCall
+
+    # Name in `alpa_strategy.lower.local_ops`, or None for the plain op.
+    implementation: str | None = None
+
+    # The mesh axes over which `implementation` works.
+    axes: tuple[int, ...] = ()
+
+    # The mesh axes whose devices must draw different random numbers; along the others they draw
+    # the same ones. None for ops that draw none.
     random_axes: tuple[int, ...] | None = None
 
 
 @cache
 def _parameters(target: Any) -> tuple[tuple[str, bool, Any, bool], ...]:
-    """(name, is a tensor argument, default, keyword only) of every argument of a target."""
+    """Return (name, is a tensor argument, default, keyword only) of every argument of a target."""
+    parameters = []
     if isinstance(target, torch._ops.OpOverload):
-        return tuple(
+        for argument in target._schema.arguments:
             # `Tensor?` and `Tensor[]` as well.
-            (
-                a.name,
-                "Tensor" in str(a.type),
-                a.default_value if a.has_default_value() else None,
-                a.kwarg_only,
-            )
-            for a in target._schema.arguments
-        )
-    return tuple(
-        (
-            p.name,
-            "Tensor" in str(p.annotation),
-            None if p.default is p.empty else p.default,
-            p.kind is p.KEYWORD_ONLY,
-        )
-        for p in inspect.signature(target).parameters.values()
-    )
+            is_tensor = "Tensor" in str(argument.type)
+            default = argument.default_value if argument.has_default_value() else None
+            parameters.append((argument.name, is_tensor, default, argument.kwarg_only))
+        return tuple(parameters)
+
+    for parameter in inspect.signature(target).parameters.values():
+        is_tensor = "Tensor" in str(parameter.annotation)
+        default = None if parameter.default is parameter.empty else parameter.default
+        is_keyword_only = parameter.kind is parameter.KEYWORD_ONLY
+        parameters.append((parameter.name, is_tensor, default, is_keyword_only))
+    return tuple(parameters)
 
 
 def frozen(value: Any) -> Any:
-    """Lists become tuples, recursively."""
+    """Return `value` with tuples in place of lists, recursively."""
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def with_slots(value: Any, kind: type, operands: list[Any]) -> Any:
-    """`frozen`, with Slots in place of what is of `kind`, each added to `operands` (one given twice
-    is two).
+    """Return `frozen(value)` with a Slot in place of each object of type `kind`.
+
+    The objects are appended to `operands`. One that occurs twice is appended twice.
     """
     if isinstance(value, kind):
         operands.append(value)
         return Slot(len(operands) - 1)
-    return (
-        tuple(with_slots(v, kind, operands) for v in value)
-        if isinstance(value, list | tuple)
-        else value
-    )
+    if isinstance(value, list | tuple):
+        return tuple(with_slots(item, kind, operands) for item in value)
+    return value
 
 
 def bound_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Argument name -> value, defaults filled in, in schema order."""
+    """Return argument name -> value, defaults filled in, in schema order."""
     bound = {}
     for position, (name, _, default, keyword_only) in enumerate(_parameters(target)):
         if name in kwargs:
@@ -262,39 +282,45 @@ def bound_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 @lru_cache(maxsize=16384)
 def bind(call: OpCall) -> Mapping[str, Any]:
-    """`bound_arguments` of a call: Slots, constants, tuples."""
-    return MappingProxyType(
-        bound_arguments(call.target, call.args, dict(call.kwargs))
-    )  # shared: read only
+    """Return argument name -> value of a call: Slots, constants and tuples of these.
+
+    The mapping is read-only, because all callers share it.
+    """
+    return MappingProxyType(bound_arguments(call.target, call.args, dict(call.kwargs)))
 
 
 def call_on(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[OpCall, tuple[Tensor, ...]]:
-    """The OpCall of `target(*args, **kwargs)`, which is run, and its tensor operands."""
+    """Run `target(*args, **kwargs)`, and return its OpCall and its tensor operands."""
     operands: list[Tensor] = []
-    own_args = with_slots(tuple(args), Tensor, operands)
-    own_kwargs = tuple(
-        (name, with_slots(value, Tensor, operands)) for name, value in sorted(kwargs.items())
-    )
-    result = target(*args, **kwargs)
-    results = (result,) if isinstance(result, Tensor) else tuple(result)
-    metas = [TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in (*operands, *results)]
-    n = len(operands)
+    args_with_slots = with_slots(tuple(args), Tensor, operands)
+    kwargs_with_slots = []
+    for name, value in sorted(kwargs.items()):
+        kwargs_with_slots.append((name, with_slots(value, Tensor, operands)))
+
+    returned = target(*args, **kwargs)
+    returns_tuple = not isinstance(returned, Tensor)
+    results = tuple(returned) if returns_tuple else (returned,)
     call = OpCall(
         target,
-        own_args,
-        own_kwargs,
-        tuple(metas[:n]),
-        tuple(metas[n:]),
-        not isinstance(result, Tensor),
+        args_with_slots,
+        tuple(kwargs_with_slots),
+        tuple(map(_meta_of, operands)),
+        tuple(map(_meta_of, results)),
+        returns_tuple,
     )
     return call, tuple(operands)
 
 
+def _meta_of(tensor: Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
 def flat_tensor_arguments(call: OpCall) -> tuple[Any, ...]:
-    """Values of the tensor arguments in schema order, lists flattened: a Slot, None, or a scalar in
-    their place.
+    """Return the values of the tensor arguments in schema order, lists flattened.
+
+    A value is a Slot, None, or a scalar in place of a tensor.
     """
     flat: list[Any] = []
     for name, is_tensor, _, _ in _parameters(call.target):
@@ -305,20 +331,27 @@ def flat_tensor_arguments(call: OpCall) -> tuple[Any, ...]:
 
 
 def slots(call: OpCall) -> tuple[Slot, ...]:
-    """The tensor operands in schema order, lists flattened, absent ones left out. A slot used twice
-    is there twice.
+    """Return the tensor operands in schema order, lists flattened, absent ones left out.
+
+    A slot that is used twice is returned twice.
     """
-    return tuple(v for v in flat_tensor_arguments(call) if isinstance(v, Slot))
+    return tuple(value for value in flat_tensor_arguments(call) if isinstance(value, Slot))
 
 
 def dims_of(value: Any, rank: int) -> tuple[int, ...]:
-    """Non-negative dims from an int, a tuple of ints, or None / () meaning all."""
+    """Return the non-negative dims of an op's `dim` argument, ascending.
+
+    Args:
+        value: an int, a tuple of ints, or None or () for all dims.
+        rank: number of dims of the tensor.
+    """
     if value is None or value == ():
         return tuple(range(rank))
-    values = value if isinstance(value, tuple) else (value,)
-    return (
-        tuple(sorted(v % rank for v in values)) if rank else ()
-    )  # ATen takes dim 0 and -1 of a scalar
+    # ATen allows dim 0 and -1 of a scalar.
+    if not rank:
+        return ()
+    dims = value if isinstance(value, tuple) else (value,)
+    return tuple(sorted(dim % rank for dim in dims))
 
 
 def rebuild(
@@ -327,10 +360,14 @@ def rebuild(
     results: tuple[TensorMeta, ...],
     changes: Mapping[str, Any],
 ) -> OpCall:
-    """The same call on other operands, with the arguments named in `changes` replaced where they
-    were given.
+    """Return the same call on other operands.
+
+    Args:
+        operands, results: their metadata.
+        changes: argument name -> its new value.
     """
-    args, kwargs = list(call.args), dict(call.kwargs)
+    args = list(call.args)
+    kwargs = dict(call.kwargs)
     for position, (name, _, _, keyword_only) in enumerate(_parameters(call.target)):
         if name not in changes:
             continue

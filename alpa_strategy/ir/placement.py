@@ -1,11 +1,10 @@
-"""Placements and layouts: how one tensor lies on a logical mesh, and how its gradient does.
+"""Placements and layouts: how one tensor is placed on a logical mesh, and how its gradient is.
 
-A *layout* is one `torch.distributed.tensor` placement per mesh axis. A *dual placement* adds what
-autograd needs to
-know: where the value lies and where its gradient will lie on the same axis. Chunks are as even as
-possible: the first
-`size % n` of `n` chunks hold one element more, so that any dim with at least `n` elements can be
-sharded.
+A *layout* is one `torch.distributed.tensor` placement per mesh axis. A *dual placement* has, for
+autograd, the placements of a value and of its gradient on the same axis.
+
+Chunks are as even as possible: the first `size % n` of `n` chunks have one element more. So any dim
+with at least `n` elements can be sharded.
 """
 
 from collections.abc import Sequence
@@ -18,24 +17,24 @@ from alpa_strategy.errors import ShardingError
 
 
 def chunk_range(size: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """Start and stop of chunk `index` when `size` elements are cut into `num_chunks` near-equal
-    chunks.
-    """
+    """Return start and stop of chunk `index` of `size` elements in `num_chunks` chunks."""
     base, extra = divmod(size, num_chunks)
     start = index * base + min(index, extra)
-    return start, start + base + (1 if index < extra else 0)
+    length = base + (1 if index < extra else 0)
+    return start, start + length
 
 
 def chunk_sizes(size: int, num_chunks: int) -> tuple[int, ...]:
-    """Sizes of all chunks, in order; they sum to `size`."""
-    return tuple(
-        stop - start
-        for start, stop in (chunk_range(size, num_chunks, i) for i in range(num_chunks))
-    )
+    """Return the sizes of all chunks, in order; they sum to `size`."""
+    sizes = []
+    for index in range(num_chunks):
+        start, stop = chunk_range(size, num_chunks, index)
+        sizes.append(stop - start)
+    return tuple(sizes)
 
 
 def placement_to_str(placement: Placement) -> str:
-    """`R`, `S0`, `P`: the short form used in plans, tables and pins."""
+    """Return the short form of plans, tables and pins: `R`, `S0`, `P`."""
     if isinstance(placement, Shard):
         return f"S{placement.dim}"
     return "P" if isinstance(placement, Partial) else "R"
@@ -46,7 +45,11 @@ class Layout(tuple[Placement, ...]):
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Read the short form: placements separated by blanks."""
+        """Return the layout of a text in short form: placements separated by blanks.
+
+        Raises:
+            ShardingError: a word is no placement.
+        """
         return value_layout(dual_layout(text))
 
     def __str__(self) -> str:
@@ -55,11 +58,13 @@ class Layout(tuple[Placement, ...]):
     def slices(
         self, shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int]
     ) -> tuple[tuple[int, int], ...]:
-        """(start, stop) per dim of the part of a tensor of global `shape` that the device at
-        `coordinate` holds.
+        """Return (start, stop) per dim of the shard at `coordinate` of the mesh.
 
-        Axes are applied in order: an axis that shards a dim already sharded by an earlier axis cuts
-        that chunk again.
+        Axes are applied in order: if two axes shard the same dim, the later one splits the chunk of
+        the earlier one.
+
+        Args:
+            shape: of the global tensor.
         """
         ranges = [(0, size) for size in shape]
         for placement, num_chunks, index in zip(self, mesh_shape, coordinate, strict=True):
@@ -72,7 +77,7 @@ class Layout(tuple[Placement, ...]):
     def local_shape(
         self, shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int]
     ) -> tuple[int, ...]:
-        """Shape of the local tensor at `coordinate`."""
+        """Return the shape of the local tensor at `coordinate`."""
         return tuple(stop - start for start, stop in self.slices(shape, mesh_shape, coordinate))
 
 
@@ -80,9 +85,10 @@ class Layout(tuple[Placement, ...]):
 class DualPlacement:
     """A value's placement on one axis together with its gradient's.
 
-    There is one object of each (below, and `shard(dim)`), compared by identity: planning hashes
-    them by the million. Invariant and replicate are told apart as in `spmd_types`, which torchtitan
-    uses: the gradient of what is replicate is partial, that of what is invariant is invariant too.
+    There is one object of each (below, and `shard(dim)`). They are compared by identity, because
+    planning hashes them by the million. Invariant and replicate differ as in `spmd_types`, which
+    torchtitan uses: the gradient of a replicate value is partial, that of an invariant value is
+    invariant.
 
     Four kinds exist, written as in plans (docs/formulas.md#sharding-rules):
 
@@ -95,7 +101,9 @@ class DualPlacement:
 
     value: Placement
     grad: Placement
-    shard_dim: int | None = None  # the sharded dim, or None
+
+    # The sharded dim, or None.
+    shard_dim: int | None = None
 
     def __str__(self) -> str:
         if isinstance(self.value, Replicate) and isinstance(self.grad, Partial):
@@ -111,9 +119,14 @@ class DualPlacement:
     @classmethod
     @cache
     def parse(cls, text: str) -> "DualPlacement":
-        """Read `R`, `R*`, `P`, `S<d>`."""
-        if (named := {"R": INVARIANT, "R*": REPLICATE, "P": PARTIAL}.get(text)) is not None:
-            return named
+        """Return the placement written as `R`, `R*`, `P` or `S<dim>`.
+
+        Raises:
+            ShardingError: `text` is none of these.
+        """
+        unsharded = {"R": INVARIANT, "R*": REPLICATE, "P": PARTIAL}
+        if text in unsharded:
+            return unsharded[text]
         if text[:1] == "S" and text[1:].isdigit():
             return shard(int(text[1:]))
         raise ShardingError(
@@ -128,23 +141,28 @@ PARTIAL = DualPlacement(Partial("sum"), Replicate())
 
 @cache
 def shard(dim: int) -> DualPlacement:
-    """The dual placement `S<dim>`."""
+    """Return the dual placement `S<dim>`."""
     return DualPlacement(Shard(dim), Shard(dim), dim)
 
 
-DualLayout = tuple[DualPlacement, ...]  # one per mesh axis
+# One placement per mesh axis.
+DualLayout = tuple[DualPlacement, ...]
 
 
 def dual_layout(text: str) -> DualLayout:
-    """Read a dual layout such as `"S0 R*"`."""
-    return tuple(DualPlacement.parse(part) for part in text.split())
+    """Return the dual layout of a text such as `"S0 R*"`.
+
+    Raises:
+        ShardingError: a word is no placement.
+    """
+    return tuple(DualPlacement.parse(word) for word in text.split())
 
 
 def dual_layout_to_str(layout: DualLayout) -> str:
-    """Inverse of `dual_layout`."""
+    """Return a dual layout as text: the inverse of `dual_layout`."""
     return " ".join(map(str, layout))
 
 
 def value_layout(layout: DualLayout) -> Layout:
-    """The values' layout of a dual layout."""
-    return Layout(d.value for d in layout)
+    """Return the layout of the value, without that of its gradient."""
+    return Layout(placement.value for placement in layout)

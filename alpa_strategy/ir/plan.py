@@ -1,206 +1,65 @@
-"""Plan: how parameters lie (`ParameterPlan`), what one mesh of devices runs (`StagePlan`), and the
-whole decision, as a small JSON file that a person can read and edit (docs/formulas.md#plan-file).
+"""What planning decides: everything (`Plan`), the work of one mesh of devices (`StagePlan`),
+and the predictions that go with them.
 
-In the file, modes of a parameter are one text such as "R* S0" (one mode per mesh axis; fused
-projections: "R* S0 in 3 segments"; what lies in host memory: "S0 R* on host"); strategies of an op
-are one text per axis, joined by " | ". All else is written as the data classes have it. Reading
-checks every field against its type and says what is wrong where.
+`Plan.save` and `Plan.load` write and read a small JSON file that users can read and edit. Its texts
+are in `ir/plan_file.py`, how parameters are stored in `ir/parameter_plan.py`.
 """
 
 import hashlib
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
-
-from alpa_strategy.errors import PlanError, ShardingError
+from alpa_strategy.errors import PlanError
 from alpa_strategy.files import BadFileError, read_json, write_json
+from alpa_strategy.ir import plan_file
 from alpa_strategy.ir.op import AxisStrategy
-from alpa_strategy.ir.placement import (
-    INVARIANT,
-    REPLICATE,
-    DualLayout,
-    DualPlacement,
-    Layout,
-    dual_layout,
-    dual_layout_to_str,
-    shard,
+from alpa_strategy.ir.parameter_plan import (
+    ParameterMode,
+    ParameterPlan,
+    Storage,
+    modes_text,
+    parse_modes,
 )
+from alpa_strategy.ir.placement import DualLayout, Layout
 
-_MODE = re.compile(r"(R\*?)|([SG])(\d+)")
+# Other packages import all nouns of a plan from here.
+__all__ = [
+    "AS_WRITTEN",
+    "FORMAT_VERSION",
+    "Collective",
+    "Fingerprint",
+    "ParameterMode",
+    "ParameterPlan",
+    "PhaseCost",
+    "Plan",
+    "Predicted",
+    "StagePlan",
+    "Storage",
+    "job_ranks",
+    "modes_text",
+    "parse_modes",
+    "stage_ranks",
+]
 
-
-class Storage(Enum):
-    """How a parameter lies along one mesh axis, and when it is brought to where it is used."""
-
-    INVARIANT = "R"  # whole; every device makes the whole gradient
-    REPLICATE = "R*"  # whole; gradient summed once per step (data parallel)
-    SHARD = "S"  # in shards; used so (tensor parallel), or gathered at each use (ZeRO-3)
-    GATHER_ONCE = (
-        "G"  # in shards; gathered, and the gradient reduce-scattered, once per step (ZeRO-1/2)
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class ParameterMode:
-    """How a parameter is stored on one mesh axis. Made by `parse` alone, which gives one object of
-    each: they are compared by identity, as planning hashes them by the million.
-
-    Written `R`, `R*`, `S<dim>`, `G<dim>` in pins and plan files: `parse` and `str` are the only
-    ways from and to text.
-    """
-
-    storage: Storage
-    dim: int | None = None  # the dim that is cut, None where the parameter is whole
-
-    @classmethod
-    @cache
-    def parse(cls, text: str) -> "ParameterMode":
-        """Read `R`, `R*`, `S<dim>`, `G<dim>`; ValueError where it is none of these."""
-        match = _MODE.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} is not a mode")
-        return cls(Storage(match[1])) if match[1] else cls(Storage(match[2]), int(match[3]))
-
-    def __str__(self) -> str:
-        return self.storage.value if self.dim is None else f"{self.storage.value}{self.dim}"
-
-    __repr__ = __str__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ParameterMode.parse, (str(self),)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every device of the axis stores all of the parameter (`R`, `R*`)."""
-        return self.dim is None
-
-    @property
-    def is_shard(self) -> bool:
-        """Whether it is stored in shards that the step takes as they are (`S<dim>`)."""
-        return self.storage is Storage.SHARD
-
-    @property
-    def is_gathered_once(self) -> bool:
-        """Whether it is stored in shards that are gathered once per step (`G<dim>`)."""
-        return self.storage is Storage.GATHER_ONCE
-
-    @property
-    def stored(self) -> Placement:
-        """Where the stored values lie."""
-        return Replicate() if self.dim is None else Shard(self.dim)
-
-    def step_placement(self, requires_grad: bool = True) -> DualPlacement:
-        """The dual placement in which the parameter enters the step and leaves its gradient."""
-        if self.is_shard and self.dim is not None:
-            return shard(self.dim)
-        if not requires_grad or self.storage is Storage.INVARIANT:
-            return INVARIANT
-        return REPLICATE
-
-    def shifted(self, by: int) -> "ParameterMode":
-        """The mode for dims counted from another origin: `S1` shifted by -1 is `S0`; `R` and `R*`
-        stay.
-        """
-        return (
-            self
-            if self.dim is None
-            else ParameterMode.parse(f"{self.storage.value}{self.dim + by}")
-        )
-
-
-def parse_modes(text: str) -> tuple[ParameterMode, ...]:
-    """Read one mode per mesh axis, such as `"R* S0"`; ValueError where one is none."""
-    return tuple(map(ParameterMode.parse, text.split()))
-
-
-def modes_text(modes: tuple[ParameterMode, ...]) -> str:
-    """Inverse of `parse_modes`."""
-    return " ".join(map(str, modes))
-
-
-@dataclass(frozen=True)
-class ParameterPlan:
-    """How one parameter is stored and brought to its uses; one mode per mesh axis.
-
-    Dims are those that the step sees: where it sees a fused projection in `num_segments` segments
-    (query, key and value
-    in one weight: 3), one more than the module's own.
-    """
-
-    modes: tuple[ParameterMode, ...]
-    num_segments: int = 1
-    # what a device stores of it, its gradient and the optimizer's state lie in host memory
-    on_host: bool = False
-    sums_in_fp32: bool = (
-        False  # its gradient is summed over devices in fp32 at least, however it was computed
-    )
-
-    @classmethod
-    def parse(cls, text: str, num_segments: int = 1) -> "ParameterPlan":
-        """From modes in the step's dims: `ParameterPlan.parse("R* S0")`."""
-        return cls(parse_modes(text), num_segments)
-
-    @property
-    def layout(self) -> Layout:
-        """Storage layout, in the step's dims."""
-        return Layout(mode.stored for mode in self.modes)
-
-    @property
-    def module_modes(self) -> tuple[ParameterMode, ...]:
-        """Modes in the dims of the module's parameter: what users read and write."""
-        return (
-            self.modes if self.num_segments == 1 else tuple(mode.shifted(-1) for mode in self.modes)
-        )
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every device stores all of the parameter."""
-        return all(mode.is_whole for mode in self.modes)
-
-    @property
-    def uses_shards(self) -> bool:
-        """Whether the step takes it in shards on some axis (tensor parallel, or gathered at each
-        use: ZeRO-3).
-        """
-        return any(mode.is_shard for mode in self.modes)
-
-    @property
-    def is_gathered_once(self) -> bool:
-        """Whether it is gathered once per step on some axis (ZeRO-1/2)."""
-        return any(mode.is_gathered_once for mode in self.modes)
-
-    @property
-    def is_fetched(self) -> bool:
-        """Whether it is copied from host memory for each use: its gradient is complete when
-        autograd has made it. Else
-        it comes once per step, as its gradient is reduced once per step."""
-        return self.on_host and all(
-            mode.storage in (Storage.INVARIANT, Storage.SHARD) for mode in self.modes
-        )
-
-    def step_layout(self, requires_grad: bool = True) -> DualLayout:
-        """The dual layout in which the stored parameter enters the step and leaves its gradient."""
-        return tuple(mode.step_placement(requires_grad) for mode in self.modes)
-
-
-# 3: `bias_on_first` is the one name of ops whose first operand is added on the first device alone
+# Of the plan file. 3: `bias_on_first` is the one name of ops whose first operand is added on the
+# first device alone.
 FORMAT_VERSION = 3
+
+# The `schedule` of a plan whose steps run eagerly. Plan files have this word.
+AS_WRITTEN = "as written"
+
+# Larger numbers in a file are mistakes: the structures made from them would not fit into memory.
+MAX_DEVICES = 1 << 24
+MAX_MICROBATCHES = 1 << 14
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a plan was made for, part by part, so that a mismatch can be named. Each part is a short
-    hash.
-    """
+    """The inputs that a plan was made for, one short hash each, so that a mismatch can be named."""
 
     graph: str
     parameters: str
@@ -210,31 +69,34 @@ class Fingerprint:
     format: str
 
     def differences(self, other: "Fingerprint") -> list[str]:
-        """Names of the parts that differ."""
-        return [
-            part
-            for part in self.__dataclass_fields__
-            if getattr(self, part) != getattr(other, part)
-        ]
+        """Return the names of the inputs that differ."""
+        names = []
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) != getattr(other, name):
+                names.append(name)
+        return names
 
     @property
     def digest(self) -> str:
-        """One hash over all parts: the plan's file name in the store."""
-        parts = [f"{part}={getattr(self, part)}" for part in self.__dataclass_fields__]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        """One hash over all inputs: the plan's file name in the store."""
+        lines = [f"{name}={getattr(self, name)}" for name in self.__dataclass_fields__]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind on one mesh axis; `count`, `num_bytes` and `seconds` are totals per
-    step.
-    """
+    """All collectives of one kind on one mesh axis; the numbers are totals per step."""
 
+    # `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`
     kind: str
+
+    # The mesh axis.
     axis: int
-    # `forward`, `backward` (both per micro-batch) or `step` (once per optimizer step; where
-    # gradients are accumulated over several training steps, `seconds` is a training step's share)
+
+    # `forward` or `backward` (both per micro-batch), or `step` (once per optimizer step). If
+    # gradients are accumulated over several training steps, `seconds` is one training step's share.
     phase: str
+
     count: int
     num_bytes: int
     seconds: float
@@ -242,196 +104,254 @@ class Collective:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Prediction for one step.
+    """The prediction for one step.
 
     step_seconds = compute + communication + optimizer + host + loop - hidden.
     """
 
     step_seconds: float
+
+    # Peak device memory.
     peak_bytes: int
+
     compute_seconds: float = 0.0
     communication_seconds: float = 0.0
     optimizer_seconds: float = 0.0
-    # of Python around the step's ops and the optimizer's update; 0 where it is not known
+
+    # Python around the step's ops and the optimizer's update; 0 if it is not known.
     host_seconds: float = 0.0
-    # from the end of an optimizer's step to the next batch's ops, and to the backward: the
-    # Trainer's loop, the loader, logging; 0 where it is not known
+
+    # The Trainer's loop, the loader and logging: from the end of an optimizer step to the next
+    # batch's ops, and from there to the backward. 0 if it is not known.
     loop_seconds: float = 0.0
-    # what of the host's and the devices' time lies beside the other's
+
+    # Time in which the host and the devices work at the same time.
     hidden_seconds: float = 0.0
 
     @property
     def device_seconds(self) -> float:
-        """What the step takes where the host takes no time."""
+        """Seconds of the step if the host took no time."""
         return self.step_seconds - self.host_seconds - self.loop_seconds + self.hidden_seconds
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: a run of the graph's ops on a submesh."""
+    """One stage: consecutive ops of the graph on a submesh."""
 
-    submesh: tuple[int, int]  # (n_nodes, n_devices per node)
-    first_device: (
-        int  # place of the stage's first device in the job, whose meshes lie one after the other
-    )
-    logical_mesh: tuple[int, ...]  # shape of the grid
-    ops: tuple[int, int]  # (first, last + 1) op indices of the stage
-    parameter_plans: dict[str, ParameterPlan]  # parameter name -> ParameterPlan
-    strategies: dict[str, tuple[AxisStrategy, ...]]  # op name -> one AxisStrategy per mesh axis
-    collectives: tuple[Collective, ...]  # what the stage communicates per step
-    predicted: Predicted  # the stage's own prediction
-    remat: bool = False  # whether activations are recomputed in the backward
-    shapes: dict[str, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # parameter name -> shape in the module
-    # value that an earlier stage (or a prologue) hands in -> dual layout in which it arrives: `R`
-    # or even `S<d>`
+    # (number of nodes, devices per node)
+    submesh: tuple[int, int]
+
+    # Index of the stage's first device in the job; the meshes of all stages follow one another.
+    first_device: int
+
+    # Shape of the device grid, one size per mesh axis.
+    logical_mesh: tuple[int, ...]
+
+    # (first, last + 1) op indices of the stage.
+    ops: tuple[int, int]
+
+    # Parameter name -> how it is stored.
+    parameter_plans: dict[str, ParameterPlan]
+
+    # Op name -> one AxisStrategy per mesh axis.
+    strategies: dict[str, tuple[AxisStrategy, ...]]
+
+    # The stage's communication per step.
+    collectives: tuple[Collective, ...]
+
+    # The prediction for this stage alone.
+    predicted: Predicted
+
+    # Whether activations are recomputed in the backward.
+    remat: bool = False
+
+    # Parameter name -> shape in the module.
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    # Value from an earlier stage (or a prologue) -> the dual layout in which it arrives: `R` or
+    # even `S<d>`.
     received: dict[int, DualLayout] = field(default_factory=dict)
-    # value that later stages need -> dual layout in which it is handed on
+
+    # Value for later stages -> the dual layout in which it is sent.
     sent: dict[int, DualLayout] = field(default_factory=dict)
-    # forward_seconds, backward_seconds: of one micro-batch (recomputation counts as backward); 0
-    # where not known
+
+    # Of one micro-batch; recomputation counts as backward. 0 if not known.
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    # of one micro-batch's values to the next stage and their gradients back; 0 where not known
+
+    # One micro-batch's values to the next stage and their gradients back; 0 if not known.
     boundary_seconds: float = 0.0
-    layers: str = ""  # the modules whose ops it holds, for display: `embed to blocks.3`
-    # op indices inside `ops`, ascending, that cut the stage into spans, recomputed one by one; ():
-    # as a whole
+
+    # The modules of its ops, for display: `embed to blocks.3`.
+    layers: str = ""
+
+    # Op indices inside `ops`, ascending, that split the stage into recompute segments. (): the
+    # stage is one segment.
     remat_cuts: tuple[int, ...] = ()
-    # names of ops of a stage that keeps its activations whose results are not kept but made again
+
+    # Names of single ops that are recomputed, in a stage that stores its activations.
     recomputed: tuple[str, ...] = ()
-    stored: tuple[
-        str, ...
-    ] = ()  # names of such ops whose results wait in host memory for the backward
-    # whether what the stage makes of its parameters alone (casts to half precision) is made again
-    # for every micro- batch, which takes less memory where activations are recomputed; else once
-    # per step
+
+    # Names of ops in such a stage whose results are stored in host memory until the backward.
+    stored: tuple[str, ...] = ()
+
+    # Whether values made of parameters alone (casts to half precision) are recomputed for every
+    # micro-batch instead of once per step. That takes less memory if activations are recomputed.
     recompute_per_microbatch: bool = False
-    # global ranks of the logical mesh, row-major, where links differ (`ClusterSpec.orders`); ():
-    # from `first_device` on
+
+    # Global ranks of the logical mesh, row-major, if links differ (`ClusterSpec.orders`). (): from
+    # `first_device` on.
     devices: tuple[int, ...] = ()
-    # of parameters that are gathered before they are used (ZeRO-3), in the forward as in the
-    # backward
+
+    # Bytes of parameters that are gathered before their use (ZeRO-3), in the forward as in the
+    # backward.
     ahead_bytes: int = 0
-    # product -> in how many parts its result is summed, one while the next is multiplied
+
+    # Matmul -> number of chunks of its result: one is summed over devices while the next is
+    # multiplied.
     num_chunks: dict[str, int] = field(default_factory=dict)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """(first, last + 1) op indices of what is recomputed together."""
+        """(first, last + 1) op indices of each recompute segment."""
         first, last = self.ops
         return tuple(pairwise((first, *self.remat_cuts, last)))
 
     @property
     def recomputed_ops(self) -> tuple[str, ...]:
-        """Names of the ops whose results a device does not keep for the backward: `recomputed` and
-        `stored`.
+        """Names of the ops whose results no device saves for the backward.
+
+        These are `recomputed` and `stored`.
         """
         return self.recomputed + self.stored
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return _written(StagePlan, self)
-
-    @classmethod
-    def from_dict(cls, data: Any) -> "StagePlan":
-        """Inverse of `to_dict`; PlanError names the field that is missing or wrong."""
-        stage = _read(StagePlan, data, "stage")
-        _check_stage(stage, "stage")
-        return stage
-
     @property
     def parameters(self) -> dict[str, Layout]:
-        """Parameter name -> storage layout, in the dims of the module's parameter (every segment is
-        cut).
+        """Parameter name -> storage layout, in the dims of the module's parameter.
+
+        A shard of a fused projection has a shard of every segment.
         """
         layouts = {}
         for name, plan in self.parameter_plans.items():
             layouts[name] = Layout(mode.stored for mode in plan.module_modes)
         return layouts
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return plan_file.to_json_data(StagePlan, self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "StagePlan":
+        """Return the stage that `data` describes; the inverse of `to_dict`.
+
+        Raises:
+            PlanError: a field is missing or wrong. The message names it.
+        """
+        stage = plan_file.from_json_data(StagePlan, data, "stage")
+        _check_stage(stage, "stage")
+        return stage
+
 
 def stage_ranks(stage: StagePlan) -> tuple[int, ...]:
-    """Global ranks of a stage's mesh, row-major."""
-    return stage.devices or tuple(
-        range(stage.first_device, stage.first_device + stage.submesh[0] * stage.submesh[1])
-    )
+    """Return the global ranks of a stage's mesh, row-major."""
+    if stage.devices:
+        return stage.devices
+    num_nodes, num_devices_per_node = stage.submesh
+    num_devices = num_nodes * num_devices_per_node
+    return tuple(range(stage.first_device, stage.first_device + num_devices))
 
 
 def job_ranks(stages: Iterable[StagePlan]) -> tuple[int, ...]:
-    """Global ranks of all meshes, one mesh after the other."""
-    meshes = dict.fromkeys(
-        stage_ranks(stage) for stage in sorted(stages, key=lambda stage: stage.first_device)
-    )
+    """Return the global ranks of all meshes, one mesh after the other."""
+    in_order = sorted(stages, key=lambda stage: stage.first_device)
+    # Several stages may run on one mesh.
+    meshes = dict.fromkeys(stage_ranks(stage) for stage in in_order)
     return tuple(rank for ranks in meshes for rank in ranks)
 
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """What a phase of an iteration takes (`planner/phases.py`)."""
+    """The predicted cost of one phase of an iteration (`planner/phases.py`)."""
 
     name: str
+
+    # How often it runs in an iteration.
     times: int
-    layout: str  # its mesh, and how most of its parameters lie
-    peak_bytes: int  # with all else that a device has
-    seconds: float  # of each time
-    moved_seconds: (
-        float | None
-    )  # of bringing parameters into this layout, once an iteration; None: they lie so
-    staying_seconds: (
-        float | None
-    )  # of each time, with parameters as they lie without it; None: that does not fit
+
+    # Its mesh and the layout of most parameters, for display.
+    layout: str
+
+    # Including everything else that a device stores.
+    peak_bytes: int
+
+    # Each time.
+    seconds: float
+
+    # Moving parameters to this layout, once per iteration; None if they have it already.
+    moved_seconds: float | None
+
+    # Each time, if parameters kept the training step's layout; None if that does not fit.
+    staying_seconds: float | None
 
     @property
     def total_seconds(self) -> float:
-        """Of an iteration."""
+        """Seconds per iteration, moving included."""
         return self.times * self.seconds + (self.moved_seconds or 0.0)
-
-
-AS_WRITTEN = "as written"  # the schedule of a plan whose steps are not captured
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole decision. Frozen; `save` and `load` are inverse."""
+    """The whole decision. `save` and `load` are inverse."""
 
-    fingerprint: Fingerprint  # what it was made for
-    stages: tuple[StagePlan, ...]  # in pipeline order
-    predicted: Predicted  # for the whole step on the slowest device
+    # The inputs it was made for.
+    fingerprint: Fingerprint
+
+    # In pipeline order.
+    stages: tuple[StagePlan, ...]
+
+    # For the full step, on the slowest device.
+    predicted: Predicted
+
     num_microbatches: int = 1
-    # of a single stage; `AS_WRITTEN` where nothing but the storage of parameters is decided
+
+    # "none" for a single stage; `AS_WRITTEN` if steps run eagerly and the plan decides only how
+    # parameters are stored.
     schedule: str = "none"
-    # name -> predicted seconds per step of named alternatives under the same costs (None: does not
-    # fit)
+
+    # Name of an alternative plan -> its predicted seconds per step under the same costs; None if
+    # it does not fit.
     baselines: dict[str, float | None] = field(default_factory=dict)
-    # how far `predicted.step_seconds` is from a lower bound, as a share of it; 0.0 when proved
-    # optimal. Of one stage, of all plans of one stage; else of all stages, meshes and layouts with
-    # so many micro-batches.
+
+    # (predicted.step_seconds - lower bound) / lower bound; 0.0 if proved optimal. The bound of a
+    # single stage holds for all plans of one stage. The bound of a pipeline holds for all stages,
+    # meshes and layouts with this number of micro-batches.
     gap: float = 0.0
-    notes: tuple[
-        str, ...
-    ] = ()  # things that a user should know (replicated ops, unproved optimality, ...)
-    # of the notes, those on the step it was made for: another step has its own (`with_notes_of`)
+
+    # Lines for the user: replicated ops, unproved optimality, ...
+    notes: tuple[str, ...] = ()
+
+    # The lines of `notes` about the step it was made for. A step that uses the stored plan later
+    # has its own (`with_notes_of`).
     step_notes: tuple[str, ...] = ()
-    solver_seconds: dict[str, float] = field(
-        default_factory=dict
-    )  # how long planning took, by phase
-    cluster_name: str = ""  # for display
-    phases: tuple[PhaseCost, ...] = ()  # of an iteration of which the plan's own step is one
+
+    # Phase of planning -> its seconds.
+    solver_seconds: dict[str, float] = field(default_factory=dict)
+
+    # For display.
+    cluster_name: str = ""
+
+    # The phases of an iteration that includes the plan's step.
+    phases: tuple[PhaseCost, ...] = ()
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether it is more than one stage that runs the whole batch at once."""
-        return (
-            len(self.stages) > 1
-            or self.num_microbatches > 1
-            or any(stage.remat for stage in self.stages)
-        )
+        """Whether a pipeline executes it: several stages or micro-batches, or recomputation."""
+        recomputes = any(stage.remat for stage in self.stages)
+        return len(self.stages) > 1 or self.num_microbatches > 1 or recomputes
 
     @property
     def is_eager(self) -> bool:
-        """Whether every rank runs the user's own step, on its own batch."""
+        """Whether every rank runs the user's step eagerly, on its local batch."""
         return self.schedule == AS_WRITTEN
 
     @property
@@ -441,33 +361,38 @@ class Plan:
 
     @property
     def iteration_seconds(self) -> float:
-        """Of all phases, which are the step alone where there are none."""
+        """Predicted seconds of all phases; of the step if there are no phases."""
         if self.phases:
             return sum(phase.total_seconds for phase in self.phases)
         return self.predicted.step_seconds
 
     def with_notes_of(self, step_notes: tuple[str, ...]) -> "Plan":
-        """This plan for a step that has the notes `step_notes`; those on the plan itself stay."""
+        """Return this plan with `step_notes` in place of the notes about its former step.
+
+        Notes about the plan itself stay.
+        """
         replaced = {*self.step_notes, *step_notes}
         on_plan = [note for note in self.notes if note not in replaced]
         return replace(self, notes=(*step_notes, *on_plan), step_notes=step_notes)
 
     def collectives(self) -> list[Collective]:
-        """Every kind of collective of every stage, with kind, mesh axis, bytes and times per
-        step.
-        """
-        return [c for stage in self.stages for c in stage.collectives]
+        """Return the collectives of all stages."""
+        return [collective for stage in self.stages for collective in stage.collectives]
 
     def save(self, path: str | Path) -> None:
-        """Write JSON atomically (temporary file in the same folder, then rename): a reader never
-        sees half a plan.
+        """Write the plan file.
+
+        The write is atomic (temporary file in the same folder, then rename): no reader sees half a
+        plan.
         """
         write_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Read a plan; PlanError when the file is unreadable, of another format version, or
-        incomplete.
+        """Read a plan file.
+
+        Raises:
+            PlanError: the file is unreadable, of another format version, or has a wrong field.
         """
         try:
             data = read_json(path)
@@ -479,6 +404,7 @@ class Plan:
             raise PlanError(
                 f"the plan file {path} {error}", "give a plan file, as `alpa plan -o` writes it"
             ) from error
+
         try:
             return cls.from_dict(data)
         except PlanError as error:
@@ -487,253 +413,75 @@ class Plan:
             ) from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"format_version": FORMAT_VERSION, **_written(Plan, self)}
+        """Return plain data for JSON."""
+        return {"format_version": FORMAT_VERSION, **plan_file.to_json_data(Plan, self)}
 
     @classmethod
     def from_dict(cls, data: Any) -> "Plan":
-        """Inverse of `to_dict`; PlanError names the field that is missing or wrong."""
-        version = _check(data, dict, "plan").get("format_version")
+        """Return the plan that `data` describes; the inverse of `to_dict`.
+
+        Raises:
+            PlanError: another format version, or a field is missing or wrong. The message names
+                the field.
+        """
+        version = plan_file.checked(data, dict, "plan").get("format_version")
         if version != FORMAT_VERSION:
             raise PlanError(
                 f"the plan has format version {version}, this package reads version"
                 f" {FORMAT_VERSION}",
-                _FIX,
+                plan_file.FIX,
             )
-        plan = _read(Plan, data, "plan")
-        if not plan.stages:
-            raise PlanError("the plan has no stages", _FIX)
-        if not 1 <= plan.num_microbatches <= MAX_MICROBATCHES:
-            raise PlanError(
-                f"plan.num_microbatches is {plan.num_microbatches}",
-                f"write 1 to {MAX_MICROBATCHES}",
-            )
-        for number, stage in enumerate(plan.stages):
-            _check_stage(stage, f"plan.stages[{number}]")
+
+        plan = plan_file.from_json_data(Plan, data, "plan")
+        _check_plan(plan)
         return plan
 
 
-AXIS_SEPARATOR = " | "
-# More in a file is a mistake, and what is made of it would not fit into memory.
-MAX_DEVICES = 1 << 24
-MAX_MICROBATCHES = 1 << 14
-_NUMBER = re.compile(r"[0-9]{1,18}")
-_PLACED = re.compile(r"R|S[0-9]{1,9}")
-_IN, _ON_HOST = " in ", " on host"
-_IN_FP32 = ", summed in fp32"
-_SEGMENTS = re.compile(r"([2-9]|[1-9][0-9]{1,8}) segments")
-_KIND_NAMES = {
-    dict: "an object",
-    list: "a list",
-    str: "a text",
-    int: "a whole number",
-    float: "a number",
-    bool: "a bool",
-}
-_FIX = "correct the file by hand, or delete it: the run then makes a new plan"
-
-_CLASSES = (Plan, PhaseCost, StagePlan, Fingerprint, Predicted, Collective)  # objects of the file
-# Fields that the file calls otherwise.
-_NAMES = {
-    "parameter_plans": "parameters",
-    "num_chunks": "in_parts",
-    "recompute_per_microbatch": "derives_again",
-}
-# What older plans do not have.
-_LATER = {"devices", "remat_cuts", "recomputed", "stored", "received", "sent", "layers"}
-_LATER |= {
-    "forward_seconds",
-    "backward_seconds",
-    "boundary_seconds",
-    "ahead_bytes",
-    "num_chunks",
-    "phases",
-    "host_seconds",
-    "loop_seconds",
-    "hidden_seconds",
-    "step_notes",
-}
-_LARGE = (
-    "predicted",
-    "parameter_plans",
-    "shapes",
-    "collectives",
-    "strategies",
-    "received",
-    "sent",
-    "stages",
-)
+def _check_plan(plan: Plan) -> None:
+    """Raise PlanError if fields of the plan contradict each other."""
+    if not plan.stages:
+        raise PlanError("the plan has no stages", plan_file.FIX)
+    if not 1 <= plan.num_microbatches <= MAX_MICROBATCHES:
+        raise PlanError(
+            f"plan.num_microbatches is {plan.num_microbatches}",
+            f"write 1 to {MAX_MICROBATCHES}",
+        )
+    for number, stage in enumerate(plan.stages):
+        _check_stage(stage, f"plan.stages[{number}]")
 
 
-@cache
-def _types(kind: Any) -> dict[str, Any]:
-    """Field -> its type; the large ones come last in the file."""
-    types = get_type_hints(kind)
-    return {
-        name: types[name]
-        for name in sorted(types, key=lambda n: _LARGE.index(n) if n in _LARGE else -1)
-    }
+def _check_stage(stage: StagePlan, path: str) -> None:
+    """Raise PlanError if fields of a stage contradict each other. `path` is the stage's path."""
+    _check_mesh_shape(stage.submesh, f"{path}.submesh")
+    _check_mesh_shape(stage.logical_mesh, f"{path}.logical_mesh")
 
-
-def _written(kind: Any, value: Any) -> Any:
-    """A value of type `kind` as data for JSON."""
-    if kind in _TEXTS:
-        return _TEXTS[kind][0](value)
-    if kind in _CLASSES:
-        return {
-            _NAMES.get(name, name): _written(of, getattr(value, name))
-            for name, of in _types(kind).items()
-        }
-    if isinstance(value, dict):
-        return {str(key): _written(get_args(kind)[1], each) for key, each in value.items()}
-    return (
-        [_written(get_args(kind)[0], each) for each in value] if isinstance(value, tuple) else value
-    )
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """Inverse of `_written`. where: the path of the field, which every complaint names."""
-    if kind in _TEXTS:
-        return _TEXTS[kind][1](_check(value, str, where), where)
-    if kind in _CLASSES:
-        return _read_fields(kind, _check(value, dict, where), where)
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is dict:
-        items = _check(value, dict, where).items()
-        return {
-            _key(args[0], key, where): _read(args[1], each, f"{where}[{key!r}]")
-            for key, each in items
-        }
-    if origin is tuple:
-        values = _check(value, list, where)
-        if args[-1] is not Ellipsis and len(values) != len(args):
-            raise PlanError(f"{where} has {len(values)} numbers, expected {len(args)}", _FIX)
-        return tuple(_read(args[0], each, f"{where}[{i}]") for i, each in enumerate(values))
-    if origin is UnionType:  # a number, or null
-        return None if value is None else _read(args[0], value, where)
-    found = _check(value, kind, where)
-    if kind in (int, float) and found < 0:  # seconds, bytes, counts
-        raise PlanError(f"{where} is {found!r}, which cannot be below 0", _FIX)
-    return found
-
-
-def _read_fields(kind: Any, data: dict[str, Any], where: str) -> Any:
-    """A data class of type `kind`."""
-    given = {}
-    for name, of in _types(kind).items():
-        written = _NAMES.get(name, name)
-        if written in data:
-            given[name] = _read(of, data[written], f"{where}.{written}")
-        elif name not in _LATER:
-            raise PlanError(f"the field {where}.{written} is missing", _FIX)
-    return kind(**given)
-
-
-def _key(kind: type, key: str, where: str) -> Any:
-    """A key; JSON knows texts only."""
-    if kind is int and not _NUMBER.fullmatch(key):
-        raise PlanError(f"{where}: {key!r} is not the number of a value", _FIX)
-    return kind(key)
-
-
-def _check(value: Any, kind: type, where: str) -> Any:
-    """`value` if it is of JSON type `kind` (whole numbers count as floats), else PlanError."""
-    # JSON writes 1.0 as 1, and to Python `true` is a whole number.
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise PlanError(f"{where} is {value!r:.60}, expected {_KIND_NAMES[kind]}", _FIX)
-    return value
-
-
-def _check_stage(stage: StagePlan, where: str) -> None:
-    """PlanError where fields of a stage do not fit one another."""
-    for name, sizes in (("submesh", stage.submesh), ("logical_mesh", stage.logical_mesh)):
-        if not sizes:
-            raise PlanError(f"{where}.{name} has 0 numbers, expected at least 1", _FIX)
-        if min(sizes) < 1 or math.prod(sizes) > MAX_DEVICES:
-            raise PlanError(f"{where}.{name} is {list(sizes)}, which is no shape of a mesh", _FIX)
-    num_axes = len(stage.logical_mesh)
     modes = {name: plan.modes for name, plan in stage.parameter_plans.items()}
-    per_axis: dict[str, Any] = {"parameters": modes, "strategies": stage.strategies}
-    per_axis |= {"received": stage.received, "sent": stage.sent}
+    per_axis: dict[str, Any] = {
+        "parameters": modes,
+        "strategies": stage.strategies,
+        "received": stage.received,
+        "sent": stage.sent,
+    }
+    num_axes = len(stage.logical_mesh)
     for name, entries in per_axis.items():
         for key, entry in entries.items():
             if len(entry) != num_axes:
                 raise PlanError(
-                    f"{where}.{name}[{key!r}] has {len(entry)} entries for {num_axes} mesh axes",
-                    _FIX,
+                    f"{path}.{name}[{key!r}] has {len(entry)} entries for {num_axes} mesh axes",
+                    plan_file.FIX,
                 )
-    first, last = stage.ops
-    if stage.remat_cuts and not all(a < b for a, b in pairwise((first, *stage.remat_cuts, last))):
-        raise PlanError(f"{where}.remat_cuts must ascend between {first} and {last}", _FIX)
-    if stage.remat_cuts and not stage.remat:
-        raise PlanError(f"{where}.remat_cuts cuts a stage that does not recompute", _FIX)
+
+    if not stage.remat_cuts:
+        return
+    if not all(start < end for start, end in stage.spans):
+        first, last = stage.ops
+        raise PlanError(f"{path}.remat_cuts must ascend between {first} and {last}", plan_file.FIX)
+    if not stage.remat:
+        raise PlanError(f"{path}.remat_cuts cuts a stage that does not recompute", plan_file.FIX)
 
 
-def _parameter_text(plan: ParameterPlan) -> str:
-    segments = f"{_IN}{plan.num_segments} segments" * (plan.num_segments != 1)
-    return (
-        modes_text(plan.module_modes)
-        + segments
-        + _ON_HOST * plan.on_host
-        + _IN_FP32 * plan.sums_in_fp32
-    )
-
-
-def _read_parameter(text: str, where: str) -> ParameterPlan:
-    stored = text.removesuffix(_IN_FP32)
-    shown, _, segments_text = stored.removesuffix(_ON_HOST).partition(_IN)
-    try:
-        modes = parse_modes(shown)
-    except ValueError as error:
-        raise PlanError(
-            f"{where}: {error}", "write R, R*, S<dim> or G<dim>, one per mesh axis"
-        ) from error
-    match = _SEGMENTS.fullmatch(segments_text)
-    if segments_text and match is None:
-        raise PlanError(
-            f"{where}: {text!r} is not a plan",
-            "write the modes, then `in N segments` where there are",
-        )
-    num_segments = int(match[1]) if match else 1
-    # Files count the module's dims; the step sees segments as one more dim before them.
-    modes = tuple(mode.shifted(int(num_segments > 1)) for mode in modes)
-    return ParameterPlan(modes, num_segments, stored.endswith(_ON_HOST), stored != text)
-
-
-def _read_boundary(text: str, where: str) -> DualLayout:
-    if not all(_PLACED.fullmatch(part) for part in text.split()):
-        raise PlanError(
-            f"{where}: {text!r} is not a layout of a boundary",
-            "write R or S<dim>, one per mesh axis",
-        )
-    return dual_layout(text)
-
-
-def _read_strategies(text: str, where: str) -> tuple[AxisStrategy, ...]:
-    return tuple(_read_strategy(part, where) for part in text.split(AXIS_SEPARATOR))
-
-
-def _read_strategy(text: str, where: str) -> AxisStrategy:
-    try:
-        strategy = AxisStrategy.parse(text)
-        # What would be written back differently was not understood.
-        if str(strategy) == text and "->" in text:
-            return strategy
-    except (ShardingError, ValueError, AttributeError):
-        pass  # said below
-    raise PlanError(
-        f"{where}: {text!r} is not a strategy", "write it as in `S0,R*,R*->S0`, ` | ` between axes"
-    )
-
-
-# What is a text in the file: how it is written, and how it is read.
-_TEXTS: dict[Any, tuple[Any, Any]] = {
-    ParameterPlan: (_parameter_text, _read_parameter),
-    tuple[AxisStrategy, ...]: (
-        lambda strategies: AXIS_SEPARATOR.join(map(str, strategies)),
-        _read_strategies,
-    ),
-    DualLayout: (dual_layout_to_str, _read_boundary),
-}
+def _check_mesh_shape(shape: tuple[int, ...], path: str) -> None:
+    if not shape:
+        raise PlanError(f"{path} has 0 numbers, expected at least 1", plan_file.FIX)
+    if min(shape) < 1 or math.prod(shape) > MAX_DEVICES:
+        raise PlanError(f"{path} is {list(shape)}, which is no shape of a mesh", plan_file.FIX)

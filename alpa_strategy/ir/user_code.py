@@ -1,8 +1,6 @@
-"""The user's Python code: on which line something happened, and which names and functions a
-function mentions.
+"""The user's Python code: the line of an event, and the names and functions in a function's code.
 
-Nothing is run. A name that code mentions is a may, not a must: it may stand on a path that is never
-taken.
+Nothing is run. A name in the code may be on a path that is never taken.
 """
 
 import dis
@@ -23,7 +21,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Found without importing them: this file is for readers that know neither.
+# Located without importing them: neither is needed here.
 _FRAMEWORKS: list[str] = []
 for _name in ("torch", "lightning"):
     _spec = find_spec(_name)
@@ -34,15 +32,16 @@ _NOT_USER = (
     *(os.path.join(os.path.abspath(folder), "") for folder in (*_FRAMEWORKS, _PACKAGE)),
 )
 _NOT_USER_NAMES = tuple(
-    f"{os.sep}{n}{os.sep}" for n in ("torchmetrics", "lightning_fabric", "pytorch_lightning")
+    f"{os.sep}{name}{os.sep}" for name in ("torchmetrics", "lightning_fabric", "pytorch_lightning")
 )
 _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 
 
 @cache
 def is_user_file(path: str) -> bool:
-    """True for code that is neither torch, Lightning, torchmetrics, the standard library nor this
-    package.
+    """Whether a file belongs to the user, or to a library other than those below.
+
+    These are torch, Lightning, torchmetrics, the standard library and this package.
     """
     if path.startswith(_NOT_USER) or any(name in path for name in _NOT_USER_NAMES):
         return False
@@ -50,37 +49,39 @@ def is_user_file(path: str) -> bool:
 
 
 def is_installed(path: str) -> bool:
-    """Whether a file is an installed package's."""
+    """Whether a file belongs to an installed package."""
     return "site-packages" in path or "dist-packages" in path
 
 
 def _describe(code: CodeType, line: int) -> str:
+    """Return `file:line: code`."""
     text = linecache.getline(code.co_filename, line).strip()
     return f"{code.co_filename}:{line}: {text}" if text else f"{code.co_filename}:{line}"
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost user frame at or above `frame`."""
+    """Return the innermost user frame at or above `frame`."""
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
 def user_position(frame: FrameType | None) -> tuple[str, int] | None:
-    """File and line of the innermost user frame at or above `frame`."""
-    found = _user_frame(frame)
-    return None if found is None else (found.f_code.co_filename, found.f_lineno)
+    """Return file and line of the innermost user frame at or above `frame`; None without one."""
+    user = _user_frame(frame)
+    return None if user is None else (user.f_code.co_filename, user.f_lineno)
 
 
 def user_frame() -> str:
-    """`file:line: code` of the innermost user frame of the running stack."""
-    found = _user_frame(sys._getframe(1))
-    return "line unknown" if found is None else _describe(found.f_code, found.f_lineno)
+    """Return `file:line: code` of the innermost user frame of the running stack."""
+    user = _user_frame(sys._getframe(1))
+    return "line unknown" if user is None else _describe(user.f_code, user.f_lineno)
 
 
 def own_line() -> str:
-    """`file:line: code` of the innermost frame of the running stack that is the user's own code, or
-    else an installed package's.
+    """Return `file:line: code` of the innermost frame of the running stack in the user's project.
+
+    If there is none, the frame may be in an installed package.
     """
     frame = _user_frame(sys._getframe(1))
     while frame is not None and is_installed(frame.f_code.co_filename):
@@ -89,29 +90,31 @@ def own_line() -> str:
 
 
 def asked_by_user(frame: FrameType | None) -> bool:
-    """Whether `frame` is of the user's code, or of the standard library's on its behalf.
+    """Whether `frame` runs the user's code, or the standard library's on its behalf.
 
-    Not of `logging`'s, which asks for the time for itself, nor of an import, which asks once.
+    Calls of `logging` do not count, which reads the time for its records, nor do imports, which run
+    once.
     """
-    while (
-        frame
-        and ((path := frame.f_code.co_filename)[:1] == "<" or _is_pythons(path))
-        and "logging" not in path
-    ):
+    while frame is not None:
+        path = frame.f_code.co_filename
+        is_library = path[:1] == "<" or _is_pythons(path)
+        if not is_library or "logging" in path:
+            break
         frame = frame.f_back
-    asking = frame
-    while (
-        frame is not None and frame.f_code.co_name != "dispatch_trace"
-    ):  # where torch begins to trace
+    caller = frame
+
+    # `dispatch_trace` is the function of torch that starts to trace.
+    while frame is not None and frame.f_code.co_name != "dispatch_trace":
         if frame.f_code.co_name == "_find_and_load":
             return False
         frame = frame.f_back
-    return asking is not None and is_user_file(asking.f_code.co_filename)
+    return caller is not None and is_user_file(caller.f_code.co_filename)
 
 
 def asking_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame at or above `frame` that is not the standard library's; None where an
-    import asks, once.
+    """Return the innermost frame at or above `frame` that is not the standard library's.
+
+    None inside an import, which runs once.
     """
     while frame is not None:
         path = frame.f_code.co_filename
@@ -124,21 +127,25 @@ def asking_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_pythons(path: str) -> bool:
-    return path.startswith(_STDLIB) and not is_installed(
-        path
-    )  # site-packages lies in the standard library's folder
+    """Whether a file belongs to the standard library."""
+    # The folder site-packages is inside the standard library's.
+    return path.startswith(_STDLIB) and not is_installed(path)
 
 
 def user_line(traceback: TracebackType | None) -> str:
-    """`file:line: code` of the innermost user frame of an exception's traceback."""
-    frames = [
-        (f.f_code, line) for f, line in walk_tb(traceback) if is_user_file(f.f_code.co_filename)
-    ]
-    return _describe(*frames[-1]) if frames else "line unknown"
+    """Return `file:line: code` of the innermost user frame of an exception's traceback."""
+    innermost = None
+    for frame, line in walk_tb(traceback):
+        if is_user_file(frame.f_code.co_filename):
+            innermost = frame.f_code, line
+    return "line unknown" if innermost is None else _describe(*innermost)
 
 
-MAX_DEPTH = 4  # of functions that call functions
-_SAYING = {
+# How many calls deep functions are followed.
+MAX_DEPTH = 4
+
+# Calls that only print or log.
+_PRINTING = {
     "print",
     "write",
     "debug",
@@ -149,102 +156,126 @@ _SAYING = {
     "rank_zero_debug",
     "rank_zero_warn",
 }
-_FILLING = {"add", "append", "extend", "insert", "setdefault", "update"}
+
+# Methods that change a container.
+_CONTAINER_CHANGES = {"add", "append", "extend", "insert", "setdefault", "update"}
 
 
 def mentioned_names(function: Callable[..., Any]) -> frozenset[str]:
-    """Global names and attributes in the code of `function` and of the user's functions that it
-    reaches by name.
+    """Return the global names and attributes in the code of `function` and of what it calls.
+
+    That are the user's functions of `reached_functions`.
     """
-    return frozenset(
-        name for reached in reached_functions([function]) for name in code_names(reached.__code__)
-    )
+    names: set[str] = set()
+    for reached in reached_functions([function]):
+        names.update(code_names(reached.__code__))
+    return frozenset(names)
 
 
 def stored_names(function: Callable[..., Any]) -> frozenset[str]:
-    """Attributes and outer variables that the code of `function` and of the user's functions that
-    it reaches sets, or
-    fills: a tensor, a container. Where it sets them by `setattr` and the like, all texts in it may
-    be names."""
-    found: set[str] = set()
+    """Return the attributes and outer variables that the code of `function` may set or change.
+
+    Changes are those of tensors (`self.count.fill_(n)`) and containers (`self.count["n"] = n`). The
+    functions that it calls are included (`reached_functions`). If the code calls `setattr` or the
+    like, all its strings may be names.
+    """
+    stored: set[str] = set()
     for reached in reached_functions([function]):
-        done = list(dis.get_instructions(reached.__code__))
-        for at, each in enumerate(done):
-            is_method = each.opname == "LOAD_METHOD" or "NULL" in each.argrepr
-            if each.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"):
-                found.add(each.argval)
-            elif each.opname == "STORE_SUBSCR" or (
-                is_method and (each.argval in _FILLING or each.argval[-1:] == "_")
-            ):
-                at -= (
-                    2 if each.opname == "STORE_SUBSCR" else 1
-                )  # `self.count.fill_(n)`, `self.count["n"] = n`
-                while done[at].opname == "BINARY_SUBSCR":
-                    at -= 2
-                found |= (
-                    {done[at].argval}
-                    if done[at].opname in ("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF")
-                    else set()
-                )
+        instructions = list(dis.get_instructions(reached.__code__))
+        for position, instruction in enumerate(instructions):
+            if instruction.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"):
+                stored.add(instruction.argval)
+            elif instruction.opname == "STORE_SUBSCR":
+                stored |= _changed_name(instructions, position - 2)
+            elif _loads_changing_method(instruction):
+                stored |= _changed_name(instructions, position - 1)
+
         names = set(code_names(reached.__code__))
         if not names.isdisjoint(("setattr", "register_buffer")):
-            found |= {
-                value for value in (*reached.__code__.co_consts, *names) if isinstance(value, str)
-            }
-    return frozenset(found)
+            constants = reached.__code__.co_consts
+            stored.update(value for value in (*constants, *names) if isinstance(value, str))
+    return frozenset(stored)
+
+
+def _loads_changing_method(instruction: dis.Instruction) -> bool:
+    """Whether an instruction loads a method that changes a container or a tensor (`fill_`)."""
+    is_method = instruction.opname == "LOAD_METHOD" or "NULL" in instruction.argrepr
+    if not is_method:
+        return False
+    return instruction.argval in _CONTAINER_CHANGES or instruction.argval[-1:] == "_"
+
+
+def _changed_name(instructions: list[dis.Instruction], position: int) -> set[str]:
+    """Return the name of the object that is loaded at `position`, or of which it is an item.
+
+    Empty if it is a local variable.
+    """
+    # Of `self.count[key]`, the instructions before are those of `self.count` and `key`.
+    while instructions[position].opname == "BINARY_SUBSCR":
+        position -= 2
+    if instructions[position].opname in ("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF"):
+        return {instructions[position].argval}
+    return set()
 
 
 def reads_parameters(function: Callable[..., Any], first: int, end: int) -> bool:
-    """Whether the code of `function` reads its positional parameters from number `first` on up to
-    `end`, or `*args`.
+    """Whether the code of `function` reads its positional parameters `first` to `end` - 1.
+
+    Reading `*args` counts as well.
     """
     code = unwrapped(function).__code__
-    given = set(code.co_varnames[: code.co_argcount][first:end])
+    parameters = set(code.co_varnames[: code.co_argcount][first:end])
     if code.co_flags & inspect.CO_VARARGS:
-        given.add(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
-    read = (
-        each.argval
-        for each in dis.get_instructions(code)
-        if "FAST" in each.opname or each.opname == "MAKE_CELL"
-    )
-    return any(
-        not given.isdisjoint(names if isinstance(names, tuple) else (names,)) for names in read
-    )
+        parameters.add(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
+
+    for instruction in dis.get_instructions(code):
+        if "FAST" not in instruction.opname and instruction.opname != "MAKE_CELL":
+            continue
+        names = instruction.argval
+        # Some instructions load two variables.
+        if not parameters.isdisjoint(names if isinstance(names, tuple) else (names,)):
+            return True
+    return False
 
 
 def is_said(frame: FrameType) -> bool:
-    """Whether what a frame makes is for a call that only says it, as a statement: `print(f"batch
-    {batch_idx}")`.
+    """Whether the current expression of a frame is only printed or logged by a statement.
+
+    Such as the f-string of `print(f"batch {batch_idx}")`.
     """
-    done = [
-        each
-        for each in dis.get_instructions(frame.f_code)
-        if each.positions and each.positions.lineno
-    ]
+    instructions = []
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.positions and instruction.positions.lineno:
+            instructions.append(instruction)
+    current = dis.Positions(*list(frame.f_code.co_positions())[frame.f_lasti // 2])
 
-    def holds(call: Any, inner: Any) -> bool:
-        ends = (call.end_lineno, call.end_col_offset), (inner.end_lineno, inner.end_col_offset)
-        return (call.lineno, call.col_offset) <= (inner.lineno, inner.col_offset) and ends[
-            1
-        ] <= ends[0]
+    for call, following in pairwise(instructions):
+        # A statement drops the result of its call.
+        is_statement = call.opname[:4] == "CALL" and following.opname == "POP_TOP"
+        if not is_statement or not _contains(call.positions, current):
+            continue
+        for instruction in instructions:
+            is_printing = instruction.argval in _PRINTING
+            if is_printing and _contains(call.positions, instruction.positions):
+                return True
+    return False
 
-    here = dis.Positions(*list(frame.f_code.co_positions())[frame.f_lasti // 2])
-    calls = [
-        call
-        for call, after in pairwise(done)
-        if call.opname[:4] == "CALL" and after.opname == "POP_TOP"
-    ]
-    around = [call.positions for call in calls if holds(call.positions, here)]
-    return any(
-        each.argval in _SAYING and holds(call, each.positions) for call in around for each in done
-    )
+
+def _contains(outer: Any, inner: Any) -> bool:
+    """Whether the source range `inner` (`dis.Positions`) is inside `outer`."""
+    starts_inside = (outer.lineno, outer.col_offset) <= (inner.lineno, inner.col_offset)
+    outer_end = (outer.end_lineno, outer.end_col_offset)
+    inner_end = (inner.end_lineno, inner.end_col_offset)
+    return starts_inside and inner_end <= outer_end
 
 
 def names_set_from(function: types.FunctionType, source: re.Pattern[str]) -> set[str]:
-    """Attributes that the code of `function` sets in a line that mentions a name like `source`."""
+    """Return the attributes that `function` sets in lines with a name that matches `source`."""
     lines: dict[int | None, list[dis.Instruction]] = {}
-    for each in dis.get_instructions(function.__code__):
-        lines.setdefault(each.positions.lineno if each.positions else None, []).append(each)
+    for instruction in dis.get_instructions(function.__code__):
+        line = instruction.positions.lineno if instruction.positions else None
+        lines.setdefault(line, []).append(instruction)
+
     names_set: set[str] = set()
     for instructions in lines.values():
         mentions_source = any(source.search(str(x.argval)) for x in instructions)
@@ -254,19 +285,18 @@ def names_set_from(function: types.FunctionType, source: re.Pattern[str]) -> set
 
 
 def reached_functions(functions: Iterable[Callable[..., Any]]) -> list[types.FunctionType]:
-    """Those of `functions` that are written in Python, and the user's functions that their code
-    names.
+    """Return those of `functions` that are written in Python, and the user's functions they name.
 
     Names are looked up in globals, closures, and on the object that a method is bound to.
     """
-    found: dict[types.FunctionType, None] = {}
+    reached: dict[types.FunctionType, None] = {}
     for function in functions:
-        _reach(function, found, 0)
-    return list(found)
+        _reach(function, reached, 0)
+    return list(reached)
 
 
 def code_names(code: types.CodeType) -> Iterator[str]:
-    """Names in `code` and in the functions, lambdas and comprehensions written inside it."""
+    """Yield the names in `code` and in functions, lambdas and comprehensions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -274,26 +304,25 @@ def code_names(code: types.CodeType) -> Iterator[str]:
 
 
 def closure_values(function: types.FunctionType) -> dict[str, types.CellType]:
-    """The variables of enclosing functions that have a value."""
+    """Return the variables of enclosing functions that have a value, as cells by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {
-        name: cell for name, cell in cells if cell != types.CellType()
-    }  # an empty cell: not assigned yet
+    # An empty cell: the variable has not been assigned yet.
+    return {name: cell for name, cell in cells if cell != types.CellType()}
 
 
 def is_user_code(function: Any) -> bool:
-    """Whether a function is neither torch's, Lightning's nor the standard library's."""
+    """Whether a function is written in Python, in a file of the user (`is_user_file`)."""
     inner = unwrapped(function)
     return isinstance(inner, types.FunctionType) and is_user_file(inner.__code__.co_filename)
 
 
 def unwrapped(function: Any) -> Any:
-    """The function behind methods, partials and decorators that use `functools.wraps`."""
+    """Return the function behind methods, partials and decorators with `functools.wraps`."""
     return _layers(function)[-1]
 
 
 def _layers(function: Any) -> list[Any]:
-    """A function, and what is behind it, one after the other."""
+    """Return a function and the functions that it wraps, outermost first."""
     layers = [function]
     while True:
         inner: Any
@@ -301,74 +330,102 @@ def _layers(function: Any) -> list[Any]:
             inner = function.func
         elif isinstance(function, types.MethodType | staticmethod | classmethod):
             inner = function.__func__
-        else:  # dicts with attributes, `torch.classes` and mocks answer whatever they are asked for
+        else:
+            # Not by `getattr`: mocks, `torch.classes` and dicts with attributes have any attribute.
             inner = getattr(function, "__dict__", {}).get("__wrapped__")
         if inner is None:
             return layers
-        layers.append(function := inner)
+        function = inner
+        layers.append(function)
 
 
-def _reach(function: Any, found: dict[types.FunctionType, None], depth: int) -> None:
-    owner, layers = getattr(function, "__self__", None), _layers(function)
-    for layer in layers if depth <= MAX_DEPTH else ():
-        if not isinstance(layer, types.FunctionType) or layer in found:
+def _reach(function: Any, reached: dict[types.FunctionType, None], depth: int) -> None:
+    """Add `function` and the user's functions that its code names to `reached`."""
+    if depth > MAX_DEPTH:
+        return
+    owner = getattr(function, "__self__", None)
+    layers = _layers(function)
+    for layer in layers:
+        if not isinstance(layer, types.FunctionType) or layer in reached:
             continue
-        if layer is not layers[-1] and not is_user_file(
-            layer.__code__.co_filename
-        ):  # torch's decorators
+        # Decorators of torch are skipped.
+        is_decorator = layer is not layers[-1]
+        if is_decorator and not is_user_file(layer.__code__.co_filename):
             continue
-        found[layer] = None
+
+        reached[layer] = None
         names = set(code_names(layer.__code__))
-        held = [cell.cell_contents for cell in closure_values(layer).values()]
-        held += [layer.__globals__[name] for name in names if name in layer.__globals__]
-        held += imported_in(layer)
-        if owner is not None:
-            attributes = getattr(owner, "__dict__", {})
-            held += [attributes[name] for name in names if name in attributes]
-            held.append(owner)
-        for value in held:
+        for value in _named_values(layer, names, owner):
             for callee in functions_of(value, names):
-                _reach(callee, found, depth + 1)
+                _reach(callee, reached, depth + 1)
+
+
+def _named_values(function: types.FunctionType, names: set[str], owner: Any) -> list[Any]:
+    """Return the objects that code with `names` may use.
+
+    Args:
+        owner: the object that a method is bound to, or None.
+    """
+    values = [cell.cell_contents for cell in closure_values(function).values()]
+    values += [function.__globals__[name] for name in names if name in function.__globals__]
+    values += imported_in(function)
+    if owner is not None:
+        attributes = getattr(owner, "__dict__", {})
+        values += [attributes[name] for name in names if name in attributes]
+        values.append(owner)
+    return values
 
 
 def imported_in(function: types.FunctionType) -> list[types.ModuleType]:
-    """The user's modules that the code of a function may import in its body."""
+    """Return the user's modules that the code of a function may import in its body."""
     package = function.__globals__.get("__package__") or ""
-    found = []
+    modules = []
     for name in code_names(function.__code__):
         for path in (name, f"{package}.{name}"):
             module = sys.modules.get(path)
             file = getattr(module, "__file__", None)
             if module is not None and isinstance(file, str) and is_user_file(file):
-                found.append(module)
-    return found
+                modules.append(module)
+    return modules
 
 
-_MAX_HELD = 100  # items of a container whose functions are looked at
+# Containers with more items are not searched for functions.
+_MAX_ITEMS = 100
 
 
 def functions_of(value: Any, names: set[str]) -> Iterator[Any]:
-    """The user's functions that code with `names` may call by way of `value`, or of the items of
-    such a container.
+    """Yield the user's functions that code with `names` may call through `value`.
+
+    Args:
+        value: a function, a module, a class, an object, or a container of these.
     """
-    if isinstance(value, list | tuple | dict) and len(value) <= _MAX_HELD:
+    if isinstance(value, list | tuple | dict) and len(value) <= _MAX_ITEMS:
         for item in value.values() if isinstance(value, dict) else value:
             yield from _functions_of_one(item, names)
     yield from _functions_of_one(value, names)
 
 
 def _functions_of_one(value: Any, names: set[str]) -> Iterator[Any]:
+    """Yield the functions of `functions_of`, without those of a container's items."""
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         if is_user_code(value):
             yield value
-    elif isinstance(value, types.ModuleType | type):  # `losses.smooth(x)`, `Schedule.now()`
-        members = (
-            vars(kind).get(name) for kind in getattr(value, "__mro__", (value,)) for name in names
-        )
-        yield from (unwrapped(member) for member in members if is_user_code(member))
+    elif isinstance(value, types.ModuleType | type):
+        # Such as `losses.smooth(x)` and `Schedule.now()`.
+        for member in _members(getattr(value, "__mro__", (value,)), names):
+            yield unwrapped(member)
     else:
-        # Of all its classes: `super()` calls what another one has.
-        members = (vars(kind).get(name) for kind in type(value).__mro__ for name in names)
-        yield from (
-            types.MethodType(unwrapped(member), value) for member in members if is_user_code(member)
-        )
+        for member in _members(type(value).__mro__, names):
+            yield types.MethodType(unwrapped(member), value)
+
+
+def _members(owners: Iterable[Any], names: set[str]) -> Iterator[Any]:
+    """Yield the user's functions called `names` of modules or of a class and its bases.
+
+    All bases count, as `super()` may call theirs.
+    """
+    for owner in owners:
+        for name in names:
+            member = vars(owner).get(name)
+            if is_user_code(member):
+                yield member

@@ -567,7 +567,7 @@ def check_own_numbers(
     or in the batch, a list of something (names) for each, and the number of ranks.
     """
     # Loaded with a first step, not with the import of the package.
-    from alpa_strategy.microbatch.states import where_rows_meet
+    from alpa_strategy.microbatch.rank_samples import where_rows_meet
 
     used, later = set(step.consumers), names_in(own_hooks(module, UPDATE_HOOKS))
     parts = dict(module.named_modules())  # these, methods and classes are no numbers of rows

@@ -40,8 +40,8 @@ from alpa_strategy.lightning.planning import (
 from alpa_strategy.lightning.rank_consistency import MAX_SHAPES, StepConsensus
 from alpa_strategy.lightning.shape_key import keyed_leaves, shape_key
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
+from alpa_strategy.microbatch.rank_samples import rows_of_ranks, sums_over_rows
 from alpa_strategy.microbatch.rules import MicrobatchPlacement
-from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
 from alpa_strategy.pipeline.step_programs import PlanRuntime, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.planner.smaller_batch import batch_shapes, plan_on_smaller_batch

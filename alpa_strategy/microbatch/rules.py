@@ -1,9 +1,8 @@
-"""What a micro-batch has of a value (`MicrobatchPlacement`), and how one op splits over
-micro-batches: the sharding rules on one more axis, in time instead of over devices.
+"""How one op splits over micro-batches: the sharding rules on one more axis, which is time.
 
-On that axis nothing is ever resharded, and `R` and `R*` are one state: gradients add up over the
-micro-batches anyway, so whatever is whole has a gradient that is a summand. Nothing here knows of a
-graph.
+A `MicrobatchPlacement` describes a value on that axis, a `TimeStrategy` an op. The axis has no
+resharding, and `R` and `R*` are the same there: gradients are summed over micro-batches in any
+case, so the gradient of a full value is a partial value. Nothing here knows of a graph.
 """
 
 import math
@@ -26,10 +25,12 @@ from alpa_strategy.sharding.strategies import axis_strategies, localize
 aten = torch.ops.aten
 
 _CASTS = (aten.to.dtype, aten._to_copy.default)
-_LINEAR_IN = {aten.mul.Tensor: (0, 1), aten.div.Tensor: (0,)}
 _ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
+# Op -> positions of the arguments in which it is linear, if the other argument is unsharded.
+_LINEAR_IN = {aten.mul.Tensor: (0, 1), aten.div.Tensor: (0,)}
 
+# Placeholder in `MicrobatchPlacement.segments`: the strategy works with any number of segments.
 ANY = 0
 
 
@@ -37,11 +38,14 @@ ANY = 0
 class MicrobatchPlacement:
     """What a micro-batch has of a value.
 
-    `whole`: all of it, the same in all micro-batches. `sum`: a summand. `rows`: its part of dim
-    `dim`, which holds
-    `segments` runs of rows one after the other (`torch.cat([a, b])`: 2; [T, B] flattened: T), each
-    cut into M parts.
-    `numbers`: row numbers (`arange(B)`) along `dim`, counted from the micro-batch's own first row.
+    Kinds:
+
+    - `whole`: the full value, the same in all micro-batches.
+    - `sum`: a partial value; the full value is the sum over the micro-batches.
+    - `rows`: some samples, along dim `dim`. The dim holds `segments` runs of samples one after the
+      other, each split into M chunks: 2 runs in `torch.cat([a, b])`, T in a flattened [T, B].
+    - `numbers`: sample indices (`arange(B)`) along `dim`, counted from the micro-batch's first
+      sample.
     """
 
     kind: Literal["whole", "sum", "rows", "numbers"]
@@ -50,35 +54,50 @@ class MicrobatchPlacement:
 
     @property
     def placement(self) -> DualPlacement:
-        """As the sharding rules see it; only shapes may be concluded from it."""
-        return {"whole": INVARIANT, "sum": PARTIAL}.get(self.kind) or shard(self.dim)
+        """The closest placement of the sharding rules; right for shapes only."""
+        if self.kind == "whole":
+            return INVARIANT
+        if self.kind == "sum":
+            return PARTIAL
+        return shard(self.dim)
+
+    @property
+    def has_sample_dim(self) -> bool:
+        """Whether `dim` is split over the micro-batches."""
+        return self.kind in ("rows", "numbers")
 
 
-WHOLE, SUM = MicrobatchPlacement("whole"), MicrobatchPlacement("sum")
+WHOLE = MicrobatchPlacement("whole")
+SUM = MicrobatchPlacement("sum")
 
 
 def rows(dim: int, segments: int = 1) -> MicrobatchPlacement:
-    """The state of a value with rows along `dim`."""
+    """Return the placement of a value with samples along `dim`."""
     return MicrobatchPlacement("rows", dim, segments)
 
 
 def cut(
     tensor: Tensor, how: MicrobatchPlacement, num_microbatches: int, index: int, num_ranks: int = 1
 ) -> Tensor:
-    """What micro-batch `index` has of a whole tensor with rows: the `index`-th part of every
-    rank's, in rank order.
+    """Return the samples of micro-batch `index` of a full tensor.
 
-    A rank that cuts what it holds itself has `num_ranks=1`.
+    These are chunk `index` of every rank's samples, in rank order.
+
+    Args:
+        how: a placement of kind `rows`.
+        num_ranks: ranks whose samples `tensor` has; 1 for a rank's local tensor.
     """
-    runs = how.segments * num_ranks  # rows of one rank in one segment lie together
-    parts = tensor.unflatten(how.dim, (runs, num_microbatches, -1))
-    return parts.select(how.dim + 1, index).flatten(how.dim, how.dim + 1)
+    # The samples of one rank in one segment are contiguous.
+    num_runs = how.segments * num_ranks
+    chunks = tensor.unflatten(how.dim, (num_runs, num_microbatches, -1))
+    return chunks.select(how.dim + 1, index).flatten(how.dim, how.dim + 1)
 
 
 def joined(parts: Sequence[Tensor], how: MicrobatchPlacement, num_ranks: int = 1) -> Tensor:
-    """Inverse of `cut`: the micro-batches' parts as the whole tensor, rows in the ranks' order."""
-    runs = how.segments * num_ranks
-    stacked = torch.stack([part.unflatten(how.dim, (runs, -1)) for part in parts], how.dim + 1)
+    """Return the full tensor of all micro-batches, samples in rank order: inverse of `cut`."""
+    num_runs = how.segments * num_ranks
+    runs = [part.unflatten(how.dim, (num_runs, -1)) for part in parts]
+    stacked = torch.stack(runs, how.dim + 1)
     return stacked.flatten(how.dim, how.dim + 2)
 
 
@@ -86,74 +105,81 @@ def joined(parts: Sequence[Tensor], how: MicrobatchPlacement, num_ranks: int = 1
 class TimeStrategy:
     """One way to run an op on micro-batches."""
 
-    # inputs, outputs: state per operand and result. Rows in `ANY` number of segments: the same
-    # number in all of them.
+    # One placement per operand and per result. All that have `ANY` segments get the same number.
     inputs: tuple[MicrobatchPlacement, ...]
     outputs: tuple[MicrobatchPlacement, ...]
-    # the results are means over the micro-batch's part: they count for 1/M of the whole's
+
+    # Whether the results are means over the micro-batch, so that each is scaled by 1/M.
     mean: bool = False
-    added: int | None = (
-        None  # the operand that is added to a sum over micro-batches, so that each adds 1/M of it
-    )
-    adds_number: bool = (
-        False  # the second argument is a number that is added to a sum over micro-batches: likewise
-    )
-    sequential: tuple[
-        int, ...
-    ] = ()  # results that are running statistics, carried from one micro-batch to the next
+
+    # Position of the operand that is added to a sum over micro-batches: each adds 1/M of it.
+    added: int | None = None
+
+    # Whether the second argument is a number that is added to such a sum: likewise.
+    adds_number: bool = False
+
+    # Positions of the results that are running statistics, passed from one micro-batch to the
+    # next.
+    sequential: tuple[int, ...] = ()
 
 
 @depends_on_rules
 @lru_cache(maxsize=16384)
 def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
-    """Every exact way to run `call` when rows are cut into `num_parts`, the repeated one
-    (everything whole) first.
+    """Return every exact way to run `call` if samples are split into `num_parts` chunks.
+
+    The first one repeats the op on full values.
     """
-    if (
-        call.target is ops.batch_norm_train
-    ):  # the one op whose result depends on the cut, and it is said in a note
+    # The result of a batch norm depends on the split. `microbatch` adds a note that says so.
+    if call.target is ops.batch_norm_train:
         return tuple(_batch_norm(call))
-    found = (*_from_rules(call, num_parts), *_time_only(call))
-    return tuple(dict.fromkeys((*found, *_row_numbers(call, found))))
+    strategies = (*_from_rules(call, num_parts), *_time_only(call))
+    with_indices = (*strategies, *_sample_indices(call, strategies))
+    return tuple(dict.fromkeys(with_indices))
 
 
 def view_strategies(
     call: OpCall, states: tuple[MicrobatchPlacement, ...], num_parts: int
 ) -> tuple[TimeStrategy, ...]:
-    """Ways to run a view, `cat`, `split` or slice on operands in given states, which only such ops
-    have.
+    """Return the ways to run a view, `cat`, `split` or slice on operands that have `states`.
+
+    No other op has any.
     """
-    if any(state.kind == "sum" for state in states) or not any(
-        state.kind == "rows" for state in states
-    ):
+    kinds = {state.kind for state in states}
+    if "sum" in kinds or "rows" not in kinds:
         return ()
-    found = _row_views(call, states, num_parts)
-    return () if found is None else (TimeStrategy(states, found),)
+    outputs = _view_outputs(call, states, num_parts)
+    if outputs is None:
+        return ()
+    return (TimeStrategy(states, outputs),)
 
 
 def specialised(
     call: OpCall, strategy: TimeStrategy, segments: int, num_parts: int
 ) -> TimeStrategy | None:
-    """The strategy for rows in that many segments; None when a dim cannot be cut so."""
+    """Return the strategy with `segments` in place of `ANY`.
+
+    None if a dim cannot be split into `num_parts` equal chunks per segment.
+    """
 
     def fix(state: MicrobatchPlacement) -> MicrobatchPlacement:
         return replace(state, segments=segments) if state.segments == ANY else state
 
-    fixed = replace(
-        strategy, inputs=tuple(map(fix, strategy.inputs)), outputs=tuple(map(fix, strategy.outputs))
-    )
-    pairs = zip((*fixed.inputs, *fixed.outputs), (*call.operands, *call.results), strict=True)
-    for state, meta in pairs:
-        if state.kind in ("rows", "numbers") and meta.shape[state.dim] % (
-            state.segments * num_parts
-        ):
+    inputs = tuple(map(fix, strategy.inputs))
+    outputs = tuple(map(fix, strategy.outputs))
+
+    metas = (*call.operands, *call.results)
+    for state, meta in zip((*inputs, *outputs), metas, strict=True):
+        if state.has_sample_dim and meta.shape[state.dim] % (state.segments * num_parts):
             return None
-    return fixed
+    return replace(strategy, inputs=inputs, outputs=outputs)
 
 
 def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
-    """The sharding rules. All treat rows alike, wherever they lie; not so views that merge dims,
-    nor Functions.
+    """Yield the strategies that the sharding rules give.
+
+    Rules treat all samples alike, in any order. Views that merge dims and custom Functions do not:
+    their samples must be one run.
     """
     needs_one_segment = rule_of(call.target) is None or regroups_dims(call)
     segments = 1 if needs_one_segment else ANY
@@ -164,125 +190,169 @@ def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
         return SUM if dual == PARTIAL else WHOLE
 
     for strategy in axis_strategies(call, num_parts):
-        # The others run collectives inside, and micro-batches have nobody to talk to.
-        if strategy.implementation not in (
-            None,
-            "fraction",
-            "bias_on_first",
-        ) or _needs_whole_gradient(call, strategy):
+        # All other implementations run collectives, and there are none between micro-batches.
+        is_local = strategy.implementation in (None, "fraction", "bias_on_first")
+        if not is_local or _needs_whole_gradient(call, strategy):
             continue
-        added = added_operand(call) if strategy.implementation == "bias_on_first" else None
-        inputs, outputs = (tuple(map(state, side)) for side in (strategy.inputs, strategy.outputs))
-        yield TimeStrategy(inputs, outputs, strategy.implementation == "fraction", added)
+
+        added = None
+        if strategy.implementation == "bias_on_first":
+            added = added_operand(call)
+        yield TimeStrategy(
+            inputs=tuple(map(state, strategy.inputs)),
+            outputs=tuple(map(state, strategy.outputs)),
+            mean=strategy.implementation == "fraction",
+            added=added,
+        )
 
 
 def _needs_whole_gradient(call: OpCall, strategy: AxisStrategy) -> bool:
-    """A whole result of divided operands whose gradient must be complete in every micro-batch: here
-    it is a summand.
+    """Whether a full result of divided operands needs its full gradient in every micro-batch.
+
+    No micro-batch has it: there the gradient is a partial value.
     """
-    divided = any(
+    has_divided_operand = any(
         meta.requires_grad and not isinstance(dual.value, Replicate)
         for meta, dual in zip(call.operands, strategy.inputs, strict=True)
     )
-    whole = any(
+    has_invariant_result = any(
         meta.requires_grad and dual == INVARIANT
         for meta, dual in zip(call.results, strategy.outputs, strict=True)
     )
-    return divided and whole
+    return has_divided_operand and has_invariant_result
 
 
 def _batch_norm(call: OpCall) -> Iterator[TimeStrategy]:
-    """Statistics are those of a micro-batch, as in plain gradient accumulation: the one documented
-    exception.
+    """Yield the strategies of a batch norm.
+
+    Its statistics are those of a micro-batch, as in plain gradient accumulation: the one
+    documented exception to exactness.
     """
     yield TimeStrategy((WHOLE,) * len(call.operands), (WHOLE,) * len(call.results))
+
     x = bind(call)["x"].index
-    statistics = tuple(range(1, len(call.results)))
     inputs = [WHOLE] * len(call.operands)
     inputs[x] = rows(0, ANY)
+
+    statistics = tuple(range(1, len(call.results)))
     outputs = (rows(0, ANY), *(WHOLE for _ in statistics))
     yield TimeStrategy(tuple(inputs), outputs, sequential=statistics)
 
 
 def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
-    """What a device mesh does not offer because it would not pay, or would round: here it costs
-    nothing more.
+    """Yield strategies that device meshes do not have, because they would be slow or would round.
+
+    On the time axis they cost nothing.
     """
-    whole = (WHOLE,) * len(call.operands)
-    if call.target in _CASTS and call.results[0].dtype.is_floating_point:
+    num_operands = len(call.operands)
+    whole = (WHOLE,) * num_operands
+    is_float = bool(call.results) and call.results[0].dtype.is_floating_point
+
+    if call.target in _CASTS and is_float:
         yield TimeStrategy((SUM,), (SUM,))
+
     for position in _LINEAR_IN.get(call.target, ()):
         factor = call.args[position]
         if isinstance(factor, Slot):
-            yield TimeStrategy(
-                tuple(SUM if i == factor.index else WHOLE for i in range(len(whole))), (SUM,)
-            )
-    adds_number = aten_name(call.target) in ("add", "sub", "rsub") and len(call.operands) == 1
-    if adds_number and isinstance(call.args[0], Slot) and call.results[0].dtype.is_floating_point:
+            inputs = list(whole)
+            inputs[factor.index] = SUM
+            yield TimeStrategy(tuple(inputs), (SUM,))
+
+    adds_number = aten_name(call.target) in ("add", "sub", "rsub") and num_operands == 1
+    if adds_number and isinstance(call.args[0], Slot) and is_float:
         yield TimeStrategy((SUM,), (SUM,), adds_number=True)
-    # The result's size is an argument and no rule says which dims may be drawn by themselves: in
-    # time all may.
+
+    # The result's size is an argument, and no rule tells which dims may be drawn separately. On
+    # the time axis all may.
     if aten_name(call.target) == "randint":
         for dim in range(len(call.results[0].shape)):
             yield TimeStrategy(whole, (rows(dim, ANY),))
-    if call.target is aten.repeat.default:  # of a single element (or slice) every part is the same
-        source, target = call.operands[slots(call)[0].index].shape, call.results[0].shape
-        offset = len(target) - len(source)
-        for dim in (d for d in range(len(target)) if d < offset or source[d - offset] == 1):
+
+    if call.target is aten.repeat.default:
+        for dim in _constant_dims_of_repeat(call):
             yield TimeStrategy(whole, (rows(dim, ANY),))
 
 
-def _row_numbers(call: OpCall, found: tuple[TimeStrategy, ...]) -> Iterator[TimeStrategy]:
-    """`x[arange(B), i]`: every row of x is read by itself, so a micro-batch may count its rows from
-    0.
+def _constant_dims_of_repeat(call: OpCall) -> Iterator[int]:
+    """Yield the result's dims along which `repeat` gives the same slice everywhere."""
+    source = call.operands[slots(call)[0].index].shape
+    target = call.results[0].shape
+    num_new_dims = len(target) - len(source)
+    for dim in range(len(target)):
+        if dim < num_new_dims or source[dim - num_new_dims] == 1:
+            yield dim
+
+
+def _sample_indices(call: OpCall, strategies: tuple[TimeStrategy, ...]) -> Iterator[TimeStrategy]:
+    """Yield strategies in which sample indices are counted from the micro-batch's first sample.
+
+    In `x[arange(B), i]` every sample of x is read separately, so the indices may be local.
+
+    Args:
+        strategies: the op's other strategies.
     """
     if call.target in _ARANGES:
         bound = bind(call)
-        if (bound.get("start", 0), bound.get("step", 1), bound["end"]) == (
-            0,
-            1,
-            call.results[0].shape[0],
-        ):
+        arange = (bound.get("start", 0), bound.get("step", 1), bound["end"])
+        if arange == (0, 1, call.results[0].shape[0]):
             yield TimeStrategy((), (MicrobatchPlacement("numbers", 0),))
     elif regroups_dims(call) or call.target in (*_CASTS, aten.expand.default):
-        for strategy in found:
-            before, after = strategy.inputs[0], strategy.outputs[0]
-            integers = not call.results[0].dtype.is_floating_point and len(call.operands) == 1
-            are_rows = integers and before.kind == after.kind == "rows"
-            if are_rows and call.operands[0].shape[before.dim] == call.results[0].shape[after.dim]:
-                yield TimeStrategy(
-                    (MicrobatchPlacement("numbers", before.dim),),
-                    (MicrobatchPlacement("numbers", after.dim),),
-                )
+        yield from _reshaped_indices(call, strategies)
     elif call.target is aten.index.Tensor:
         yield from _read_by_number(call)
 
 
+def _reshaped_indices(call: OpCall, strategies: tuple[TimeStrategy, ...]) -> Iterator[TimeStrategy]:
+    """Yield the strategies of casts and views of integers that keep the number of samples."""
+    is_integer = not call.results[0].dtype.is_floating_point
+    if not is_integer or len(call.operands) != 1:
+        return
+    for strategy in strategies:
+        before = strategy.inputs[0]
+        after = strategy.outputs[0]
+        if not before.kind == after.kind == "rows":
+            continue
+        if call.operands[0].shape[before.dim] == call.results[0].shape[after.dim]:
+            yield TimeStrategy(
+                (MicrobatchPlacement("numbers", before.dim),),
+                (MicrobatchPlacement("numbers", after.dim),),
+            )
+
+
 def _read_by_number(call: OpCall) -> Iterator[TimeStrategy]:
-    """x[n, i, j] where n numbers the rows of x: the index tensors broadcast, along one dim of them
-    lie the rows.
+    """Yield the strategies of `x[n, i, j]` in which `n` has the sample indices of x.
+
+    The index tensors broadcast with each other; one dim of the broadcast result has the samples.
     """
     source, indices = call.args[0], call.args[1]
-    positions = [d for d, index in enumerate(indices) if isinstance(index, Slot)]
-    if not positions or positions[0] != 0 or positions != list(range(len(positions))):
+    positions = [dim for dim, index in enumerate(indices) if isinstance(index, Slot)]
+    are_leading_dims = positions == list(range(len(positions)))
+    if not positions or not are_leading_dims:
         return
-    tensors = [indices[d].index for d in positions]
-    index_rank = max(len(call.operands[i].shape) for i in tensors)
+
+    # Operand numbers of the index tensors.
+    index_operands = [indices[dim].index for dim in positions]
+    first = index_operands[0]
+    num_samples = call.operands[source.index].shape[0]
+    index_rank = max(len(call.operands[operand].shape) for operand in index_operands)
+
     for dim in range(index_rank):
-        states = {source.index: rows(0)}  # x [rows, ...]
-        for i in tensors:
-            own = broadcast_dim(call, i, dim, index_rank)
-            states[i] = WHOLE if own is None else rows(own)
-        numbers = states[tensors[0]]
-        if numbers.kind == "rows" and (
-            call.operands[tensors[0]].shape[numbers.dim] == call.operands[source.index].shape[0]
-        ):
-            states[tensors[0]] = MicrobatchPlacement("numbers", numbers.dim)
-            yield TimeStrategy(tuple(states[i] for i in range(len(call.operands))), (rows(dim),))
+        states = {source.index: rows(0)}  # x [samples, ...]
+        for operand in index_operands:
+            operand_dim = broadcast_dim(call, operand, dim, index_rank)
+            states[operand] = WHOLE if operand_dim is None else rows(operand_dim)
+
+        first_state = states[first]
+        if first_state.kind != "rows":
+            continue
+        if call.operands[first].shape[first_state.dim] == num_samples:
+            states[first] = MicrobatchPlacement("numbers", first_state.dim)
+            inputs = tuple(states[operand] for operand in range(len(call.operands)))
+            yield TimeStrategy(inputs, (rows(dim),))
 
 
 def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> OpCall:
-    """The call on one micro-batch: shapes divided, arguments that hold sizes rewritten."""
+    """Return the call on one micro-batch: shapes divided, size arguments rewritten."""
     placements = AxisStrategy(
         tuple(state.placement for state in strategy.inputs),
         tuple(state.placement for state in strategy.outputs),
@@ -294,86 +364,114 @@ def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> O
     return replace(local, args=(first, number / num_microbatches, *others))
 
 
-# --- Where rows go in views, `cat`, `split` and slices when a dim holds several runs of rows, one
-# after the other.
+# Samples in views, `cat`, `split` and slices, if a dim holds several runs of them, one after the
+# other.
 #
-# A dim with `segments` k is [k, n]: k runs of n rows (or rows times something), each of which is
-# cut into equal parts. `torch.cat([a, b])` has k = 2, [T, B] flattened has k = T. Micro-batches
-# have this layout, meshes do not.
+# A dim with `segments` k is [k, n]: k runs of n samples (or a multiple), each split into equal
+# chunks. `torch.cat([a, b])` has k = 2, a flattened [T, B] has k = T. Device meshes have no such
+# layout.
 
 
 SPLITS = ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk")
 
 
 def regroups_dims(call: OpCall) -> bool:
-    """Whether the op may merge or split dims, so that rows in several runs do not stay where single
-    runs do.
+    """Whether the op may merge or split dims.
+
+    Several runs of samples then end up in other dims than a single run does.
     """
     return aten_name(call.target) in RESHAPES
 
 
-def _row_views(
+def _view_outputs(
     call: OpCall, states: tuple[MicrobatchPlacement, ...], num_parts: int
 ) -> tuple[MicrobatchPlacement, ...] | None:
-    """Where the results have their rows when the operands are in `states`; None: not as rows."""
-    name, first = aten_name(call.target), states[0]
+    """Return the results' placements if the operands have `states`; None if they mix samples."""
+    name = aten_name(call.target)
     if name in ("cat", "concat"):
-        return _joined(call, states)
+        return _concatenated(call, states)
+
+    first = states[0]
     if first.kind != "rows":
         return None
     if name in RESHAPES and len(states) == 1 and call.target._overloadname != "dtype":
         return _viewed(call.operands[0].shape, call.results[0].shape, first, num_parts)
-    if name not in (*SPLITS, "slice", "narrow") or _dim(call) != first.dim:
+
+    takes_slices = name in (*SPLITS, "slice", "narrow")
+    if not takes_slices or _dim(call) != first.dim:
         return None
-    run = call.operands[0].shape[first.dim] // first.segments
-    if name in ("slice", "narrow") and ((start := _start(call)) is None or start % run):
-        return None
+
+    # Only slices of full runs have a placement.
+    run_length = call.operands[0].shape[first.dim] // first.segments
+    if name in ("slice", "narrow"):
+        start = _start(call)
+        if start is None or start % run_length:
+            return None
     sizes = [result.shape[first.dim] for result in call.results]
-    if any(size % run or size == 0 for size in sizes):  # whole runs only
+    if any(size % run_length or size == 0 for size in sizes):
         return None
-    return tuple(rows(first.dim, size // run) for size in sizes)
+    return tuple(rows(first.dim, size // run_length) for size in sizes)
 
 
 def _dim(call: OpCall) -> int:
-    return bind(call)["dim"] % len(call.operands[slots(call)[0].index].shape)
+    """Return the `dim` argument, counted from the front."""
+    rank = len(call.operands[slots(call)[0].index].shape)
+    return bind(call)["dim"] % rank
 
 
 def _start(call: OpCall) -> int | None:
-    """First index of a slice along its dim; None when it is not a plain run."""
+    """Return the first index of a slice along its dim; None if the slice has steps or a tensor."""
     bound = bind(call)
     if bound.get("step", 1) != 1 or isinstance(bound["start"], Slot):
         return None
     size = call.operands[0].shape[_dim(call)]
     start = bound["start"] or 0
-    return min(max(start + size if start < 0 else start, 0), size)
+    if start < 0:
+        start += size
+    return min(max(start, 0), size)
 
 
 def _viewed(
     source: tuple[int, ...], target: tuple[int, ...], state: MicrobatchPlacement, num_parts: int
 ) -> tuple[MicrobatchPlacement, ...] | None:
-    """[before, n, after] in both shapes: n are the rows, `before` is what dims and segments in
-    front of them hold.
+    """Return the placement of a view's result; None if its dims do not fall on runs of samples.
+
+    Both shapes are [before, n, after]: n are the samples, `before` is everything in front of them,
+    dims and segments.
     """
-    before = math.prod(source[: state.dim]) * state.segments  # runs of rows, in order
-    front = 1  # elements of the target's dims that were passed
-    for j, size in enumerate(target):
-        if before % front == 0 and size % (before // front) == 0 and size > 1:
-            runs = before // front  # that dim j holds: the dims before it hold the others
-            rows_and_after = size // runs
-            if rows_and_after % num_parts == 0 and rows_and_after > 0:
-                return (rows(j, runs),)
+    # Runs of samples, in order of memory.
+    before = math.prod(source[: state.dim]) * state.segments
+
+    # Product of the target's dims so far.
+    front = 1
+    for dim, size in enumerate(target):
+        divides = before % front == 0 and size % (before // front) == 0
+        if divides and size > 1:
+            # The runs that this dim holds: the dims before it hold the others.
+            num_runs = before // front
+            samples_and_after = size // num_runs
+            if samples_and_after % num_parts == 0 and samples_and_after > 0:
+                return (rows(dim, num_runs),)
         front *= size
         if front > before:
             return None
     return None
 
 
-def _joined(
+def _concatenated(
     call: OpCall, states: tuple[MicrobatchPlacement, ...]
 ) -> tuple[MicrobatchPlacement, ...] | None:
+    """Return the placement of `cat`'s result; None if the operands' runs differ in length."""
     dim = bind(call)["dim"] % len(call.results[0].shape)
-    joined = [(call.operands[slot.index].shape, states[slot.index]) for slot in slots(call)]
-    runs = {shape[dim] // state.segments for shape, state in joined}
-    if len(runs) > 1 or any((state.kind, state.dim) != ("rows", dim) for _, state in joined):
+    run_lengths = set()
+    num_segments = 0
+    for slot in slots(call):
+        state = states[slot.index]
+        if (state.kind, state.dim) != ("rows", dim):
+            return None
+        size = call.operands[slot.index].shape[dim]
+        run_lengths.add(size // state.segments)
+        num_segments += state.segments
+    if len(run_lengths) > 1:
         return None
-    return (rows(dim, sum(state.segments for _, state in joined)),)
+    return (rows(dim, num_segments),)

@@ -1,9 +1,8 @@
-"""microbatch: a step as the same work on M equal micro-batches, exactly. A transform from StepGraph
-to StepGraphs.
+"""A step as the same work on M equal micro-batches, exactly: from a StepGraph to StepGraphs.
 
-Micro-batches are one more mesh axis, in time: the sharding rules say how every op splits over it.
-states.py finds a state for every value; here the graphs are written down: prologue, micro graph,
-epilogue (`MicroStep`).
+Micro-batches are one more mesh axis, in time: the sharding rules tell how every op splits over it.
+`states.py` finds a placement for every value. This file writes the graphs: prologue, micro graph
+and epilogue (`MicroStep`).
 """
 
 import math
@@ -23,172 +22,211 @@ from alpa_strategy.sharding.strategies import is_random
 
 @dataclass(frozen=True)
 class MicroStep:
-    """A step cut into `num_microbatches` equal micro-batches, exactly.
+    """A step split into `num_microbatches` equal micro-batches, exactly.
 
-    Values keep the step's numbers; what has no counterpart in the step (a share of 1/M, a given
-    value that the graph also makes itself) is numbered after them. The step's values after all
-    micro-batches are the prologue's, the combined ones and the epilogue's together: with them logs,
-    metrics, the output and buffer updates are done once, as the whole step's records say. `graph`,
-    `prologue` and `epilogue` have no records of their own: `output` of each is a tuple with a
-    ValueRef of everything that must leave it.
+    Values keep the step's numbers. A value that the step does not have is numbered after them: a
+    share of 1/M, or a value of the prologue that the micro graph also computes itself.
+
+    The step's values after all micro-batches are those of the prologue, the combined ones, and
+    those of the epilogue. Logs, metrics, the output and buffer updates are made from them once, as
+    the records of the full step describe. `graph`, `prologue` and `epilogue` have no records:
+    `output` of each is a tuple with a ValueRef of every value that must leave it.
     """
 
-    num_microbatches: int  # M
-    # the step on one micro-batch, at global shapes divided by M along the batch. Its loss is a
-    # summand: the sum over the micro-batches is the whole step's. The gradients of its parameters
-    # add up over them.
+    # M
+    num_microbatches: int
+
+    # The step on one micro-batch, at global shapes divided by M along the batch dim. Its loss is a
+    # partial value: the sum over the micro-batches is the loss of the full step. The gradients of
+    # its parameters are summed likewise.
     graph: StepGraph
-    # what must be known of the whole batch before any micro-batch runs and depends on no parameter
-    # (the number of targets that are not ignored, a random mask): a step over the whole batch whose
-    # `escaping` values are handed to `graph` or belong to the step's results, or None
+
+    # A step over the full batch that runs before the micro-batches, or None. It has the values that
+    # depend on all samples and on no parameter (the number of targets that are not ignored, a
+    # random mask). Its `escaping` values go to `graph` or are results of the step.
     prologue: StepGraph | None = None
-    # value in `graph` (one of `graph.received`) -> value in `prologue` that fills it
+
+    # Value in `graph` (one of `graph.received`) -> the value in `prologue` that fills it.
     given: dict[int, int] = field(default_factory=dict)
-    # of every value of `given` and every escaping one of `graph`, what a micro-batch has of it.
-    # Rows are cut and joined (see `cut`), like those of a batch leaf; sums are added up; of what
-    # escapes whole the last micro-batch's is taken (all are equal, but for updates of sequential
-    # buffers).
+
+    # Value of `given`, or escaping value of `graph` -> its placement on micro-batches. Samples are
+    # split and concatenated like those of a batch leaf (see `cut`). Partial values are summed. Of a
+    # full value that leaves `graph` the last micro-batch's is taken: all are equal, except for
+    # updates of sequential buffers.
     states: dict[int, MicrobatchPlacement] = field(default_factory=dict)
-    # buffers that every micro-batch updates and the next one reads (BatchNorm statistics, as in
-    # plain gradient accumulation). All other buffers keep their values until the step's end.
+
+    # Buffers that every micro-batch updates and the next one reads (BatchNorm statistics, as in
+    # plain gradient accumulation). All other buffers keep their values until the end of the step.
     sequential_buffers: tuple[str, ...] = ()
-    # logs and outputs that are no sums over micro-batches (`loss.exp()`): a step over combined and
-    # prologue values
+
+    # A step over combined and prologue values for logs and outputs that are no sums over
+    # micro-batches (`loss.exp()`), or None.
     epilogue: StepGraph | None = None
 
 
 def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> MicroStep:
-    """Cut `step` into `num_microbatches` micro-batches whose losses and gradients add up to the
-    whole step's.
+    """Split `step` into micro-batches whose losses and gradients sum to those of the step.
 
-    Micro-batch m is made of the m-th part of every rank's rows. Exceptions to exactness, as in
-    plain gradient
-    accumulation: BatchNorm takes its statistics per micro-batch, and dropout draws other numbers
-    than in one batch.
+    Micro-batch m has chunk m of every rank's samples. There are two exceptions to exactness, as in
+    plain gradient accumulation: BatchNorm takes its statistics per micro-batch, and dropout draws
+    other numbers than in one batch.
 
     Args:
-        num_ranks: ranks of the job; with `batch_scope="rank"` each brings rows of its own and must
-            be able to cut them.
+        num_ranks: ranks of the job. With `batch_scope="rank"` each has its own samples, which must
+            be divisible.
 
     Raises:
-        PlanError: the rows cannot be cut equally, or something that the loss depends on mixes rows
-            of micro-batches.
+        PlanError: the samples cannot be split equally, or an op that the loss depends on combines
+            samples of several micro-batches.
     """
     if num_microbatches == 1:
-        return MicroStep(
-            1, step.bare(step.escaping, step.loss), states=dict.fromkeys(step.escaping, WHOLE)
-        )
-    num_ranks = num_ranks if step.batch_scope == "rank" else 1
-    _check_rows(step, num_microbatches, num_ranks)
-    return _Writer(step, num_microbatches, find_states(step, num_microbatches, num_ranks)).write()
+        graph = step.bare(step.escaping, step.loss)
+        return MicroStep(1, graph, states=dict.fromkeys(step.escaping, WHOLE))
+
+    if step.batch_scope != "rank":
+        num_ranks = 1
+    _check_divisible(step, num_microbatches, num_ranks)
+    states = find_states(step, num_microbatches, num_ranks)
+    return _Writer(step, num_microbatches, states).write()
 
 
-def _check_rows(step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
-    # Leaves may have multiples of the batch's rows: each must fall into equal parts.
-    rows = (
-        math.gcd(*(leaf.meta.shape[0] for leaf in step.batch if leaf.batch_dim == 0)) // num_ranks
+def _check_divisible(step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
+    """Raise PlanError unless each rank's samples split into `num_microbatches` equal chunks."""
+    # Leaves may have multiples of the batch size: each must split into equal chunks.
+    sizes = [leaf.meta.shape[0] for leaf in step.batch if leaf.batch_dim == 0]
+    num_samples = math.gcd(*sizes) // num_ranks
+    if num_microbatches >= 1 and num_samples > 0 and num_samples % num_microbatches == 0:
+        return
+
+    divisors = []
+    for divisor in range(1, num_samples + 1):
+        if num_samples % divisor == 0:
+            divisors.append(str(divisor))
+    whose = "rows that each rank brings" if num_ranks > 1 else "rows of the batch"
+    raise PlanError(
+        f"num_microbatches={num_microbatches} does not divide the {num_samples} {whose}",
+        f"use one of {', '.join(divisors or ['1'])}, or change the batch size",
     )
-    if num_microbatches < 1 or rows % num_microbatches or rows == 0:
-        divisors = [str(d) for d in range(1, rows + 1) if rows % d == 0] or ["1"]
-        whose = (
-            f"{rows} rows that each rank brings" if num_ranks > 1 else f"{rows} rows of the batch"
-        )
-        raise PlanError(
-            f"num_microbatches={num_microbatches} does not divide the {whose}",
-            f"use one of {', '.join(divisors)}, or change the batch size",
-        )
 
 
 class _Writer:
-    """Writes the graphs of one MicroStep down."""
+    """Writes the graphs of one MicroStep."""
 
     def __init__(self, step: StepGraph, num_microbatches: int, states: States) -> None:
-        self.step, self.num_microbatches, self.states = step, num_microbatches, states
+        self.step = step
+        self.num_microbatches = num_microbatches
+        self.states = states
+
+        # Metadata of every value of the micro graph.
         self.values: list[TensorMeta] = list(step.values)
         for leaf in step.batch:
             self.values[leaf.value] = self._local(leaf.value, states.state[leaf.value])
+
+        # Ops of the micro graph.
         self.ops: list[Op] = []
-        self.number: dict[Use, int] = {}  # how a value is read -> its number in the micro graph
-        self.inputs = {
-            e.value
-            for group in (step.parameters, step.buffers, step.batch, step.constants)
-            for e in group
-        }
-        # value that only the prologue makes -> the state in which the micro graph gets it
-        self.from_prologue = {r: WHOLE for index in states.moved for r in step.ops[index].results}
+
+        # How a value is read -> its number in the micro graph.
+        self.number: dict[Use, int] = {}
+
+        self.inputs: set[int] = set()
+        for group in (step.parameters, step.buffers, step.batch, step.constants):
+            self.inputs.update(entry.value for entry in group)
+
+        # Value that only the prologue computes -> its placement in the micro graph.
+        self.from_prologue: dict[int, MicrobatchPlacement] = {}
+        for index in states.moved:
+            self.from_prologue.update((value, WHOLE) for value in step.ops[index].results)
 
     def write(self) -> MicroStep:
         step = self.step
-        late_values = {r for index in self.states.late for r in step.ops[index].results}
-        epilogue = self._epilogue(late_values)
-        wanted = {
-            *step.escaping,
-            *(epilogue.received if epilogue is not None else ()),
-        } - late_values
-        kept, uses = self._keep(wanted)
-        prologue_values = {use.value for use in uses if use.form == "given"} | (
-            wanted & self.from_prologue.keys()
-        )
-        made = {result for index in kept for result in step.ops[index].results} | self.inputs
-        received = self._number_given([use for use in uses if use.form == "given"], made)
-        for index in kept:
+        epilogue_values = self._results_of(self.states.late)
+        epilogue = self._epilogue(epilogue_values)
+
+        # Values that the prologue and the micro graph must compute.
+        received_later = epilogue.received if epilogue is not None else ()
+        needed = {*step.escaping, *received_later} - epilogue_values
+
+        op_indices, uses = self._find_live_ops(needed)
+        given_uses = [use for use in uses if use.form == "given"]
+        prologue_values = {use.value for use in given_uses}
+        prologue_values |= needed & self.from_prologue.keys()
+
+        computed = self._results_of(op_indices) | self.inputs
+        received = self._number_given(given_uses, computed)
+        for index in op_indices:
             self._op(index)
         loss = self._number(self._loss_use()) if step.loss >= 0 else -1
-        leaving = sorted(wanted - self.from_prologue.keys() - {step.loss})
-        leaving += [value for value in dict.fromkeys((loss, step.loss)) if value >= 0]
-        graph = self._micro_graph(received).bare(
-            [v for v in leaving if v not in self.from_prologue], loss
-        )
+
+        graph = self._micro_graph(received, self._leaving(needed, loss), loss)
+        graph = replace(graph, notes=step.notes + self._batch_norm_notes(op_indices))
+
         states = {number: use.state for use, number in received.items()}
-        states |= {
-            value: SUM if value == loss else self.states.state[value] for value in graph.escaping
-        }
-        prologue_ops = tuple(step.ops[index] for index in step.ancestors(prologue_values))
-        notes = step.notes
-        norms = [index for index in kept if step.ops[index].call.target is batch_norm_train]
-        if any(self.states.chosen[index].strategy.outputs[0].kind == "rows" for index in norms):
-            notes += (
-                f"BatchNorm takes its statistics per micro-batch (1/{self.num_microbatches} of the"
-                " batch), as in "
-                "gradient accumulation",
-            )
+        for value in graph.escaping:
+            states[value] = SUM if value == loss else self.states.state[value]
+
+        prologue = None
+        if prologue_values:
+            prologue_ops = tuple(step.ops[index] for index in step.ancestors(prologue_values))
+            prologue = self._part(prologue_ops, sorted(prologue_values), ())
         return MicroStep(
             self.num_microbatches,
-            replace(graph, notes=notes),
-            self._part(prologue_ops, sorted(prologue_values), ()) if prologue_values else None,
+            graph,
+            prologue,
             {number: use.value for use, number in received.items()},
             states,
-            self._sequential_buffers(kept),
+            self._sequential_buffers(op_indices),
             epilogue,
         )
 
-    # What the micro graph needs
+    def _results_of(self, op_indices: Collection[int]) -> set[int]:
+        """Return the values that these ops of the step compute."""
+        return {value for index in op_indices for value in self.step.ops[index].results}
 
-    def _keep(self, wanted: Collection[int]) -> tuple[list[int], list[Use]]:
-        """Ops of the micro graph that are not dead, and every use in it.
+    def _leaving(self, needed: Collection[int], loss: int) -> list[int]:
+        """Return the values that leave the micro graph, its loss and the step's among them."""
+        leaving = sorted(set(needed) - self.from_prologue.keys() - {self.step.loss})
+        leaving += [value for value in dict.fromkeys((loss, self.step.loss)) if value >= 0]
+        return [value for value in leaving if value not in self.from_prologue]
 
-        A random number that the prologue needs is drawn there, and given to the micro-batches.
+    def _batch_norm_notes(self, op_indices: list[int]) -> tuple[str, ...]:
+        """Return a note for the user if BatchNorm takes its statistics per micro-batch."""
+        for index in op_indices:
+            is_batch_norm = self.step.ops[index].call.target is batch_norm_train
+            if is_batch_norm and self.states.chosen[index].strategy.outputs[0].kind == "rows":
+                note = (
+                    "BatchNorm takes its statistics per micro-batch"
+                    f" (1/{self.num_microbatches} of the batch), as in gradient accumulation"
+                )
+                return (note,)
+        return ()
+
+    # Which ops the micro graph has
+
+    def _find_live_ops(self, needed: Collection[int]) -> tuple[list[int], list[Use]]:
+        """Return the op indices of the micro graph, dead ops left out, and every use in it.
+
+        A random number that the prologue needs is drawn there and passed to the micro-batches.
         """
         while True:
-            kept, uses = self._live(wanted)
-            given = {use.value for use in uses if use.form == "given"} | (
-                set(wanted) & self.from_prologue.keys()
-            )
-            drawn = [
-                result
-                for index in self.step.ancestors(given)
-                if is_random(self.step.ops[index].call)
-                for result in self.step.ops[index].results
-                if result not in self.from_prologue
-            ]
+            op_indices, uses = self._live(needed)
+            prologue_values = {use.value for use in uses if use.form == "given"}
+            prologue_values |= set(needed) & self.from_prologue.keys()
+
+            drawn: list[int] = []
+            for index in self.step.ancestors(prologue_values):
+                if not is_random(self.step.ops[index].call):
+                    continue
+                results = self.step.ops[index].results
+                drawn += [value for value in results if value not in self.from_prologue]
             if not drawn:
-                return kept, uses
+                return op_indices, uses
             self.from_prologue |= {value: self.states.state[value] for value in drawn}
 
-    def _live(self, wanted: Collection[int]) -> tuple[list[int], list[Use]]:
+    def _live(self, needed: Collection[int]) -> tuple[list[int], list[Use]]:
+        """Return the indices of the ops that `needed` and the loss depend on, and their uses."""
         uses: dict[Use, None] = {}
-        needed: set[int] = set()
-        kept: list[int] = []
+        computed: set[int] = set()
+        op_indices: list[int] = []
 
         def read(use: Use) -> None:
             use = self._resolve(use)
@@ -196,47 +234,50 @@ class _Writer:
             if use.form == "share" and use.value in self.from_prologue:
                 read(Use(use.value))
             elif use.form != "given":
-                needed.add(use.value)
+                computed.add(use.value)
 
         if self.step.loss >= 0:
             read(self._loss_use())
-        for value in wanted:
+        for value in needed:
             if value not in self.from_prologue:
                 read(Use(value))
+
         for index in sorted(self.states.chosen, reverse=True):
             results = self.step.ops[index].results
-            if not needed.intersection(results) or any(r in self.from_prologue for r in results):
+            is_live = bool(computed.intersection(results))
+            if not is_live or any(value in self.from_prologue for value in results):
                 continue
-            kept.append(index)
+            op_indices.append(index)
             for use in self.states.chosen[index].uses:
                 read(use)
-        return kept[::-1], list(uses)
+        return op_indices[::-1], list(uses)
 
     def _resolve(self, use: Use) -> Use:
-        """Reading a value that only the prologue makes is being given it."""
+        """Return `use`, as `given` if only the prologue computes the value."""
         if use.form == "own" and use.value in self.from_prologue:
             return Use(use.value, "given", self.from_prologue[use.value])
         return use
 
     def _loss_use(self) -> Use:
-        """The loss is a summand: one that is the same in every micro-batch counts for 1/M in
-        each.
-        """
-        return Use(
-            self.step.loss, "own" if self.states.state[self.step.loss].kind == "sum" else "share"
-        )
+        """Return how the loss is read.
 
-    # Numbers
+        It is a partial value. A loss that is the same in every micro-batch counts 1/M in each.
+        """
+        is_partial = self.states.state[self.step.loss].kind == "sum"
+        return Use(self.step.loss, "own" if is_partial else "share")
+
+    # Numbers of values in the micro graph
 
     def _new_value(self, meta: TensorMeta) -> int:
         self.values.append(meta)
         return len(self.values) - 1
 
-    def _number_given(self, uses: list[Use], made: set[int]) -> dict[Use, int]:
-        """Numbers of what the prologue gives: the value's own where the micro graph does not make
-        it itself.
+    def _number_given(self, uses: list[Use], computed: set[int]) -> dict[Use, int]:
+        """Return the numbers of the values that the prologue passes in.
+
+        A value keeps its number in the step, unless the micro graph computes it as well.
         """
-        taken = set(made)
+        taken = set(computed)
         for use in uses:
             meta = self._local(use.value, use.state)
             number = self._new_value(meta) if use.value in taken else use.value
@@ -246,6 +287,7 @@ class _Writer:
         return {use: self.number[use] for use in uses}
 
     def _local(self, value: int, state: MicrobatchPlacement) -> TensorMeta:
+        """Return the metadata of `value` on one micro-batch."""
         meta = self.step.values[value]
         if state.kind != "rows":
             return meta
@@ -254,92 +296,131 @@ class _Writer:
         return meta.with_shape(tuple(shape))
 
     def _number(self, use: Use, source: Op | None = None) -> int:
-        """The number under which the micro graph reads a value; a share is made on first use."""
+        """Return the number under which the micro graph reads a value.
+
+        At the first use of a share, the op that computes it is added.
+
+        Args:
+            source: the op that reads it.
+        """
         use = self._resolve(use)
         if use in self.number:
             return self.number[use]
         if use.form == "own":
             return use.value
-        whole = self._number(Use(use.value))
-        self.number[use] = self._new_value(self.values[whole])
-        self._share(whole, self.number[use], source)
-        return self.number[use]
+        full = self._number(Use(use.value))
+        share = self._new_value(self.values[full])
+        self.number[use] = share
+        self._add_share(full, share, source)
+        return share
 
-    # Ops
+    # Ops of the micro graph
 
-    def _share(self, value: int, result: int, source: Op | None) -> None:
-        """result = value / M."""
-        metas = (self.values[value],), (self.values[result],)
-        call = OpCall(torch.ops.aten.mul.Tensor, (Slot(0), 1.0 / self.num_microbatches), (), *metas)
-        name = f"share_{sum(op.name.startswith('share') for op in self.ops)}"
-        where = (source.module, source.source) if source is not None else ("", "")
-        self.ops.append(Op(name, call, (value,), (result,), *where))
+    def _add_share(self, value: int, result: int, source: Op | None) -> None:
+        """Add the op result = value / M."""
+        call = OpCall(
+            torch.ops.aten.mul.Tensor,
+            (Slot(0), 1.0 / self.num_microbatches),
+            (),
+            (self.values[value],),
+            (self.values[result],),
+        )
+        num_shares = sum(op.name.startswith("share") for op in self.ops)
+        op = Op(f"share_{num_shares}", call, (value,), (result,))
+        if source is not None:
+            op = replace(op, module=source.module, source=source.source)
+        self.ops.append(op)
 
     def _op(self, index: int) -> None:
-        op, chosen = self.step.ops[index], self.states.chosen[index]
+        """Add an op of the step, on one micro-batch."""
+        op = self.step.ops[index]
+        chosen = self.states.chosen[index]
         operands = tuple(self._number(use, op) for use in chosen.uses)
         call = local_call(op.call, chosen.strategy, self.num_microbatches)
         for value, meta in zip(op.results, call.results, strict=True):
             self.values[value] = meta
+
         if not chosen.strategy.mean:
             self.ops.append(replace(op, call=call, operands=operands))
             return
+
         means = tuple(self._new_value(meta) for meta in call.results)
         self.ops.append(replace(op, call=call, operands=operands, results=means))
         for mean, result in zip(means, op.results, strict=True):
-            self._share(mean, result, op)
+            self._add_share(mean, result, op)
 
     # Graphs
 
-    def _micro_graph(self, received: dict[Use, int]) -> StepGraph:
-        read = {value for op in self.ops for value in op.operands} | set(self.step.escaping)
-        made = {value for op in self.ops for value in op.results} | self.inputs
-        buffers = (b if b.update in made else replace(b, update=None) for b in self.step.buffers)
-        return replace(
+    def _micro_graph(self, received: dict[Use, int], leaving: list[int], loss: int) -> StepGraph:
+        """Return the graph of `self.ops`."""
+        read = {value for op in self.ops for value in op.operands}
+        read.update(self.step.escaping)
+        computed = {value for op in self.ops for value in op.results} | self.inputs
+
+        buffers = []
+        for buffer in self.step.buffers:
+            if buffer.update not in computed:
+                buffer = replace(buffer, update=None)
+            if buffer.value in read or buffer.update is not None:
+                buffers.append(buffer)
+
+        batch = [replace(leaf, meta=self.values[leaf.value]) for leaf in self.step.batch]
+        graph = replace(
             self.step,
             values=tuple(self.values),
-            buffers=tuple(b for b in buffers if b.value in read or b.update is not None),
-            batch=tuple(replace(leaf, meta=self.values[leaf.value]) for leaf in self.step.batch),
+            buffers=tuple(buffers),
+            batch=tuple(batch),
             constants=tuple(c for c in self.step.constants if c.value in read),
             ops=tuple(self.ops),
             batch_size=self.step.batch_size // self.num_microbatches,
             received=tuple(received.values()),
         )
+        return graph.bare(leaving, loss)
 
-    def _epilogue(self, late_values: set[int]) -> StepGraph | None:
-        """Late ops, over combined values; None when there are none."""
-        wanted = sorted(late_values.intersection(self.step.escaping))
-        if not wanted:
+    def _epilogue(self, epilogue_values: set[int]) -> StepGraph | None:
+        """Return the graph of the late ops over combined values; None if there are none."""
+        leaving = sorted(epilogue_values.intersection(self.step.escaping))
+        if not leaving:
             return None
-        numbers = {value for value, state in self.states.state.items() if state.kind == "numbers"}
-        late = self.states.late.intersection(self.step.ancestors(wanted))
+        late = self.states.late.intersection(self.step.ancestors(leaving))
         read = {value for index in late for value in self.step.ops[index].operands}
-        ops = tuple(
-            self.step.ops[index]
-            for index in sorted(late.union(self.step.ancestors(read & numbers)))
-        )
-        return self._part(ops, wanted, tuple(sorted(read - late_values - numbers - self.inputs)))
 
-    def _part(self, ops: tuple[Op, ...], wanted: list[int], received: tuple[int, ...]) -> StepGraph:
-        """A graph of some of the step's ops at the step's own shapes, with those inputs only that
-        they read.
+        # Sample indices are local to a micro-batch, so the epilogue computes global ones.
+        indices = {value for value, state in self.states.state.items() if state.kind == "numbers"}
+        op_indices = late.union(self.step.ancestors(read & indices))
+        ops = tuple(self.step.ops[index] for index in sorted(op_indices))
+
+        received = sorted(read - epilogue_values - indices - self.inputs)
+        return self._part(ops, leaving, tuple(received))
+
+    def _part(
+        self, ops: tuple[Op, ...], leaving: list[int], received: tuple[int, ...]
+    ) -> StepGraph:
+        """Return the graph of some of the step's ops, at the step's shapes.
+
+        It has those inputs that the ops read.
         """
-        return replace(self.step.part(ops, wanted), received=received, notes=())
+        return replace(self.step.part(ops, leaving), received=received, notes=())
 
-    def _sequential_buffers(self, kept: list[int]) -> tuple[str, ...]:
-        """Buffers updated by statistics of a micro-batch, and what else their modules update
-        (`num_batches_tracked`).
+    def _sequential_buffers(self, op_indices: list[int]) -> tuple[str, ...]:
+        """Return the buffers that a micro-batch's statistics update.
 
-        A pass over the whole step: an update may be computed from the statistics.
+        Other buffers of the same modules (`num_batches_tracked`) are among them.
         """
-        statistics = {
-            self.step.ops[index].results[position]
-            for index in kept
-            for position in self.states.chosen[index].strategy.sequential
-        }
+        statistics: set[int] = set()
+        for index in op_indices:
+            results = self.step.ops[index].results
+            positions = self.states.chosen[index].strategy.sequential
+            statistics.update(results[position] for position in positions)
+        # An update may be computed from the statistics.
         for op in self.step.ops:
             if statistics.intersection(op.operands):
                 statistics.update(op.results)
-        updated = [b for b in self.step.buffers if b.update is not None]
-        modules = {b.name.rpartition(".")[0] for b in updated if b.update in statistics}
-        return tuple(b.name for b in updated if b.name.rpartition(".")[0] in modules)
+
+        updated = [buffer for buffer in self.step.buffers if buffer.update is not None]
+        modules = {_module_of(buffer.name) for buffer in updated if buffer.update in statistics}
+        return tuple(buffer.name for buffer in updated if _module_of(buffer.name) in modules)
+
+
+def _module_of(buffer_name: str) -> str:
+    return buffer_name.rpartition(".")[0]

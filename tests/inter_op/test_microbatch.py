@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph, run_step
+from alpa_strategy.microbatch.rank_samples import sums_over_rows
 from alpa_strategy.microbatch.rules import cut, joined, rows
-from alpa_strategy.microbatch.states import sums_over_rows
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 
 ROWS = 8

@@ -27,7 +27,7 @@ from alpa_strategy import AlpaStrategy
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import AlpaError, OptionError, SetupError
 from alpa_strategy.lightning.batch_rows import RecordedCollate, watch
-from alpa_strategy.microbatch.states import where_rows_meet
+from alpa_strategy.microbatch.rank_samples import where_rows_meet
 
 ROWS, BATCHES = 4, 6
 
