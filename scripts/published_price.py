@@ -20,9 +20,11 @@ from published_models import Transformer
 from published_rows import Case
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.cluster.spec import ClusterSpec, LogicalMesh
+from alpa_strategy.cluster.logical_mesh import LogicalMesh
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.flops import is_view, op_base_name
-from alpa_strategy.cost.model import RooflineCosts, Saved
+from alpa_strategy.cost.model import RooflineCosts
+from alpa_strategy.cost.saved_tensors import Saved
 from alpa_strategy.inter_op.candidates import runtime_seconds, simulated_seconds
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_problem import StageCost, cost_of

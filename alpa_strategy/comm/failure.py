@@ -31,11 +31,19 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 2.0
 LOST_SECONDS = 6.0
 _NO_STORE = "rank 0 is gone, and the job's store with it"
-# Keys of the store: what failed first, a word to all ranks, that rank 0 has ended well;
-# `seen/{rank}`: a sign of life.
-_CAUSE, _TOLD, _ENDED = "cause", "told", "ended"
-# Set by the failing rank when it has shown its own traceback: nobody else needs to.
+
+# Keys of the store. `seen/{rank}` is set by each rank that has read the cause.
+
+# The first error of the job.
+_CAUSE = "cause"
+# A text for all ranks.
+_TOLD = "told"
+# Set when rank 0 has ended well.
+_ENDED = "ended"
+# Set by the failing rank when it has shown its traceback: no other rank needs to.
 _SHOWN = "shown"
+
+# First word of the text of an error that has a traceback.
 _TRACEBACK = "Traceback"
 
 
@@ -163,7 +171,8 @@ class FailureWatch:
             silent = [rank for rank in silent if not store.check([f"seen/{rank}"])]
             time.sleep(0.05)
         if silent:
-            ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+            plural = "s" if len(silent) > 1 else ""
+            ranks = f"rank{plural} {', '.join(map(str, silent))}"
             text = (
                 f"\nalpa: rank {self._rank}: no sign of life from {ranks}: ended, stopped or killed"
             )
@@ -177,7 +186,8 @@ class FailureWatch:
                     return
                 failed = self._watch_store.check([_CAUSE])
                 first = self._watch_store.get(_CAUSE).decode() if failed else ""
-            except RuntimeError:  # rank 0 has ended, and this rank has no more work without it
+            except RuntimeError:
+                # Rank 0 has ended, and this rank has no more work without it.
                 if not self._stopped.wait(LOST_SECONDS):
                     print(
                         f"\nalpa: rank {self._rank} ends: {_NO_STORE}", file=sys.stderr, flush=True
@@ -271,9 +281,9 @@ def fresh_store(rank: int, world_size: int, timeout_seconds: float) -> Any:
 def agree_on_name(store: Any, rank: int, world_size: int, timeout_seconds: float) -> str:
     """Rank 0's new name, on all ranks; whatever earlier attempts have left in the store.
 
-    Every rank says hello with a number that nobody had before; rank 0 answers under that number,
-    until all have answered in turn. A hello of a process that is gone is answered too, and then
-    replaced by a new one.
+    Every rank sets a hello with a number that no rank had before. Rank 0 answers under that number,
+    until all ranks have answered in turn. The hello of a process that is gone is answered too, and
+    then replaced by a new one.
     """
     own = uuid.uuid4().hex
     deadline = time.monotonic() + timeout_seconds

@@ -19,18 +19,15 @@ import numpy as np
 import psutil
 import torch
 
-from alpa_strategy.cluster.spec import (
-    NOMINAL,
-    ClusterSpec,
+from alpa_strategy.cluster.devices import DeviceSpec, Host, Link
+from alpa_strategy.cluster.logical_mesh import (
     CommTable,
-    DeviceSpec,
-    Host,
-    Link,
     factorisations,
     strides,
     volume_factor,
     without_outliers,
 )
+from alpa_strategy.cluster.spec import NOMINAL, ClusterSpec
 from alpa_strategy.cluster.topology import Topology
 from alpa_strategy.comm.mesh import AxisComm, MeshComm
 from alpa_strategy.cost.measured import device_name, measure_device
@@ -157,21 +154,30 @@ def measure_cluster(
 
 
 def measure_host(mesh: MeshComm, device: torch.device, devices_per_node: int) -> Host | None:
-    """The nodes' host memory and the way to it, while all devices use it at once, as they do in a
-    step.
+    """Measure the nodes' host memory and the link to it, while all devices use it at once, as in a
+    step. Collective.
 
-    None on CPUs, whose memory it is.
+    None on CPUs.
     """
     if device.type != "cuda":
         return None
     pinned = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True)
-    there, here = torch.empty_like(pinned, device=device), torch.empty_like(pinned)
-    clock, best = _AgreedClock(mesh, device), [math.inf] * 3
+    on_device = torch.empty_like(pinned, device=device)
+    on_host = torch.empty_like(pinned)
+    clock = _AgreedClock(mesh, device)
+    to_device = to_host = within_host = math.inf
     for _ in range(ROUNDS):
-        for way, (target, source) in enumerate(((there, pinned), (pinned, there), (here, pinned))):
-            best[way] = min(best[way], clock.time(lambda t=target, s=source: t.copy_(s)))  # type: ignore[misc]
+        to_device = min(to_device, clock.time(lambda: on_device.copy_(pinned)))
+        to_host = min(to_host, clock.time(lambda: pinned.copy_(on_device)))
+        within_host = min(within_host, clock.time(lambda: on_host.copy_(pinned)))
+    # The smallest memory of all hosts.
     (memory,) = _agreed_max(mesh, [-psutil.virtual_memory().total * HOST_SHARE], device)
-    return Host(HOST_BYTES / max(best[:2]), -memory, 2 * HOST_BYTES * devices_per_node / best[2])
+    return Host(
+        link_bandwidth=HOST_BYTES / max(to_device, to_host),
+        memory_bytes=-memory,
+        # Read and written.
+        memory_bandwidth=2 * HOST_BYTES * devices_per_node / within_host,
+    )
 
 
 def stored_path(

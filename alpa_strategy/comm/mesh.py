@@ -242,15 +242,13 @@ class AxisComm:
         return Pending(lambda: received, work, self._is_polled)
 
     def _at_once(self, given: Tensor) -> "AxisComm":
-        """What is quickest for a collective that is waited for now. given: what this device
-        gives.
-        """
+        """The fastest axis for a collective on `given` that is waited for at once."""
         if self._shared is None or given.is_cuda:
             return self
         return self._shared
 
     def _for_sums(self, given: Tensor) -> "AxisComm":
-        """What is quickest for sums that are begun. Collective at the first call."""
+        """The fastest axis for sums that are launched. Collective at the first call."""
         if self._shared is None or given.is_cuda:
             return self
         if self._shared_sums is None:
@@ -258,12 +256,14 @@ class AxisComm:
         return self._shared_sums
 
     def _in_shared_memory(self) -> "AxisComm | None":
-        """This axis with a group that is nobody else's, where it can have one. Collective."""
+        """This axis with a shared-memory group that no other axis uses, or None. Collective."""
         shared = shared_memory_group(self.group, self.index, self.size)
         if shared is None:
             return None
         axis = copy.copy(self)
-        axis.group, axis._is_polled, axis._shared = shared, False, None
+        axis.group = shared
+        axis._is_polled = False
+        axis._shared = None
         return axis
 
     def _check_size(self, tensor: Tensor, dim: int, expected: int) -> None:
@@ -278,7 +278,7 @@ class AxisComm:
 
 
 def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """With zeros after its rows of `dim`, up to `size` of them: collectives want equal chunks."""
+    """`tensor` padded with zeros to `size` in `dim`: collectives require equal chunks."""
     if tensor.shape[dim] == size:
         return tensor
     return torch.nn.functional.pad(
@@ -287,12 +287,9 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as flat bytes: what only moves data then works for every dtype (bool,
-    bfloat16, ...).
-    """
-    return (
-        tensor.resolve_conj().view(-1).view(torch.uint8)
-    )  # a conjugate is a flag beside the bytes
+    """Return a contiguous tensor as flat bytes, which can be sent whatever its dtype is."""
+    # A conjugate is a flag, not in the bytes.
+    return tensor.resolve_conj().view(-1).view(torch.uint8)
 
 
 def _renamed(library: Any, new: str, old: str) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from alpa_strategy.cluster.spec import DeviceSpec
+from alpa_strategy.cluster.devices import DeviceSpec
 from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.plan import Plan, Predicted
 from alpa_strategy.options import OptimizerInfo

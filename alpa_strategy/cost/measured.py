@@ -20,7 +20,7 @@ import psutil
 import torch
 from torch.utils._pytree import tree_leaves
 
-from alpa_strategy.cluster.spec import DeviceSpec
+from alpa_strategy.cluster.devices import DeviceSpec
 from alpa_strategy.cost.flops import Work, is_view, op_work, product_kind
 from alpa_strategy.files import read_json, write_json
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta, bind

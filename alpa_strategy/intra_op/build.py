@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from alpa_strategy.cluster.spec import LogicalMesh
+from alpa_strategy.cluster.logical_mesh import LogicalMesh
 from alpa_strategy.cost.flops import is_plain_view, is_view
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.intra_op.options import (

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from alpa_strategy.cluster.spec import LogicalMesh, MeshAxis
+from alpa_strategy.cluster.logical_mesh import LogicalMesh, MeshAxis
 from alpa_strategy.cost.flops import is_plain_view, is_view
-from alpa_strategy.cost.model import OpCosts, Saved
+from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.cost.saved_tensors import Saved
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import DualLayout, value_layout

@@ -1,9 +1,9 @@
-"""Local implementations: what a device runs where the plain op on its shards would not give its
-part of the result.
+"""Local implementations of ops, for which the plain op on shards would not give the shard of the
+result.
 
-Each keeps the dual-placement contract of `sharding.layout` forward and backward: a Partial result
-receives the whole gradient, a sharded one its shard; an operand's gradient is its shard, this
-device's summand (`R*`) or complete (`R`).
+Each one keeps the contract of dual placements (`ir/placement.py`) forward and backward. A Partial
+result receives the full gradient, a sharded one its shard. An operand's gradient is its shard, this
+device's partial value (`R*`), or complete (`R`).
 """
 
 import math
@@ -165,42 +165,41 @@ def _over_all(tensor: Tensor, comms: Sequence[AxisComm], op: str = "sum") -> Ten
     return tensor
 
 
-# --- BatchNorm over the rows of all devices.
+# --- BatchNorm over the samples of all devices.
 
 
 def batch_norm_in_parts(
     call: OpCall, local: LocalCall, mesh: MeshComm
 ) -> tuple[OpCall, LocalOp, OpCall]:
-    """`batch_norm_sync` for compilers: what comes before its exchange and after it are calls of
-    torch's ops alone.
+    """Split `batch_norm_sync` at its exchange, so that the ops before and after it are compiled.
 
-    Returns (operand x -> x, this device's statistics [2 C + 1] and `_Statistics`' carrier;
-    statistics -> all devices'; the operands with that x, all devices' statistics, the carrier ->
-    results).
+    Returns:
+        Three functions: of x, giving x, this device's statistics [2 C + 1] and the carrier of
+        `_Statistics`; of these statistics, giving those of all devices; and of the operands with
+        that x, the statistics of all devices and the carrier, giving the results. The first and the
+        last are calls of torch's ops alone.
     """
-    x, comms, more = (
-        bind(call)["x"],
-        tuple(mesh.axes[axis] for axis in local.axes),
-        len(call.operands),
-    )
+    x = bind(call)["x"]
+    comms = tuple(mesh.axes[axis] for axis in local.axes)
     before = replace(local.call, target=_Statistics.apply, args=(x,), kwargs=())
-    after = replace(
-        local.call, target=_normalised, args=(Slot(more), Slot(more + 1), *local.call.args)
-    )
+
+    statistics = Slot(len(call.operands))
+    carrier = Slot(len(call.operands) + 1)
+    after = replace(local.call, target=_normalised, args=(statistics, carrier, *local.call.args))
     return before, lambda part: _SharedStatistics.apply(part, comms), after
 
 
 class _Statistics(torch.autograd.Function):
-    """x [n, C, ...] -> x, its [means, sums of squared deviations, number of values], [2 C + 1], and
-    a carrier: C zeros.
+    """x [n, C, ...] -> x, its statistics [2 C + 1], and a carrier of C zeros.
 
-    As the carrier's gradient comes the scale by which the gradient of y becomes one of x
-    (`_Affine`).
+    The statistics are means, sums of squared deviations, and the number of values. The carrier's
+    gradient is the scale that turns the gradient of y into one of x (`_Affine`).
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        wide, count = x.to(torch.promote_types(x.dtype, torch.float32)), x.numel() // x.shape[1]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        count = x.numel() // x.shape[1]
         if _has_kernels(x):
             mean, variance = torch.batch_norm_update_stats(wide, None, None, 0.0)
         else:
@@ -352,39 +351,47 @@ def _normalised(
 
 
 # --- Embedding and cross entropy with the vocabulary (class) dim sharded, as in Megatron-LM
-# (arXiv:1909.08053, section 3). Each device holds a run of ids. The embedding leaves rows of other
-# devices' ids zero (the sum over the axis is the lookup); the loss exchanges three numbers per row
-# instead of the logits, and its backward exchanges nothing.
+# (arXiv:1909.08053, section 3). Each device stores the rows of consecutive ids. The embedding
+# leaves rows of other devices' ids zero (the sum over the axis is the lookup). The loss exchanges
+# three numbers per row instead of the logits, and its backward exchanges nothing.
 
 
-def _check_ids(valid: Tensor, what: str) -> None:
-    """Masking would hide ids that the whole op refuses. No host synchronisation on accelerators."""
+def _check_ids(valid: Tensor, name: str) -> None:
+    """Raise IndexError unless all ids are valid: masking would hide ids that the full op rejects.
+
+    On accelerators the kernel asserts it, without synchronising the host.
+    """
     if valid.device.type != "cpu":
-        torch._assert_async(valid.all(), f"{what} out of range")
+        torch._assert_async(valid.all(), f"{name} out of range")
     elif not bool(valid.all()):
-        raise IndexError(f"{what} out of range")
+        raise IndexError(f"{name} out of range")
 
 
 def vocab_embedding(
     first_id: int, vocabulary: int, weight: Tensor, ids: Tensor, padding_idx: int = -1, *flags: bool
 ) -> Tensor:
-    """weight [local rows, width] of ids from `first_id`; ids [...] -> this device's summand [...,
-    width].
+    """Look up the ids whose rows this device stores: ids [...] -> partial value [..., width].
 
-    `padding_idx` is the whole table's (negative: none); of the whole op's `flags` gradients are
-    never sparse here, and
-    no rule cuts a table whose gradients are scaled by frequency. IndexError: an id is outside the
-    whole vocabulary.
+    Args:
+        first_id: id of the first local row.
+        vocabulary: number of ids of all devices.
+        weight: [local rows, width].
+        padding_idx: of the full table; negative: none.
+        flags: of the full op, ignored. Gradients are never sparse here, and no rule shards a table
+            whose gradients are scaled by frequency.
+
+    Raises:
+        IndexError: an id is outside the full vocabulary.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
-    rows = (
-        ids - first_id
-    )  # [...], of the local weight; outside it where another device holds the id
+    # Local rows, [...]; out of range if another device stores the row.
+    rows = ids - first_id
     elsewhere = (rows < 0) | (rows >= weight.shape[0])
     padding_row = padding_idx - first_id if padding_idx >= 0 else -1
-    # Ids of other devices read any row, not one for all: in the backward they would pile up there.
-    found = torch.embedding(weight, rows.remainder(weight.shape[0]), padding_row)
-    return found.masked_fill_(elsewhere.unsqueeze(-1), 0)
+    # Ids of other devices read various rows: if all read the same one, the backward would add all
+    # of their gradients there one by one.
+    looked_up = torch.embedding(weight, rows.remainder(weight.shape[0]), padding_row)
+    return looked_up.masked_fill_(elsewhere.unsqueeze(-1), 0)
 
 
 def vocab_bags(
@@ -396,17 +403,25 @@ def vocab_bags(
     mode: int,
     padding_idx: int,
 ) -> Tensor:
-    """weight [local rows, width] of ids from `first_id`; ids [n, k] -> this device's summand [n,
-    width] of each bag.
+    """Sum the rows of each bag that this device stores: ids [n, k] -> partial value [n, width].
 
-    Ids of other devices, and padding, weigh nothing. Sums (mode 0) or means (1); `padding_idx`: the
-    whole table's.
+    Args:
+        first_id: id of the first local row.
+        vocabulary: number of ids of all devices.
+        weight: [local rows, width].
+        weights: of the ids in their bag, [n, k].
+        mode: 0: sums, 1: means.
+        padding_idx: of the full table; its rows count nothing.
+
+    Raises:
+        IndexError: an id is outside the full vocabulary.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
     rows = ids - first_id
     here = (rows >= 0) & (rows < weight.shape[0])
     counted = ids != padding_idx
-    share = (here & counted).to(weight.dtype)  # [n, k]: what each id adds to its bag on this device
+    # [n, k]: factor of each id's row in its bag on this device.
+    share = (here & counted).to(weight.dtype)
     if weights is not None:
         share = share * weights
     if mode == 1:
@@ -452,9 +467,9 @@ class VocabCrossEntropy(torch.autograd.Function):
         weight = logits.new_ones(num_classes, dtype=dtype) if weight is None else weight.to(dtype)
         amount = (1.0 - smoothing) * weight[target] * kept
         total = (amount + smoothing * weight.mean()) * kept  # A
-        every = weight[first : first + here].view(
-            [-1 if d == dim else 1 for d in range(logits.dim())]
-        )
+        class_shape = [1] * logits.dim()
+        class_shape[dim] = -1
+        every = weight[first : first + here].view(class_shape)
         every = every * (smoothing / num_classes)  # what smoothing gives each class here
         is_here = (target >= first) & (target < first + here)
         index, amount = torch.where(is_here, target - first, 0), amount * is_here

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.cost.model import LiveStorages, tensors_in
+from alpa_strategy.cost.saved_tensors import LiveStorages, tensors_in
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.options import OptimizerInfo
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.cluster.spec import ClusterSpec, Link
+from alpa_strategy.cluster.devices import Link
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.flops import op_base_name
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import PlanError

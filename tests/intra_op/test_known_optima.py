@@ -16,7 +16,9 @@ from models import GPT
 from torch import nn
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.cluster.spec import ClusterSpec, CommTable, DeviceSpec, Link
+from alpa_strategy.cluster.devices import DeviceSpec, Link
+from alpa_strategy.cluster.logical_mesh import CommTable
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.problem import Problem, evaluate

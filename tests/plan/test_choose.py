@@ -11,7 +11,8 @@ import torch
 from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.cluster.spec import ClusterSpec, CommTable
+from alpa_strategy.cluster.logical_mesh import CommTable
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import DoesNotFitError
 from alpa_strategy.ir.plan import modes_text

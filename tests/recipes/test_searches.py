@@ -14,7 +14,8 @@ from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cli import main
-from alpa_strategy.cluster.spec import ClusterSpec, Link
+from alpa_strategy.cluster.devices import Link
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.bound import step_bound
 from alpa_strategy.inter_op.candidates import TOLERANCE, solve_schedules
