@@ -58,8 +58,8 @@ def on_all_ranks(
     reports = all_gather_object(report, group)
     for _, first in reports:
         if first is not None:
-            # The lowest rank's error on all ranks: by equal texts FailureWatch knows that every rank
-            # has failed.
+            # The lowest rank's error on all ranks: by equal texts FailureWatch knows that every
+            # rank has failed.
             local_error = report[1]
             raise first from (local_error if local_error is not first else None)
     return cast("T", result), [value for value, _ in reports]

@@ -171,8 +171,8 @@ class FailureWatch:
             silent = [rank for rank in silent if not store.check([f"seen/{rank}"])]
             time.sleep(0.05)
         if silent:
-            plural = "s" if len(silent) > 1 else ""
-            ranks = f"rank{plural} {', '.join(map(str, silent))}"
+            noun = "ranks" if len(silent) > 1 else "rank"
+            ranks = f"{noun} {', '.join(map(str, silent))}"
             text = (
                 f"\nalpa: rank {self._rank}: no sign of life from {ranks}: ended, stopped or killed"
             )

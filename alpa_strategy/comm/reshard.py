@@ -285,7 +285,8 @@ def _sums(steps: tuple[LocalStep, ...], mesh: MeshComm) -> tuple[Sum, ...]:
         if step.src != Partial() or not isinstance(step.dst, Replicate | Shard):
             return ()
     covered = {step.axis for step in steps if step.dst == Replicate()}
-    covers_mesh = all(axis in covered or size == 1 for axis, size in enumerate(mesh.shape))
+    larger_axes = {axis for axis, size in enumerate(mesh.shape) if size != 1}
+    covers_mesh = covered >= larger_axes
     if len(covered) == len(steps) > 1 and covers_mesh:
         return (Sum(mesh.whole, None),)
     sums = []
