@@ -261,9 +261,9 @@ def shared_memory_group(
     of_ranks: list[Any] = [None] * size
     dist.all_gather_object(of_ranks, (host, path), group)
     _, path = of_ranks[0]
-    is_one_host = host is not None and all(other == host for other, _ in of_ranks)
+    hosts = {other for other, _ in of_ranks}
     shared = None
-    if path is not None and is_one_host:
+    if path is not None and hosts == {host} and host is not None:
         backend_group: Any = group or dist.group.WORLD
         timeout = backend_group._get_backend(torch.device("cpu")).options._timeout
         shared = SharedMemoryGroup(path, rank, size, timeout.total_seconds(), total_bytes)

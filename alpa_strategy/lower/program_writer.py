@@ -187,9 +187,10 @@ class ProgramWriter:
         is_random = local.random_axes is not None
         if is_random:
             target = functools.partial(self.random.run, local.random_axes, target)
-        is_plain = not is_random and not is_symbolic(op.call) and is_compilable(call)
         code = self.call_text(function, target, op, call, operands)
-        return code, call if is_plain and is_saved else None
+        if is_random or not is_saved or is_symbolic(op.call) or not is_compilable(call):
+            return code, None
+        return code, call
 
     def _call_at_counters(
         self, op: Op, local: LocalCall, strategies: tuple[AxisStrategy, ...]
