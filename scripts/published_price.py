@@ -34,8 +34,9 @@ from alpa_strategy.intra_op.decode import messages, working_bytes
 from alpa_strategy.intra_op.options import local_bytes
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import CUSTOM_OPS, OpCall
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.schedules import in_flight
 from alpa_strategy.sharding.cross_mesh import boundary_link
 from alpa_strategy.sharding.strategies import localize

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from alpa_strategy.cluster.devices import DeviceSpec
 from alpa_strategy.ir.op import OpCall, TensorMeta
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Plan, Predicted
-from alpa_strategy.options import OptimizerInfo
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from alpa_strategy.cost.roofline import (
 )
 from alpa_strategy.cost.saved_tensors import Saved, find_saved
 from alpa_strategy.ir.op import CUSTOM_OPS, OpCall
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 
 # Distances between calls are factors of e. Calls within this distance count alike.
 NEAR = 0.1

@@ -32,8 +32,8 @@ from alpa_strategy.intra_op.per_step import PerStep, casts_of_parameters
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import OpCall, TensorMeta
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
-from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.sharding.redistribute import reshard_table
 from alpa_strategy.sharding.strategies import is_random
 

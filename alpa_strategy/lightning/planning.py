@@ -36,6 +36,7 @@ from alpa_strategy.errors import (
 from alpa_strategy.inter_op.pins import logical_shapes
 from alpa_strategy.ir.graph import Place, StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan, modes_text
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning import batch_rows
@@ -45,7 +46,6 @@ from alpa_strategy.lightning.host_costs import add_host_seconds
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.rank_consistency import SAME_SHAPES, shapes_text
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.partial_results import Key, PartialResults
 from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.planner import choose_plan

@@ -21,7 +21,7 @@ from alpa_strategy.cost.measured import OpTable
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.cost.roofline import peak_flops
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 
 aten = torch.ops.aten
 DEVICE = DeviceSpec("toy", 10**9, 1e9, (("float32", 1e12), ("float16", 8e12)), 0.0, 0.5)

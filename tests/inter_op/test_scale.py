@@ -24,7 +24,8 @@ from alpa_strategy.inter_op.bound import step_bound
 from alpa_strategy.inter_op.stage_costs import LayerRangeCosts
 from alpa_strategy.inter_op.stage_solve import StageSolver, _without_the_largest
 from alpa_strategy.inter_op.subgraph import cluster_layers
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.search import _everything, _Search, _whole_batch, plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import SCHEDULES, timeline, why_not

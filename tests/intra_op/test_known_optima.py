@@ -23,8 +23,9 @@ from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solver.solve import solve
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import modes_text
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.search import plan_one_stage
 from alpa_strategy.planner.task import PlanTask
 

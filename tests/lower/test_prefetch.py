@@ -24,9 +24,9 @@ from alpa_strategy.intra_op.decode import _forward_seconds, _gatherings, begun, 
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.lower.codegen import lower, prefetchable
 from alpa_strategy.lower.lines import Line, launch_early
-from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.task import PlanTask
 
