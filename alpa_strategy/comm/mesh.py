@@ -99,7 +99,7 @@ class AxisComm:
         self._shared = self._in_shared_memory() if self._is_gloo else None
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Return the element-wise `sum` or `max` over the axis, with the same bits on each device."""
+        """Return the element-wise `sum` or `max` over the axis, the same bits on each device."""
         if self.size == 1:
             return tensor
         # A sum of booleans is "any", as a maximum is.

@@ -25,7 +25,7 @@ from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 
 ADAM = OptimizerInfo()

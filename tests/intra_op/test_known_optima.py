@@ -26,7 +26,7 @@ from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import modes_text
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.planner.search import plan_one_stage
+from alpa_strategy.planner.one_stage import plan_one_stage
 from alpa_strategy.planner.task import PlanTask
 
 ADAM = OptimizerInfo()

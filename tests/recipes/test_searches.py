@@ -25,8 +25,8 @@ from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
+from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.plan_check import check_plan
-from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 
 ROOT = Path(__file__).parents[2]
