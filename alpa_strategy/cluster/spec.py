@@ -300,7 +300,7 @@ class ClusterSpec:
     def _positions(self, num_nodes: int, per_node: int) -> Iterator[Sequence[int]]:
         """Global ranks of a submesh at every position that differs from the others."""
         if self.is_uniform:
-            ranks = []
+            ranks: list[int] = []
             for node in range(num_nodes):
                 first = node * self.devices_per_node
                 ranks += range(first, first + per_node)

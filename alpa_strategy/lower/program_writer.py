@@ -184,11 +184,12 @@ class ProgramWriter:
         is_saved = op.name not in self.stage.recomputed_ops
         if not is_saved:
             target = _without_saving(target, op.name in self.stage.stored)
-        is_random = local.random_axes is not None
-        if is_random:
+        if local.random_axes is not None:
             target = functools.partial(self.random.run, local.random_axes, target)
         code = self.call_text(function, target, op, call, operands)
-        if is_random or not is_saved or is_symbolic(op.call) or not is_compilable(call):
+        if local.random_axes is not None or not is_saved:
+            return code, None
+        if is_symbolic(op.call) or not is_compilable(call):
             return code, None
         return code, call
 
