@@ -42,15 +42,23 @@ class AxisStep:
 
     def collectives(self, differentiable: bool = True) -> tuple[tuple[str, str], ...]:
         """Return the (kind, phase) of each collective; phase is `forward` or `backward`."""
-        collectives = []
-        forward = placement_collective(self.src.value, self.dst.value)
-        if forward is not None:
-            collectives.append((forward, "forward"))
-        # The gradient goes from the result's placement to the operand's.
-        backward = placement_collective(self.dst.grad, self.src.grad)
-        if differentiable and backward is not None:
-            collectives.append((backward, "backward"))
-        return tuple(collectives)
+        return _collectives_between(self.src, self.dst, differentiable)
+
+
+@lru_cache(maxsize=4096)
+def _collectives_between(
+    src: DualPlacement, dst: DualPlacement, differentiable: bool
+) -> tuple[tuple[str, str], ...]:
+    """See `AxisStep.collectives`."""
+    collectives = []
+    forward = placement_collective(src.value, dst.value)
+    if forward is not None:
+        collectives.append((forward, "forward"))
+    # The gradient goes from the result's placement to the operand's.
+    backward = placement_collective(dst.grad, src.grad)
+    if differentiable and backward is not None:
+        collectives.append((backward, "backward"))
+    return tuple(collectives)
 
 
 def placement_collective(src: Placement, dst: Placement) -> str | None:
@@ -99,23 +107,31 @@ def reshard_steps(
                 moved = {old.shard_dim, new.shard_dim} - {None}
                 if new == old or any(later.shard_dim in moved for later in layout[axis + 1 :]):
                     continue
-                step = AxisStep(axis, old, new, _share(layout, mesh_shape, axis))
                 reached = (*layout[:axis], new, *layout[axis + 1 :])
-                reached_cost = cost + _step_cost(step, mesh_shape)
+                share = _share(layout, mesh_shape, axis)
+                reached_cost = cost + share * _moved(old, new, axis, mesh_shape)
+                reached_cost += _call_cost(old, new)
                 if reached_cost < best.get(reached, float("inf")):
+                    step = AxisStep(axis, old, new, share)
                     best[reached] = reached_cost
                     heapq.heappush(queue, (reached_cost, next(order), reached, (*steps, step)))
     raise AssertionError("every layout can be reached through the replicated one")
 
 
-def _step_cost(step: AxisStep, mesh_shape: tuple[int, ...]) -> float:
-    """Weighted bytes moved by one step, in full tensors; forward and backward count alike."""
-    weight = _EARLIER_AXIS_WEIGHT ** (len(mesh_shape) - 1 - step.axis)
-    cost = _LOCAL_WEIGHT
-    for kind, _ in step.collectives():
-        volume = step.share * volume_factor(kind, mesh_shape[step.axis])
-        cost += _CALL_WEIGHT + weight * volume
-    return cost
+@lru_cache(maxsize=4096)
+def _moved(src: DualPlacement, dst: DualPlacement, axis: int, mesh_shape: tuple[int, ...]) -> float:
+    """Weighted bytes moved by a step on an axis, in tensors that the axis stores together.
+
+    Forward and backward count alike.
+    """
+    weight = _EARLIER_AXIS_WEIGHT ** (len(mesh_shape) - 1 - axis)
+    kinds = _collectives_between(src, dst, True)
+    return weight * sum(volume_factor(kind, mesh_shape[axis]) for kind, _ in kinds)
+
+
+def _call_cost(src: DualPlacement, dst: DualPlacement) -> float:
+    """Cost of a step that does not depend on the bytes that it moves."""
+    return _LOCAL_WEIGHT + _CALL_WEIGHT * len(_collectives_between(src, dst, True))
 
 
 @lru_cache(maxsize=4096)
@@ -149,7 +165,7 @@ def reshard_table(
     return tables[0], tables[1]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1 << 13)
 def _counted_table(
     sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[list[tuple[str, int, float]], np.ndarray]:
@@ -163,8 +179,9 @@ def _counted_table(
         for phase, collectives in enumerate(_collectives(src, dst, mesh_shape)):
             for term in collectives:
                 positions.append((phase, p, q, index.setdefault(term, len(index))))
-    counts = np.zeros((2, len(sources), len(targets), len(index)))
-    np.add.at(counts, tuple(np.array(positions, dtype=int).reshape(-1, 4).T), 1.0)
+    # Thousands of tables are cached: in bytes, as no resharding takes more than a few steps.
+    counts = np.zeros((2, len(sources), len(targets), len(index)), dtype=np.uint8)
+    np.add.at(counts, tuple(np.array(positions, dtype=int).reshape(-1, 4).T), 1)
     return list(index), counts
 
 

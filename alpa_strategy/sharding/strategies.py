@@ -65,8 +65,8 @@ _SIZE_ARGUMENT = frozenset(
 def _local_metas(
     metas: Sequence[TensorMeta],
     by_axis: Sequence[DualLayout],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
 ) -> tuple[TensorMeta, ...]:
     """`metas` at the shapes of the device at `coordinate`.
 
@@ -75,9 +75,17 @@ def _local_metas(
     """
     local_metas = []
     for meta, layout in zip(metas, zip(*by_axis, strict=True), strict=True):
-        local_shape = value_layout(layout).local_shape(meta.shape, mesh_shape, coordinate)
-        local_metas.append(meta.with_shape(local_shape))
+        local_metas.append(_local_meta(meta, layout, mesh_shape, coordinate))
     return tuple(local_metas)
+
+
+@lru_cache(maxsize=1 << 14)
+def _local_meta(
+    meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> TensorMeta:
+    """The part of a tensor that the device at `coordinate` holds: many strategies share it."""
+    local_shape = value_layout(layout).local_shape(meta.shape, mesh_shape, coordinate)
+    return meta.with_shape(local_shape)
 
 
 def localize(
