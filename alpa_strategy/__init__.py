@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from alpa_strategy.checkpoint.opening import open_checkpoint
     from alpa_strategy.checkpoint.saving import export_checkpoint
     from alpa_strategy.cluster.spec import ClusterSpec
-    from alpa_strategy.cost.model import OpCosts, RooflineCosts, Saved
+    from alpa_strategy.cost.model import OpCosts, RooflineCosts
+    from alpa_strategy.cost.saved_tensors import Saved
     from alpa_strategy.errors import AlpaError
     from alpa_strategy.ir.op import OpCall
     from alpa_strategy.ir.plan import Plan
@@ -62,7 +63,7 @@ _LAZY = {
     "Plan": "alpa_strategy.ir.plan",
     "PlanOptions": "alpa_strategy.options",
     "RooflineCosts": "alpa_strategy.cost.model",
-    "Saved": "alpa_strategy.cost.model",
+    "Saved": "alpa_strategy.cost.saved_tensors",
     "Schedule": "alpa_strategy.schedules",
     "capture_step": "alpa_strategy.capture.capture",
     "export_checkpoint": "alpa_strategy.checkpoint.saving",

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -463,41 +463,6 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "replicas": (lambda value: None if value is None else _whole(value, 1), *_COUNT[1:]),
 }
 _SOLVED = {f.name for f in fields(PlanOptions) if f.default is None}
-
-
-@dataclass(frozen=True)
-class OptimizerInfo:
-    """What planning needs to know of the optimizer."""
-
-    # bytes of optimizer state per parameter element, in the dtype that the optimizer has (Adam on
-    # fp32: 8, on bf16: 4)
-    state_bytes: float = 8.0
-    element_wise: bool = True  # True when its update of a shard equals the shard of its update
-    name: str = "Adam"  # class name, for messages
-    # True when it updates every parameter by its own gradient alone: a stage of a pipeline has only
-    # its own parameters
-    parameter_wise: bool = True
-    # bytes of a gradient's element where it is reduced and accumulated; None: the parameter's own
-    gradient_itemsize: int | None = None
-    moved_bytes: float | None = (
-        None  # that a step reads and writes per element; None: all once, as fused kernels do
-    )
-    # bytes per byte of gradient that a step of all parameters at once makes (`foreach` on GPUs)
-    scratch: float = 0.0
-    # seconds of its Python in a step, and for each parameter in it, beside what it moves; 0 where
-    # they were not measured. No plan depends on them, so no key may: keys hash the text (repr).
-    step_seconds: float = field(default=0.0, compare=False, repr=False)
-    parameter_seconds: float = field(default=0.0, compare=False, repr=False)
-
-    def update_bytes(self, itemsize: int) -> float:
-        """Bytes that a step reads and writes per element of a parameter, whose elements have
-        `itemsize`.
-        """
-        return 3 * itemsize + 2 * self.state_bytes if self.moved_bytes is None else self.moved_bytes
-
-    def gradient_scale(self, itemsize: int) -> float:
-        """Bytes of a gradient per byte of its parameter, whose elements have `itemsize`."""
-        return 1.0 if self.gradient_itemsize is None else self.gradient_itemsize / itemsize
 
 
 @dataclass(frozen=True)

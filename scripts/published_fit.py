@@ -18,7 +18,8 @@ from dataclasses import replace
 from published_price import Repricer
 from published_rows import REACHED, Case
 
-from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec
+from alpa_strategy.cluster.devices import DeviceSpec
+from alpa_strategy.cluster.spec import ClusterSpec
 
 KINDS = ("matmul", "attention", "attention_backward")
 # a row that is further off counts as if it were so far: it is another thing that is wrong there

@@ -20,9 +20,11 @@ from published_models import Transformer
 from published_rows import Case
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.cluster.spec import ClusterSpec, LogicalMesh
+from alpa_strategy.cluster.logical_mesh import LogicalMesh
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.flops import is_view, op_base_name
-from alpa_strategy.cost.model import RooflineCosts, Saved
+from alpa_strategy.cost.model import RooflineCosts
+from alpa_strategy.cost.saved_tensors import Saved
 from alpa_strategy.inter_op.candidates import runtime_seconds, simulated_seconds
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_problem import StageCost, cost_of
@@ -32,8 +34,9 @@ from alpa_strategy.intra_op.decode import messages, working_bytes
 from alpa_strategy.intra_op.options import local_bytes
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import CUSTOM_OPS, OpCall
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.schedules import in_flight
 from alpa_strategy.sharding.cross_mesh import boundary_link
 from alpa_strategy.sharding.strategies import localize

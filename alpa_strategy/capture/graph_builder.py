@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.cost.model import without_data
+from alpa_strategy.cost.saved_tensors import without_data
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Op, ValueRef
 from alpa_strategy.ir.op import OpCall, TensorMeta, aten_name, bound_arguments, with_slots

@@ -267,7 +267,7 @@ class _Tracing:
     def _batch(self, tensors: Sequence[Tensor]) -> Any:
         """Return the step's batch: `tensors`, and the other leaves with or without their values."""
         remaining = iter(tensors)
-        leaves = []
+        leaves: list[Any] = []
         for index, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
                 leaves.append(next(remaining))

@@ -1,10 +1,10 @@
-"""Agreement between the ranks of a job before anything is sharded: an error on one rank is raised
-on all of them.
+"""Consensus between the ranks of a job: an error on one rank is raised on all of them.
 
-A `group` says among which ranks: those of a replica, or None, all of the job. At the end: jobs
-beside the main thread.
+A `group` is that of a replica's ranks; None stands for all ranks of the job. At the end: jobs in
+background threads.
 """
 
+import itertools
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -23,17 +23,17 @@ T = TypeVar("T")
 
 
 def world_size(group: Any = None) -> int:
-    """Number of ranks; 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def rank_in(group: Any) -> int:
-    """This process's place among the ranks; 0 without a process group."""
+    """Return the index of this process among the ranks; 0 without a process group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def broadcast_object(value: Any) -> Any:
-    """`value` of rank 0, on every rank of the job (pickled)."""
+    """Return rank 0's `value` on every rank of the job (pickled). Collective."""
     box = [value]
     if world_size() > 1:
         dist.broadcast_object_list(box)
@@ -45,7 +45,8 @@ def on_all_ranks(
 ) -> tuple[T, list[Any]]:
     """Run `work` on every rank; an AlpaError on any rank is raised on all. Collective.
 
-    Returns this rank's result, and `summary(result)` (small, picklable) of every rank.
+    Returns:
+        This rank's result, and `summary(result)` (small, picklable) of every rank.
     """
     result: T | None = None
     report: Any
@@ -57,26 +58,26 @@ def on_all_ranks(
     reports = all_gather_object(report, group)
     for _, first in reports:
         if first is not None:
-            # The lowest rank's error for all: equal texts are how FailureWatch knows that nobody is
-            # left behind.
-            raise first from (report[1] if report[1] is not first else None)
+            # The lowest rank's error on all ranks: by equal texts FailureWatch knows that every
+            # rank has failed.
+            local_error = report[1]
+            raise first from (local_error if local_error is not first else None)
     return cast("T", result), [value for value, _ in reports]
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """`value` of every rank, by rank (pickled). Collective."""
+    """Return `value` of every rank, by rank (pickled). Collective."""
     if world_size(group) == 1:
         return [value]
-    found: list[Any] = [None] * world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found
+    values: list[Any] = [None] * world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def host_group(group: Any = None) -> Any:
-    """The group in which hosts agree without waiting for what their GPUs still have to do, as
-    NCCL's collectives would.
+    """Return a group whose collectives do not wait for work that is queued on GPUs.
 
-    `group` itself unless that is NCCL's. Collective at its first call.
+    `group` itself unless its backend is NCCL. Collective at its first call.
     """
     if dist.get_backend(group) != "nccl":
         return group
@@ -87,28 +88,35 @@ def host_group(group: Any = None) -> Any:
 
 
 class RankZero:
-    """Lets rank 0 work alone while the others wait in the job's store: no collective, so no
-    collective timeout.
+    """Lets rank 0 work alone while the others wait in the job's store.
+
+    That is no collective, so it has no collective timeout.
     """
 
     def __init__(self, timeout_seconds: float, group: Any = None) -> None:
         self._timeout_seconds = timeout_seconds
-        self._size, self._rank = world_size(group), rank_in(group)
+        self._size = world_size(group)
+        self._rank = rank_in(group)
         self._alone = self._size == 1
         if not self._alone:
-            # A connection of its own: who waits in it holds up nobody else's calls.
+            # A separate connection: waiting in it does not block other calls.
             self._store = job_store().clone()
             number = self._store.add(f"alpa/rank_zero/runs/{dist.get_rank()}", 1)
-            self._run = (
-                f"{dist.get_rank() - self._rank}/{number}"  # a replica's ranks are neighbours
-            )
+            # A replica's ranks are consecutive.
+            first_rank = dist.get_rank() - self._rank
+            self._run = f"{first_rank}/{number}"
             self._count = 0
 
     def result_of(self, work: Callable[[], Any], what: str) -> Any:
-        """`work()` of rank 0 (to be pickled) on every rank; its AlpaError is raised on every rank.
+        """Run `work` on rank 0; return its result (pickled) on every rank.
+
+        An AlpaError of `work` is raised on every rank.
 
         Args:
-            what: for the error when rank 0 takes longer than the timeout.
+            what: name of the work in the error below.
+
+        Raises:
+            RuntimeMismatchError: rank 0 takes longer than the timeout.
         """
         if self._alone:
             return work()
@@ -122,8 +130,8 @@ class RankZero:
                 self._store.set(key, pickle.dumps((None, error)))
                 raise
             return result
-        # In a thread: who waits in the store hears no SIGTERM of a launcher that lost a rank, who
-        # joins a thread does.
+        # In a thread: waiting in the store blocks signal handlers, such as that of the SIGTERM by
+        # which a launcher ends the job. Joining a thread does not.
         waiting = Background("alpa-rank-zero")
         waiting.run(lambda: self._store.wait([key], timedelta(seconds=self._timeout_seconds)))
         try:
@@ -139,36 +147,40 @@ class RankZero:
         return result
 
     def meet(self, name: str, text: str, timeout_seconds: float) -> dict[int, str]:
-        """Leave `text` under `name` and wait for the other ranks to do the same; what came, by
-        rank.
-        """
+        """Exchange a text under `name`; return those that arrived in time, by rank."""
         if self._alone:
             return {0: text}
         keys = [f"alpa/meet/{self._run}/{name}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], text)
-        with suppress(RuntimeError):  # some ranks do not come: the caller sees which
+        # Some ranks may be late: the caller sees which.
+        with suppress(RuntimeError):
             self._store.wait(keys, timedelta(seconds=timeout_seconds))
-        return {
-            rank: self._store.get(key).decode()
-            for rank, key in enumerate(keys)
-            if self._store.check([key])
-        }
+        texts = {}
+        for rank, key in enumerate(keys):
+            if self._store.check([key]):
+                texts[rank] = self._store.get(key).decode()
+        return texts
 
 
-_groups: dict[Any, Any] = {}  # of `_job`, the process may have another later
+# The lasting groups of the job `_job`; this process may be in another job later.
+_groups: dict[Any, Any] = {}
 _job: Any = None
 
 
 def lasting_group(use: Any, ranks: Sequence[int] | None = None, **options: Any) -> Any:
-    """A process group of these ranks of the job (None: all) for one use: the same for everything
-    that trains one after another in this process, as a group keeps its connections and threads
-    until that ends. Collective at its first call.
+    """Return the process group of some ranks for one use. Collective at its first call.
+
+    All trainings of this process share it, as a group keeps its connections and threads until the
+    process ends.
 
     Args:
+        use: name of the use.
+        ranks: of the job; None: all.
         options: of `torch.distributed.new_group`.
     """
     _forget_groups_of_other_jobs()
-    if (key := (use, ranks and tuple(ranks))) not in _groups:
+    key = (use, ranks and tuple(ranks))
+    if key not in _groups:
         _groups[key] = dist.new_group(ranks and list(ranks), **options)
     return _groups[key]
 
@@ -182,69 +194,72 @@ def _forget_groups_of_other_jobs() -> None:
 
 
 def check_groups() -> None:
-    """Before a training: groups in which one that failed has left ranks apart are made anew.
-    Collective.
+    """Drop all lasting groups if ranks have run different numbers of collectives in one.
+
+    To be called before a training: one that failed may have left its groups so. Collective.
     """
-    found = [
-        (key, group) for key, group in _groups.items() if group != dist.GroupMember.NON_GROUP_MEMBER
-    ]
-    begun = all_gather_object(
-        [(key, group._get_sequence_number_for_group()) for key, group in found]
-    )
-    numbers = {each for of_rank in begun for each in of_rank}
+    local_numbers = []
+    for key, group in _groups.items():
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            local_numbers.append((key, group._get_sequence_number_for_group()))
+    numbers = set(itertools.chain.from_iterable(all_gather_object(local_numbers)))
+    # A group with two numbers is in it twice.
     if len(numbers) > len(dict(numbers)):
         _groups.clear()
 
 
 def cpu_group(use: str) -> dist.ProcessGroup | None:
-    """The group of all ranks with a CPU backend for one use; None for one process. Collective."""
+    """Return a gloo group of all ranks for one use; None for one process. Collective."""
     return lasting_group(use, backend="gloo") if world_size() > 1 else None
 
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:
-    """Which flags are set on at least one rank. Collective."""
+    """Return for each flag whether it is set on at least one rank. Collective."""
     return [bool(largest) for largest in all_reduce_max(flags)]
 
 
 def all_reduce_max(numbers: Sequence[int], group: Any = None) -> list[int]:
-    """The largest of each over all ranks. Collective, over the hosts."""
-    own = torch.tensor(numbers, dtype=torch.int64)
+    """Return the largest of each number over all ranks. Collective, between hosts."""
+    tensor = torch.tensor(numbers, dtype=torch.int64)
     if world_size(group) > 1:
-        dist.all_reduce(own, dist.ReduceOp.MAX, _agreement_group(group))
-    return own.tolist()
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, _consensus_group(group))
+    return tensor.tolist()
 
 
-def _agreement_group(group: Any) -> Any:
-    """The quickest group in which the hosts of `group` agree on a few numbers.
+def _consensus_group(group: Any) -> Any:
+    """The fastest group in which the hosts of `group` reach consensus on a few numbers.
 
-    Every training step agrees several times. Through the shared memory of one host that takes a
+    Every training step does so several times. Through the shared memory of one host that takes a
     tenth of gloo's time, whose threads wait for a core. Collective at its first call.
     """
     hosts: Any = host_group(group) or dist.group.WORLD
     key = ("agreement", hosts.group_name)
     _forget_groups_of_other_jobs()
     if key not in _groups:
-        rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
+        rank = dist.get_rank(hosts)
+        size = dist.get_world_size(hosts)
         _groups[key] = shared_memory_group(hosts, rank, size, AGREEMENT_BYTES) or hosts
     return _groups[key]
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0, group: Any = None) -> None:
-    """Rank `source`'s values for every rank's tensors that have memory, a message a dtype, as DDP
-    does. Collective.
+    """Copy rank `source`'s values to every rank's tensors in place, as DDP does. Collective.
+
+    Meta tensors are left out.
     """
-    held = [tensor.detach() for tensor in tensors if not tensor.is_meta]
-    if world_size(group) > 1 and held:
+    with_memory = [tensor.detach() for tensor in tensors if not tensor.is_meta]
+    if world_size(group) > 1 and with_memory:
         group = group or dist.distributed_c10d._get_default_group()
-        dist._broadcast_coalesced(group, held, 250 * 2**20, source)
+        dist._broadcast_coalesced(group, with_memory, 250 * 2**20, source)
 
 
-# --- Jobs beside the main thread, one after the other.
+# --- Jobs in background threads, one after the other.
 
 
 class Background:
-    """Each job has a thread that waits for the one before and keeps no process alive: nothing has
-    to be closed.
+    """Runs jobs one after the other.
+
+    Each job has a daemon thread that waits for the one before: nothing has to be closed.
     """
 
     def __init__(self, name: str) -> None:
@@ -268,16 +283,18 @@ class Background:
                     before.join()
                 if self._error is None:
                     job()
-            except BaseException as error:  # raised in the main thread, by `wait`
+            except BaseException as error:
+                # `wait` raises it in the main thread.
                 self._error = error
 
         self._last = threading.Thread(target=work, daemon=True, name=self._name)
         self._last.start()
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return when nothing is under way (or at the timeout); raise what failed."""
+        """Return when no job is running, or at the timeout; raise the error of a failed job."""
         if self._last is not None:
             self._last.join(timeout_seconds)
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error

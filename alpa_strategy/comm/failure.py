@@ -1,14 +1,14 @@
-"""A job that ends and starts as one: an exception on one rank ends all, a restarted job finds its
-own store.
+"""A job ends and starts as one: an exception on one rank ends all ranks, and a restarted job uses a
+fresh store.
 
-`FailureWatch`: the failing rank writes its traceback into the job's store (the one that formed the
-process group); a thread on every rank looks there once a second. No collectives, so it also works
-while the main thread hangs in one. A
-rank that was killed says nothing: it is named by the others, as the one that gives no sign of life.
+`FailureWatch`: the failing rank writes its traceback to the job's store (the one that formed the
+process group). A thread on every rank polls it once a second. That needs no collectives, so it also
+works while the main thread hangs in one. A rank that was killed writes nothing: the others name it,
+as it does not answer.
 
-`fresh_store`: torchrun's store outlives its workers (`--max-restarts`): a restarted worker finds
-addresses of processes in it that are gone, and waits for them in vain. All that are alive agree on
-a name of their own in it.
+`fresh_store`: torchrun's store outlives its workers (`--max-restarts`). A restarted worker would
+find addresses of processes in it that have ended, and wait for them in vain. So the ranks that are
+alive agree on a new prefix.
 """
 
 import contextlib
@@ -31,11 +31,19 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 2.0
 LOST_SECONDS = 6.0
 _NO_STORE = "rank 0 is gone, and the job's store with it"
-# Keys of the store: what failed first, a word to all ranks, that rank 0 has ended well;
-# `seen/{rank}`: a sign of life.
-_CAUSE, _TOLD, _ENDED = "cause", "told", "ended"
-# Set by the failing rank when it has shown its own traceback: nobody else needs to.
+
+# Keys of the store. `seen/{rank}` is set by each rank that has read the cause.
+
+# The first error of the job.
+_CAUSE = "cause"
+# A text for all ranks.
+_TOLD = "told"
+# Set when rank 0 has ended well.
+_ENDED = "ended"
+# Set by the failing rank when it has shown its traceback: no other rank needs to.
 _SHOWN = "shown"
+
+# First word of the text of an error that has a traceback.
 _TRACEBACK = "Traceback"
 
 
@@ -43,10 +51,10 @@ class FailureWatch:
     """Watches the other ranks of the job between `start` and `stop`.
 
     Args:
-        store: the job's store, of which clones (own connections) are used: a blocked main thread
-            blocks no watch.
-        children: gives the processes that this one launched; they are ended first. last: called
-            then.
+        store: the job's store. Clones with separate connections are used, so that a main thread
+            that is blocked in a call does not block the watch.
+        children: returns the processes that this one launched; they are ended first.
+        last: called after these have ended, just before this process ends.
     """
 
     def __init__(
@@ -61,12 +69,13 @@ class FailureWatch:
         # step with the others.
         prefix = f"alpa/failure/{store.add(f'alpa/failure/runs/{rank}', 1)}"
         # A connection each: a store's calls wait for each other, and the main thread may hang in
-        # one of its own.
-        self._watch_store, self._main_store = (
-            dist.PrefixStore(prefix, store.clone()) for _ in range(2)
-        )
-        self._rank, self._world_size = rank, world_size
-        self._children, self._last = children, last
+        # one.
+        self._watch_store = dist.PrefixStore(prefix, store.clone())
+        self._main_store = dist.PrefixStore(prefix, store.clone())
+        self._rank = rank
+        self._world_size = world_size
+        self._children = children
+        self._last = last
         self._stopped = threading.Event()
         self._ending = threading.Lock()
         self._word: str | None = None
@@ -74,17 +83,23 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="alpa-failure-watch")
 
     def start(self) -> None:
-        """Begin to watch, in a thread."""
+        """Start to watch, in a thread."""
         self._thread.start()
 
     def stop(self, ends_well: bool = True) -> None:
-        """This rank is done: nothing fires any more."""
+        """Stop to watch: this rank has ended its training.
+
+        Args:
+            ends_well: whether without an error.
+        """
         self._stopped.set()
-        if self._rank == 0 and ends_well:  # its store ends with it: slower ranks are not lost
+        if self._rank == 0 and ends_well:
+            # The store may end with this process: slower ranks must not take that for a failure.
             with contextlib.suppress(RuntimeError):
                 self._main_store.set(_ENDED, "")
         if self._thread.is_alive():
-            self._thread.join(1.0)  # longer only in a call to a store that is gone
+            # It takes longer only in a call to a store that is gone.
+            self._thread.join(1.0)
 
     def publish(self, error: BaseException) -> None:
         """Called where `error` is about to end this rank: tell the others, and give them time to
@@ -115,7 +130,8 @@ class FailureWatch:
                 time.sleep(0.2)  # the store may end with this process: let the last answer arrive
                 end_children(self._children(), GRACE_SECONDS)
                 return
-        except RuntimeError:  # nobody is left to tell
+        except RuntimeError:
+            # No rank is left that reads it.
             print(f"\nalpa: rank {self._rank} ends: {_NO_STORE}", file=sys.stderr, flush=True)
             return
         rank, first_message, _ = first.split("\n", 2)
@@ -163,7 +179,8 @@ class FailureWatch:
             silent = [rank for rank in silent if not store.check([f"seen/{rank}"])]
             time.sleep(0.05)
         if silent:
-            ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+            noun = "ranks" if len(silent) > 1 else "rank"
+            ranks = f"{noun} {', '.join(map(str, silent))}"
             text = (
                 f"\nalpa: rank {self._rank}: no sign of life from {ranks}: ended, stopped or killed"
             )
@@ -177,7 +194,8 @@ class FailureWatch:
                     return
                 failed = self._watch_store.check([_CAUSE])
                 first = self._watch_store.get(_CAUSE).decode() if failed else ""
-            except RuntimeError:  # rank 0 has ended, and this rank has no more work without it
+            except RuntimeError:
+                # Rank 0 has ended, and this rank has no more work without it.
                 if not self._stopped.wait(LOST_SECONDS):
                     print(
                         f"\nalpa: rank {self._rank} ends: {_NO_STORE}", file=sys.stderr, flush=True
@@ -202,7 +220,8 @@ class FailureWatch:
         self._ending.acquire()  # never released: the process ends
         rank, message, trace = text.split("\n", 2)
         has_traceback = trace.startswith(_TRACEBACK)
-        error = message if has_traceback or self._rank > 0 else trace
+        shows_all = self._rank == 0 and not has_traceback
+        error = trace if shows_all else message
         sys.stdout.flush()
         line = f"\nalpa: rank {self._rank} ends because rank {rank} failed: {error}"
         print(line, file=sys.stderr, flush=True)
@@ -271,9 +290,9 @@ def fresh_store(rank: int, world_size: int, timeout_seconds: float) -> Any:
 def agree_on_name(store: Any, rank: int, world_size: int, timeout_seconds: float) -> str:
     """Rank 0's new name, on all ranks; whatever earlier attempts have left in the store.
 
-    Every rank says hello with a number that nobody had before; rank 0 answers under that number,
-    until all have answered in turn. A hello of a process that is gone is answered too, and then
-    replaced by a new one.
+    Every rank sets a hello with a number that no rank had before. Rank 0 answers under that number,
+    until all ranks have answered in turn. The hello of a process that is gone is answered too, and
+    then replaced by a new one.
     """
     own = uuid.uuid4().hex
     deadline = time.monotonic() + timeout_seconds

@@ -1,9 +1,8 @@
-"""Measuring a running job's cluster: collectives on every mesh axis, the devices, and files that
-keep the findings.
+"""Measure a running job's cluster: collectives on every mesh axis, and the devices; store the
+results in files.
 
-All ranks go through the same loops in the same order: every count is a constant or agreed on by a
-maximum over the ranks, never by one rank's clock. What comes out is therefore the same on all
-ranks.
+All ranks run the same loops in the same order. Loops end by constants or by maxima over all ranks,
+never by the clock of one rank. So the results are the same on all ranks.
 """
 
 import hashlib
@@ -19,18 +18,15 @@ import numpy as np
 import psutil
 import torch
 
-from alpa_strategy.cluster.spec import (
-    NOMINAL,
-    ClusterSpec,
+from alpa_strategy.cluster.devices import DeviceSpec, Host, Link
+from alpa_strategy.cluster.logical_mesh import (
     CommTable,
-    DeviceSpec,
-    Host,
-    Link,
     factorisations,
     strides,
     volume_factor,
     without_outliers,
 )
+from alpa_strategy.cluster.spec import NOMINAL, ClusterSpec
 from alpa_strategy.cluster.topology import Topology
 from alpa_strategy.comm.mesh import AxisComm, MeshComm
 from alpa_strategy.cost.measured import device_name, measure_device
@@ -41,12 +37,17 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-SIZES_BYTES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB .. 16 MiB
+# 1 KiB to 16 MiB.
+SIZES_BYTES = tuple(4**exponent for exponent in range(5, 13))
 ROUNDS = 8
-HOST_BYTES, HOST_SHARE = 2**27, 0.9  # of a copy that times the way; of host memory that may be used
-NO_SLOWDOWN = 1.1  # up to here it is noise
-# That of the GPUs in configs/clusters, not measured; on CPUs collectives take the cores that
-# compute.
+# Of a copy to or from host memory.
+HOST_BYTES = 2**27
+# Share of the host memory that may be used.
+HOST_SHARE = 0.9
+# Smaller factors are noise.
+NO_SLOWDOWN = 1.1
+# `ClusterSpec.overlap` of GPUs, as in configs/clusters; it is not measured. 0 on CPUs, whose
+# collectives take the cores that compute.
 GPU_OVERLAP = 0.75
 
 
@@ -58,15 +59,20 @@ def measure_collectives(
     device: torch.device = CPU,
     axes: Iterable[int] | None = None,
 ) -> list[CommTable]:
-    """Time each collective on each mesh axis (of more than one device), all groups of the axis at
-    the same time.
+    """Measure each collective on each mesh axis, all groups of the axis at the same time.
 
-    Seconds are the slowest rank's, the best of several rounds: one round times everything once, so
-    that a burst of other load does not spoil all the repetitions of one collective. Sizes are those
-    of the full tensor on the axis; larger ones are left out when half of an axis' budget is spent.
-    All ranks of the mesh call this alike.
+    Axes of one device are skipped. Seconds are the slowest rank's, the best of several rounds. One
+    round measures everything once, so that a burst of other load does not affect all repetitions of
+    one collective. Collective: all ranks of the mesh pass the same arguments.
+
+    Args:
+        sizes_bytes: of the full tensor on the axis; larger ones are left out when half of an axis'
+            budget is spent.
+        budget_seconds: per axis.
+        axes: of the mesh; None: all.
     """
-    kinds, sizes = tuple(kinds), tuple(sorted(sizes_bytes))
+    kinds = tuple(kinds)
+    sizes = tuple(sorted(sizes_bytes))
     all_strides = strides(mesh.shape)
     tables = []
     for index in range(len(mesh.shape)) if axes is None else axes:
@@ -75,24 +81,23 @@ def measure_collectives(
             continue
         clock = _AgreedClock(mesh, device)
         best: dict[tuple[str, int], float] = {}
-        for size in sizes:  # the first round warms up: connections are made lazily
+        # The first round warms up: connections are made lazily.
+        for size in sizes:
             for kind in kinds:
                 best[kind, size] = clock.time(_collective(axis, kind, size, device))
             if clock.elapsed > budget_seconds / 2 and len(best) >= 2 * len(kinds):
                 break
         for round_index in range(ROUNDS):
             for kind, size in best:
-                best[kind, size] = min(
-                    best[kind, size], clock.time(_collective(axis, kind, size, device))
-                )
+                seconds = clock.time(_collective(axis, kind, size, device))
+                best[kind, size] = min(best[kind, size], seconds)
             if clock.elapsed > budget_seconds and round_index > 0:
                 break
         for kind in kinds:
-            points = [
-                (_exact_bytes(axis.size, size), best[kind, size])
-                for size in sizes
-                if (kind, size) in best
-            ]
+            points = []
+            for size in sizes:
+                if (kind, size) in best:
+                    points.append((_exact_bytes(axis.size, size), best[kind, size]))
             tables.append(CommTable(kind, axis.size, all_strides[index], without_outliers(points)))
     return tables
 
@@ -105,36 +110,38 @@ def measure_cluster(
     device: torch.device = CPU,
     budget_seconds: float = 1.0,
 ) -> ClusterSpec:
-    """The running job's cluster as a measured ClusterSpec, equal on all ranks.
+    """Return the running job's cluster as a measured ClusterSpec, equal on all ranks. Collective.
 
     Args:
-        make_mesh: logical shape -> this rank's MeshComm over the whole job; called for each shape
-            on all ranks alike.
-        folder: of stored ones (`.alpa/costs`): this one is read there where every rank finds it,
-            else written.
+        make_mesh: logical shape -> this rank's MeshComm over all ranks of the job; called for each
+            shape, in the same order on all ranks.
+        folder: of stored clusters (`.alpa/costs`). The cluster is read from there if all ranks find
+            it, else it is measured and stored.
         budget_seconds: per mesh axis.
     """
     shapes = factorisations(num_nodes * devices_per_node)
-    whole = make_mesh(shapes[0])
+    full_mesh = make_mesh(shapes[0])
     backend = "nccl" if device.type == "cuda" else "gloo"
     path = stored_path(folder, device_name(device), num_nodes, devices_per_node, backend)
-    found = load_stored(path)
-    if _agreed_max(whole, [0.0 if found else 1.0], device)[0] == 0.0:
-        assert found is not None
-        return found
-    spec = _agreed_device(whole, measure_device(device, devices_per_node), device)
-    spec = replace(spec, slowdown=measure_slowdown(whole, device))
+    stored = load_stored(path)
+    (is_missing,) = _agreed_max(full_mesh, [0.0 if stored else 1.0], device)
+    if is_missing == 0.0:
+        assert stored is not None
+        return stored
+    spec = _agreed_device(full_mesh, measure_device(device, devices_per_node), device)
+    spec = replace(spec, slowdown=measure_slowdown(full_mesh, device))
+
+    # One table for each (size, stride) of an axis.
     tables: list[CommTable] = []
-    done: set[tuple[int, int]] = set()
+    measured: set[tuple[int, int]] = set()
     for shape in shapes:
-        axes = [
-            a for a, key in enumerate(zip(shape, strides(shape), strict=True)) if key not in done
-        ]
+        kinds_of_axes = list(zip(shape, strides(shape), strict=True))
+        axes = [axis for axis, kind in enumerate(kinds_of_axes) if kind not in measured]
         if not axes or shape == (1,):
             continue
-        mesh = whole if shape == shapes[0] else make_mesh(shape)
+        mesh = full_mesh if shape == shapes[0] else make_mesh(shape)
         tables += measure_collectives(mesh, budget_seconds=budget_seconds, device=device, axes=axes)
-        done.update(zip(shape, strides(shape), strict=True))
+        measured.update(kinds_of_axes)
     cluster = ClusterSpec(
         name="this cluster",
         num_nodes=num_nodes,
@@ -147,38 +154,49 @@ def measure_cluster(
         tables=tuple(tables),
         measured=True,
         overlap=0.0 if device.type == "cpu" else GPU_OVERLAP,
-        host=measure_host(whole, device, devices_per_node),
+        host=measure_host(full_mesh, device, devices_per_node),
     )
     try:
         write_json(path, cluster.to_dict())
-    except OSError as error:  # costs the next job its time, not this one
+    except OSError as error:
+        # The next job will have to measure again.
         logger.warning("cluster measurements cannot be stored in %s: %s", path, error)
     return cluster
 
 
 def measure_host(mesh: MeshComm, device: torch.device, devices_per_node: int) -> Host | None:
-    """The nodes' host memory and the way to it, while all devices use it at once, as they do in a
-    step.
+    """Measure the nodes' host memory and the link to it, while all devices use it at once, as in a
+    step. Collective.
 
-    None on CPUs, whose memory it is.
+    None on CPUs.
     """
     if device.type != "cuda":
         return None
     pinned = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True)
-    there, here = torch.empty_like(pinned, device=device), torch.empty_like(pinned)
-    clock, best = _AgreedClock(mesh, device), [math.inf] * 3
+    on_device = torch.empty_like(pinned, device=device)
+    on_host = torch.empty_like(pinned)
+    clock = _AgreedClock(mesh, device)
+    to_device = to_host = within_host = math.inf
     for _ in range(ROUNDS):
-        for way, (target, source) in enumerate(((there, pinned), (pinned, there), (here, pinned))):
-            best[way] = min(best[way], clock.time(lambda t=target, s=source: t.copy_(s)))  # type: ignore[misc]
+        to_device = min(to_device, clock.time(lambda: on_device.copy_(pinned)))
+        to_host = min(to_host, clock.time(lambda: pinned.copy_(on_device)))
+        within_host = min(within_host, clock.time(lambda: on_host.copy_(pinned)))
+    # The smallest memory of all hosts.
     (memory,) = _agreed_max(mesh, [-psutil.virtual_memory().total * HOST_SHARE], device)
-    return Host(HOST_BYTES / max(best[:2]), -memory, 2 * HOST_BYTES * devices_per_node / best[2])
+    return Host(
+        link_bandwidth=HOST_BYTES / max(to_device, to_host),
+        memory_bytes=-memory,
+        # Read and written.
+        memory_bandwidth=2 * HOST_BYTES * devices_per_node / within_host,
+    )
 
 
 def stored_path(
     folder: Path, device: str, num_nodes: int, devices_per_node: int, backend: str
 ) -> Path:
-    """The file of such a cluster. Host names do not count: the next job on such machines need not
-    measure again.
+    """Return the path of a cluster's file in `folder`.
+
+    It does not depend on host names, so that jobs on other hosts of the same kind use it as well.
     """
     key = json.dumps([device, num_nodes, devices_per_node, backend, torch.__version__])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
@@ -186,7 +204,7 @@ def stored_path(
 
 
 def load_stored(path: Path) -> ClusterSpec | None:
-    """The measured cluster in a file; None when there is none that can be read."""
+    """Read a measured cluster; None if there is no such file, or it cannot be read (logged)."""
     if not path.exists():
         return None
     try:
@@ -206,28 +224,28 @@ def _exact_bytes(n: int, size: int) -> int:
 def _collective(axis: AxisComm, kind: str, size: int, device: torch.device) -> Callable[[], object]:
     """A call of `kind` on a full tensor [axis size, columns] of `_exact_bytes`."""
     n = axis.size
-    whole = torch.ones(n, _exact_bytes(n, size) // (4 * n), device=device)
+    full = torch.ones(n, _exact_bytes(n, size) // (4 * n), device=device)
     calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: axis.all_reduce(whole),
-        "reduce_scatter": lambda: axis.reduce_scatter(whole, 0),
-        "all_gather": lambda: axis.all_gather(whole[:1], 0, n),
-        "all_to_all": lambda: axis.all_to_all(whole[:1], 0, n, 1),
+        "all_reduce": lambda: axis.all_reduce(full),
+        "reduce_scatter": lambda: axis.reduce_scatter(full, 0),
+        "all_gather": lambda: axis.all_gather(full[:1], 0, n),
+        "all_to_all": lambda: axis.all_to_all(full[:1], 0, n, 1),
     }
     return calls[kind]
 
 
 class _AgreedClock:
-    """Times on which all ranks of a mesh agree: each is the slowest rank's. `elapsed`: seconds
-    since it was made.
-    """
+    """Measures times that are equal on all ranks of a mesh: those of the slowest rank."""
 
     def __init__(self, mesh: MeshComm, device: torch.device) -> None:
-        self.mesh, self.device = mesh, device
+        self.mesh = mesh
+        self.device = device
+        # seconds since the clock was made, at the end of the last run
         self.elapsed = 0.0
         self._made = time.perf_counter()
 
     def time(self, run: Callable[[], object]) -> float:
-        """Seconds of one run. The agreement before it makes all ranks start together."""
+        """Return the seconds of one run. Collective; all ranks start it at the same time."""
         _agreed_max(self.mesh, [0.0], self.device)
         started = time.perf_counter()
         run()
@@ -242,41 +260,48 @@ class _AgreedClock:
 
 def _agreed_max(mesh: MeshComm, values: list[float], device: torch.device) -> list[float]:
     """Element-wise maximum over all ranks of the mesh."""
-    return mesh.whole.all_reduce(
-        torch.tensor(values, dtype=torch.float64, device=device), "max"
-    ).tolist()
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    return mesh.whole.all_reduce(tensor, "max").tolist()
 
 
 def measure_slowdown(mesh: MeshComm, device: torch.device = CPU, seconds: float = 0.1) -> float:
-    """How much slower a device computes while all of the mesh do: ranks may share cores, memory, or
-    one machine.
+    """Measure how many times slower a device computes while all devices of the mesh do. Collective.
 
-    Rates over a whole window each, not best times: ranks that take turns on a core are fast for
-    moments. 1 on GPUs.
+    Ranks may share cores, memory, or one host. 1 on GPUs.
+
+    Args:
+        seconds: of a window over which the rate is measured. Best times would not do: ranks that
+            take turns on a core are fast for moments.
     """
     if device.type != "cpu" or math.prod(mesh.shape) == 1:
         return 1.0
     matrix = torch.rand(256, 256)
 
     def rate() -> float:
-        count, started = 0, time.perf_counter()
+        count = 0
+        started = time.perf_counter()
         while time.perf_counter() - started < seconds:
             matrix @ matrix
             count += 1
         return count / (time.perf_counter() - started)
 
-    first = not any(mesh.coordinate)  # one device alone, then all together
-    alone, together = 0.0, 0.0
-    for _ in range(2):  # the better of two: a burst of other load passes
-        alone = max(alone, _agreed_max(mesh, [rate() if first else 0.0], device)[0])
+    is_first = not any(mesh.coordinate)
+    alone = 0.0
+    together = 0.0
+    # The better of two, so that a burst of other load does not count.
+    for _ in range(2):
+        (rate_alone,) = _agreed_max(mesh, [rate() if is_first else 0.0], device)
+        alone = max(alone, rate_alone)
+        # All ranks start together.
         _agreed_max(mesh, [0.0], device)
-        together = max(together, -_agreed_max(mesh, [-rate()], device)[0])
-    found = max(1.0, alone / together)
-    return found if found > NO_SLOWDOWN else 1.0
+        (negative_rate,) = _agreed_max(mesh, [-rate()], device)
+        together = max(together, -negative_rate)
+    slowdown = max(1.0, alone / together)
+    return slowdown if slowdown > NO_SLOWDOWN else 1.0
 
 
 def _agreed_device(mesh: MeshComm, spec: DeviceSpec, device: torch.device) -> DeviceSpec:
-    """The weakest of the ranks' devices in every figure: all wait for it."""
+    """The weakest of the ranks' devices in every figure: all ranks wait for it."""
     dtypes = [dtype for dtype, _ in spec.peak_flops]
     rates = [spec.memory_bytes, spec.memory_bandwidth, *(peak for _, peak in spec.peak_flops)]
     launch, *agreed = _agreed_max(mesh, [spec.launch_seconds, *(-rate for rate in rates)], device)
@@ -294,14 +319,18 @@ def _agreed_device(mesh: MeshComm, spec: DeviceSpec, device: torch.device) -> De
 def _fit_link(
     tables: list[CommTable], num_nodes: int, devices_per_node: int, *, across: bool
 ) -> Link | None:
-    """Latency and bandwidth of the link that explain the measured all-reduces, across nodes or
-    inside them.
+    """The link that explains the measured all-reduces; None if there are none.
 
-    Latency is the fastest small one's; bandwidth (across: the whole node's, for all groups) the
-    best large one's.
+    Its latency is that of the fastest small one, its bandwidth that of the best large one.
+
+    Args:
+        across: whether it is the link between nodes (whose bandwidth all groups share), or the one
+            inside nodes.
     """
-    latency, bandwidth = float("inf"), 0.0
-    one_way_out = Topology(num_nodes, devices_per_node, (0.0, math.inf), (0.0, 1.0), (), ())
+    latency = float("inf")
+    bandwidth = 0.0
+    # With a bandwidth of 1 between nodes, and no limit inside them.
+    unit_uplinks = Topology(num_nodes, devices_per_node, (0.0, math.inf), (0.0, 1.0), (), ())
     ranks = np.arange(num_nodes * devices_per_node)
     for table in tables:
         groups = (
@@ -310,12 +339,12 @@ def _fit_link(
             .reshape(-1, table.size)
             .tolist()
         )
-        share = one_way_out.way(
-            list(map(tuple, groups))
-        ).bandwidth  # of it that a group has; inf inside of nodes
+        # Share of the uplink that a group has; infinite inside nodes.
+        share = unit_uplinks.way(list(map(tuple, groups))).bandwidth
         if table.kind != "all_reduce" or math.isfinite(share) != across:
             continue
-        first, (num_bytes, seconds) = min(time for _, time in table.points), table.points[-1]
+        first = min(seconds for _, seconds in table.points)
+        num_bytes, seconds = table.points[-1]
         latency = min(latency, first)
         moved = volume_factor("all_reduce", table.size) * num_bytes
         # Noise can make a large message look as fast as a small one.

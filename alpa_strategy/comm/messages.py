@@ -1,10 +1,10 @@
-"""Carries out cross-mesh transfers: a bundle of tensors from one mesh to another, one message per
-pair of ranks.
+"""Executes cross-mesh transfers: a bundle of tensors from one mesh to another, one message per pair
+of ranks.
 
-What is sent where was decided in `sharding/cross_mesh.py`. Receives are posted early and waited for
-when they are needed; sends never hold up the sender (`Outbox`). Tags keep bundles, directions and
-micro-batches apart on gloo; NCCL ignores tags, so there every channel and direction has a group of
-its own (`mesh.message_groups`).
+`sharding/cross_mesh.py` plans the messages. Receives are posted early and waited for when they are
+needed; sends never block the sender (`Outbox`). On gloo, tags keep bundles, directions and
+micro-batches apart. NCCL ignores tags, so there every channel and direction has a process group
+(`mesh.message_groups`).
 """
 
 import re
@@ -26,13 +26,15 @@ from alpa_strategy.errors import LostRankError
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, Layout, shard
 from alpa_strategy.sharding.cross_mesh import Box, Piece, TransferPlan
 
-ALIGNMENT = 16  # bytes: tensors of any dtype may begin there
+# Bytes: tensors of any dtype may start at multiples of it.
+ALIGNMENT = 16
+# Bytes of gloo's sends in flight, beyond which a thread waits for them.
 HELD_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where piece `piece` of tensor `value` lies in a message."""
+    """The position of a piece of tensor `value` in a message, in bytes."""
 
     value: int
     piece: Piece
@@ -41,52 +43,65 @@ class _Slot:
 
 
 class Outbox:
-    """Sends under way: keeps their buffers until they have left, without holding up the sender.
+    """Sends in flight: stores their buffers until they have been sent, without blocking the sender.
 
-    gloo tells only who waits that a send is done: a thread does, once buffers add up. Other
-    backends are asked.
+    gloo reports only to a thread that waits that a send is done: once buffers add up, a background
+    thread waits. Other backends are polled.
     """
 
     def __init__(self) -> None:
-        self._held: deque[tuple[dist.P2POp, Any]] = deque()  # with the handle of each
+        # sends with their handles
+        self._held: deque[tuple[dist.P2POp, Any]] = deque()
         self._held_bytes = 0
         self._background = Background("alpa-outbox")
 
     def send(self, ops: Sequence[dist.P2POp]) -> None:
-        """Start all sends."""
+        """Launch all sends."""
         for op in ops:
-            self._held.append((op, _begin(op)))
+            self._held.append((op, _launch(op)))
             self._held_bytes += op.tensor.numel()
             if dist.get_backend(op.group) != "gloo":
-                while self._held and self._held[0][1].is_completed():
-                    self._held_bytes -= self._held.popleft()[0].tensor.numel()
+                self._drop_completed()
             elif self._held_bytes > HELD_BYTES:
-                held, self._held, self._held_bytes = self._held, deque(), 0
-                self._background.run(partial(_wait_for, held))
+                self._background.run(partial(_wait_for, self._held))
+                self._held = deque()
+                self._held_bytes = 0
+
+    def _drop_completed(self) -> None:
+        while self._held:
+            op, work = self._held[0]
+            if not work.is_completed():
+                return
+            self._held.popleft()
+            self._held_bytes -= op.tensor.numel()
 
     def drain(self) -> None:
-        """Wait until everything has left. LostRankError when a receiver is gone."""
+        """Wait until everything has been sent.
+
+        Raises:
+            LostRankError: a receiver is gone.
+        """
         _wait_for(self._held)
         self._held_bytes = 0
         self._background.wait()
 
 
 def _wait_for(held: deque[tuple[dist.P2POp, Any]]) -> None:
-    """Each buffer goes when it has left."""
+    """Wait for the sends in order; each buffer is freed when it has been sent."""
     while held:
         op, work = held.popleft()
         _named(op, work.wait)
 
 
 class Transfer:
-    """One bundle of tensors from one mesh to another, as often as wanted.
+    """One bundle of tensors from one mesh to another, any number of times.
 
     Args:
         plans: one per tensor; all between the same two meshes.
-        rank: this process's, as the plans count.
-        mesh: the target's mesh where `rank` is on it and a plan gathers, else None.
+        rank: this process's rank in the plans.
+        mesh: the target's mesh if `rank` is on it and a plan gathers, else None.
         group: process group of the messages.
-        ranks: the job's number of each of the plans' ranks; None: the same.
+        ranks: the job's rank of each of the plans' ranks; None: the same.
     """
 
     def __init__(
@@ -112,26 +127,26 @@ class Transfer:
         self._group = group
         self._outgoing = self._slots(receiver_of)
         self._incoming = self._slots(sender_of)
-        self._kept = [
-            (value, piece)
-            for value, plan in enumerate(plans)
-            for piece in plan.pieces
-            if piece.source == piece.target == rank
-        ]
-        self._kept_parts: dict[
-            int, deque[list[Tensor]]
-        ] = {}  # tag -> parts that stay on this device
+        # pieces that stay on this device
+        self._local: list[tuple[int, Piece]] = []
+        for value, plan in enumerate(plans):
+            for piece in plan.pieces:
+                if piece.source == piece.target == rank:
+                    self._local.append((value, piece))
+        # tag -> tensors of these pieces, of each bundle that is not received yet
+        self._local_tensors: dict[int, deque[list[Tensor]]] = {}
         self._is_target = bool(plans) and rank in plans[0].received_boxes
-        self._gathers = [
-            Reshard(_dual(plan.received), _dual(plan.target.layout), plan.shape, mesh)
-            if plan.gathers and mesh is not None and self._is_target
-            else None
-            for plan in plans
-        ]
+        self._gathers: list[Reshard | None] = []
+        for plan in plans:
+            gather = None
+            if plan.gathers and mesh is not None and self._is_target:
+                gather = Reshard(_dual(plan.received), _dual(plan.target.layout), plan.shape, mesh)
+            self._gathers.append(gather)
 
     def _slots(self, peer_of: Callable[[Piece], int | None]) -> dict[int, list[_Slot]]:
-        """The job's number of a peer -> the slots of its message; both ends make the same list from
-        the same plans.
+        """The job's rank of a peer -> the slots of its message.
+
+        Both ends make the same list from the same plans.
         """
         messages: dict[int, list[_Slot]] = {}
         ends: dict[int, int] = {}
@@ -140,18 +155,23 @@ class Transfer:
                 peer = peer_of(piece)
                 if peer is None or peer == self._rank:
                     continue
-                offset, size = ends.get(peer, 0), piece.num_elements * plan.dtype.itemsize  # bytes
-                messages.setdefault(peer, []).append(_Slot(value, piece, offset, size))
-                ends[peer] = offset + -(-size // ALIGNMENT) * ALIGNMENT
+                offset = ends.get(peer, 0)
+                num_bytes = piece.num_elements * plan.dtype.itemsize
+                messages.setdefault(peer, []).append(_Slot(value, piece, offset, num_bytes))
+                aligned_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+                ends[peer] = offset + aligned_bytes
         ranks = self._numbers or range(max(messages, default=0) + 1)
         return {ranks[peer]: slots for peer, slots in sorted(messages.items())}
 
     def send_ops(self, tensors: Sequence[Tensor | None], tag: int) -> list[dist.P2POp]:
-        """Messages with this rank's parts of `tensors` (local tensors; None stands for zeros).
+        """Return the messages with this rank's pieces of `tensors`.
 
-        Parts that stay on this device are kept until `receive` with the same tag asks for them.
+        Pieces that stay on this device are stored until `assemble` with the same tag.
+
+        Args:
+            tensors: local tensors; None stands for zeros.
         """
-        if not self._outgoing and not self._kept:
+        if not self._outgoing and not self._local:
             return []
         local = []
         for plan, tensor in zip(self._plans, tensors, strict=True):
@@ -159,18 +179,20 @@ class Transfer:
                 shape = [stop - start for start, stop in plan.source_boxes[self._rank]]
                 tensor = torch.zeros(shape, dtype=plan.dtype, device=self._device)
             local.append(tensor.detach())
-        if self._kept:
-            parts = [self._part(local[value], value, piece) for value, piece in self._kept]
-            self._kept_parts.setdefault(tag, deque()).append(parts)
+        if self._local:
+            pieces = [self._piece_of(local[value], value, piece) for value, piece in self._local]
+            self._local_tensors.setdefault(tag, deque()).append(pieces)
         ops = []
         for peer, slots in self._outgoing.items():
-            parts = [self._part(local[slot.value], slot.value, slot.piece) for slot in slots]
-            ops.append(dist.P2POp(dist.isend, _pack(slots, parts), peer, self._group, tag))
+            pieces = [self._piece_of(local[s.value], s.value, s.piece) for s in slots]
+            ops.append(dist.P2POp(dist.isend, _pack(slots, pieces), peer, self._group, tag))
         return ops
 
     def receive(self, tag: int, start: bool = True) -> "Receipt":
-        """Post the receives of this rank's parts of one bundle; with `start=False` the caller
-        starts `receipt.ops`.
+        """Post the receives of this rank's pieces of one bundle.
+
+        Args:
+            start: whether they are launched; if not, the caller launches `Receipt.ops`.
         """
         ops = []
         for peer, slots in self._incoming.items():
@@ -180,65 +202,76 @@ class Transfer:
             ops.append(dist.P2POp(dist.irecv, buffer, peer, self._group, tag))
         receipt = Receipt(self, ops, tag)
         if start:
-            receipt.works = [_begin(op) for op in ops]
+            receipt.works = [_launch(op) for op in ops]
         return receipt
 
     def forget(self) -> None:
-        """Drop parts that were kept for a receive that never came (a step that was broken off)."""
-        self._kept_parts.clear()
+        """Drop pieces that are stored for bundles of a step that was aborted."""
+        self._local_tensors.clear()
 
     def assemble(self, buffers: Sequence[Tensor], tag: int) -> list[Tensor]:
-        """This rank's local tensors in the target's layouts from its messages."""
+        """Return this rank's local tensors in the target's layouts; [] if it is not on its mesh.
+
+        Collective on the target's mesh if a plan gathers.
+
+        Args:
+            buffers: the received messages.
+        """
         if not self._is_target:
             return []
-        found: list[list[tuple[Piece, Tensor]]] = [[] for _ in self._plans]
-        if self._kept:
-            parts = self._kept_parts[tag].popleft()
-            for (value, piece), part in zip(self._kept, parts, strict=True):
-                found[value].append((piece, part))
+        pieces: list[list[tuple[Piece, Tensor]]] = [[] for _ in self._plans]
+        if self._local:
+            local_tensors = self._local_tensors[tag].popleft()
+            for (value, piece), tensor in zip(self._local, local_tensors, strict=True):
+                pieces[value].append((piece, tensor))
         for buffer, slots in zip(buffers, self._incoming.values(), strict=True):
             for slot in slots:
                 raw = buffer[slot.offset : slot.offset + slot.num_bytes]
                 shape = [stop - start for start, stop in slot.piece.box]
-                found[slot.value].append(
-                    (slot.piece, raw.view(self._plans[slot.value].dtype).view(shape))
-                )
+                tensor = raw.view(self._plans[slot.value].dtype).view(shape)
+                pieces[slot.value].append((slot.piece, tensor))
         results = []
         for value, plan in enumerate(self._plans):
-            tensor = self._join(found[value], plan.received_boxes[self._rank], plan.dtype)
+            tensor = self._join(pieces[value], plan.received_boxes[self._rank], plan.dtype)
             gather = self._gathers[value]
             results.append(tensor if gather is None else gather.values(tensor))
         return results
 
-    def _join(self, parts: list[tuple[Piece, Tensor]], box: Box, dtype: torch.dtype) -> Tensor:
-        if len(parts) == 1 and parts[0][0].box == box:
-            return parts[0][1]
-        result = torch.empty(
-            [stop - start for start, stop in box], dtype=dtype, device=self._device
-        )
-        for piece, part in parts:
-            result[_within(piece.box, box)].copy_(part)
+    def _join(self, pieces: list[tuple[Piece, Tensor]], box: Box, dtype: torch.dtype) -> Tensor:
+        """The tensor of `box` from the pieces that cover it."""
+        if len(pieces) == 1:
+            piece, tensor = pieces[0]
+            if piece.box == box:
+                return tensor
+        shape = [stop - start for start, stop in box]
+        result = torch.empty(shape, dtype=dtype, device=self._device)
+        for piece, tensor in pieces:
+            result[_within(piece.box, box)].copy_(tensor)
         return result
 
-    def _part(self, tensor: Tensor, value: int, piece: Piece) -> Tensor:
-        own = self._plans[value].source_boxes[self._rank]
-        return tensor if piece.box == own else tensor[_within(piece.box, own)]
+    def _piece_of(self, tensor: Tensor, value: int, piece: Piece) -> Tensor:
+        """A piece of a local tensor."""
+        local_box = self._plans[value].source_boxes[self._rank]
+        return tensor if piece.box == local_box else tensor[_within(piece.box, local_box)]
 
 
 class Receipt:
-    """A bundle that is on its way to this rank."""
+    """A bundle in flight to this rank."""
 
     def __init__(self, transfer: Transfer, ops: list[dist.P2POp], tag: int) -> None:
-        self._transfer, self.ops, self._tag = transfer, ops, tag
+        self._transfer = transfer
+        self._tag = tag
+        self.ops = ops
+        # handles of the receives that `Transfer.receive` has launched
         self.works: list[Any] = []
 
     def wait(self) -> list[Tensor]:
-        """The local tensors, in the bundle's order. Collective on the target's mesh where a plan
-        gathers.
+        """Return the local tensors, in the bundle's order.
+
+        Collective on the target's mesh if a plan gathers.
         """
-        for op, work in zip(
-            self.ops, self.works, strict=False
-        ):  # none: whoever has started them has waited for them
+        # Receives that the caller launched have no handle here: the caller has waited for them.
+        for op, work in zip(self.ops, self.works, strict=False):
             _named(op, work.wait)
         return self._transfer.assemble([op.tensor for op in self.ops], self._tag)
 
@@ -246,47 +279,57 @@ class Receipt:
 def exchange(
     transfers: Sequence[tuple[Transfer, Sequence[Tensor | None]]], tag: int
 ) -> list[list[Tensor]]:
-    """Carry out several transfers at once; every rank of the job calls with the same list. Tags
-    from `tag` on.
+    """Execute several transfers at once; every rank of the job calls with the same list.
 
-    Returns, per transfer, this rank's local tensors ([] where it is not on the target's mesh).
+    Args:
+        transfers: each with its local tensors, None for zeros.
+        tag: of the first transfer; the others have the following ones.
+
+    Returns:
+        Per transfer this rank's local tensors, [] if it is not on the target's mesh.
     """
-    # All receives and sends start before the first is waited for: any order among the ranks would
-    # do.
-    receipts = [transfer.receive(tag + i, start=False) for i, (transfer, _) in enumerate(transfers)]
-    sends = [
-        op
-        for i, (transfer, tensors) in enumerate(transfers)
-        for op in transfer.send_ops(tensors, tag + i)
-    ]
-    ops = [*(op for receipt in receipts for op in receipt.ops), *sends]
+    # All receives and sends are launched before the first is waited for, so that their order among
+    # the ranks does not matter.
+    receipts = []
+    ops: list[dist.P2POp] = []
+    for i, (transfer, _) in enumerate(transfers):
+        receipt = transfer.receive(tag + i, start=False)
+        receipts.append(receipt)
+        ops += receipt.ops
+    for i, (transfer, tensors) in enumerate(transfers):
+        ops += transfer.send_ops(tensors, tag + i)
+
     if ops and dist.get_backend(ops[0].group) == "gloo":
-        for op, work in [(op, _begin(op)) for op in ops]:
+        for op, work in [(op, _launch(op)) for op in ops]:
             _named(op, work.wait)
     elif ops:
-        for work in dist.batch_isend_irecv(
-            ops
-        ):  # one NCCL group: alone, a send could wait for its receive for ever
+        # One NCCL group: otherwise a send could wait for its receive for ever.
+        for work in dist.batch_isend_irecv(ops):
             work.wait()
     return [receipt.wait() for receipt in receipts]
 
 
-def _pack(slots: list[_Slot], parts: list[Tensor]) -> Tensor:
-    """One flat buffer of bytes; a single part is sent from where it lies."""
-    flat = [as_bytes(part.contiguous()) for part in parts]
+def _pack(slots: list[_Slot], pieces: list[Tensor]) -> Tensor:
+    """One flat buffer of bytes; a single contiguous piece is not copied."""
+    flat = [as_bytes(piece.contiguous()) for piece in pieces]
     if len(flat) == 1:
         return flat[0]
     buffer = flat[0].new_empty(slots[-1].offset + slots[-1].num_bytes)
-    for slot, part in zip(slots, flat, strict=True):
-        buffer[slot.offset : slot.offset + slot.num_bytes].copy_(part)
+    for slot, piece in zip(slots, flat, strict=True):
+        buffer[slot.offset : slot.offset + slot.num_bytes].copy_(piece)
     return buffer
 
 
-def _within(box: Box, whole: Box) -> tuple[slice, ...]:
-    return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, whole, strict=True))
+def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """`box` as slices of a tensor that stores `outer`."""
+    slices = []
+    for (start, stop), (first, _) in zip(box, outer, strict=True):
+        slices.append(slice(start - first, stop - first))
+    return tuple(slices)
 
 
 def _dual(layout: Layout) -> DualLayout:
+    """The dual layout of values that have no gradient here."""
     placements = []
     for placement in layout:
         if isinstance(placement, Shard):
@@ -296,42 +339,45 @@ def _dual(layout: Layout) -> DualLayout:
     return tuple(placements)
 
 
-def _begin(op: dist.P2POp) -> Any:
+def _launch(op: dist.P2POp) -> Any:
     if op.tensor.device.type != "cpu" and dist.get_backend(op.group) == "gloo":
         return _named(op, lambda: StagedThroughHost(op))
     return _named(op, lambda: op.op(op.tensor, op.peer, op.group, op.tag))
 
 
 class StagedThroughHost:
-    """A message of an accelerator's tensor over gloo, whose sends and receives know the host's
-    memory alone.
-    """
+    """A message of an accelerator's tensor over gloo, which sends from host memory only."""
 
     def __init__(self, op: dist.P2POp) -> None:
         self._op = op
-        self._host = (
-            op.tensor.cpu() if op.op is dist.isend else torch.empty_like(op.tensor, device="cpu")
-        )
+        if op.op is dist.isend:
+            self._host = op.tensor.cpu()
+        else:
+            self._host = torch.empty_like(op.tensor, device="cpu")
         self._work = op.op(self._host, op.peer, op.group, op.tag)
 
     def wait(self) -> None:
-        """The message has left, or is in the op's tensor."""
+        """Return when the message has been sent, or is in the op's tensor."""
         self._work.wait()
         if self._op.op is dist.irecv:
             self._op.tensor.copy_(self._host)
 
 
 def _named(op: dist.P2POp, call: Callable[[], Any]) -> Any:
-    """`call()`; a failure of the connection becomes an error that names the other rank."""
+    """Return `call()`; raise LostRankError, which names the other rank, if the connection fails."""
     try:
         return call()
     except RuntimeError as error:
-        text, peer = str(error), op.peer
-        what = "a message to" if op.op is dist.isend else "a message from"
+        text = str(error)
+        peer = op.peer
+        message = "a message to" if op.op is dist.isend else "a message from"
         if "imed out" in text or "imeout" in text:
-            problem = f"{what} rank {peer} did not get through in time: rank {peer} hangs, or waits for one that does"
+            problem = (
+                f"{message} rank {peer} did not get through in time: rank {peer} hangs, or waits"
+                " for one that does"
+            )
         else:
-            problem = f"rank {peer} is gone: {what} it failed"
+            problem = f"rank {peer} is gone: {message} it failed"
         raise LostRankError(
             f"rank {dist.get_rank()}: {problem} ({first_sentence(text)})",
             f"look at the output of rank {peer} first",
@@ -339,6 +385,6 @@ def _named(op: dist.P2POp, call: Callable[[], Any]) -> Any:
 
 
 def first_sentence(text: str) -> str:
-    """What a backend says happened, without its source file and advice."""
+    """Return the first sentence of a backend's error, without its source file and advice."""
     line = text.splitlines()[0] if text else "no reason given"
     return re.sub(r"^\[/[^\]]*\] ", "", line).partition(". This is typically")[0]

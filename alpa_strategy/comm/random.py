@@ -1,9 +1,8 @@
-"""Random ops on a mesh: other numbers on other shards, the same on replicas, reproducible from one
-seed.
+"""Random ops on a mesh: different numbers on each shard, the same on replicas, from one seed.
 
 ATen's random ops draw from the device's default generator. So there is one generator state per set
-of sharding axes, swapped into the default generator around each op; everything else that draws from
-it sees nothing of this.
+of sharding axes, which is swapped into the default generator around each op. Other users of the
+default generator are not affected.
 """
 
 import hashlib
@@ -20,8 +19,7 @@ from alpa_strategy.comm.mesh import MeshComm
 T = TypeVar("T")
 Replay = Callable[[], AbstractContextManager[None]]
 
-# The default generator is one per process: ranks that are threads (tests, `prove`) must take turns
-# with it.
+# A process has one default generator: ranks that are threads (in tests) must take turns with it.
 _default_generator_lock = threading.Lock()
 
 
@@ -30,32 +28,29 @@ class ShardedRandom:
 
     Devices that differ in a coordinate of the op's `random_axes` draw independent numbers, the
     others the same. All devices must call `run` in the same order with the same `random_axes`, as
-    they do when they run one program.
-    On a mesh of one device the default generator itself is used: bitwise what the plain module
-    draws.
+    they do when they run one program. On a mesh of one device the default generator itself is used:
+    bitwise the numbers that the plain module draws.
 
     Args:
-        mesh: this device's place.
+        mesh: with this device's coordinate.
         seed: the run's seed, the same on all devices.
-        own_stream: never the default generator (one of several stages of a pipeline, which would
-            draw alike).
+        own_stream: whether the default generator is never used (by stages of a pipeline, which
+            would all draw the same numbers).
     """
 
     def __init__(self, mesh: MeshComm, seed: int, own_stream: bool = False) -> None:
         self._coordinate = tuple(mesh.coordinate)
         self._seed = seed
-        self._alone = not own_stream and all(size == 1 for size in mesh.shape)
-        self._states: dict[
-            tuple[tuple[int, ...], str], Tensor
-        ] = {}  # (random_axes, device type) -> generator state
+        is_one_device = all(size == 1 for size in mesh.shape)
+        self._uses_default = is_one_device and not own_stream
+        # (random_axes, device type) -> generator state
+        self._states: dict[tuple[tuple[int, ...], str], Tensor] = {}
 
     def run(
         self, random_axes: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs: Any
     ) -> T:
-        """`fn(*args, **kwargs)` with the generator of `random_axes` in the place of the default
-        one.
-        """
-        if self._alone:
+        """Return `fn(*args, **kwargs)`, run with the generator state of `random_axes`."""
+        if self._uses_default:
             return fn(*args, **kwargs)
         generators = _generators(args)
         with _default_generator_lock:
@@ -91,7 +86,7 @@ class ShardedRandom:
         at_start = dict(self._states)
         alone = (
             [(generator, generator.get_state()) for generator in _generators(())]
-            if self._alone
+            if self._uses_default
             else []
         )
 

@@ -1,8 +1,8 @@
-"""Resharding at run time: one autograd node that brings a local tensor from one dual layout to
-another, and back.
+"""Resharding at run time: one autograd node that redistributes a local tensor from one dual layout
+to another.
 
-The steps are `sharding.redistribute`'s. Nothing is saved for the backward: the gradient takes the
-steps in reverse.
+The steps are those of `sharding/redistribute.py`. Nothing is saved for backward: the gradient takes
+the steps in reverse.
 """
 
 from collections import deque
@@ -29,13 +29,12 @@ from alpa_strategy.sharding.redistribute import reshard_steps
 
 @dataclass(frozen=True)
 class LocalStep:
-    """One axis changes from `src` to `dst`; `shape` is what this device's axis group holds
-    together, exactly.
-    """
+    """One mesh axis changes from `src` to `dst`."""
 
     axis: int
     src: Placement
     dst: Placement
+    # of the tensor that the devices of this device's group on the axis store together
     shape: tuple[int, ...]
 
 
@@ -45,12 +44,14 @@ class Reshard:
     Args:
         src, dst: dual layouts, one dual placement per mesh axis.
         shape: global shape of the tensor.
-        mesh: the mesh that the tensor lies on; all its devices must call.
-        sums_in_fp32: of gradients in half precision. cast: dtype in which values are moved;
-            gradients stay as summed.
+        mesh: mesh of the tensor; all of its devices must call.
+        sums_in_fp32: whether gradients in half precision are summed in float32.
+        cast: dtype in which values are moved; gradients keep the dtype of their sum.
 
-    `forward_steps` and `backward_steps` are what is done in each direction, `value_sums` and
-    `gradient_sums` the sums over devices that this is; () where it is something else.
+    Attributes:
+        forward_steps, backward_steps: what is done in each direction.
+        value_sums, gradient_sums: the sums over devices in each direction, if it consists of sums
+            alone; else ().
     """
 
     def __init__(
@@ -62,32 +63,35 @@ class Reshard:
         sums_in_fp32: bool = False,
         cast: torch.dtype | None = None,
     ) -> None:
-        self.src, self.dst, self.shape = src, dst, tuple(shape)
-        self._sums_in_fp32, self._cast = sums_in_fp32, cast
+        self.src = src
+        self.dst = dst
+        self.shape = tuple(shape)
+        self._sums_in_fp32 = sums_in_fp32
+        self._cast = cast
         self._mesh = mesh
+
         forward: list[LocalStep] = []
         backward: list[LocalStep] = []
         current = list(src)
         for step in reshard_steps(src, dst, mesh.shape):
-            others = [
-                Replicate() if axis == step.axis else dual.value
-                for axis, dual in enumerate(current)
-            ]
-            seen = Layout(others).local_shape(self.shape, mesh.shape, mesh.coordinate)
+            # The group's tensor: sharded as before on the other axes, full on this one.
+            others = [dual.value for dual in current]
+            others[step.axis] = Replicate()
+            group_shape = Layout(others).local_shape(self.shape, mesh.shape, mesh.coordinate)
             current[step.axis] = step.dst
             if mesh.shape[step.axis] == 1:
                 continue
-            # A step may be idle one way: Invariant -> Replicate moves no values, its gradients are
-            # summed.
+            # A step may be idle in one direction: Invariant -> Replicate moves no values, but sums
+            # gradients.
             if step.src.value != step.dst.value:
-                forward.append(LocalStep(step.axis, step.src.value, step.dst.value, seen))
+                forward.append(LocalStep(step.axis, step.src.value, step.dst.value, group_shape))
             if step.dst.grad != step.src.grad:
-                backward.append(LocalStep(step.axis, step.dst.grad, step.src.grad, seen))
-        self.forward_steps, self.backward_steps = tuple(forward), tuple(reversed(backward))
-        self.value_sums, self.gradient_sums = (
-            _sums(self.forward_steps, mesh),
-            _sums(self.backward_steps, mesh),
-        )
+                backward.append(LocalStep(step.axis, step.dst.grad, step.src.grad, group_shape))
+
+        self.forward_steps = tuple(forward)
+        self.backward_steps = tuple(reversed(backward))
+        self.value_sums = _sums(self.forward_steps, mesh)
+        self.gradient_sums = _sums(self.backward_steps, mesh)
 
     @property
     def is_idle(self) -> bool:
@@ -95,32 +99,32 @@ class Reshard:
         return self._cast is None and not (self.forward_steps or self.backward_steps)
 
     def __call__(self, tensor: Tensor, coming: Pending | None = None) -> Tensor:
-        """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`.
+        """Return the local tensor under `dst.value` for the one under `src.value`.
 
         Args:
-            coming: what `start` of the same tensor gave.
+            coming: the result of `start` for the same tensor, if that was called.
         """
-        if not (tensor.requires_grad and torch.is_grad_enabled()) or not (
-            self.forward_steps or self.backward_steps
-        ):
+        has_steps = bool(self.forward_steps or self.backward_steps)
+        is_recorded = tensor.requires_grad and torch.is_grad_enabled()
+        if not is_recorded or not has_steps:
             return self.values(tensor) if coming is None else coming.wait()
         result = _ReshardNode.apply(tensor, self, False, coming)
-        regather = active_regather()
-        if regather is not None:
-            regather.note(self, tensor, result)
+        hooks = active_regather()
+        if hooks is not None:
+            hooks.note(self, tensor, result)
         return result
 
     def values(self, tensor: Tensor) -> Tensor:
-        """The forward alone, without autograd."""
-        return _run(
-            self.forward_steps, tensor if self._cast is None else tensor.to(self._cast), self._mesh
-        )
+        """Run the forward alone, without autograd."""
+        return _run(self.forward_steps, self._to_cast(tensor), self._mesh)
 
     def start(self, tensor: Tensor) -> Pending:
-        """`values`, without waiting where it begins with a gathering or is a sum; what is left is
-        done by `wait`.
+        """Launch `values`.
+
+        The first collective is launched if it is an all-gather, or if the forward is one sum. All
+        else is done when the result is waited for.
         """
-        tensor = tensor if self._cast is None else tensor.to(self._cast)
+        tensor = self._to_cast(tensor)
         match self.forward_steps:
             case (LocalStep(axis=axis, src=Shard(dim=dim), dst=Replicate(), shape=shape), *rest):
                 first = self._mesh.axes[axis].start_all_gather(tensor, dim, shape[dim])
@@ -133,21 +137,23 @@ class Reshard:
         return Pending(lambda: self.values(tensor))
 
     def gradients(self, grad: Tensor) -> Tensor:
-        """The backward alone: local gradient under `dst.grad` -> under `src.grad`."""
+        """Run the backward alone: local gradient under `dst.grad` -> under `src.grad`."""
         return _run(self.backward_steps, self._to_sum(grad), self._mesh)
 
     def start_gradients(self, grad: Tensor) -> Pending | None:
-        """`gradients`, without waiting, where it is one sum; else None."""
-        return (
-            self.gradient_sums[0].start(self._to_sum(grad))
-            if len(self.gradient_sums) == 1
-            else None
-        )
+        """Launch `gradients` if it is one sum; else return None."""
+        if len(self.gradient_sums) != 1:
+            return None
+        return self.gradient_sums[0].start(self._to_sum(grad))
+
+    def _to_cast(self, tensor: Tensor) -> Tensor:
+        return tensor if self._cast is None else tensor.to(self._cast)
 
     def _to_sum(self, grad: Tensor) -> Tensor:
-        return (
-            grad.to(torch.promote_types(grad.dtype, torch.float32)) if self._sums_in_fp32 else grad
-        )
+        """`grad` in the dtype in which it is summed."""
+        if not self._sums_in_fp32:
+            return grad
+        return grad.to(torch.promote_types(grad.dtype, torch.float32))
 
     def __repr__(self) -> str:
         return (
@@ -157,26 +163,33 @@ class Reshard:
 
 
 def stacked(tensor: Tensor, axis: AxisComm) -> Tensor:
-    """`tensor` of every device on `axis`, [devices, ...]; gradients of all of them are summed."""
+    """Return `tensor` of every device on `axis`, [devices, ...]; their gradients are summed."""
     mesh = MeshComm((axis.size,), (axis.index,), (axis,), axis, tuple(range(axis.size)))
-    return Reshard((shard(0),), (REPLICATE,), (axis.size, *tensor.shape), mesh)(tensor[None])
+    gather = Reshard((shard(0),), (REPLICATE,), (axis.size, *tensor.shape), mesh)
+    return gather(tensor[None])
 
 
 class _ReshardNode(torch.autograd.Function):
-    """The backward is such a node too, directions swapped: resharding is linear, and derivatives of
-    any order right.
+    """A resharding, or its transpose if `swapped`.
+
+    Its backward is such a node too, with the directions swapped. Resharding is linear, so
+    derivatives of any order are right.
     """
 
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool, coming: Pending | None = None
     ) -> Tensor:
-        ctx.reshard, ctx.swapped = reshard, swapped
-        ctx.entrance, ctx.shape, ctx.dtype = _entrance_of(tensor), tensor.shape, tensor.dtype
+        ctx.reshard = reshard
+        ctx.swapped = swapped
+        ctx.entrance = _entrance_of(tensor)
+        ctx.shape = tensor.shape
+        ctx.dtype = tensor.dtype
         if coming is not None:
             result = coming.wait()
         else:
             result = reshard.gradients(tensor) if swapped else reshard.values(tensor)
+        # Autograd must not be given an input as the result.
         return tensor.view_as(tensor) if result is tensor else result
 
     @staticmethod
@@ -186,55 +199,65 @@ class _ReshardNode(torch.autograd.Function):
             if coming is not None:
                 ctx.entrance.coming.append(coming)
                 ctx.entrance.sums.add(coming, grad.nbytes)
-                return grad.new_zeros((), dtype=ctx.dtype).expand(ctx.shape), None, None, None
+                # The entrance adds the sum; until then the gradient is zero.
+                zeros = grad.new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
+                return zeros, None, None, None
         return _ReshardNode.apply(grad, ctx.reshard, not ctx.swapped), None, None, None
 
 
-# --- Gradients of parameters on their way. Autograd takes of all nodes that are ready the one that
-# was made last. So a node through which a parameter has entered the step before all else waits for
-# its sums when the backward has no other work. Until then what passes for its gradient, through
-# casts and views, is zero.
+# --- Gradients of parameters, reduced while the backward goes on.
+#
+# Of all nodes that are ready, autograd runs the one that was created last. So a node through which
+# a parameter enters the step before its first op waits for its gradient's sums only when the
+# backward has no other work. Until then the gradient that autograd passes to it, through casts and
+# views, is zero.
 
 
 class Sums:
-    """Sums of gradients that have begun in a backward: of at most `most_bytes`, the oldest are
-    waited for.
-    """
+    """Sums of gradients in flight during a backward, of at most `most_bytes` together."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._most_bytes, self._bytes = most_bytes, 0
-        self._begun: deque[tuple[Pending, int]] = deque()
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._in_flight: deque[tuple[Pending, int]] = deque()
 
     def add(self, coming: Pending, num_bytes: int) -> None:
-        """One more has begun."""
-        self._begun.append((coming, num_bytes))
+        """Record a sum that was launched; wait for the oldest ones if there are too many."""
+        self._in_flight.append((coming, num_bytes))
         self._bytes += num_bytes
         while self._bytes > self._most_bytes:
-            oldest, size = self._begun.popleft()
+            oldest, size = self._in_flight.popleft()
             oldest.wait()
             self._bytes -= size
 
 
 class Entrance(torch.autograd.Function):
-    """A parameter enters a step, before its first op. `is_made_of_parameters` is for `regather`."""
+    """A parameter enters a step, before its first op.
+
+    Its backward waits for the sums of the parameter's gradients, and adds them.
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, sums: Sums) -> Tensor:
-        ctx.is_made_of_parameters, ctx.sums, ctx.coming = True, sums, []
+        # Read by `SavedTensorHooks`.
+        ctx.is_made_of_parameters = True
+        ctx.sums = sums
+        # Sums of the parameter's gradients in flight.
+        ctx.coming = []
         return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        begun, ctx.coming = ctx.coming, []
-        return sum(
-            (coming.wait().view(grad.shape).to(grad.dtype) for coming in begun), start=grad
-        ), None
+        in_flight = ctx.coming
+        ctx.coming = []
+        total = grad
+        for coming in in_flight:
+            total = total + coming.wait().view(grad.shape).to(grad.dtype)
+        return total, None
 
 
 def _entrance_of(tensor: Tensor) -> Any:
-    """The node by which a parameter has entered of which `tensor` is nothing but a cast or a view;
-    None for others.
-    """
+    """The `Entrance` node of the parameter of which `tensor` is a cast or view; None for others."""
     node: Any = tensor.grad_fn
     while node is not None and type(node).__name__ in (
         "ToCopyBackward0",
@@ -247,42 +270,46 @@ def _entrance_of(tensor: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Sum:
-    """Over an axis, or over all at once; `dim`: of which this device keeps its part, None: it keeps
-    the whole.
-    """
+    """A sum over the devices of a mesh axis, or of the full mesh."""
 
     axis: AxisComm
+    # the dim of which this device gets its shard of the sum; None: it gets the full sum
     dim: int | None
 
     def start(self, tensor: Tensor) -> Pending:
-        """The sum of `tensor`, which stays as it is."""
+        """Launch the sum of `tensor`, which is not changed."""
         if self.dim is not None:
             return self.axis.start_reduce_scatter_of(tensor, self.dim)
-        return self.axis.start_all_reduce(
-            tensor.detach().clone(memory_format=torch.contiguous_format)
-        )
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return self.axis.start_all_reduce(copy)
 
 
 def _sums(steps: tuple[LocalStep, ...], mesh: MeshComm) -> tuple[Sum, ...]:
-    """See `Reshard`: one for each step, or one over all axes at once."""
+    """The sums that `steps` are, one per step or one over all axes at once; () if they are not."""
     for step in steps:
         if step.src != Partial() or not isinstance(step.dst, Replicate | Shard):
             return ()
     covered = {step.axis for step in steps if step.dst == Replicate()}
-    is_of_all = all(axis in covered or size == 1 for axis, size in enumerate(mesh.shape))
-    if len(covered) == len(steps) > 1 and is_of_all:
+    larger_axes = {axis for axis, size in enumerate(mesh.shape) if size != 1}
+    covers_mesh = covered >= larger_axes
+    if len(covered) == len(steps) > 1 and covers_mesh:
         return (Sum(mesh.whole, None),)
-    return tuple(Sum(mesh.axes[step.axis], getattr(step.dst, "dim", None)) for step in steps)
+    sums = []
+    for step in steps:
+        dim = step.dst.dim if isinstance(step.dst, Shard) else None
+        sums.append(Sum(mesh.axes[step.axis], dim))
+    return tuple(sums)
 
 
 def _run(steps: Sequence[LocalStep], tensor: Tensor, mesh: MeshComm) -> Tensor:
+    """Take the steps one after the other."""
     for step in steps:
         tensor = _redistribute(tensor, step, mesh.axes[step.axis])
     return tensor
 
 
 def _redistribute(tensor: Tensor, step: LocalStep, axis: AxisComm) -> Tensor:
-    """One axis, one direction."""
+    """Redistribute the local tensor on one axis, in one direction."""
     match step.src, step.dst:
         case Shard(dim=gathered), Shard(dim=split):
             return axis.all_to_all(tensor, gathered, step.shape[gathered], split)
@@ -290,13 +317,12 @@ def _redistribute(tensor: Tensor, step: LocalStep, axis: AxisComm) -> Tensor:
             return axis.all_gather(tensor, dim, step.shape[dim])
         case Partial(), Replicate():
             return axis.all_reduce(tensor)
-        case Partial(), Shard(
-            dim=dim
-        ):  # the sum and the cut at once: half of an all_reduce's bytes
+        case Partial(), Shard(dim=dim):
+            # Half of an all-reduce's bytes.
             return axis.reduce_scatter(tensor, dim)
         case Replicate(), Shard(dim=dim):
             start, stop = chunk_range(step.shape[dim], axis.size, axis.index)
-            # A copy: a view would keep the whole tensor alive for as long as the shard lives.
+            # A copy: a view would keep the full tensor alive as long as the shard.
             return tensor.narrow(dim, start, stop - start).clone(
                 memory_format=torch.contiguous_format
             )
@@ -304,9 +330,8 @@ def _redistribute(tensor: Tensor, step: LocalStep, axis: AxisComm) -> Tensor:
             return tensor if axis.index == 0 else torch.zeros_like(tensor)
         case Shard(dim=dim), Partial():
             start, stop = chunk_range(step.shape[dim], axis.size, axis.index)
-            whole = tensor.new_zeros(
-                (*tensor.shape[:dim], step.shape[dim], *tensor.shape[dim + 1 :])
-            )
-            whole.narrow(dim, start, stop - start).copy_(tensor)
-            return whole
+            full_shape = (*tensor.shape[:dim], step.shape[dim], *tensor.shape[dim + 1 :])
+            full = tensor.new_zeros(full_shape)
+            full.narrow(dim, start, stop - start).copy_(tensor)
+            return full
     raise AssertionError(f"no redistribution {step.src} -> {step.dst}")

@@ -1,12 +1,11 @@
-"""Parameters that are gathered for use are not kept until the backward, but gathered again
-(ZeRO-3).
+"""Parameters that are gathered for use are not saved for backward, but re-gathered there (ZeRO-3).
 
-Results that the plan recomputes (`StagePlan.recomputed`) or keeps in host memory
-(`StagePlan.stored`) return so, too.
+The same holds for results that the plan recomputes (`StagePlan.recomputed`) or offloads to host
+memory (`StagePlan.stored`).
 
-Autograd saves a gathered weight (or a view of it) for the backward of the op that used it.
-`SavedTensorHooks` puts a recipe in its place, by `saved_tensors_hooks`: which parameter, which
-resharding, which view (found by the storage).
+Autograd saves a gathered weight, or a view of it, for the backward of the op that used it.
+`SavedTensorHooks` saves a recipe instead, by `torch.autograd.graph.saved_tensors_hooks`: the
+parameter, how to gather it, and the view. A tensor is recognized by its storage.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,122 +26,158 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.errors import RuntimeMismatchError
 
-if TYPE_CHECKING:
-    from alpa_strategy.comm.reshard import Reshard
-
-MAX_DERIVATIONS = 3  # casts and views between a parameter and its gathering
+# The most casts and views between a parameter and its all-gather.
+MAX_DERIVATIONS = 3
 
 _active: contextvars.ContextVar[SavedTensorHooks | None] = contextvars.ContextVar(
     "alpa_regather", default=None
 )
 
 
+class Gather(Protocol):
+    """A resharding that gathers a parameter (`comm/reshard.py`)."""
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """Return the gathered tensor, without autograd."""
+        ...
+
+    def start(self, tensor: Tensor) -> Pending:
+        """Launch `values`."""
+        ...
+
+
 @dataclass
-class _Gathered:
-    """A gathered parameter: its shard and how to gather that again. `storage` keeps the key unique
-    while this lives.
-    """
+class _GatheredParameter:
+    """The recipe of a gathered parameter: its shard, and how to re-gather it."""
 
     parameter: Tensor
     start: Callable[[], Pending]
+    # keeps the storage's address from being used again while this recipe exists
     storage: StorageWeakRef
+    # of `parameter` when it was gathered
     version: int
     num_bytes: int
-    ahead_bytes: int  # of what was saved `before`: gathered meanwhile
-    before: _Gathered | None = None
+    # bytes of the recipes `before` this one that are gathered in advance
+    ahead_bytes: int
+    # the recipe that the forward saved before this one
+    before: _GatheredParameter | None = None
     is_saved: bool = False
-    uses: int = 0  # of what is saved that the backward has not come to
+    # tensors saved by autograd that the backward has not unpacked yet
+    uses: int = 0
+    # the gather in flight
     coming: Pending | None = None
-    again: Callable[[], Tensor | None] = field(default=lambda: None)  # or a weak reference
+    # the re-gathered tensor, by a weak reference
+    again: Callable[[], Tensor | None] = field(default=lambda: None)
 
-    def whole(self) -> Tensor:
-        """The gathered parameter; shared by the uses that overlap in time. Collective over the
-        mesh.
+    def full_tensor(self) -> Tensor:
+        """Return the gathered parameter. Collective over the mesh.
+
+        Uses that overlap in time share it.
+
+        Raises:
+            RuntimeMismatchError: the parameter changed since the forward.
         """
         self.uses -= 1
-        whole = self.again()
-        if whole is None:
-            if self.parameter._version != self.version:
-                raise RuntimeMismatchError(
-                    "a parameter changed between the forward and its backward",
-                    "run backward before the optimizer's step",
-                )
-            with torch.no_grad():
-                coming = self.coming or self.start()
-                self._start_those_before()
-                whole = coming.wait()
-            self.coming, self.again = None, weakref.ref(whole)
-        return whole
+        full = self.again()
+        if full is not None:
+            return full
+        if self.parameter._version != self.version:
+            raise RuntimeMismatchError(
+                "a parameter changed between the forward and its backward",
+                "run backward before the optimizer's step",
+            )
+        with torch.no_grad():
+            coming = self.coming or self.start()
+            self._prefetch()
+            full = coming.wait()
+        self.coming = None
+        self.again = weakref.ref(full)
+        return full
 
-    def _start_those_before(self) -> None:
-        """The backward takes the uses in reverse: begin to gather what it will ask for next."""
-        other, room = self.before, self.ahead_bytes
-        while other is not None and (room := room - other.num_bytes) >= 0:
-            # An op may have taken it already: a layer norm's bias comes before its weight.
-            if other.uses > 0 and other.coming is None and other.again() is None:
+    def _prefetch(self) -> None:
+        """Launch the gathers that the backward needs next: it takes the uses in reverse order."""
+        other = self.before
+        remaining_bytes = self.ahead_bytes
+        while other is not None:
+            remaining_bytes -= other.num_bytes
+            if remaining_bytes < 0:
+                return
+            # An op may have used it already: a layer norm's bias is unpacked before its weight.
+            is_needed = other.uses > 0 and other.coming is None and other.again() is None
+            if is_needed:
                 other.coming = other.start()
             other = other.before
 
 
 @dataclass
-class _Made:
-    """What an op made, to be made again of what is kept; `uses` are left for which it is not made
-    yet.
-    """
+class _Recomputed:
+    """The recipe of an op's result: recompute it from saved operands."""
 
     function: Callable[[list[Tensor]], Tensor]
-    operands: list[Any]  # the op's tensors as they are saved, in their order
+    # the op's tensors in their order, each packed as autograd's saved tensors are
+    operands: list[Any]
+    # keeps the storage's address from being used again while this recipe exists
     storage: StorageWeakRef
+    # tensors saved by autograd that the backward has not unpacked yet
     uses: int = 0
     again: Tensor | None = None
 
-    def whole(self) -> Tensor:
-        """Made once for all uses, and gone with the last."""
+    def full_tensor(self) -> Tensor:
+        """Return the result: recomputed at the first use, freed with the last."""
         if self.again is None:
             with torch.no_grad():
                 self.again = self.function([_unpack(saved) for saved in self.operands])
-        whole, self.uses = self.again, self.uses - 1
+        result = self.again
+        self.uses -= 1
         if self.uses <= 0:
             self.again = None
-        return whole
+        return result
 
 
 @dataclass
-class _View:
-    """What is saved instead of a view of a gathered parameter, which may read its memory as another
-    dtype.
+class _SavedView:
+    """What autograd saves instead of a view of a tensor that has a recipe.
+
+    The view may read the tensor's memory as another dtype.
     """
 
-    gathered: _Gathered | _Made
+    recipe: _GatheredParameter | _Recomputed
     dtype: torch.dtype
     size: torch.Size
-    stride: tuple[int, ...]  # in elements of `dtype`, as `offset`
+    # in elements of `dtype`
+    stride: tuple[int, ...]
+    # in elements of `dtype`
     offset: int | torch.SymInt
-    is_conj: bool  # what a complex view does when it is read, as `is_neg`
+    # whether a complex view is conjugated when it is read
+    is_conj: bool
+    # whether a view is negated when it is read
     is_neg: bool
 
-    def again(self) -> Tensor:
-        """The view, of the parameter gathered again."""
-        whole = self.gathered.whole()
-        if whole.dtype != self.dtype:
-            num_elements = whole.untyped_storage().nbytes() // whole.dtype.itemsize
-            whole = whole.as_strided((num_elements,), (1,), 0).view(
-                self.dtype
-            )  # all of its memory, flat
-        view = whole.as_strided(self.size, self.stride, self.offset)
-        view = view.conj() if self.is_conj else view
-        return torch._neg_view(view) if self.is_neg else view
+    def unpack(self) -> Tensor:
+        """Return the view, of the tensor that the recipe gives."""
+        full = self.recipe.full_tensor()
+        if full.dtype != self.dtype:
+            # All of its memory, flat, as the other dtype.
+            num_elements = full.untyped_storage().nbytes() // full.dtype.itemsize
+            full = full.as_strided((num_elements,), (1,), 0).view(self.dtype)
+        view = full.as_strided(self.size, self.stride, self.offset)
+        if self.is_conj:
+            view = view.conj()
+        if self.is_neg:
+            view = torch._neg_view(view)
+        return view
 
 
 class SavedTensorHooks:
-    """Context manager around a forward: what it gathers of `parameters` is gathered again in the
-    backward.
+    """Context manager around a forward: parameters that it gathers are re-gathered in the backward.
 
-    Every device of the mesh must run the same forward and backward. Reentrant use is not supported.
+    Every device of the mesh must run the same forward and backward. A context cannot be entered
+    again while it is active.
 
     Args:
-        store: puts a tensor into host memory, and gives what brings it back.
-        ahead_bytes: of parameters that are gathered in the backward before they are used.
+        parameters: shards that are re-gathered.
+        store: offloads a tensor to host memory, and returns a function that fetches it.
+        ahead_bytes: bytes of parameters that the backward gathers before they are used.
     """
 
     def __init__(
@@ -151,76 +186,84 @@ class SavedTensorHooks:
         store: Callable[[Tensor], Callable[[], Tensor]] | None = None,
         ahead_bytes: int = 0,
     ) -> None:
-        self._parameters, self._store = {id(parameter) for parameter in parameters}, store
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._store = store
         self._ahead_bytes = ahead_bytes
-        self._last: _Gathered | None = None
-        self._found: dict[int, _Gathered | _Made] = {}
+        self._last_saved: _GatheredParameter | None = None
+        # address of a storage -> its recipe
+        self._recipes: dict[int, _GatheredParameter | _Recomputed] = {}
         self._hooks: Any = None
         self._token: contextvars.Token | None = None
 
-    def note(self, reshard: Reshard, tensor: Tensor, result: Tensor) -> None:
-        """`result` is `reshard(tensor)` (called by every Reshard while this context is active)."""
+    def note(self, gather: Gather, tensor: Tensor, result: Tensor) -> None:
+        """Record that `result` is `gather.values(tensor)`.
+
+        Called by every Reshard while this context is active. Tensors that are not computed from a
+        parameter alone are ignored.
+        """
         if not self._is_parameter(tensor):
             return
-        storage = result.untyped_storage()
-        # A resharding that moves nothing gives the shard's own memory, which is kept anyway.
-        if storage._cdata != tensor.untyped_storage()._cdata:
-            shard = tensor.detach()
-            brought = self._found.get(tensor.untyped_storage()._cdata)
-            if isinstance(
-                brought, _Gathered
-            ):  # a copy of what lies in host memory: not kept either
-                copy = self._pack(shard)
-                self.know(
-                    brought.parameter, lambda: Pending(lambda: reshard.values(copy.again())), result
-                )
-            else:
-                self.know(shard, partial(reshard.start, shard), result)
+        # A resharding that moves nothing gives the shard's memory, which is stored anyway.
+        if result.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+            return
+        shard = tensor.detach()
+        recipe = self._recipes.get(tensor.untyped_storage()._cdata)
+        if isinstance(recipe, _GatheredParameter):
+            # A copy of a shard in host memory is not saved for backward either.
+            copy = self._pack(shard)
+            self.know(
+                recipe.parameter, lambda: Pending(lambda: gather.values(copy.unpack())), result
+            )
+        else:
+            self.know(shard, partial(gather.start, shard), result)
 
     def know(self, parameter: Tensor, start: Callable[[], Pending], whole: Tensor) -> None:
-        """`whole` is what `start` begins to make of `parameter`."""
-        storage, version = whole.untyped_storage(), parameter._version
-        known = _Gathered(
-            parameter, start, StorageWeakRef(storage), version, storage.nbytes(), self._ahead_bytes
+        """Record that `whole` is what `start` launches to compute from `parameter`."""
+        storage = whole.untyped_storage()
+        self._recipes[storage._cdata] = _GatheredParameter(
+            parameter,
+            start,
+            StorageWeakRef(storage),
+            parameter._version,
+            storage.nbytes(),
+            self._ahead_bytes,
         )
-        self._found[storage._cdata] = known
 
     def note_made(
         self, result: Tensor, function: Callable[[list[Tensor]], Tensor], operands: list[Tensor]
     ) -> None:
-        """`result` is `function(operands)`: whoever saves it saves how to make it instead. Without
-        collectives.
+        """Record that `result` is `function(operands)`, to be recomputed for the backward.
+
+        `function` must not run collectives.
         """
         storage = result.untyped_storage()
-        kept = [self._pack(operand.detach()) for operand in operands]
-        self._found[storage._cdata] = _Made(function, kept, StorageWeakRef(storage))
+        saved = [self._pack(operand.detach()) for operand in operands]
+        self._recipes[storage._cdata] = _Recomputed(function, saved, StorageWeakRef(storage))
 
     def note_stored(self, result: Tensor) -> None:
-        """Whoever saves `result` saves how to bring it from host memory instead: all of its memory,
-        as it lies.
-        """
+        """Offload `result`, all of its memory, to host memory; fetch it for the backward."""
         assert self._store is not None
-        flat = result.detach().as_strided(
-            (result.untyped_storage().nbytes() // result.dtype.itemsize,), (1,), 0
-        )
-        bring = self._store(flat)
-        self.note_made(result, lambda _operands: bring(), [])
+        num_elements = result.untyped_storage().nbytes() // result.dtype.itemsize
+        flat = result.detach().as_strided((num_elements,), (1,), 0)
+        fetch = self._store(flat)
+        self.note_made(result, lambda _operands: fetch(), [])
 
     def _is_parameter(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a parameter, or made of nothing but one (a cast to bfloat16, a
-        view).
-        """
+        """Whether `tensor` is a parameter, or a cast or view of one."""
         if id(tensor) in self._parameters:
             return True
         node: Any = tensor.grad_fn
         for _ in range(MAX_DERIVATIONS + 1):
-            if (variable := getattr(node, "variable", None)) is not None:
+            variable = getattr(node, "variable", None)
+            if variable is not None:
                 return id(variable) in self._parameters
-            if getattr(node, "is_made_of_parameters", False):  # pipeline/per_step_values.py
+            # Set by pipeline/per_step_values.py.
+            if getattr(node, "is_made_of_parameters", False):
                 return True
             if node is None or len(node.next_functions) != 1:
                 return False
-            if _keeps_tensors(type(node)):  # type: ignore[arg-type]  # a class is hashable, of Any too
+            # mypy: a class is hashable, also one of type Any.
+            if _saves_tensors(type(node)):  # type: ignore[arg-type]
                 return False
             node = node.next_functions[0][0]
         return False
@@ -233,8 +276,9 @@ class SavedTensorHooks:
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Context in which autograd keeps what it saves."""
-        hooks, self._hooks = self._hooks, nullcontext()
+        """Context in which autograd saves tensors as usual."""
+        hooks = self._hooks
+        self._hooks = nullcontext()
         hooks.__exit__(None, None, None)
         try:
             yield
@@ -246,37 +290,51 @@ class SavedTensorHooks:
         self._hooks.__exit__(*error)
         assert self._token is not None
         _active.reset(self._token)
-        self._found.clear()  # what was saved keeps its own recipe
-        self._hooks = None  # which hold this
+        # Saved views reference their recipes.
+        self._recipes.clear()
+        # The hooks reference this object.
+        self._hooks = None
 
     def _pack(self, tensor: Tensor) -> Any:
-        is_strided = (
-            tensor.layout is torch.strided
-        )  # a sparse adjacency, say, has no storage of its own to know it by
-        gathered = self._found.get(tensor.untyped_storage()._cdata) if is_strided else None
-        if gathered is None:
-            # Its own result, which an op saves, would hold the op: for ever, where no backward
-            # comes.
+        """What autograd saves for `tensor`: a view with a recipe, or the tensor if it has none."""
+        recipe = None
+        # A sparse tensor, for example, has no storage by which to recognize it.
+        if tensor.layout is torch.strided:
+            recipe = self._recipes.get(tensor.untyped_storage()._cdata)
+        if recipe is None:
+            # An op that saves its result would otherwise reference itself: for ever, if no backward
+            # runs.
             return tensor if tensor.grad_fn is None else tensor.detach()
-        gathered.uses += 1
-        if isinstance(gathered, _Gathered) and not gathered.is_saved:
-            gathered.is_saved, gathered.before, self._last = True, self._last, gathered
-        lies = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return _View(gathered, tensor.dtype, *lies, tensor.is_conj(), tensor.is_neg())
+        recipe.uses += 1
+        if isinstance(recipe, _GatheredParameter) and not recipe.is_saved:
+            recipe.is_saved = True
+            recipe.before = self._last_saved
+            self._last_saved = recipe
+        return _SavedView(
+            recipe,
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
 
 @functools.cache
-def _keeps_tensors(node: type) -> bool:
-    """Whether autograd's nodes of this kind save tensors for their backward. Views and casts save
-    none; what also reads
-    another tensor (the ids of an embedding) does, if only one of its operands is differentiated."""
+def _saves_tensors(node: type) -> bool:
+    """Whether autograd nodes of this class save tensors for their backward.
+
+    Views and casts save none. An op that also reads another tensor (the ids of an embedding) does,
+    even if only one of its operands is differentiated.
+    """
     return any(name.startswith("_raw_saved_") for name in dir(node))
 
 
 def _unpack(saved: Any) -> Tensor:
-    return saved.again() if isinstance(saved, _View) else saved
+    return saved.unpack() if isinstance(saved, _SavedView) else saved
 
 
 def active_regather() -> SavedTensorHooks | None:
-    """The SavedTensorHooks context that this thread's forward runs under, if any."""
+    """Return the SavedTensorHooks context that this thread's forward runs under, if any."""
     return _active.get()

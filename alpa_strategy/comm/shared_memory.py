@@ -1,15 +1,13 @@
-"""Collectives of ranks on one host through shared memory: what gloo does through sockets, for
-tensors on the CPU.
+"""Collectives of CPU tensors between ranks on one host, through shared memory.
 
-An all-reduce of 1 KB took 0.08 ms here where gloo's takes 2 (its threads wait for a core), one of 1
-MB 0.35 where gloo's takes 2.2; a step's 52 MB of gradients, beside the backward, 35 to 55 where
-gloo's take 70 to 84. A step that exchanges numbers after every layer spends its time there.
+Milliseconds, against gloo through sockets: an all-reduce of 1 KB 0.08 against 2 (gloo's threads
+wait for a core), of 1 MB 0.35 against 2.2; 52 MB of gradients, overlapped with the backward, 35 to
+55 against 70 to 84. A step that exchanges numbers after every layer spends its time there.
 
-A rank copies what it gives, in pieces, to memory that all see, says so by a number, reads what the
-others gave, in the
-order of the ranks, and says so, too: a place is free again when all have read it. Nothing runs on
-its own: a rank gives and takes what it can when a collective begins, and all that is left when one
-is waited for.
+Each rank has `PLACES` slots in the memory. It copies its data there in pieces, increases a counter,
+reads the pieces of all ranks in the order of the ranks, and increases a second counter. A slot is
+free again when all ranks have read it. There are no threads: a rank copies and reads what it can
+when a collective is launched, and the rest when one is waited for.
 """
 
 import contextlib
@@ -33,52 +31,70 @@ from torch import Tensor
 from alpa_strategy.errors import LostRankError
 
 FOLDER = Path("/dev/shm")
-TOTAL_BYTES = 8 * 2**20  # of a group: Docker gives a container 64 MB unless told otherwise
-AGREEMENT_BYTES = 2**18  # of a group that exchanges a few numbers
-PLACES = 8  # of each rank, in turn: so many pieces may be given before others have taken them
-LINE = 64  # bytes of a cache line: two ranks do not write into the same one
-# A wait begins with so many looks without a pause, some 0.2 ms.
+# Of a group. Docker gives a container 64 MB by default.
+TOTAL_BYTES = 8 * 2**20
+# Of a group that exchanges a few numbers.
+AGREEMENT_BYTES = 2**18
+# Of each rank, used in turn: the most pieces that it may write before the others have read them.
+PLACES = 8
+# Bytes of a cache line: two ranks do not write to the same one.
+LINE = 64
+
+# Polls without a pause, some 0.2 ms.
 SPINS = 100
-# Between later looks; between looks for signs of life.
-POLL_SECONDS, LOOK_SECONDS = 2e-5, 0.5
-# After so many looks the other rank is late by more than a message: it loads data, or evaluates. A
-# core is worth more to it than half a millisecond to who waits.
-PATIENT_LOOKS, PATIENT_SECONDS = 1000, 5e-4
+# Between later polls.
+POLL_SECONDS = 2e-5
+# Between checks that the other ranks are alive.
+LOOK_SECONDS = 0.5
+# After as many polls the other rank is not just receiving a message: it loads data, or evaluates.
+# Then it needs the core more than this rank needs half a millisecond.
+PATIENT_LOOKS = 1000
+PATIENT_SECONDS = 5e-4
 
 
 class SharedMemoryGroup:
-    """Stands for a process group in `torch.distributed`'s functions: `dist.all_reduce(tensor, op,
+    """A process group for `torch.distributed`'s functions, as in `dist.all_reduce(tensor, op,
     group)`.
 
     Args:
         path: a file of `total_bytes` zeros that all ranks map; it may be removed once all have.
-        seconds: a collective that takes longer has failed.
-        total_bytes: as `file_bytes` gives them.
+        seconds: timeout of a collective.
+        total_bytes: result of `file_bytes`.
     """
 
     def __init__(
         self, path: str, rank: int, size: int, seconds: float, total_bytes: int = TOTAL_BYTES
     ) -> None:
-        self._rank, self._size, self._seconds = rank, size, seconds
-        # Made in an evaluation, it is written to in training steps as well.
+        self._rank = rank
+        self._size = size
+        self._seconds = seconds
+        # A group that is made in an evaluation is written to in training steps as well.
         with torch.inference_mode(False):
-            whole = torch.from_file(
+            memory = torch.from_file(
                 path, shared=True, size=total_bytes, dtype=torch.uint8, device="cpu"
             )
-        marks = size * LINE
-        self.piece_bytes = (total_bytes - marks) // (PLACES * size) // (size * LINE) * size * LINE
-        counters = whole[:marks].view(torch.int64).view(size, -1).numpy()
-        self._given, self._taken = counters[:, 0], counters[:, 1]  # pieces of each rank
-        self._places = whole[marks:][: PLACES * size * self.piece_bytes].view(
-            PLACES, size, -1
-        )  # [place, ranks, bytes]
-        self._to_give: deque[Tensor] = deque()
-        self._to_take: deque[Callable[[Tensor], object]] = (
-            deque()
-        )  # with what all ranks give, [ranks, bytes]
-        self._begun = 0
-        # A lock on a byte is a sign of life: the system lifts it when the process ends, however
-        # that happens.
+
+        # A line per rank with its counters, then the slots. A piece is a multiple of the ranks'
+        # lines, so that it can be divided between them.
+        counter_bytes = size * LINE
+        most_bytes = (total_bytes - counter_bytes) // (PLACES * size)
+        self.piece_bytes = most_bytes // (size * LINE) * size * LINE
+        counters = memory[:counter_bytes].view(torch.int64).view(size, -1).numpy()
+        # pieces that each rank has written
+        self._written = counters[:, 0]
+        # pieces that each rank has read
+        self._read = counters[:, 1]
+        slot_bytes = PLACES * size * self.piece_bytes
+        # [slots, ranks, bytes]
+        self._slots = memory[counter_bytes:][:slot_bytes].view(PLACES, size, -1)
+
+        # pieces that are not written yet
+        self._to_write: deque[Tensor] = deque()
+        # functions that read a piece of all ranks, [ranks, bytes]
+        self._to_read: deque[Callable[[Tensor], object]] = deque()
+        self._num_launched = 0
+        # A lock on a byte shows that the rank is alive: the system releases it when the process
+        # ends, for whatever reason.
         self._file = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, self._file)
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, rank)
@@ -90,102 +106,120 @@ class SharedMemoryGroup:
         return self._size
 
     def _get_sequence_number_for_group(self) -> int:
-        """As process groups have it: differs between ranks that failures have left apart."""
-        is_under_way = bool(self._to_give or self._to_take)
-        return 2 * self._begun + is_under_way
+        """A number that differs between ranks which have run different collectives.
+
+        As process groups have it.
+        """
+        is_in_flight = bool(self._to_write or self._to_read)
+        return 2 * self._num_launched + is_in_flight
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> SimpleNamespace:
-        """In place; every rank adds up in the same order, so that all have the same bits."""
+        """Launch an all-reduce in place of one tensor.
+
+        Every rank adds in the same order, so that all get the same bits.
+        """
         combine = torch.maximum if options.reduceOp == dist.ReduceOp.MAX else torch.add
 
-        def take(piece: Tensor, parts: Tensor) -> None:
-            first, *rest = (part[: piece.nbytes].view(piece.dtype) for part in parts)
-            for part in rest:
-                first = combine(first, part, out=piece)
+        def read(piece: Tensor, of_ranks: Tensor) -> None:
+            first, *others = (data[: piece.nbytes].view(piece.dtype) for data in of_ranks)
+            for other in others:
+                first = combine(first, other, out=piece)
 
         pieces = tensors[0].view(-1).split(self.piece_bytes // tensors[0].itemsize)
-        return self._begin(pieces, [partial(take, piece) for piece in pieces])
+        return self._launch(pieces, [partial(read, piece) for piece in pieces])
 
     def all_gather_single(self, output: Tensor, own: Tensor, *_: Any) -> SimpleNamespace:
-        """`output` [ranks * n] from `own` [n], bytes."""
+        """Launch an all-gather: `output` [ranks * n] from `own` [n], bytes."""
 
-        def take(to: Tensor, parts: Tensor) -> None:
-            to.copy_(parts[:, : to.shape[1]])
+        def read(target: Tensor, of_ranks: Tensor) -> None:
+            target.copy_(of_ranks[:, : target.shape[1]])
 
-        rows = output.view(self._size, -1).split(self.piece_bytes, 1)
-        return self._begin(own.split(self.piece_bytes), [partial(take, to) for to in rows])
+        targets = output.view(self._size, -1).split(self.piece_bytes, 1)
+        pieces = own.split(self.piece_bytes)
+        return self._launch(pieces, [partial(read, target) for target in targets])
 
     def all_to_all_single(self, output: Tensor, own: Tensor, *_: Any) -> SimpleNamespace:
-        """Equal parts, bytes: part i of `own` goes to rank i."""
-        columns = self.piece_bytes // self._size
+        """Launch an all-to-all of equal chunks, bytes: chunk i of `own` goes to rank i."""
+        num_columns = self.piece_bytes // self._size
 
-        def take(to: Tensor, parts: Tensor) -> None:
-            to.copy_(parts[:, : to.numel()].view(self._size, *to.shape)[:, self._rank])
+        def read(target: Tensor, of_ranks: Tensor) -> None:
+            chunks = of_ranks[:, : target.numel()].view(self._size, *target.shape)
+            target.copy_(chunks[:, self._rank])
 
-        pieces = own.view(self._size, -1).split(columns, 1)
-        rows = output.view(self._size, -1).split(columns, 1)
-        return self._begin(pieces, [partial(take, to) for to in rows])
+        pieces = own.view(self._size, -1).split(num_columns, 1)
+        targets = output.view(self._size, -1).split(num_columns, 1)
+        return self._launch(pieces, [partial(read, target) for target in targets])
 
-    _allgather_base, alltoall_base = (
-        all_gather_single,
-        all_to_all_single,
-    )  # as PyTorch 2.11 calls them
+    # Their names in PyTorch 2.11.
+    _allgather_base = all_gather_single
+    alltoall_base = all_to_all_single
 
-    def _begin(
-        self, own: Sequence[Tensor], take: Sequence[Callable[[Tensor], object]]
+    def _launch(
+        self, pieces: Sequence[Tensor], readers: Sequence[Callable[[Tensor], object]]
     ) -> SimpleNamespace:
-        """Give the pieces `own`; each of `take` gets what all ranks give. What is returned has a
-        `wait`.
+        """Write `pieces`; each of `readers` is called with a piece of all ranks.
+
+        Returns:
+            An object with a method `wait`.
         """
-        self._to_give += own
-        self._to_take += take
-        self._begun += len(own)
+        self._to_write += pieces
+        self._to_read += readers
+        self._num_launched += len(pieces)
         with torch.no_grad():
             while self._advance():
                 pass
-        return SimpleNamespace(wait=partial(self._wait_for, self._begun))
+        return SimpleNamespace(wait=partial(self._wait_for, self._num_launched))
 
     def _advance(self) -> bool:
-        """Give a piece if there is room, or take one that all have given; whether there was any.
+        """Write a piece if a slot is free, or read one that all ranks have written.
 
-        Called some hundred times a step, mostly in vain: lists of numbers take a tenth of NumPy's
-        reductions of them. Without gradients.
+        It is called some hundred times per step, mostly in vain: lists of numbers take a tenth of
+        NumPy's reductions of them. The caller disables gradients.
+
+        Returns:
+            Whether either was possible.
         """
-        all_given, all_taken = self._given.tolist(), self._taken.tolist()
-        given, taken = all_given[self._rank], all_taken[self._rank]
-        if self._to_give and given - min(all_taken) < PLACES:
-            own = self._to_give.popleft()
-            self._places[given % PLACES, self._rank, : own.nbytes].view(own.dtype).view(
-                own.shape
-            ).copy_(own)
-            self._given[self._rank] = (
-                given + 1
-            )  # x86 shows a core's writes to the others in their order
-        elif self._to_take and min(all_given) > taken:
-            self._to_take.popleft()(self._places[taken % PLACES])
-            self._taken[self._rank] = taken + 1
-        else:
-            return False
-        return True
+        written = self._written.tolist()
+        read_counts = self._read.tolist()
+        num_written = written[self._rank]
+        num_read = read_counts[self._rank]
+        if self._to_write and num_written - min(read_counts) < PLACES:
+            piece = self._to_write.popleft()
+            slot = self._slots[num_written % PLACES, self._rank, : piece.nbytes]
+            slot.view(piece.dtype).view(piece.shape).copy_(piece)
+            # x86 shows a core's writes to the others in their order.
+            self._written[self._rank] = num_written + 1
+            return True
+        if self._to_read and min(written) > num_read:
+            read = self._to_read.popleft()
+            read(self._slots[num_read % PLACES])
+            self._read[self._rank] = num_read + 1
+            return True
+        return False
 
     @torch.no_grad()
     def _wait_for(self, number: int) -> None:
-        """Until so many pieces are taken. LostRankError where a rank has ended, or the time is
-        over.
+        """Return when `number` pieces are read.
+
+        Raises:
+            LostRankError: a rank has ended, or the timeout has passed without any progress.
         """
-        looks, started = 0, time.monotonic()
-        looked = started
-        while self._taken[self._rank] < number:
+        num_polls = 0
+        started = time.monotonic()
+        checked = started
+        while self._read[self._rank] < number:
             if self._advance():
-                looks, started = 0, time.monotonic()
+                num_polls = 0
+                started = time.monotonic()
                 continue
-            looks += 1
-            if looks > PATIENT_LOOKS:
+            num_polls += 1
+            if num_polls > PATIENT_LOOKS:
                 time.sleep(PATIENT_SECONDS)
-            elif looks > SPINS:
+            elif num_polls > SPINS:
                 time.sleep(POLL_SECONDS)
-            if (now := time.monotonic()) - looked > LOOK_SECONDS:
-                looked = now
+            now = time.monotonic()
+            if now - checked > LOOK_SECONDS:
+                checked = now
                 self._check_alive()
                 if now - started > self._seconds:
                     raise LostRankError(
@@ -195,12 +229,14 @@ class SharedMemoryGroup:
                     )
 
     def _check_alive(self) -> None:
+        """Raise LostRankError if another rank has ended without writing its pieces."""
         for rank in range(self._size):
             if rank != self._rank:
+                # The lock of a rank that is alive cannot be taken.
                 with contextlib.suppress(BlockingIOError):
                     fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
                     fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
-                    if self._given[rank] < self._begun:  # else it has ended well
+                    if self._written[rank] < self._num_launched:
                         raise LostRankError(
                             f"rank {rank} of {self._size} on this host has ended",
                             "see its own output",
@@ -208,51 +244,63 @@ class SharedMemoryGroup:
 
 
 def file_bytes(size: int, wanted_bytes: int) -> int:
-    """Bytes of the file of `size` ranks: at least the smallest piece of each in every place."""
-    marks = size * LINE
-    return max(wanted_bytes, marks + PLACES * size * (size * LINE))
+    """Return the bytes of the file of `size` ranks.
+
+    At least enough for the counters, and for the smallest piece in every slot.
+    """
+    counter_bytes = size * LINE
+    smallest_piece = size * LINE
+    return max(wanted_bytes, counter_bytes + PLACES * size * smallest_piece)
 
 
 def shared_memory_group(
     group: Any, rank: int, size: int, wanted_bytes: int | None = None
 ) -> SharedMemoryGroup | None:
-    """For the ranks of `group`, where all are on one host; else None. Collective over them.
+    """Make a group of the ranks of `group` if all are on one host; else return None. Collective.
 
     Args:
         wanted_bytes: of the group's memory; None: TOTAL_BYTES.
     """
     total_bytes = file_bytes(size, TOTAL_BYTES if wanted_bytes is None else wanted_bytes)
     path = _new_file(total_bytes) if rank == 0 else None
-    place = _host()
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, (place, path), group)
-    path = found[0][1]
-    made = None
-    if path is not None and place is not None and all(each == place for each, _ in found):
-        named: Any = group or dist.group.WORLD
-        timeout = named._get_backend(torch.device("cpu")).options._timeout
-        made = SharedMemoryGroup(path, rank, size, timeout.total_seconds(), total_bytes)
+    host = _host()
+    of_ranks: list[Any] = [None] * size
+    dist.all_gather_object(of_ranks, (host, path), group)
+    _, path = of_ranks[0]
+    hosts = {other for other, _ in of_ranks}
+    shared = None
+    if path is not None and hosts == {host} and host is not None:
+        backend_group: Any = group or dist.group.WORLD
+        timeout = backend_group._get_backend(torch.device("cpu")).options._timeout
+        shared = SharedMemoryGroup(path, rank, size, timeout.total_seconds(), total_bytes)
+        # All ranks have mapped the file.
         dist.barrier(group)
     if rank == 0 and path is not None:
         os.unlink(path)
-    return made
+    return shared
 
 
 def _host() -> tuple[str, int, int] | None:
-    """Equal for processes that share memory and a network: namespaces of one host may play several,
-    with slow links
-    between them. None where it cannot be known, or writes of a rank may be seen in another order
-    (ARM)."""
+    """An identity that is equal for processes which share memory and a network.
+
+    Network namespaces of one host may stand for several hosts, with slow links between them. None
+    if it is unknown, or if the processor does not keep the order of writes (ARM).
+    """
+    if platform.machine() != "x86_64":
+        return None
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         network = os.stat("/proc/self/ns/net").st_ino
-        return (boot, network, FOLDER.stat().st_dev) if platform.machine() == "x86_64" else None
+        return boot, network, FOLDER.stat().st_dev
     except OSError:
         return None
 
 
 def _new_file(total_bytes: int) -> str | None:
-    """A file of zeros whose memory is there: where there is none, writing would end the process."""
+    """Make a file of zeros with its memory allocated; None if there is not enough.
+
+    Without the allocation, writing to it could end the process.
+    """
     try:
         file, path = tempfile.mkstemp(prefix="alpa-", dir=FOLDER)
     except OSError:

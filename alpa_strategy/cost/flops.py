@@ -1,11 +1,11 @@
-"""What one op call has to do: FLOPs and bytes moved, forward and backward, from its shapes alone.
+"""FLOPs and bytes moved of one op call, forward and backward, from its shapes alone.
 
-Formulas for products, convolutions and attention; every other op is taken to be bound by the memory
-that it touches. Fusions are not modelled. Views move nothing.
+There are formulas for matmuls, convolutions and attention. Every other op is assumed to be bound by
+the memory that it reads and writes. Fusions are not modelled. Views move nothing.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,10 +16,12 @@ from alpa_strategy.ir.op import OpCall, TensorMeta, bind
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs, bytes read and written, and kernels started."""
+    """The work of one direction of an op."""
 
     flops: float = 0.0
+    # bytes read and written
     num_bytes: float = 0.0
+    # number of kernels launched
     kernels: int = 0
 
 
@@ -30,35 +32,31 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Metadata only. Of these, the backward of the second set fills or sums a tensor of the operand's
-# shape.
+# Views whose backward is a view as well.
 PLAIN_VIEWS = _names(
     "view reshape _unsafe_view transpose permute t squeeze unsqueeze flatten unflatten movedim"
-    " moveaxis swapaxes "
-    "swapdims view_as reshape_as alias detach detach_ lift_fresh lift_fresh_copy ravel mT mH T"
-    " adjoint numpy_T "
-    "matrix_H view_as_real view_as_complex real imag getitem sym_size _reshape_alias result_type"
-    " positive"
+    " moveaxis swapaxes swapdims view_as reshape_as alias detach detach_ lift_fresh lift_fresh_copy"
+    " ravel mT mH T adjoint numpy_T matrix_H view_as_real view_as_complex real imag getitem"
+    " sym_size _reshape_alias result_type positive"
 )
+# Views whose backward fills or sums a tensor of the operand's shape.
 PART_VIEWS = _names(
     "slice select split split_with_sizes chunk narrow unbind tensor_split diagonal unfold"
-    " as_strided expand expand_as "
-    "broadcast_to hsplit vsplit dsplit"
+    " as_strided expand expand_as broadcast_to hsplit vsplit dsplit"
 )
-MAY_COPY = _names(
-    "reshape _unsafe_view flatten ravel reshape_as lift_fresh_copy"
-)  # of both, where strides ask for it
+# Views of either kind that copy if the strides require it.
+MAY_COPY = _names("reshape _unsafe_view flatten ravel reshape_as lift_fresh_copy")
 CASTS = _names("to _to_copy type_as float half bfloat16 double")
 DROPOUTS = _names("dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout")
 GATHERS = _names("embedding bag_lookup index_select gather index take_along_dim take")
-# Their gradient needs neither operands nor results, and is a view (first) or one pass over the
-# operand (second).
+# Ops whose gradient needs neither operands nor results, and is a view,
 FREE_BACKWARD = _names("add sub cat concat concatenate stack sum hstack vstack")
+# or one pass over the operand.
 LINEAR = _names(
     "neg mean clone contiguous mul_scalar div_scalar where masked_fill constant_pad_nd pad flip"
     " roll"
 )
-# Whole extra passes over the largest operand, (forward, backward), of ops made of several kernels.
+# Extra passes over the largest operand, (forward, backward), of ops that run several kernels.
 EXTRA_PASSES = {
     "cross_entropy_sum": (1, 2),
     "cross_entropy_loss": (1, 2),
@@ -68,7 +66,7 @@ EXTRA_PASSES = {
 
 
 def op_base_name(call: OpCall) -> str:
-    """The op's name without namespace and overload: `linear`, `cross_entropy_sum`."""
+    """Return the op's name without namespace and overload: `linear`, `cross_entropy_sum`."""
     target = call.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
@@ -76,9 +74,7 @@ def op_base_name(call: OpCall) -> str:
 
 
 def is_view(call: OpCall) -> bool:
-    """True when the forward touches no elements: views, casts to the same dtype, dropout that drops
-    nothing.
-    """
+    """Whether the forward reads no elements: views, casts to the same dtype, inactive dropout."""
     name = op_base_name(call)
     if name in PLAIN_VIEWS or name in PART_VIEWS:
         return True
@@ -92,15 +88,15 @@ def is_view(call: OpCall) -> bool:
 
 
 def is_plain_view(call: OpCall) -> bool:
-    """True when neither the forward nor the backward touches elements: the gradient is a view as
-    well.
-    """
+    """Whether forward and backward read no elements: the gradient is a view as well."""
     return op_base_name(call) in PLAIN_VIEWS
 
 
 def op_flops(call: OpCall) -> float:
-    """FLOPs of the forward: 2 per multiply-add for products, one per result element otherwise, 0
-    for views.
+    """Return the FLOPs of the forward.
+
+    2 per multiply-add of matmuls, convolutions and attention; 0 for views; else 1 per result
+    element.
     """
     if is_view(call):
         return 0.0
@@ -111,9 +107,7 @@ def op_flops(call: OpCall) -> float:
 
 
 def product_kind(call: OpCall) -> str | None:
-    """`matmul`, `convolution` or `attention`: ops bound by multiply-adds when they are large; None
-    for others.
-    """
+    """Return `matmul`, `convolution` or `attention`; None for ops that do not multiply and add."""
     name = op_base_name(call)
     if name in ATTENTION:
         return "attention"
@@ -125,13 +119,12 @@ def product_kind(call: OpCall) -> str | None:
 
 
 def product_shape(call: OpCall) -> tuple[int, int, int, int] | None:
-    """(batches, rows, inner, columns) of a product of matrices; None for other ops, and where they
-    cannot be told.
-    """
+    """Return (batches, rows, inner, columns) of a matmul; None for other ops, and for vectors."""
     name = op_base_name(call)
     if name not in LINEARS and name not in MATRIX_PRODUCTS:
         return None
-    result, inner = call.results[0].shape, call.operands[0].shape[-1]
+    result = call.results[0].shape
+    inner = call.operands[0].shape[-1]
     if len(result) < 2:
         return None
     if name in LINEARS:
@@ -140,74 +133,101 @@ def product_shape(call: OpCall) -> tuple[int, int, int, int] | None:
 
 
 def op_work(call: OpCall) -> tuple[Work, Work]:
-    """(forward, backward) work of `call` at its own shapes; no backward where nothing requires
-    grad.
+    """Return the (forward, backward) work of `call` at its local shapes.
+
+    No backward if nothing requires grad.
     """
     name = op_base_name(call)
     grads = [meta for meta in call.operands if meta.requires_grad]
-    results = sum(meta.num_bytes for meta in call.results)
-    operands = sum(meta.num_bytes for meta in call.operands)
-    differentiable = bool(grads) and any(meta.requires_grad for meta in call.results)
-    grad_bytes = sum(meta.num_bytes for meta in grads)
+    if not any(meta.requires_grad for meta in call.results):
+        grads = []
     if is_view(call):
-        backward = (
-            Work(0.0, results + grad_bytes, 1) if differentiable and name in PART_VIEWS else NOTHING
-        )
-        return NOTHING, backward
+        return NOTHING, _view_backward(call, name, grads)
     flops = op_flops(call)
     if name in PRODUCTS:
-        return _product_work(call, name, flops, grads if differentiable else [])
-    extra_forward, extra_backward = EXTRA_PASSES.get(name, (0, 0))
-    largest = max((meta.num_bytes for meta in call.operands), default=0)
+        return _product_work(call, name, flops, grads)
     if name in GATHERS:
-        indices = sum(meta.num_bytes for meta in call.operands[1:])
-        forward = Work(flops, 2 * results + indices, 1)
-        backward = Work(flops, grad_bytes + 3 * results + indices, 2)
-        return forward, backward if differentiable else NOTHING
-    forward = Work(flops, operands + results + extra_forward * largest, 1 + extra_forward)
-    if not differentiable:
+        return _gather_work(call, flops, grads)
+
+    extra_forward, extra_backward = EXTRA_PASSES.get(name, (0, 0))
+    operand_bytes = _bytes_of(call.operands)
+    result_bytes = _bytes_of(call.results)
+    largest = max((meta.num_bytes for meta in call.operands), default=0)
+    moved = operand_bytes + result_bytes + extra_forward * largest
+    forward = Work(flops, moved, 1 + extra_forward)
+    if not grads:
         return forward, NOTHING
-    if name in FREE_BACKWARD:  # passed on as it is; summed where it was broadcast
-        shape = call.results[0].shape
-        # A broadcast operand's gradient is summed over the dims that it lacks.
-        summed = []
-        if name in ("add", "sub"):
-            summed = [meta for meta in grads if meta.num_elements < math.prod(shape)]
-        if not summed:
-            return forward, NOTHING
-        return forward, Work(0.0, results + sum(meta.num_bytes for meta in summed), 1)
+    if name in FREE_BACKWARD:
+        return forward, _free_backward(call, name, grads)
     reads_no_operand = name in LINEAR or name in CASTS or name in DROPOUTS
-    kept = 0 if reads_no_operand else operands
-    return forward, Work(
-        flops, results + grad_bytes + kept + extra_backward * largest, 1 + extra_backward
-    )
+    saved_bytes = 0 if reads_no_operand else operand_bytes
+    moved = result_bytes + _bytes_of(grads) + saved_bytes + extra_backward * largest
+    return forward, Work(flops, moved, 1 + extra_backward)
+
+
+def _bytes_of(metas: Iterable[TensorMeta]) -> int:
+    return sum(meta.num_bytes for meta in metas)
+
+
+def _view_backward(call: OpCall, name: str, grads: list[TensorMeta]) -> Work:
+    """The gradient of a slice is written to a tensor of the operand's shape."""
+    if not grads or name not in PART_VIEWS:
+        return NOTHING
+    return Work(0.0, _bytes_of(call.results) + _bytes_of(grads), 1)
+
+
+def _gather_work(call: OpCall, flops: float, grads: list[TensorMeta]) -> tuple[Work, Work]:
+    """Rows are read by index; in the backward they are added to a gradient of zeros."""
+    result_bytes = _bytes_of(call.results)
+    index_bytes = _bytes_of(call.operands[1:])
+    forward = Work(flops, 2 * result_bytes + index_bytes, 1)
+    if not grads:
+        return forward, NOTHING
+    return forward, Work(flops, _bytes_of(grads) + 3 * result_bytes + index_bytes, 2)
+
+
+def _free_backward(call: OpCall, name: str, grads: list[TensorMeta]) -> Work:
+    """The gradient is passed on; a broadcast operand's is summed over the dims that it lacks."""
+    summed = []
+    if name in ("add", "sub"):
+        num_elements = math.prod(call.results[0].shape)
+        summed = [meta for meta in grads if meta.num_elements < num_elements]
+    if not summed:
+        return NOTHING
+    return Work(0.0, _bytes_of(call.results) + _bytes_of(summed), 1)
 
 
 def _product_work(
     call: OpCall, name: str, flops: float, grads: list[TensorMeta]
 ) -> tuple[Work, Work]:
-    operands = sum(meta.num_bytes for meta in call.operands)
-    results = sum(meta.num_bytes for meta in call.results)
-    forward = Work(flops, operands + results, 1)
+    """(forward, backward) work of matmuls, convolutions and attention.
+
+    Args:
+        flops: of the forward.
+        grads: operands that get a gradient.
+    """
+    operand_bytes = _bytes_of(call.operands)
+    result_bytes = _bytes_of(call.results)
+    forward = Work(flops, operand_bytes + result_bytes, 1)
     if not grads:
         return forward, NOTHING
     if name in ATTENTION:
         # It recomputes the scores: five matmuls against two (FlashAttention, section 3.1).
-        return forward, Work(2.5 * flops, 2 * (operands + results), 2)
+        return forward, Work(2.5 * flops, 2 * (operand_bytes + result_bytes), 2)
     takes_vectors = name in ("dot", "mv", "vdot", "matmul", "einsum")
-    main: list[TensorMeta] = []
+    factors: list[TensorMeta] = []
     biases: list[TensorMeta] = []
     for meta in grads:
         is_factor = takes_vectors or len(meta.shape) > 1
-        (main if is_factor else biases).append(meta)
-    # One product per operand that requires grad, of the result's gradient and the others; a bias'
-    # is a sum over it.
-    num_bytes = len(grads) * results + len(main) * operands + sum(meta.num_bytes for meta in biases)
-    return forward, Work(len(main) * flops, num_bytes, len(grads))
+        (factors if is_factor else biases).append(meta)
+    # A matmul per factor that requires grad, of the result's gradient and the other factor. The
+    # gradient of a bias is a sum over the result's.
+    moved = len(grads) * result_bytes + len(factors) * operand_bytes + _bytes_of(biases)
+    return forward, Work(len(factors) * flops, moved, len(grads))
 
 
 def _contraction(call: OpCall, factor: int = 0) -> float:
-    """Of the last dim of the operand `factor`."""
+    """FLOPs of a contraction of the last dim of the operand `factor`."""
     shape = call.operands[factor].shape
     return 2.0 * call.results[0].num_elements * (shape[-1] if shape else 1)
 
@@ -229,37 +249,43 @@ def _attention(call: OpCall) -> float:
 
 
 def _einsum(call: OpCall) -> float:
-    """Every index of the equation once: right for two operands, an upper bound of the best order
-    for more.
+    """FLOPs of an einsum as one loop over all indices.
+
+    Exact for two operands, an upper bound of the best order for more.
     """
-    left = str(call.args[0]).replace(" ", "").partition("->")[0]
-    every = "..." * ("..." in left) + "".join(sorted(set(left) - set(".,")))
-    operands = [
-        torch.empty(call.operands[slot.index].shape, device="meta") for slot in call.args[1]
-    ]
-    return (
-        2.0 * torch.einsum(f"{left}->{every}", *operands).numel()
-    )  # a result that has all indices
+    left, _, _ = str(call.args[0]).replace(" ", "").partition("->")
+    letters = "".join(sorted(set(left) - set(".,")))
+    all_indices = f"...{letters}" if "..." in left else letters
+    operands = []
+    for slot in call.args[1]:
+        operands.append(torch.empty(call.operands[slot.index].shape, device="meta"))
+    return 2.0 * torch.einsum(f"{left}->{all_indices}", *operands).numel()
 
 
 def _grouped(call: OpCall) -> float:
-    """Rows times matrices; a device that holds some of the groups is taken to hold as many of the
-    rows.
+    """FLOPs of matmuls of groups of rows, each with a matrix of its own.
+
+    A device that stores some of the groups is assumed to compute the same share of the rows.
     """
-    (rows, width), (groups, _, columns), (all_groups,) = (meta.shape for meta in call.operands[:3])
-    return 2.0 * rows * width * columns * groups / max(all_groups, 1)
+    rows, matrices, group_sizes = call.operands[:3]
+    num_rows, width = rows.shape
+    num_local_groups, _, num_columns = matrices.shape
+    (num_groups,) = group_sizes.shape
+    return 2.0 * num_rows * width * num_columns * num_local_groups / max(num_groups, 1)
 
 
 ATTENTION = _names(
     "scaled_dot_product_attention _scaled_dot_product_flash_attention"
-    " _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_cudnn_attention"
+    " _scaled_dot_product_efficient_attention"
+    " _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_cudnn_attention"
 )
 CONVOLUTIONS = _names(
     "convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d"
     " conv_transpose3d"
 )
-LINEARS, MATRIX_PRODUCTS = ("linear", "segmented_linear"), ("mm", "bmm", "matmul")
+LINEARS = ("linear", "segmented_linear")
+MATRIX_PRODUCTS = ("mm", "bmm", "matmul")
+# op -> FLOPs of its forward
 PRODUCTS: dict[str, Callable[[OpCall], float]] = {
     **dict.fromkeys((*LINEARS, *MATRIX_PRODUCTS, "mv", "dot", "vdot", "_grouped_mm"), _contraction),
     **dict.fromkeys(("addmm", "addmv", "baddbmm", "addbmm"), partial(_contraction, factor=1)),

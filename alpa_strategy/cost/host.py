@@ -1,11 +1,11 @@
-"""The host's part of a step: what Python, the Trainer's loop and the loader add to the devices'
+"""The host's time of a step: Python, the Trainer's loop and the loader, in addition to the devices'
 time.
 
-Ops are priced one by one (`model.py`), from times that were taken in a loop of one op. In a step
+Ops are priced one by one (`model.py`), from times that were measured in a loop of one op. In a step
 each op has a line of Python around it, autograd calls its backward, and the ops before it have
-taken the caches. `time_in_order` times a device's ops once more in the order of the step. The
-optimizer's Python is timed by `planner/optimizer_info.py`; the loop between steps is not known
-before it has run (`lightning/loop_clock.py`), here is what is assumed of it until then.
+filled the caches. `time_in_order` measures a device's ops in the order of the step. The optimizer's
+Python is measured by `planner/optimizer_info.py`. The loop between steps is measured when it runs
+(`lightning/loop_clock.py`); `assumed_loop_seconds` estimates it until then.
 """
 
 import logging
@@ -18,43 +18,47 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from alpa_strategy.cluster.spec import DeviceSpec
+from alpa_strategy.cluster.devices import DeviceSpec
 from alpa_strategy.ir.op import OpCall, TensorMeta
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Plan, Predicted
-from alpa_strategy.options import OptimizerInfo
 
 logger = logging.getLogger(__name__)
 
-# Longer steps are compute: an op's line and the caches are lost in it, and timing it takes long.
+# Longer steps are bound by compute: Python and caches do not matter, and measuring takes long.
 LONGEST_SECONDS = 0.3
 # Rounds whose median counts, after one that warms up.
 ROUNDS = 5
-# What the Trainer and the loader do between two steps takes the caches nearest to a core: so does a
-# pass over a buffer of this size.
+# Bytes of a buffer that is read between rounds. It evicts the caches nearest to a core, as the
+# Trainer and the loader do between two steps.
 BETWEEN_BYTES = 2**22
-# The loop of Lightning 2.6 around a step, and one `self.log` in it, in starts of a small op on the
-# same core (`launch_seconds`). Counted on one core with no callbacks; a loader comes on top.
-LOOP_LAUNCHES, LOG_LAUNCHES = 400, 150
+# The loop of Lightning 2.6 around a step, in launches of a small op on the same core
+# (`launch_seconds`). Measured on one core with no callbacks and without a loader.
+LOOP_LAUNCHES = 400
+# One `self.log` in it, in such launches.
+LOG_LAUNCHES = 150
 
 
 @dataclass(frozen=True)
 class OrderedCall:
-    """An op as one device runs it. operands, results: values of the step, as the call has them."""
+    """An op as one device runs it."""
 
     call: OpCall
+    # values of the step, in the order of the call's
     operands: tuple[int, ...]
+    # values of the step, in the order of the call's
     results: tuple[int, ...]
 
 
 def time_in_order(calls: Sequence[OrderedCall], device: torch.device) -> float | None:
-    """Seconds of the forward and the backward of `calls`, one after the other on random data.
+    """Measure the seconds of forward and backward of `calls`, one after the other on random data.
 
-    A value that one of them makes is what later ones read, where it has the shape that they expect;
-    else (a resharding lies between) they read random data. On an accelerator the device's queue is
-    empty at the end, so it is the larger of the host's and the device's time.
+    Calls read the values that earlier ones compute, if these have the shape that they expect. Else
+    (there is a resharding in between) they read random data. On an accelerator the device's queue
+    is empty at the end, so the result is the larger of the host's and the device's time.
 
     Returns:
-        The median of a few rounds; None where an op does not run by itself on random data.
+        The median of a few rounds; None if an op does not run by itself on random data.
     """
     rounds: list[float] = []
     inputs: dict[tuple[int, TensorMeta], Tensor] = {}
@@ -69,14 +73,17 @@ def time_in_order(calls: Sequence[OrderedCall], device: torch.device) -> float |
             rounds.append(_now(device) - started)
             for tensor in inputs.values():
                 tensor.grad = None
-    except Exception as error:  # an op that cannot run alone must not end the job
+    except Exception as error:
+        # An op that cannot run alone must not end the job.
         logger.debug("the step's ops cannot be timed in order: %s", error)
         return None
     return statistics.median(rounds[1:])
 
 
 def _now(device: torch.device) -> float:
-    """Seconds; on one thread those on a core, which other jobs do not lengthen (see `measured`)."""
+    """The time in seconds; with one thread its time on a core, which does not include other
+    jobs'.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return time.perf_counter()
@@ -86,22 +93,22 @@ def _now(device: torch.device) -> float:
 def _forward(
     calls: Sequence[OrderedCall], inputs: dict[tuple[int, TensorMeta], Tensor], device: torch.device
 ) -> list[Tensor]:
-    """Run all calls; the differentiable results that none of them has read."""
-    made: dict[int, Tensor] = {}
+    """Run all calls; return the differentiable results that none of them has read."""
+    computed: dict[int, Tensor] = {}
     unread: dict[int, Tensor] = {}
     for ordered in calls:
         operands = []
         for value, meta in zip(ordered.operands, ordered.call.operands, strict=True):
-            tensor = made.get(value)
+            tensor = computed.get(value)
             if tensor is None or not _fits(tensor, meta):
                 tensor = _input(value, meta, inputs, device)
             else:
                 unread.pop(value, None)
             operands.append(tensor)
-        found = ordered.call.on(device).call(*operands)
-        tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        results = ordered.call.on(device).call(*operands)
+        tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
         for value, tensor in zip(ordered.results, tensors, strict=False):
-            made[value] = tensor
+            computed[value] = tensor
             if tensor.requires_grad:
                 unread[value] = tensor
     return list(unread.values())
@@ -117,7 +124,7 @@ def _input(
     inputs: dict[tuple[int, TensorMeta], Tensor],
     device: torch.device,
 ) -> Tensor:
-    """Data for what no call has made, the same in every round: small floats, integers 0."""
+    """Data of a value that no call computes, the same in every round: small floats, integers 0."""
     key = value, meta
     if key not in inputs:
         if meta.dtype.is_floating_point:
@@ -131,14 +138,18 @@ def _input(
     return inputs[key]
 
 
-# --- The prediction with the host's part.
+# --- The prediction with the host's time.
 
 
 def with_host(predicted: Predicted, host: float, loop: float, device: DeviceSpec) -> Predicted:
-    """The prediction with `host` seconds of Python in a step and `loop` seconds between steps.
+    """Return the prediction with the host's time added.
 
-    On CPUs the host is the device: its seconds are added. Beside an accelerator it runs ahead: the
+    On CPUs the host is the device: its seconds are added. With an accelerator it runs ahead: the
     step takes as long as the slower of the two.
+
+    Args:
+        host: seconds of Python in a step.
+        loop: seconds between steps.
     """
     busy = predicted.device_seconds
     if device.is_cpu:
@@ -155,7 +166,7 @@ def with_host(predicted: Predicted, host: float, loop: float, device: DeviceSpec
 
 
 def plan_with_host(plan: Plan, host: float, loop: float, device: DeviceSpec) -> Plan:
-    """The plan whose step, and those of the plans it is compared with, have the host's part."""
+    """Return the plan with the host's time added, to its baselines as well; see `with_host`."""
     baselines: dict[str, float | None] = {}
     for name, seconds in plan.baselines.items():
         baselines[name] = None
@@ -169,7 +180,7 @@ def plan_with_host(plan: Plan, host: float, loop: float, device: DeviceSpec) -> 
 def optimizer_host_seconds(
     optimizer: OptimizerInfo, num_parameters: int, device: DeviceSpec
 ) -> float:
-    """Seconds of the optimizer's own Python for so many parameters, beside the bytes it moves.
+    """Return the seconds of the optimizer's Python; the bytes that it moves are not included.
 
     On accelerators a few kernels update all parameters together.
     """
@@ -180,6 +191,6 @@ def optimizer_host_seconds(
 
 
 def assumed_loop_seconds(device: DeviceSpec, num_logs: int) -> float:
-    """Seconds of the Trainer's loop around a step that logs so many values, before it has run."""
+    """Estimate the seconds of the Trainer's loop around a step that logs `num_logs` values."""
     launches = LOOP_LAUNCHES + num_logs * LOG_LAUNCHES
     return launches * device.launch_seconds * device.slowdown

@@ -1,8 +1,8 @@
-"""OpTable: measured op times in a small JSON file that other models on the same kind of device
-reuse.
+"""Measured op times: a table in a small JSON file, and how ops and devices are measured.
 
-Keyed by device name, then op family (op, dtypes, which operands require grad), then the call's
-shapes and arguments. Measuring is `measured.py`'s, reading between the lines is `model.py`'s.
+The table is keyed by device name, then op family (op, dtypes, which operands require grad), then
+the call's shapes and arguments. All models on the same kind of device use it. `model.py` estimates
+calls that are not in the table.
 """
 
 import logging
@@ -20,7 +20,7 @@ import psutil
 import torch
 from torch.utils._pytree import tree_leaves
 
-from alpa_strategy.cluster.spec import DeviceSpec
+from alpa_strategy.cluster.devices import DeviceSpec
 from alpa_strategy.cost.flops import Work, is_view, op_work, product_kind
 from alpa_strategy.files import read_json, write_json
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta, bind
@@ -32,56 +32,63 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class OpTime:
-    """Measured seconds of one call, with the work that it stands for."""
+    """A measurement of one call."""
 
+    # seconds
     forward: float
+    # seconds
     backward: float
     forward_work: Work
     backward_work: Work
 
 
 def call_family(call: OpCall) -> str:
-    """`aten.linear.default float32* float32*` (`*`: requires grad): calls whose times say something
-    of each other.
+    """Return the name of the calls whose rates are similar to those of `call`.
 
-    A convolution's says its kernel (`3x3`, `3x3 grouped`), as rates of these differ severalfold.
+    Such as `aten.linear.default float32* float32*`, where `*` stands for "requires grad". A
+    convolution's contains its kernel (`3x3`, `3x3 grouped`), as the rates of these differ
+    severalfold.
     """
-    dtypes = [
-        str(meta.dtype).removeprefix("torch.") + "*" * meta.requires_grad for meta in call.operands
-    ]
-    kind = []
+    words = [call.target_name]
+    for meta in call.operands:
+        mark = "*" if meta.requires_grad else ""
+        words.append(str(meta.dtype).removeprefix("torch.") + mark)
     if product_kind(call) == "convolution":
-        kind = [
-            "x".join(map(str, call.operands[1].shape[2:])),
-            *["grouped"] * (bind(call)["groups"] > 1),
-        ]
-    return " ".join([call.target_name, *dtypes, *kind])
+        words.append("x".join(map(str, call.operands[1].shape[2:])))
+        if bind(call)["groups"] > 1:
+            words.append("grouped")
+    return " ".join(words)
 
 
 def call_key(call: OpCall) -> str:
-    """What distinguishes a call within its family: operand shapes, then the arguments (`$0` is
-    operand 0).
+    """Return the name of a call within its family: operand shapes, then the arguments.
+
+    `$0` stands for operand 0.
     """
     shapes = " ".join(str(list(meta.shape)).replace(" ", "") for meta in call.operands)
-    arguments = [_show(arg) for arg in call.args] + [
-        f"{name}={_show(value)}" for name, value in call.kwargs
-    ]
+    arguments = [_show(arg) for arg in call.args]
+    arguments += [f"{name}={_show(value)}" for name, value in call.kwargs]
     return f"{shapes} ({', '.join(arguments)})"
 
 
 class OpTable:
-    """A store of measured op times. In memory unless `path` is given; `save` writes atomically."""
+    """A table of measured op times.
+
+    Args:
+        path: of its file; None: it stays in memory.
+    """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = Path(path) if path is not None else None
-        self._families: dict[tuple[str, str], dict[str, OpTime]] = defaultdict(
-            dict
-        )  # (device, family) -> by call
+        # (device, family) -> call -> time
+        self._families: dict[tuple[str, str], dict[str, OpTime]] = defaultdict(dict)
 
     @classmethod
     def load(cls, path: str | Path) -> "OpTable":
-        """The table in `path`; empty when there is none. An unreadable or older file is reported
-        and measured anew.
+        """Read the table in `path`.
+
+        Empty if there is no such file. If it cannot be read, or has another format version, that is
+        logged and the table is empty as well, so that ops are measured again.
         """
         table = cls(path)
         file = Path(path)
@@ -106,37 +113,37 @@ class OpTable:
         return table
 
     def save(self) -> None:
-        """Write the table to its path, together with what other jobs have put there since."""
+        """Write the table to its path, atomically, with what other jobs have added there."""
         if self.path is None:
             return
         if self.path.exists():
-            for place, calls in OpTable.load(self.path)._families.items():
-                self._families[place] = calls | self._families[place]
+            for key, calls in OpTable.load(self.path)._families.items():
+                self._families[key] = calls | self._families[key]
         devices: dict[str, dict[str, Any]] = defaultdict(dict)
         for (device, family), calls in self._families.items():
             devices[device][family] = {key: asdict(entry) for key, entry in calls.items()}
         write_json(self.path, {"version": FORMAT_VERSION, "devices": devices})
 
     def get(self, device: str, call: OpCall) -> OpTime | None:
-        """The measurement of exactly this call."""
+        """Return the measurement of this call, if there is one."""
         return self._families.get((device, call_family(call)), {}).get(call_key(call))
 
     def put(self, device: str, call: OpCall, forward: float, backward: float) -> None:
-        """Remember a measurement, in seconds."""
+        """Add a measurement, in seconds."""
         self._families[device, call_family(call)][call_key(call)] = OpTime(
             forward, backward, *op_work(call)
         )
 
     def times_of(self, device: str) -> list[tuple[str, str, OpTime]]:
-        """Every measurement of a device, as (family, call, time) in a fixed order."""
-        found = []
+        """Return every measurement of a device, as (family, call, time) in a fixed order."""
+        times = []
         for (name, family), calls in sorted(self._families.items(), key=lambda item: item[0]):
             if name == device:
-                found += [(family, key, calls[key]) for key in sorted(calls)]
-        return found
+                times += [(family, key, calls[key]) for key in sorted(calls)]
+        return times
 
     def family(self, device: str, family: str) -> dict[str, OpTime]:
-        """Every measurement of a family (`call_family`), by `call_key`."""
+        """Return every measurement of a family (`call_family`), by `call_key`."""
         return self._families.get((device, family), {})
 
     def __len__(self) -> int:
@@ -156,26 +163,23 @@ def _entry_from_dict(data: dict[str, Any]) -> OpTime:
     return OpTime(*seconds, Work(**data["forward_work"]), Work(**data["backward_work"]))
 
 
-# --- Timing real ops and the device itself, on the device that will run them. Needs no process
-# group.
+# --- Measuring ops and the device, on the device that will run them. Needs no process group.
 #
-# Times are minima over a few repetitions: noise only ever adds. All loops end by a budget, so that
-# measuring takes seconds whatever the model. The links between devices are measured by
-# `comm/measure.py`.
+# Times are minima over a few repetitions: noise only ever adds time. All loops have a budget of
+# seconds, so that measuring takes seconds for any model. `comm/measure.py` measures the links
+# between devices.
 
 
 REPETITIONS = 5
-ENOUGH_SECONDS = (
-    0.01  # of a pass for one function: what takes longer is timed once more only in the next pass
-)
+# Of a pass for one function: one that takes longer is repeated only in the next pass.
+ENOUGH_SECONDS = 0.01
 PASSES = 3
-MOST_LEAD, CYCLES_PER_SECOND = (
-    1e-3,
-    2e9,
-)  # of the host before a GPU, seconds a call; of a GPU's clock, about
-BYTES_PER_FLOP = (
-    0.05  # only to order calls by expected time: 20 FLOPs take about as long as one byte of traffic
-)
+# Seconds a call that the host is ahead of a GPU, at most.
+MOST_LEAD = 1e-3
+# Of a GPU's clock, about.
+CYCLES_PER_SECOND = 2e9
+# Only to order calls by expected time: 20 FLOPs take about as long as one byte of traffic.
+BYTES_PER_FLOP = 0.05
 MEASURED_DTYPES = {
     "cpu": ("float32", "float64", "bfloat16"),
     "cuda": ("float32", "bfloat16", "float16"),
@@ -190,17 +194,26 @@ def measure_ops(
     name: str | None = None,
     later: Iterable[OpCall] = (),
 ) -> OpTable:
-    """Time the calls that `table` does not hold, longest expected first (`later` ones last), until
-    the budget is spent.
+    """Measure the calls that `table` does not have, longest expected first, within the budget.
 
-    Returns `table`, with the new times under the device's name (`device_name`, or `name`). Views
-    are skipped; so are calls that do not run by themselves on random data, and calls that would
+    Views are skipped. So are calls that do not run by themselves on random data, and calls that
     need more than half of the free memory.
+
+    Args:
+        budget_seconds: no call is started after as many seconds.
+        name: of the device in the table; None: `device_name`.
+        later: calls that are measured last.
+
+    Returns:
+        `table`, with the new times added.
     """
     device = torch.device(device)
     name = name or device_name(device)
     started = time.perf_counter()
-    missing = {call for call in calls if not is_view(call) and table.get(name, call) is None}
+    missing = set()
+    for call in calls:
+        if not is_view(call) and table.get(name, call) is None:
+            missing.add(call)
     free = (
         torch.cuda.mem_get_info(device)[0]
         if device.type == "cuda"
@@ -209,9 +222,8 @@ def measure_ops(
     best: dict[OpCall, tuple[float, float]] = {}
     order = sorted(missing, key=_expected, reverse=True)
     order.sort(key=set(later).__contains__)
-    for pass_index in range(
-        PASSES
-    ):  # again later, while time is left: a burst of other load passes
+    # Several passes while time is left, so that a burst of other load does not count.
+    for pass_index in range(PASSES):
         for call in order if pass_index == 0 else list(best):
             left = budget_seconds - (time.perf_counter() - started)
             if left <= 0:
@@ -219,14 +231,14 @@ def measure_ops(
             if 3 * sum(meta.num_bytes for meta in (*call.operands, *call.results)) > free / 2:
                 continue
             try:
-                found = time_call(call, device, left)
-            except (
-                Exception
-            ) as error:  # an op that cannot run alone keeps its roofline; it must not end the job
+                forward, backward = time_call(call, device, left)
+            except Exception as error:
+                # An op that cannot run alone has the costs of its roofline. It must not end the
+                # job.
                 logger.debug("%s cannot be timed: %s", call.target_name, error)
                 continue
-            before = best.get(call, found)
-            best[call] = (min(found[0], before[0]), min(found[1], before[1]))
+            best_forward, best_backward = best.get(call, (forward, backward))
+            best[call] = (min(forward, best_forward), min(backward, best_backward))
     for call, (forward, backward) in best.items():
         table.put(name, call, forward, backward)
     return table
@@ -235,8 +247,9 @@ def measure_ops(
 def time_call(
     call: OpCall, device: torch.device | str, budget_seconds: float = 1.0
 ) -> tuple[float, float]:
-    """(forward, backward) seconds of one call on random data. One run each where one run spends the
-    budget.
+    """Measure (forward, backward) seconds of one call on random data.
+
+    One run of each if that takes longer than the budget. Errors of the op are passed on.
     """
     device = torch.device(device)
     call = call.on(device)
@@ -259,11 +272,13 @@ def time_call(
 
 
 def random_operand(meta: TensorMeta, device: torch.device) -> torch.Tensor:
-    """Data that every op accepts: floats in [0, 1), integers 0 (a valid index anywhere), booleans
-    True.
+    """Make data that every op accepts.
+
+    Floats in [0, 1), integers 0 (a valid index of any tensor), booleans True.
     """
     if meta.dtype.is_floating_point or meta.dtype.is_complex:
-        wide = meta.dtype if meta.dtype.itemsize > 1 else torch.float16  # no random float8
+        # There are no random float8 numbers.
+        wide = meta.dtype if meta.dtype.itemsize > 1 else torch.float16
         return (
             torch.rand(meta.shape, dtype=wide, device=device)
             .to(meta.dtype)
@@ -277,46 +292,57 @@ def random_operand(meta: TensorMeta, device: torch.device) -> torch.Tensor:
 def measure_device(
     device: torch.device | str = "cpu", local_ranks: int = 1, budget_seconds: float = 1.0
 ) -> DeviceSpec:
-    """What this device reaches: products per dtype, memory bandwidth, time to start an op, memory.
+    """Measure this device: matmuls per dtype, memory bandwidth, launch of an op, memory.
 
-    Peaks are measured, so `efficiency` is 1.
+    Peaks are those that matmuls reach, so `efficiency` is 1.
+
+    Args:
+        local_ranks: of the job on this host, which share a CPU's memory.
     """
     device = torch.device(device)
-    share, dtypes = budget_seconds / 6, MEASURED_DTYPES.get(device.type, ("float32",))
-    rates = [(dtype, _product_rate(getattr(torch, dtype), device, share)) for dtype in dtypes]
-    elements = 2**26 if device.type == "cuda" else 2**23  # well beyond the caches
+    share = budget_seconds / 6
+    rates = []
+    for dtype in MEASURED_DTYPES.get(device.type, ("float32",)):
+        rate = _matmul_rate(getattr(torch, dtype), device, share)
+        if rate:
+            rates.append((dtype, rate))
+    # Well beyond the caches.
+    elements = 2**26 if device.type == "cuda" else 2**23
     source = torch.rand(elements, device=device)
     target = torch.empty_like(source)
     copy_seconds = _best_seconds(lambda: target.copy_(source), device, share, at_least=5)
     small = torch.rand(8, device=device)
-    launch = min(_seconds(lambda: small.add(1.0), device, 100) for _ in range(5)) / 100
+
+    def launch() -> object:
+        return small.add(1.0)
+
+    launches = [_seconds(launch, device, 100) for _ in range(5)]
     return DeviceSpec(
         name=device_name(device),
         memory_bytes=device_memory_bytes(device, local_ranks),
         memory_bandwidth=2 * source.nbytes / copy_seconds,
-        peak_flops=tuple((dtype, rate) for dtype, rate in rates if rate),
-        launch_seconds=launch,
+        peak_flops=tuple(rates),
+        launch_seconds=min(launches) / 100,
     )
 
 
 def device_memory_bytes(device: torch.device | str, local_ranks: int = 1) -> int:
-    """Bytes of the device's memory; on CPUs the machine's divided by `local_ranks`."""
+    """Return the bytes of the device's memory; of a CPU the host's divided by `local_ranks`."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return psutil.virtual_memory().total // local_ranks
 
 
 def device_name(device: torch.device | str) -> str:
-    """A name under which measurements are shared between hosts: the model of the device, and on
-    CPUs its threads.
+    """Return the name under which hosts share measurements: the device's model, a CPU's threads.
 
-    A GPU that may use TensorFloat-32 (`torch.set_float32_matmul_precision`) is another device,
-    several times as fast.
+    A GPU that may use TensorFloat-32 (`torch.set_float32_matmul_precision`) has another name, as it
+    is several times as fast.
     """
     device = torch.device(device)
     if device.type == "cuda":
-        tf32 = torch.get_float32_matmul_precision() != "highest"
-        return torch.cuda.get_device_name(device) + (" (TF32)" if tf32 else "")
+        uses_tf32 = torch.get_float32_matmul_precision() != "highest"
+        return torch.cuda.get_device_name(device) + (" (TF32)" if uses_tf32 else "")
     return f"cpu {_cpu_model()} ({torch.get_num_threads()} threads)"
 
 
@@ -329,9 +355,10 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _product_rate(dtype: torch.dtype, device: torch.device, budget_seconds: float) -> float | None:
-    """FLOP/s of square products; None where the dtype has none. Sizes grow while they fit in the
-    budget.
+def _matmul_rate(dtype: torch.dtype, device: torch.device, budget_seconds: float) -> float | None:
+    """FLOP/s of square matmuls; None if the device has none of this dtype.
+
+    Sizes grow while they fit in the budget.
     """
     best = None
     started = time.perf_counter()
@@ -345,9 +372,8 @@ def _product_rate(dtype: torch.dtype, device: torch.device, budget_seconds: floa
             logger.debug("no products of %s on %s: %s", dtype, device, error)
             return best
         best = max(best or 0.0, 2 * size**3 / seconds)
-        if (
-            time.perf_counter() - started + 20 * seconds > budget_seconds
-        ):  # the next size takes at least 8 x as long
+        # The next size takes at least 8 times as long.
+        if time.perf_counter() - started + 20 * seconds > budget_seconds:
             break
     return best
 
@@ -355,10 +381,10 @@ def _product_rate(dtype: torch.dtype, device: torch.device, budget_seconds: floa
 def _best_seconds(
     fn: Callable[[], object], device: torch.device, budget_seconds: float, at_least: int = 1
 ) -> float:
-    """Smallest time of `fn` over a few runs after a warm-up run, until the budget is spent.
+    """Smallest time of `fn` over a few runs after a warm-up run, within the budget.
 
-    Where the warm-up alone spends it, `at_least` further runs are made if more than 1, else its own
-    time counts.
+    If the warm-up alone exceeds it, `at_least` further runs are made if that is more than 1. Else
+    the time of the warm-up counts.
     """
     once = _seconds(fn, device, 1)
     if once > budget_seconds and at_least <= 1:
@@ -367,8 +393,8 @@ def _best_seconds(
     once = min(once, _seconds(fn, device, 1))
     lead = min(time.perf_counter() - started, MOST_LEAD) if device.type == "cuda" else 0.0
     once = min(once, _seconds(fn, device, 1, lead)) if lead else once
-    # Short ops are timed several at a time, so that the clock and, on a GPU, the synchronisation do
-    # not count.
+    # Short ops are measured several at a time, so that the clock and, on a GPU, the synchronisation
+    # do not count.
     inner = max(1, min(100, math.ceil(2e-4 / max(once, 1e-7))))
     best = once if inner == 1 else math.inf
     spent = 0.0
@@ -384,10 +410,11 @@ def _best_seconds(
 def _seconds(
     fn: Callable[[], object], device: torch.device, repetitions: int, lead: float = 0.0
 ) -> float:
-    """Of `repetitions` calls. A GPU is kept busy for `lead` seconds a call first: the host, which
-    may need longer to
-    start a kernel than it runs, is ahead then, as it is in a step where long kernels come
-    between."""
+    """Seconds of `repetitions` calls together.
+
+    A GPU is kept busy for `lead` seconds a call first. The host may need longer to launch a kernel
+    than the kernel runs; then it is ahead, as in a step that has long kernels as well.
+    """
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(device):
@@ -399,8 +426,7 @@ def _seconds(
             end.record()
             end.synchronize()
         return begin.elapsed_time(end) / 1e3
-    # On one thread its time on a core counts, not what other jobs take of that: it is not the op's,
-    # and would be kept.
+    # With one thread its time on a core counts, which does not include other jobs'.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     started = clock()
     for _ in range(repetitions):
@@ -409,4 +435,5 @@ def _seconds(
 
 
 def _expected(call: OpCall) -> float:
+    """A number that grows with the expected time of forward and backward."""
     return sum(work.flops * BYTES_PER_FLOP + work.num_bytes for work in op_work(call))

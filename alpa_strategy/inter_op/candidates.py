@@ -13,7 +13,8 @@ from itertools import combinations, groupby, pairwise, product
 
 import numpy as np
 
-from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec
+from alpa_strategy.cluster.devices import DeviceSpec
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.pins import stage_cuts, stage_fits
 from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, StageCostTask, free_runs

@@ -34,8 +34,9 @@ from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.memory_choices import pinned_offload, with_offload
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.placement import INVARIANT
-from alpa_strategy.options import PROPAGATION, OptimizerInfo, PlanOptions
+from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.partial_results import NOT_STORED, Key, PartialResults
 from alpa_strategy.units import format_bytes
 

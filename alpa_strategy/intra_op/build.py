@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from alpa_strategy.cluster.spec import LogicalMesh
+from alpa_strategy.cluster.logical_mesh import LogicalMesh
 from alpa_strategy.cost.flops import is_plain_view, is_view
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.intra_op.options import (
@@ -32,8 +32,8 @@ from alpa_strategy.intra_op.per_step import PerStep, casts_of_parameters
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import OpCall, TensorMeta
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
-from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.sharding.redistribute import reshard_table
 from alpa_strategy.sharding.strategies import is_random
 

@@ -23,7 +23,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from alpa_strategy.cluster.spec import Host
+from alpa_strategy.cluster.devices import Host
 from alpa_strategy.cost.flops import (
     MAY_COPY,
     PART_VIEWS,

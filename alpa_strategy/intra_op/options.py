@@ -13,14 +13,16 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from alpa_strategy.cluster.spec import LogicalMesh, MeshAxis
+from alpa_strategy.cluster.logical_mesh import LogicalMesh, MeshAxis
 from alpa_strategy.cost.flops import is_plain_view, is_view
-from alpa_strategy.cost.model import OpCosts, Saved
+from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.cost.saved_tensors import Saved
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.placement import DualLayout, value_layout
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage
-from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo
+from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.sharding.strategies import RING, localize, op_strategies, priced_call, ring_bytes
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")  # collectives of gradients

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from alpa_strategy.capture.ops import segmented_linear
-from alpa_strategy.cluster.spec import LogicalMesh
+from alpa_strategy.cluster.logical_mesh import LogicalMesh
 from alpa_strategy.intra_op.options import OpOptions
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta, bind

@@ -18,8 +18,9 @@ from alpa_strategy.intra_op.options import ParameterOptions
 from alpa_strategy.intra_op.problem import Transfer, evaluate
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage, modes_text, parse_modes
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PlanOptions
 
 RUNNING = "the running plan"
 # Seconds per byte of memory: decides between layouts that cost the same.

@@ -90,7 +90,7 @@ def to_json_data(kind: Any, value: Any) -> Any:
     if kind in _TEXT_FORMS:
         return _TEXT_FORMS[kind].write(value)
 
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         fields = {}
         for name, field_kind in _field_types(kind).items():
             name_in_file = _NAMES_IN_FILE.get(name, name)

@@ -28,13 +28,14 @@ from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.user_code import is_user_file
 from alpa_strategy.lightning.full_parameters import gradient_norm
 from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
 from alpa_strategy.lightning.planning import check_optimizer
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
-from alpa_strategy.options import SELECTIVE, OptimizerInfo
+from alpa_strategy.options import SELECTIVE
 from alpa_strategy.planner.eager_plan import against_written, asks_for_written, plan_eager
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
 from alpa_strategy.runtime.activation_checkpoint import (

@@ -37,6 +37,7 @@ from alpa_strategy.errors import (
 )
 from alpa_strategy.ir.graph import Place, StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan, modes_text
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning import batch_rows
@@ -47,7 +48,6 @@ from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.rank_consistency import SAME_SHAPES, shapes_text
 from alpa_strategy.loading import without_collections
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.partial_results import Key, PartialResults
 from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.plan_store import PlanStore

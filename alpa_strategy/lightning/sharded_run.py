@@ -22,6 +22,7 @@ from alpa_strategy.capture.submodules import Call
 from alpa_strategy.checkpoint.sharded_state_dict import shard_state, unshard_state
 from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group, rank_in
 from alpa_strategy.ir.graph import BufferInput
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.batch_rows import UPDATE_HOOKS
 from alpa_strategy.lightning.checks import has_own_hooks
@@ -35,7 +36,6 @@ from alpa_strategy.lightning.full_parameters import (
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.rank_consistency import ParameterChangeDetector, toggled
 from alpa_strategy.lightning.step_effects import MetricStates
-from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.pipeline.step_programs import PlanRuntime
 from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard
 from alpa_strategy.runtime.parameters import ParameterStore, all_whole

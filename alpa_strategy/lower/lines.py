@@ -1,6 +1,4 @@
-"""Lines of a generated program, and what is done to them as text: their order, and when values are
-dropped.
-"""
+"""Lines of a generated program: their order, and where values are dropped."""
 
 import linecache
 import weakref
@@ -19,18 +17,22 @@ class Line:
     """One line of a program."""
 
     code: str
-    # defines, reads: variables
+    # variables that it defines
     defines: tuple[str, ...] = ()
+    # variables that it reads
     reads: tuple[str, ...] = ()
-    note: str = ""  # a comment
-    module: str = ""  # path of the submodule that it runs for
-    # the op on local shards, where the line is nothing but a deterministic call of it; else None
+    # a comment
+    note: str = ""
+    # path of the submodule that it runs for
+    module: str = ""
+    # the op on local shards, if the line is nothing but a deterministic call of it; else None
     call: OpCall | None = None
-    is_resharding: bool = False  # whether it brings a value into another layout
-    # bytes of the parameter that it makes whole, which nothing but parameters are needed for; else
-    # 0
+    # whether it redistributes a value to another layout
+    is_resharding: bool = False
+    # bytes of the parameter that it gathers, if it depends on parameters alone; else 0
     gathers: int = 0
-    is_early: bool = False  # whether it is a resharding that begins before all else
+    # whether it is a resharding that is launched before all other lines
+    is_early: bool = False
 
     def __str__(self) -> str:
         return f"{self.code}  # {self.note}" if self.note else self.code
@@ -39,8 +41,10 @@ class Line:
 def function_of(
     source: str, what: str, namespace: dict[str, Any]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """The function that `source` defines; tracebacks show its lines. It stands in `namespace`,
-    which it refers to.
+    """Compile `source`, which defines the function `what`; tracebacks show its lines.
+
+    Args:
+        namespace: what the function refers to; the function is added to it.
     """
     filename = f"<alpa {what} {id(namespace):x}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
@@ -50,14 +54,16 @@ def function_of(
 
 
 def unpacked(source: str, values: Mapping[int, int | str]) -> list[Line]:
-    """A line per value that takes it out of `source`. values: value -> its place or name there."""
+    """Return a line per value that takes it out of `source`.
+
+    Args:
+        values: value -> its index or name in `source`.
+    """
     return [Line(f"v{value} = {source}[{key!r}]", (f"v{value}",)) for value, key in values.items()]
 
 
 def before_first_use(definitions: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
-    """`lines` with each definition before the first line that reads it; those never read left
-    out.
-    """
+    """Insert each definition before the first line that reads it; drop those that none reads."""
     waiting = {line.defines[0]: line for line in definitions}
     result = []
     for line in lines:
@@ -66,49 +72,67 @@ def before_first_use(definitions: Sequence[Line], lines: Sequence[Line]) -> list
     return result
 
 
-def begun_ahead(lines: Sequence[Line], ahead_bytes: int = 0) -> list[Line]:
-    """`lines` in which early reshardings begin first of all, and gatherings of parameters so many
-    bytes ahead, where an
-    earlier one is waited for (0: where they are needed). What these need moves with them."""
-    gathers = []
+def launch_early(lines: Sequence[Line], ahead_bytes: int = 0) -> list[Line]:
+    """Split reshardings into a line that launches one and a line that waits for it.
+
+    Early reshardings are launched before all other lines. Gathers of parameters are launched when
+    an earlier one is waited for, at most `ahead_bytes` before they are needed; with 0 they are not
+    split. Lines on which a launch depends move with it.
+    """
+    gathers: list[int] = []
     if ahead_bytes:
         gathers = [number for number, line in enumerate(lines) if line.gathers]
-    early = [number for number, line in enumerate(lines) if line.is_early]
-    makers = {name: number for number, line in enumerate(lines) for name in line.defines}
-    counts = dict(
+    # gather -> number of gathers that are launched before it is waited for
+    num_launched = dict(
         zip(gathers, begun([lines[number].gathers for number in gathers], ahead_bytes), strict=True)
     )
-    result: list[Line] = []
-    started, done = set[int](), set[int]()
+    makers: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        for name in line.defines:
+            makers[name] = number
 
-    def start(number: int) -> None:
-        line, (variable,) = lines[number], lines[number].reads
-        if number not in started:
-            started.add(number)
-            finish(makers.get(variable))
-            code = f"coming_{line.code}".replace(f"({variable})", f".start({variable})")
-            result.append(Line(code, (f"coming_{line.defines[0]}",), (variable,), line.note))
+    result: list[Line] = []
+    launched: set[int] = set()
+    done: set[int] = set()
+
+    def launch(number: int) -> None:
+        if number in launched:
+            return
+        launched.add(number)
+        line = lines[number]
+        (variable,) = line.reads
+        finish(makers.get(variable))
+        code = f"coming_{line.code}".replace(f"({variable})", f".start({variable})")
+        result.append(Line(code, (f"coming_{line.defines[0]}",), (variable,), line.note))
 
     def finish(number: int | None) -> None:
         if number is None or number in done:
             return
         done.add(number)
         line = lines[number]
-        if number in counts or line.is_early:
-            for other in (number, *gathers[: counts.get(number, 0)]):
-                start(other)
-            (variable,), coming = line.reads, f"coming_{line.defines[0]}"
-            code = line.code.replace(f"({variable})", f"({variable}, {coming})")
-            line = Line(code, line.defines, (variable, coming), module=line.module)
+        if number in num_launched or line.is_early:
+            launch(number)
+            for other in gathers[: num_launched.get(number, 0)]:
+                launch(other)
+            line = _waiting(line)
         for name in line.reads:
             finish(makers.get(name))
         result.append(line)
 
-    for number in early:
-        start(number)
+    for number, line in enumerate(lines):
+        if line.is_early:
+            launch(number)
     for number in range(len(lines)):
         finish(number)
     return result
+
+
+def _waiting(line: Line) -> Line:
+    """The line that waits for a resharding which another line has launched."""
+    (variable,) = line.reads
+    coming = f"coming_{line.defines[0]}"
+    code = line.code.replace(f"({variable})", f"({variable}, {coming})")
+    return Line(code, line.defines, (variable, coming), module=line.module)
 
 
 def drop_dead(lines: Sequence[Line]) -> list[Line]:
@@ -118,13 +142,16 @@ def drop_dead(lines: Sequence[Line]) -> list[Line]:
     last_use: dict[str, int] = {}
     for number, line in enumerate(lines):
         last_use |= dict.fromkeys((*line.reads, *line.defines), number)
+
     dead: dict[int, list[str]] = {}
-    for name in (name for line in lines for name in line.defines):
-        dead.setdefault(last_use[name], []).append(name)
-    dead.pop(len(lines) - 1, None)  # what is returned
-    return [
-        replace(line, code=f"{line.code}; del {', '.join(dead[number])}")
-        if number in dead
-        else line
-        for number, line in enumerate(lines)
-    ]
+    for line in lines:
+        for name in line.defines:
+            dead.setdefault(last_use[name], []).append(name)
+
+    result = []
+    for number, line in enumerate(lines):
+        # The last line is the return.
+        if number in dead and number != len(lines) - 1:
+            line = replace(line, code=f"{line.code}; del {', '.join(dead[number])}")
+        result.append(line)
+    return result

@@ -1,9 +1,9 @@
-"""Local implementations: what a device runs where the plain op on its shards would not give its
-part of the result.
+"""Local implementations of ops, for which the plain op on shards would not give the shard of the
+result.
 
-Each keeps the dual-placement contract of `sharding.layout` forward and backward: a Partial result
-receives the whole gradient, a sharded one its shard; an operand's gradient is its shard, this
-device's summand (`R*`) or complete (`R`).
+Each one keeps the contract of dual placements (`ir/placement.py`) forward and backward. A Partial
+result receives the full gradient, a sharded one its shard. An operand's gradient is its shard, this
+device's partial value (`R*`), or complete (`R`).
 """
 
 import math
@@ -30,16 +30,17 @@ LocalOp = Callable[..., Tensor | tuple[Tensor, ...]]
 def build_local_op(
     call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
 ) -> LocalOp:
-    """The callable that runs `local.implementation` on this device.
+    """Return the function that runs `local.implementation` on this device.
 
     Args:
         call: the op at global shapes.
         strategies: one per mesh axis.
         local: the op at this device's shapes; its implementation works over the mesh axes
             `local.axes`.
-        mesh: this device's place and collectives.
+        mesh: this device's coordinate and collectives.
 
-    Returns a function of the local operands in `Slot` order, which returns what the op returns.
+    Returns:
+        A function of the local operands in `Slot` order, with the op's results.
     """
     return _BUILDERS[local.implementation or ""](call, strategies, local, mesh)
 
@@ -47,7 +48,7 @@ def build_local_op(
 def _slices(
     call: OpCall, strategies: tuple[AxisStrategy, ...], operand: int, mesh: MeshComm
 ) -> tuple[tuple[int, int], ...]:
-    """(start, stop) per dim of this device's part of an operand."""
+    """(start, stop) per dim of this device's shard of an operand."""
     layout = value_layout(tuple(strategy.inputs[operand] for strategy in strategies))
     return layout.slices(call.operands[operand].shape, mesh.shape, mesh.coordinate)
 
@@ -55,17 +56,16 @@ def _slices(
 def _fraction(
     call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
 ) -> LocalOp:
-    """A mean of a part counts for as much of the whole mean as the part has of its elements."""
-    shares: dict[
-        tuple[int, int], float
-    ] = {}  # (operand, dim) that an axis cuts first -> our share of its length
+    """A mean of a shard, weighted by the shard's share of the elements."""
+    # (operand, dim) that is sharded -> this device's share of its size
+    shares: dict[tuple[int, int], float] = {}
     for axis in local.axes:
-        dims = [
-            (i, p.shard_dim)
-            for i, p in enumerate(strategies[axis].inputs)
-            if p.shard_dim is not None
-        ]
-        i, dim = dims[0]  # all of them are one index of the op
+        sharded_dims = []
+        for i, placement in enumerate(strategies[axis].inputs):
+            if placement.shard_dim is not None:
+                sharded_dims.append((i, placement.shard_dim))
+        # All of them are one index of the op: the first one will do.
+        i, dim = sharded_dims[0]
         shares[i, dim] = local.call.operands[i].shape[dim] / call.operands[i].shape[dim]
     fraction = math.prod(shares.values())
 
@@ -81,15 +81,15 @@ def _fraction(
 def _added_on_first(
     call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
 ) -> LocalOp:
-    """Results that sum up, of which one operand must be part once: a row-parallel linear's bias,
-    what addmm adds to.
+    """Results that are summed, to which one operand must be added once: the bias of a row-parallel
+    linear, the first operand of addmm.
     """
     added = added_operand(call)
     counts = all(mesh.coordinate[axis] == 0 for axis in local.axes)
 
     def once(operand: Tensor) -> Tensor:
-        # The same node of the graph everywhere: the backward takes one order, and with it what it
-        # communicates.
+        # The same autograd node on every device, so that the backward and its collectives have the
+        # same order.
         return operand.masked_fill(torch.full((), not counts, device=operand.device), 0)
 
     def run(*operands: Tensor) -> Any:
@@ -104,18 +104,26 @@ def _added_on_first(
 def _of_vocabulary(
     run: Callable[..., Tensor], communicates: bool = False
 ) -> Callable[..., LocalOp]:
-    """A builder for `run(first, number, *arguments of the op)`: where this device's part of the dim
-    that is cut begins,
-    and the dim's length. communicates: the axes that cut it come third."""
+    """A builder for `run(first, size, *arguments of the op)`.
+
+    `first` is the start of this device's chunk of the sharded dim, `size` the dim's full size.
+
+    Args:
+        communicates: whether `run` takes the axes that shard the dim as its third argument.
+    """
 
     def build(
         call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
     ) -> LocalOp:
         operand = call.args[0].index
         dim = strategies[local.axes[0]].inputs[operand].shard_dim or 0
-        place = _slices(call, strategies, operand, mesh)[dim][0], call.operands[operand].shape[dim]
-        comms = (tuple(mesh.axes[axis] for axis in local.axes),) * communicates
-        return replace(local.call, target=partial(run, *place, *comms)).call
+        first, _ = _slices(call, strategies, operand, mesh)[dim]
+        size = call.operands[operand].shape[dim]
+        target = partial(run, first, size)
+        if communicates:
+            comms = tuple(mesh.axes[axis] for axis in local.axes)
+            target = partial(run, first, size, comms)
+        return replace(local.call, target=target).call
 
     return build
 
@@ -123,15 +131,13 @@ def _of_vocabulary(
 def _groups_of_rows(
     call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
 ) -> LocalOp:
-    """Some of the rows and some of the groups (experts): the offsets, which are whole, are clamped
-    to them.
-    """
+    """Shards of rows and of groups (experts): the offsets, which are full, are clamped to them."""
     (first_row, last_row), _ = _slices(call, strategies, 0, mesh)
     (first_group, last_group), *_ = _slices(call, strategies, 1, mesh)
 
     def run(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        # offsets [groups] are where each group's rows end; bounds [own groups + 1] are the edges of
-        # ours.
+        # offsets [groups]: the end of each group's rows.
+        # bounds [local groups + 1]: the edges of the local groups' rows.
         bounds = torch.nn.functional.pad(offsets, (1, 0))[first_group : last_group + 1]
         return grouped_mm(x, weight, (bounds - first_row).clamp(0, last_row - first_row))
 
@@ -141,12 +147,13 @@ def _groups_of_rows(
 def _ring_attention(
     call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
 ) -> LocalOp:
-    """Queries, keys and values in chunks of the sequence; one axis only (see `op_strategies`)."""
+    """Attention with the sequence sharded over one axis (see `op_strategies`)."""
     if len(local.axes) > 1:
         raise ShardingError(
             "keys and values can go around one mesh axis only", "cut the sequence along one of them"
         )
-    bound, comm = bind(call), mesh.axes[local.axes[0]]
+    bound = bind(call)
+    comm = mesh.axes[local.axes[0]]
     query, key, value = (bound[name].index for name in ("query", "key", "value"))
     scale = bound["scale"] or call.operands[query].shape[-1] ** -0.5
 
@@ -165,42 +172,41 @@ def _over_all(tensor: Tensor, comms: Sequence[AxisComm], op: str = "sum") -> Ten
     return tensor
 
 
-# --- BatchNorm over the rows of all devices.
+# --- BatchNorm over the samples of all devices.
 
 
 def batch_norm_in_parts(
     call: OpCall, local: LocalCall, mesh: MeshComm
 ) -> tuple[OpCall, LocalOp, OpCall]:
-    """`batch_norm_sync` for compilers: what comes before its exchange and after it are calls of
-    torch's ops alone.
+    """Split `batch_norm_sync` at its exchange, so that the ops before and after it are compiled.
 
-    Returns (operand x -> x, this device's statistics [2 C + 1] and `_Statistics`' carrier;
-    statistics -> all devices'; the operands with that x, all devices' statistics, the carrier ->
-    results).
+    Returns:
+        Three functions: of x, giving x, this device's statistics [2 C + 1] and the carrier of
+        `_Statistics`; of these statistics, giving those of all devices; and of the operands with
+        that x, the statistics of all devices and the carrier, giving the results. The first and the
+        last are calls of torch's ops alone.
     """
-    x, comms, more = (
-        bind(call)["x"],
-        tuple(mesh.axes[axis] for axis in local.axes),
-        len(call.operands),
-    )
+    x = bind(call)["x"]
+    comms = tuple(mesh.axes[axis] for axis in local.axes)
     before = replace(local.call, target=_Statistics.apply, args=(x,), kwargs=())
-    after = replace(
-        local.call, target=_normalised, args=(Slot(more), Slot(more + 1), *local.call.args)
-    )
+
+    statistics = Slot(len(call.operands))
+    carrier = Slot(len(call.operands) + 1)
+    after = replace(local.call, target=_normalised, args=(statistics, carrier, *local.call.args))
     return before, lambda part: _SharedStatistics.apply(part, comms), after
 
 
 class _Statistics(torch.autograd.Function):
-    """x [n, C, ...] -> x, its [means, sums of squared deviations, number of values], [2 C + 1], and
-    a carrier: C zeros.
+    """x [n, C, ...] -> x, its statistics [2 C + 1], and a carrier of C zeros.
 
-    As the carrier's gradient comes the scale by which the gradient of y becomes one of x
-    (`_Affine`).
+    The statistics are means, sums of squared deviations, and the number of values. The carrier's
+    gradient is the scale that turns the gradient of y into one of x (`_Affine`).
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        wide, count = x.to(torch.promote_types(x.dtype, torch.float32)), x.numel() // x.shape[1]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        count = x.numel() // x.shape[1]
         if _has_kernels(x):
             mean, variance = torch.batch_norm_update_stats(wide, None, None, 0.0)
         else:
@@ -222,11 +228,10 @@ class _Statistics(torch.autograd.Function):
 
 
 class _Affine(torch.autograd.Function):
-    """y = (x - mean) scale + shift, whose gradient goes to x unscaled: the scale goes with
-    `carrier`'s.
+    """y = (x - mean) scale + shift. Its backward passes the gradient of y to x unscaled.
 
-    So neither y's gradient nor x's is written twice: `_Statistics` scales as it adds the
-    statistics' part.
+    The scale is passed as the gradient of `carrier`. `_Statistics` multiplies by it when it adds
+    the gradient of the statistics. So no gradient is written twice.
     """
 
     @staticmethod
@@ -239,18 +244,25 @@ class _Affine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, scale = ctx.saved_tensors
-        wide, grad = x.to(mean.dtype), grad_y.to(mean.dtype)
+        wide = x.to(mean.dtype)
+        grad = grad_y.to(mean.dtype)
         if _has_kernels(x):
-            own = mean, torch.ones_like(mean), True, 0.0, [False, True, True]
             _, grad_scale, grad_shift = torch.ops.aten.native_batch_norm_backward(
-                grad, wide, None, None, None, *own
+                grad,
+                wide,
+                None,
+                None,
+                None,
+                mean,
+                torch.ones_like(mean),
+                True,
+                0.0,
+                [False, True, True],
             )
         else:
-            rows = [0, *range(2, x.dim())]
-            grad_scale, grad_shift = (
-                (grad * (wide - _in_channels(mean, x))).sum(rows),
-                grad.sum(rows),
-            )
+            dims = [0, *range(2, x.dim())]
+            grad_scale = (grad * (wide - _in_channels(mean, x))).sum(dims)
+            grad_shift = grad.sum(dims)
         return grad_y, None, grad_scale, grad_shift, scale
 
 
@@ -264,19 +276,20 @@ def _affine(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether kernels of PyTorch's own, each one pass over the memory, are better than ops that a
-    compiler fuses.
+    """Whether PyTorch's batch norm kernels are used, each one pass over the memory.
+
+    Not under a compiler, which fuses plain ops.
     """
     return x.device.type in ("cpu", "cuda") and not torch.compiler.is_compiling()
 
 
 def _in_channels(values: Tensor, x: Tensor) -> Tensor:
-    """[C] as it is broadcast over x [n, C, ...]."""
+    """`values` [C] in a shape that broadcasts over x [n, C, ...]."""
     return values.view([-1] + [1] * (x.dim() - 2))
 
 
 class _SharedStatistics(torch.autograd.Function):
-    """Statistics of all devices' values, of those of each's: `_Statistics`, [2 C + 1]."""
+    """This device's statistics [2 C + 1] (`_Statistics`) -> those of all devices' values."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
@@ -286,14 +299,15 @@ class _SharedStatistics(torch.autograd.Function):
         return shared
 
     @staticmethod
-    @once_differentiable  # what is summed over devices has no second backward
+    # The sum over devices has no second backward.
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         part, shared = ctx.saved_tensors
         channels = len(part) // 2
         count, total = part[-1], shared[-1]
         grad_mean, grad_square = _over_all(grad[: 2 * channels], ctx.comms).split(channels)
-        # mean = sum(count_i mean_i) / total; square = sum(square_i + count_i (mean_i - mean)^2), i:
-        # the devices
+        # Over devices i: mean = sum(count_i mean_i) / total,
+        # square = sum(square_i + count_i (mean_i - mean)^2).
         apart = 2 * (part[:channels] - shared[:channels]) * grad_square
         return torch.cat(
             [count * (grad_mean / total + apart), grad_square, grad[2 * channels :]]
@@ -301,7 +315,7 @@ class _SharedStatistics(torch.autograd.Function):
 
 
 def _combined(part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
-    """All devices' statistics [2 C + 1] of this one's, in one exchange an axis."""
+    """All devices' statistics [2 C + 1] from this one's, by one all-gather per axis."""
     channels = len(part) // 2
     for comm in comms:
         parts = comm.all_gather(part.unsqueeze(0), 0, comm.size)  # [devices, 2 C + 1]
@@ -314,10 +328,13 @@ def _combined(part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
 
 
 def batch_norm_sync(comms: Sequence[AxisComm], x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    """`capture.ops.batch_norm_train` on this device's part of the batch x [n, C, ...]; `comms`: the
-    axes that share it.
+    """`capture.ops.batch_norm_train` on this device's samples x [n, C, ...].
 
-    Returns (y, new_running_mean, new_running_var), or (y,) without running statistics.
+    Args:
+        comms: the axes that shard the batch.
+
+    Returns:
+        (y, new_running_mean, new_running_var), or (y,) without running statistics.
     """
     x, part, carrier = _Statistics.apply(x)
     return _normalised(_SharedStatistics.apply(part, tuple(comms)), carrier, x, *others)
@@ -334,57 +351,67 @@ def _normalised(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """`batch_norm_sync` with all devices' statistics, and `_Statistics`' carrier."""
+    """The results of `batch_norm_sync` from all devices' statistics, and `_Statistics`' carrier."""
     channels = x.shape[1]
     mean, square, total = statistics.split([channels, channels, 1])
     scale = (square / total + eps).rsqrt()
-    scale = scale if weight is None else scale * weight
-    shift = (mean.detach() - mean) * scale  # 0, by which the gradient of y comes to the mean's
-    shift = shift if bias is None else shift + bias
+    if weight is not None:
+        scale = scale * weight
+    # 0, with a gradient: that of y with respect to the mean.
+    shift = (mean.detach() - mean) * scale
+    if bias is not None:
+        shift = shift + bias
     y = _Affine.apply(x, mean.detach(), scale, shift, carrier)
     if running_mean is None or running_var is None:
         return (y,)
-    unbiased = square.detach() / (
-        total - 1.0
-    )  # as torch: of the running variance, not of what normalises
+    # As PyTorch has it for the running variance; the one that normalises is biased.
+    unbiased = square.detach() / (total - 1.0)
     new_mean = torch.lerp(running_mean, mean.detach().to(running_mean.dtype), momentum)
     return y, new_mean, torch.lerp(running_var, unbiased.to(running_var.dtype), momentum)
 
 
 # --- Embedding and cross entropy with the vocabulary (class) dim sharded, as in Megatron-LM
-# (arXiv:1909.08053, section 3). Each device holds a run of ids. The embedding leaves rows of other
-# devices' ids zero (the sum over the axis is the lookup); the loss exchanges three numbers per row
-# instead of the logits, and its backward exchanges nothing.
+# (arXiv:1909.08053, section 3). Each device stores the rows of consecutive ids. The embedding
+# leaves rows of other devices' ids zero (the sum over the axis is the lookup). The loss exchanges
+# three numbers per row instead of the logits, and its backward exchanges nothing.
 
 
-def _check_ids(valid: Tensor, what: str) -> None:
-    """Masking would hide ids that the whole op refuses. No host synchronisation on accelerators."""
+def _check_ids(valid: Tensor, name: str) -> None:
+    """Raise IndexError unless all ids are valid: masking would hide ids that the full op rejects.
+
+    On accelerators the kernel asserts it, without synchronising the host.
+    """
     if valid.device.type != "cpu":
-        torch._assert_async(valid.all(), f"{what} out of range")
+        torch._assert_async(valid.all(), f"{name} out of range")
     elif not bool(valid.all()):
-        raise IndexError(f"{what} out of range")
+        raise IndexError(f"{name} out of range")
 
 
 def vocab_embedding(
     first_id: int, vocabulary: int, weight: Tensor, ids: Tensor, padding_idx: int = -1, *flags: bool
 ) -> Tensor:
-    """weight [local rows, width] of ids from `first_id`; ids [...] -> this device's summand [...,
-    width].
+    """Look up the ids whose rows this device stores: ids [...] -> partial value [..., width].
 
-    `padding_idx` is the whole table's (negative: none); of the whole op's `flags` gradients are
-    never sparse here, and
-    no rule cuts a table whose gradients are scaled by frequency. IndexError: an id is outside the
-    whole vocabulary.
+    Args:
+        first_id: id of the first local row.
+        vocabulary: number of ids of all devices.
+        weight: [local rows, width].
+        padding_idx: of the full table; negative: none.
+        flags: of the full op, ignored. Gradients are never sparse here, and no rule shards a table
+            whose gradients are scaled by frequency.
+
+    Raises:
+        IndexError: an id is outside the full vocabulary.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
-    rows = (
-        ids - first_id
-    )  # [...], of the local weight; outside it where another device holds the id
+    # Local rows, [...]; out of range if another device stores the row.
+    rows = ids - first_id
     elsewhere = (rows < 0) | (rows >= weight.shape[0])
     padding_row = padding_idx - first_id if padding_idx >= 0 else -1
-    # Ids of other devices read any row, not one for all: in the backward they would pile up there.
-    found = torch.embedding(weight, rows.remainder(weight.shape[0]), padding_row)
-    return found.masked_fill_(elsewhere.unsqueeze(-1), 0)
+    # Ids of other devices read various rows: if all read the same one, the backward would add all
+    # of their gradients there one by one.
+    looked_up = torch.embedding(weight, rows.remainder(weight.shape[0]), padding_row)
+    return looked_up.masked_fill_(elsewhere.unsqueeze(-1), 0)
 
 
 def vocab_bags(
@@ -396,17 +423,25 @@ def vocab_bags(
     mode: int,
     padding_idx: int,
 ) -> Tensor:
-    """weight [local rows, width] of ids from `first_id`; ids [n, k] -> this device's summand [n,
-    width] of each bag.
+    """Sum the rows of each bag that this device stores: ids [n, k] -> partial value [n, width].
 
-    Ids of other devices, and padding, weigh nothing. Sums (mode 0) or means (1); `padding_idx`: the
-    whole table's.
+    Args:
+        first_id: id of the first local row.
+        vocabulary: number of ids of all devices.
+        weight: [local rows, width].
+        weights: of the ids in their bag, [n, k].
+        mode: 0: sums, 1: means.
+        padding_idx: of the full table; its rows count nothing.
+
+    Raises:
+        IndexError: an id is outside the full vocabulary.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
     rows = ids - first_id
     here = (rows >= 0) & (rows < weight.shape[0])
     counted = ids != padding_idx
-    share = (here & counted).to(weight.dtype)  # [n, k]: what each id adds to its bag on this device
+    # [n, k]: factor of each id's row in its bag on this device.
+    share = (here & counted).to(weight.dtype)
     if weights is not None:
         share = share * weights
     if mode == 1:
@@ -452,9 +487,9 @@ class VocabCrossEntropy(torch.autograd.Function):
         weight = logits.new_ones(num_classes, dtype=dtype) if weight is None else weight.to(dtype)
         amount = (1.0 - smoothing) * weight[target] * kept
         total = (amount + smoothing * weight.mean()) * kept  # A
-        every = weight[first : first + here].view(
-            [-1 if d == dim else 1 for d in range(logits.dim())]
-        )
+        class_shape = [1] * logits.dim()
+        class_shape[dim] = -1
+        every = weight[first : first + here].view(class_shape)
         every = every * (smoothing / num_classes)  # what smoothing gives each class here
         is_here = (target >= first) & (target < first + here)
         index, amount = torch.where(is_here, target - first, 0), amount * is_here

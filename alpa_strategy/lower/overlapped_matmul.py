@@ -1,8 +1,9 @@
-"""Products beside collectives (`intra_op/overlap.py`): tensor parallelism's sums go on while the
-device multiplies.
+"""Matmuls that are overlapped with collectives (`intra_op/overlap.py`).
 
-PyTorch makes both gradients of a product in one autograd node, after which nothing is left to hide
-the sum; so products of one input, with its resharding, are one node here.
+Sums over devices, as tensor parallelism has them, run while the device computes.
+
+PyTorch computes both gradients of a matmul in one autograd node, after which nothing is left to
+overlap the sum with. So matmuls of one input, with its resharding, are one node here.
 """
 
 from collections.abc import Sequence
@@ -20,93 +21,118 @@ from alpa_strategy.intra_op.overlap import Product
 
 @dataclass(frozen=True)
 class MatmulSpec:
-    """A product of an input [*rows, k] with a weight."""
+    """A matmul of an input [*batch, k] with a weight."""
 
     product: Product
-    # whether this device does, where there is one: of results that are summed, only the first
+    # whether this device adds the bias, if there is one: of results that are summed, only the first
+    # device does
     adds_bias: bool
-    summed: Reshard | None = (
-        None  # sums the result, where that is done here: in `parts` chunks of `dim`
-    )
+    # sums the result over devices, in `num_chunks` chunks of `dim`; None: it is not summed here
+    summed: Reshard | None = None
     dim: int = 0
-    parts: int = 1
+    num_chunks: int = 1
 
     def result(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[*rows, n], or [*rows, segments, n]"""
-        matrix, flat_bias = (
-            self._matrix(weight),
-            bias.flatten() if bias is not None and self.adds_bias else None,
-        )
+        """Compute the result, [*batch, n] or [*batch, segments, n]; summed if `summed` is set."""
+        matrix = self._matrix(weight)
+        flat_bias = None
+        if bias is not None and self.adds_bias:
+            flat_bias = bias.flatten()
         if self.summed is None:
             result = F.linear(rows, matrix, flat_bias)
-            return result.unflatten(-1, weight.shape[:2]) if weight.dim() > 2 else result
-        pieces = (F.linear(piece, matrix, flat_bias) for piece in rows.chunk(self.parts, self.dim))
-        coming = [self.summed.start(piece) for piece in pieces]
-        return torch.cat([piece.wait() for piece in coming], self.dim)
+            is_in_segments = weight.dim() > 2
+            return result.unflatten(-1, weight.shape[:2]) if is_in_segments else result
+        # Each chunk is summed while the next one is computed.
+        coming = []
+        for chunk in rows.chunk(self.num_chunks, self.dim):
+            coming.append(self.summed.start(F.linear(chunk, matrix, flat_bias)))
+        return torch.cat([chunk.wait() for chunk in coming], self.dim)
 
     def gradient_of_product(self, grad: Tensor, rows: Tensor) -> Tensor:
-        """Of the result as it was before it was summed, [*rows, n]."""
-        return (grad if self.summed is None else self.summed.gradients(grad)).flatten(
-            rows.dim() - 1
-        )
+        """Return the gradient of the result before it was summed, [*batch, n]."""
+        local_grad = grad if self.summed is None else self.summed.gradients(grad)
+        return local_grad.flatten(rows.dim() - 1)
 
     def gradient_of_rows(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """grad: of the product."""
+        """Return the gradient of the input, from that of the matmul."""
         return F.linear(grad, self._matrix(weight).mH)
 
     def gradient_of_weight(self, grad: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-        """grad: of the product."""
-        matrix = grad.flatten(0, -2).t() @ rows.flatten(0, -2).conj()  # [n, k]
+        """Return the gradient of the weight, from that of the matmul."""
+        # [n, k]
+        matrix = grad.flatten(0, -2).t() @ rows.flatten(0, -2).conj()
         return matrix.t() if self.product.is_transposed else matrix.view(weight.shape)
 
     def gradient_of_bias(self, grad: Tensor, bias: Tensor) -> Tensor:
-        """grad: of the product."""
-        return (
-            grad.flatten(0, -2).sum(0).view(bias.shape)
-            if self.adds_bias
-            else torch.zeros_like(bias)
-        )
+        """Return the gradient of the bias, from that of the matmul."""
+        if not self.adds_bias:
+            return torch.zeros_like(bias)
+        return grad.flatten(0, -2).sum(0).view(bias.shape)
 
     def _matrix(self, weight: Tensor) -> Tensor:
-        return weight.t() if self.product.is_transposed else weight.flatten(0, -2)  # [n, k]
+        """The weight as [n, k]."""
+        return weight.t() if self.product.is_transposed else weight.flatten(0, -2)
 
 
 class OverlappedMatmul(torch.autograd.Function):
-    """An input, and the weight and the bias (None: there is none) of each of its products -> their
-    results.
+    """Matmuls of one input.
 
-    `into` brings the input into the layout that the products take; None: it is there.
+    Operands: the input, then the weight and the bias (None: there is none) of each matmul. Results:
+    one of each matmul. `into` redistributes the input to the layout that the matmuls take; None: it
+    has that already.
     """
 
     @staticmethod
     def forward(
         ctx: Any, into: Reshard | None, products: Sequence[MatmulSpec], rows: Tensor, *operands: Any
     ) -> tuple[Tensor, ...]:
-        rows = rows if into is None else into.values(rows)
-        ctx.into, ctx.products = into, products
+        if into is not None:
+            rows = into.values(rows)
+        ctx.into = into
+        ctx.products = products
         ctx.save_for_backward(rows, *operands)
-        given = zip(products, operands[::2], operands[1::2], strict=True)
-        return tuple(product.result(rows, weight, bias) for product, weight, bias in given)
+        weights = operands[::2]
+        biases = operands[1::2]
+        results = []
+        for product, weight, bias in zip(products, weights, biases, strict=True):
+            results.append(product.result(rows, weight, bias))
+        return tuple(results)
 
     @staticmethod
-    @once_differentiable  # programs that may be differentiated twice have none, see `lower`
+    # Programs that may be differentiated twice have no such node, see `lower`.
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        products: Sequence[MatmulSpec] = ctx.products
+        specs: Sequence[MatmulSpec] = ctx.products
         rows, *operands = ctx.saved_tensors
-        _, _, wants_rows, *wants = ctx.needs_input_grad
-        of_products = [
-            each.gradient_of_product(grad, rows) for each, grad in zip(products, grads, strict=True)
-        ]
-        given = list(zip(products, of_products, operands[::2], operands[1::2], strict=True))
-        of_rows = coming = None
-        if wants_rows:
-            parts = [product.gradient_of_rows(grad, weight) for product, grad, weight, _ in given]
-            of_rows = sum(parts[1:], start=parts[0])
-            coming = None if ctx.into is None else ctx.into.start_gradients(of_rows)
-        made: list[Tensor | None] = []
-        for (product, grad, weight, bias), needs, needs_bias in zip(
-            given, wants[::2], wants[1::2], strict=True
-        ):
-            made.append(product.gradient_of_weight(grad, rows, weight) if needs else None)
-            made.append(product.gradient_of_bias(grad, bias) if needs_bias else None)
-        return None, None, of_rows if coming is None else coming.wait(), *made
+        weights = operands[::2]
+        biases = operands[1::2]
+        _, _, rows_need_grad, *operands_need_grad = ctx.needs_input_grad
+
+        product_grads = []
+        for spec, grad in zip(specs, grads, strict=True):
+            product_grads.append(spec.gradient_of_product(grad, rows))
+
+        # The input's gradient comes first: it is summed while the others are computed.
+        rows_grad = None
+        coming = None
+        if rows_need_grad:
+            input_grads = []
+            for spec, grad, weight in zip(specs, product_grads, weights, strict=True):
+                input_grads.append(spec.gradient_of_rows(grad, weight))
+            rows_grad = sum(input_grads[1:], start=input_grads[0])
+            if ctx.into is not None:
+                coming = ctx.into.start_gradients(rows_grad)
+
+        operand_grads: list[Tensor | None] = []
+        for index, (spec, grad) in enumerate(zip(specs, product_grads, strict=True)):
+            weight_grad = None
+            bias_grad = None
+            if operands_need_grad[2 * index]:
+                weight_grad = spec.gradient_of_weight(grad, rows, weights[index])
+            if operands_need_grad[2 * index + 1]:
+                bias_grad = spec.gradient_of_bias(grad, biases[index])
+            operand_grads += [weight_grad, bias_grad]
+
+        if coming is not None:
+            rows_grad = coming.wait()
+        return None, None, rows_grad, *operand_grads

@@ -1,11 +1,12 @@
-"""Attention whose sequence is cut over a mesh axis: every device keeps its queries, keys and values
-go around.
+"""Ring attention: attention with the sequence sharded over a mesh axis.
 
-Each device attends to one other's keys and values at a time, while the next ones come in, and
-merges by the log-sum-exp of each row. Under a causal mask the last device of contiguous chunks
-would do nearly all the work: chunks are exchanged before and after, so that of 2 n halves of chunks
-device i computes the i-th and the i-th from the end.
-Then every step is as much work on every device: two of four quarters, whole, or the diagonal.
+Every device keeps its queries; keys and values go around. A device attends to the keys and values
+of one other at a time, while the next ones are received, and merges results by the log-sum-exp of
+each row.
+
+Under a causal mask the last device of contiguous chunks would do nearly all the work. So chunks are
+exchanged before and after: of 2 n halves of chunks device i computes the i-th and the i-th from the
+end. Then each step is the same work on every device: two of four quarters, or the diagonal.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,13 +43,10 @@ class RingAttention(torch.autograd.Function):
     ) -> Tensor:
         if causal:
             query, key, value = _zigzag(comm, (query, key, value))
-        out, lse = (
-            torch.zeros_like(query, dtype=_wide(query)),
-            query.new_full((), -torch.inf, dtype=_wide(query)),
-        )
-        lse = lse.repeat(
-            query.shape[:-1]
-        )  # [batch, heads, rows]; out is [batch, heads, rows, width]
+        # [batch, heads, rows, width]
+        out = torch.zeros_like(query, dtype=_wide(query))
+        # [batch, heads, rows]
+        lse = query.new_full((), -torch.inf, dtype=_wide(query)).repeat(query.shape[:-1])
         for source, pair in _around(comm, _flat((key, value))):
             rows, columns, diagonal = _visible(comm.index, source, causal, query, key)
             part, part_lse = _attend(
@@ -61,8 +59,12 @@ class RingAttention(torch.autograd.Function):
             seen_lse.copy_(merged)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.comm, ctx.causal, ctx.scale = comm, causal, scale
-        return _zigzag(comm, (out,), back=True)[0] if causal else out
+        ctx.comm = comm
+        ctx.causal = causal
+        ctx.scale = scale
+        if causal:
+            (out,) = _zigzag(comm, (out,), back=True)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -71,13 +73,14 @@ class RingAttention(torch.autograd.Function):
         if ctx.causal:
             (grad,) = _zigzag(comm, (grad,))
         grad_query = torch.zeros_like(query, dtype=_wide(query))
-        # What is due to a key travels one step behind it, and one step further: home.
+        # The gradient of a key follows it one step later, and one step further: to its device.
         own, flat = (key, value), _flat((key, value))
         due = torch.zeros_like(flat, dtype=_wide(flat))
         coming_due: Pending | None = None
         for source, pair in _around(comm, flat):
             rows, columns, diagonal = _visible(comm.index, source, ctx.causal, query, key)
-            merged = _cut(out, rows), lse[..., rows].contiguous()  # kernels ask for it
+            # Kernels require a contiguous log-sum-exp.
+            merged = _cut(out, rows), lse[..., rows].contiguous()
             seen = _seen(pair, own, columns)
             parts = _attend_backward(
                 _cut(grad, rows), _cut(query, rows), seen, merged, diagonal, ctx.scale
@@ -95,7 +98,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """Sums over devices are kept in at least float32."""
+    """The dtype of sums over devices: at least float32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -103,19 +106,18 @@ def _cut(tensor: Tensor, rows: slice) -> Tensor:
     return tensor[..., rows, :]
 
 
-# --- What lies where
+# --- Chunks on the ring.
 
 
 def _around(comm: AxisComm, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Whose keys and values are here, and they themselves, step by step; the next ones come in
-    meanwhile.
-    """
+    """(source device, its keys and values), step by step; the next ones are received meanwhile."""
     for step in range(comm.size):
-        coming = (
-            _pass_on(comm, flat) if step < comm.size - 1 else None
-        )  # the last ones have been everywhere
+        # The last ones have been on every device.
+        is_last = step == comm.size - 1
+        coming = None if is_last else _pass_on(comm, flat)
         yield (comm.index - step) % comm.size, flat
-        flat = flat if coming is None else coming.wait()
+        if coming is not None:
+            flat = coming.wait()
 
 
 def _visible(
@@ -136,15 +138,18 @@ def _visible(
 
 
 def _pass_on(comm: AxisComm, flat: Tensor) -> Pending:
-    """Start sending to the next device; what comes is as long."""
-    sent, received = [0] * comm.size, [0] * comm.size
-    sent[(comm.index + 1) % comm.size] = received[(comm.index - 1) % comm.size] = flat.numel()
+    """Launch the exchange that sends `flat` to the next device, and receives as much."""
+    sent = [0] * comm.size
+    received = [0] * comm.size
+    sent[(comm.index + 1) % comm.size] = flat.numel()
+    received[(comm.index - 1) % comm.size] = flat.numel()
     return comm.start_exchange(flat, sent, received)
 
 
 def _seen(flat: Tensor, own: Tensors, columns: slice) -> Tensors:
-    """Columns of somebody's keys and values, or of what is due to them, that came in turn; `own`
-    has their shapes.
+    """Columns of a device's keys and values, or of their gradients, that were received flat.
+
+    `own` has their shapes.
     """
     parts = flat.split([x.numel() for x in own])
     return tuple(_cut(part.view(x.shape), columns) for part, x in zip(parts, own, strict=True))

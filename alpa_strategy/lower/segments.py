@@ -1,11 +1,11 @@
-"""Segments: runs of a program's lines that `torch.compile` makes one kernel graph of, forward and
+"""Segments: consecutive lines of a program that `torch.compile` compiles together, forward and
 backward.
 
-A program is cut where ranks talk (reshardings stay between the segments, in eager), where random
-numbers are drawn (from generators of our own), and between the layers of the model, so that
-gradients of a layer start their reduction while the backward goes on. A segment is a function of
-tensors alone. Those that are equal up to names of variables, N blocks of a model, are one function
-and compiled once; Inductor's cache on disk serves other ranks and the next start.
+A program is split at reshardings (these stay between the segments, in eager), at random ops (whose
+generators are ours), and between the layers of the model, so that the reduction of a layer's
+gradients overlaps with the backward. A segment is a function of tensors alone. Segments that are
+equal up to names of variables, such as the N blocks of a model, are one function and compiled once.
+Inductor's cache on disk serves other ranks and later runs.
 """
 
 import ast
@@ -31,11 +31,12 @@ from alpa_strategy.ir.op import OpCall
 from alpa_strategy.lower.lines import Line, drop_dead, function_of
 from alpa_strategy.sharding.rule_table import library_rule
 
-LEAST_OPS = 6  # a layer of fewer is compiled together with its neighbours
-MOST_OPS = (
-    64  # of one segment: one of a whole model would hold up its gradients, and compile for minutes
-)
-PLAIN_FUNCTIONS = "alpa_strategy.capture.ops"  # functions of torch ops alone, which Dynamo follows
+# A layer of fewer ops is compiled together with its neighbours.
+LEAST_OPS = 6
+# Of one segment: a segment of the full model would delay its gradients, and compile for minutes.
+MOST_OPS = 64
+# Functions of torch ops alone, which Dynamo traces.
+PLAIN_FUNCTIONS = "alpa_strategy.capture.ops"
 
 
 def is_compilable(call: OpCall) -> bool:
@@ -177,7 +178,7 @@ class Segment:
         self._has_compiled: set[bool] = set()  # with gradients, without
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        """Compiled, or where that failed as it is written."""
+        """Run compiled, or in eager if compilation failed."""
         if self._compiled is self._eager:
             return self._eager(*operands)
         try:

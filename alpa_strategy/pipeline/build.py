@@ -24,7 +24,8 @@ from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import COUNTERS
 from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
-from alpa_strategy.lower.codegen import LoweredStep, lower_stage
+from alpa_strategy.lower.codegen import lower_stage
+from alpa_strategy.lower.lowered_step import LoweredStep
 from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.executor import Pipeline, PipelineSpec, SharedParameter

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.lower.codegen import LoweredStep, per_step_name
+from alpa_strategy.lower.lowered_step import LoweredStep, per_step_name
 from alpa_strategy.runtime.parameters import LazyTensors
 
 

@@ -10,8 +10,14 @@ from dataclasses import dataclass, replace
 from alpa_strategy.errors import CaptureError, OptionError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import AS_WRITTEN, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
-from alpa_strategy.options import BUCKET_BYTES, SELECTIVE, Limits, OptimizerInfo, PlanOptions
+from alpa_strategy.options import (
+    BUCKET_BYTES,
+    SELECTIVE,
+    Limits,
+    PlanOptions,
+)
 
 SUPPORTED = ("auto", "data", "zero1", "zero2", "zero3")
 # Parameters with less than this fraction of all elements stay full: they are not worth a gather.

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.cost.model import LiveStorages, tensors_in
+from alpa_strategy.cost.saved_tensors import LiveStorages, tensors_in
 from alpa_strategy.errors import AlpaError
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 
 _SHAPE = (4, 6)
 _NUM_STEPS = 3

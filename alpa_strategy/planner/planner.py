@@ -20,9 +20,10 @@ from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.candidates import EVERY_SIZE
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import ParameterPlan, Plan
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.partial_results import NOT_STORED, PartialResults
 from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.one_stage import hidden_seconds, plan_one_stage

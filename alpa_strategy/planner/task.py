@@ -10,8 +10,9 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts, RooflineCosts
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import FORMAT_VERSION, Fingerprint, Plan
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.partial_results import NOT_STORED, PartialResults
 from alpa_strategy.sharding.register import registered_rules
 

@@ -1,11 +1,10 @@
-"""Cross-mesh resharding as data: who sends which box of a tensor to whom on another mesh, and how
-long that takes.
+"""Cross-mesh resharding as data: the p2p transfers of a tensor to another mesh, and their time.
 
-Every destination device needs the box that its layout says. That box is cut into the grid of its
-intersections with the source devices' boxes; each piece is sent once, by the least loaded of the
-devices that hold it (Alpa, section 6). Destination devices that hold the same box may each receive
-a part of it and gather the rest among themselves ("local all-gather"). No process groups here:
-`comm/messages.py` carries plans out.
+Every target device needs the box of the tensor that its layout specifies. The box is split into its
+intersections with the source devices' boxes. Each piece is sent once, by the least loaded of the
+devices that store it (Alpa, section 6). Target devices that store the same box may each receive a
+chunk of it and gather the rest among themselves ("local all-gather"). No process groups here:
+`comm/messages.py` executes the plans.
 """
 
 import math
@@ -18,26 +17,28 @@ import numpy as np
 import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from alpa_strategy.cluster.spec import ClusterSpec, Link
+from alpa_strategy.cluster.devices import Link
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import Layout
 
-Box = tuple[tuple[int, int], ...]  # (start, stop) per dim, in the global tensor
+# (start, stop) per dim, in the full tensor
+Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class MeshSide:
-    """One end of a transfer: `ranks` (row-major on a mesh of `shape`) hold a tensor as `layout`
-    says.
-    """
+    """One end of a transfer: a mesh, and the layout of a tensor on it."""
 
     shape: tuple[int, ...]
+    # row-major on the mesh
     ranks: tuple[int, ...]
-    layout: Layout  # one of `R`, `S<d>` per mesh axis
+    # one of `R`, `S<d>` per mesh axis
+    layout: Layout
 
     def boxes(self, tensor_shape: Sequence[int]) -> dict[int, Box]:
-        """Rank -> the box of a tensor of `tensor_shape` that it holds."""
+        """Return rank -> the box that it stores of a tensor of `tensor_shape`."""
         boxes = (
             self.layout.slices(tensor_shape, self.shape, at)
             for at in product(*map(range, self.shape))
@@ -47,9 +48,7 @@ class MeshSide:
 
 @dataclass(frozen=True)
 class Piece:
-    """`box` goes from rank `source` to rank `target` (a copy within the device when they are the
-    same).
-    """
+    """`box` is sent from rank `source` to rank `target`; a local copy if they are the same."""
 
     source: int
     target: int
@@ -65,16 +64,18 @@ class Piece:
 class TransferPlan:
     """How one tensor gets from one mesh to another."""
 
-    # shape, dtype: of the whole tensor
+    # of the full tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
-    target: MeshSide  # where it lies after it
-    # layout right after the messages; where it differs from `target.layout`, all-gathers on the
+    target: MeshSide
+    # layout right after the messages; if it differs from `target.layout`, all-gathers on the
     # target's mesh follow
     received: Layout
-    pieces: tuple[Piece, ...]  # in one order on all ranks: by target, then by box
-    # source_boxes, received_boxes: rank -> box
+    # in the same order on all ranks: by target, then by box
+    pieces: tuple[Piece, ...]
+    # rank -> box that it sends from
     source_boxes: Mapping[int, Box]
+    # rank -> box that it receives
     received_boxes: Mapping[int, Box]
 
     @property
@@ -93,12 +94,12 @@ def plan_transfer(
     """Plan a transfer; deterministic, hence the same on all ranks.
 
     Args:
-        shape: of the whole tensor, of `dtype`, on the target's side.
-        local_gather: whether devices of the target that hold the same box share its reception and
-            gather it themselves.
+        shape: of the full tensor, of `dtype`.
+        local_gather: whether devices of the target that store the same box each receive a chunk of
+            it, and gather it among themselves.
 
     Raises:
-        PlanError: a side holds summands (`P`); they must be reduced first.
+        PlanError: a side has partial values (`P`); they must be reduced first.
     """
     shape = tuple(shape)
     for side in (source, target):
@@ -138,25 +139,23 @@ def best_transfer(
     target: MeshSide,
     cluster: ClusterSpec,
 ) -> TransferPlan:
-    """The faster of the plans with and without local all-gather on `cluster`."""
+    """Return the faster of the plans with and without local all-gather on `cluster`."""
     direct = plan_transfer(shape, dtype, source, target)
     gathered = plan_transfer(shape, dtype, source, target, local_gather=True)
     if not gathered.gathers:
         return direct
-    return (
-        gathered
-        if transfer_seconds(gathered, cluster) < transfer_seconds(direct, cluster)
-        else direct
-    )
+    is_faster = transfer_seconds(gathered, cluster) < transfer_seconds(direct, cluster)
+    return gathered if is_faster else direct
 
 
 def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
-    """`target.layout` with every replicated axis turned into a shard of a dim that still has enough
-    elements.
+    """`target.layout` with every replicated axis turned into a shard of a dim.
+
+    If none has enough elements left, the axis stays replicated.
     """
     placements = list(target.layout)
-    # The smallest share of each dim; a cut of n needs n elements, so that no device is left without
-    # work.
+    # The smallest chunk of each dim. Sharding over n devices needs n elements, so that no device is
+    # left without work.
     smallest = list(shape)
     for placement, size in zip(placements, target.shape, strict=True):
         if isinstance(placement, Shard):
@@ -164,7 +163,7 @@ def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
     for axis, (placement, size) in enumerate(zip(placements, target.shape, strict=True)):
         if size == 1 or not isinstance(placement, Replicate):
             continue
-        # A cut by this axis comes before those of later axes: it must not change what they hold.
+        # This axis shards before later axes do: it must not change their chunks.
         taken = {later.dim for later in placements[axis + 1 :] if isinstance(later, Shard)}
         possible = []
         for dim, smallest_size in enumerate(smallest):
@@ -172,21 +171,19 @@ def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
                 possible.append(dim)
         if not possible:
             continue
-        # An even cut first, then the largest dim: chunks stay long runs of memory.
-        dim = min(
-            possible,
-            key=lambda d: (smallest[d] % size != 0, d if smallest[d] % size == 0 else -smallest[d]),
-        )
+        # The first dim that divides evenly, else the largest one: chunks stay long runs of memory.
+        even = [dim for dim in possible if smallest[dim] % size == 0]
+        dim = even[0] if even else max(possible, key=smallest.__getitem__)
         placements[axis] = Shard(dim)
         smallest[dim] //= size
     return Layout(placements)
 
 
 def _share_out(wanted: list[Piece], holders: list[int]) -> list[Piece]:
-    """With a sender for each among its holders: the largest first, each to the least loaded
-    (Graham's rule).
+    """Assign a sender among `holders` to each piece.
 
-    Boxes of near-equal chunks are of near-equal size, for which that is optimal.
+    The largest first, each to the least loaded (Graham's rule). Boxes of near-equal chunks are of
+    near-equal size, for which that is optimal.
     """
     load = dict.fromkeys(holders, 0)
     pieces = []
@@ -198,8 +195,9 @@ def _share_out(wanted: list[Piece], holders: list[int]) -> list[Piece]:
 
 
 def transfer_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
-    """Time of a transfer on idle links: the slowest link, device or way out, plus the gathers on
-    the target's mesh.
+    """Return the seconds of a transfer on idle links.
+
+    Those of the slowest link, device or uplink, plus the gathers on the target's mesh.
     """
     sizes: Counter[tuple[int, int]] = Counter()
     for piece in plan.pieces:
@@ -207,14 +205,14 @@ def transfer_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
             sizes[piece.source, piece.target] += piece.num_elements * plan.dtype.itemsize
     latency, seconds = cluster.topology.messages(sizes)
     # A device starts its messages one after the other.
-    started = max(
-        (n for ends in zip(*sizes, strict=True) for n in Counter(ends).values()), default=0
-    )
-    return started * latency + seconds + _gather_seconds(plan, cluster)
+    num_sent = Counter(source for source, _ in sizes)
+    num_received = Counter(target for _, target in sizes)
+    most_messages = max([*num_sent.values(), *num_received.values()], default=0)
+    return most_messages * latency + seconds + _gather_seconds(plan, cluster)
 
 
 def _gather_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
-    """Time of the all-gathers from `received` to the target's layout, innermost axis first."""
+    """Seconds of the all-gathers from `received` to the target's layout, innermost axis first."""
     target = plan.target
     ranks = np.array(target.ranks).reshape(target.shape)
     seconds = 0.0
@@ -225,9 +223,8 @@ def _gather_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
         placements[axis] = target.layout[axis]
         after = Layout(placements).local_shape(plan.shape, target.shape, (0,) * len(target.shape))
         size = target.shape[axis]
-        way = cluster.topology.way(
-            list(map(tuple, np.moveaxis(ranks, axis, -1).reshape(-1, size).tolist()))
-        )
+        groups = np.moveaxis(ranks, axis, -1).reshape(-1, size).tolist()
+        way = cluster.topology.way(list(map(tuple, groups)))
         volume = (size - 1) / size * math.prod(after) * plan.dtype.itemsize
         seconds += way.latency + volume / way.bandwidth
     return seconds
@@ -239,62 +236,69 @@ def boundary_link(
     cluster: ClusterSpec,
     crosses_nodes: bool,
 ) -> Link:
-    """What a boundary between two submeshes (n_nodes, n_devices) has where all links are alike;
-    layouts unknown.
+    """Return the link between two submeshes, if all links are alike; layouts are unknown.
 
-    Every byte goes once; the links of both ends work side by side: one per node between nodes, one
-    per device inside.
-    crosses_nodes: whether the submeshes lie on different nodes.
+    Every byte is sent once. The links of both ends work in parallel: one per node between nodes,
+    one per device inside a node.
+
+    Args:
+        source_submesh, target_submesh: (nodes, devices per node).
+        crosses_nodes: whether the submeshes are on different nodes.
     """
-    link, ends = (cluster.inter_node, 0) if crosses_nodes else (cluster.intra_node, 1)
-    parallel = min(source_submesh[ends], target_submesh[ends])
-    return Link(link.latency, link.bandwidth * parallel)
+    if crosses_nodes:
+        link = cluster.inter_node
+        num_parallel = min(source_submesh[0], target_submesh[0])
+    else:
+        link = cluster.intra_node
+        num_parallel = min(source_submesh[1], target_submesh[1])
+    return Link(link.latency, link.bandwidth * num_parallel)
 
 
-# --- Channels: which values go from which stage to which other, forward and back. Data for the
+# --- Channels: the values that stages send each other, forward and backward. Data for the
 # pipeline's runtime.
 #
-# A value that several stages need goes to each of them straight from the stage that makes it, over
-# as many stages as lie between; to a mesh that has it already for an earlier stage, it goes from
-# that one. No process groups.
+# A value that several stages need is sent to each of them directly by the stage that computes it,
+# however many stages are in between. A mesh that has received it for an earlier stage passes it on
+# to its later stages.
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What every rank knows of every stage."""
+    """A stage as all ranks know it."""
 
-    ranks: tuple[
-        int, ...
-    ]  # global ranks, ascending; two stages have the same ranks or no rank in common
+    # global ranks, ascending; two stages have the same ranks or no rank in common
+    ranks: tuple[int, ...]
     mesh_shape: tuple[int, ...]
-    # value -> layout in which the stage wants it (`R`, `S<d>`), perhaps for a later one on its mesh
+    # value -> layout in which the stage receives it (`R`, `S<d>`), perhaps for a later stage on its
+    # mesh
     received: Mapping[int, Layout] = field(default_factory=dict)
-    sent: Mapping[int, Layout] = field(
-        default_factory=dict
-    )  # value -> layout in which the stage makes it
-    # index of a batch tensor -> layout in which the stage wants a micro-batch of it
+    # value -> layout in which the stage computes it
+    sent: Mapping[int, Layout] = field(default_factory=dict)
+    # index of a batch tensor -> layout in which the stage reads a micro-batch of it
     batch: Mapping[int, Layout] = field(default_factory=dict)
-    escaping: tuple[
-        int, ...
-    ] = ()  # values that leave the step from here, whole on every device of the stage
+    # values that leave the step from this stage, full on each of its devices
+    escaping: tuple[int, ...] = ()
     # buffer name -> escaping value that replaces it after each micro-batch
     buffer_updates: Mapping[str, int] = field(default_factory=dict)
 
     def side(self, layout: Layout) -> MeshSide:
-        """The stage's end of a transfer, where a value lies in `layout`."""
+        """Return the stage's end of a transfer of a value in `layout`."""
         return MeshSide(self.mesh_shape, self.ranks, layout)
 
 
 @dataclass(frozen=True)
 class Channel:
-    """The values that stage `source` hands to stage `target` with every micro-batch, one bundle."""
+    """The values that stage `source` sends to stage `target` with every micro-batch, one bundle."""
 
     source: int
     target: int
     values: tuple[int, ...]
+    # one per value
     forward: tuple[TransferPlan, ...]
-    differentiable: tuple[int, ...]  # those of `values` that have a gradient
-    backward: tuple[TransferPlan, ...]  # the way back of these gradients
+    # those of `values` that have a gradient
+    differentiable: tuple[int, ...]
+    # one per gradient, from `target` to `source`
+    backward: tuple[TransferPlan, ...]
 
 
 def plan_channels(
@@ -303,13 +307,13 @@ def plan_channels(
     given: Collection[int] = (),
     cluster: ClusterSpec | None = None,
 ) -> tuple[Channel, ...]:
-    """All channels, ordered by (source, target): the same on all ranks.
+    """Return all channels, ordered by (source, target): the same on all ranks.
 
     Args:
         stages: in pipeline order.
         metas: of every value, in one micro-batch, at global shapes.
         given: values that need no channel: every rank has them before the first micro-batch.
-        cluster: where given, local all-gathers are used where they are faster on its links.
+        cluster: local all-gathers are used if they are faster on its links; None: never.
 
     Raises:
         PlanError: a stage needs a value that no earlier stage sends.
@@ -328,14 +332,16 @@ def plan_channels(
             needs.setdefault((source, target), []).append(value)
 
     def plan(value: int, start: MeshSide, end: MeshSide) -> TransferPlan:
-        moved = metas[value].shape, metas[value].dtype, start, end
-        return plan_transfer(*moved) if cluster is None else best_transfer(*moved, cluster)
+        meta = metas[value]
+        if cluster is None:
+            return plan_transfer(meta.shape, meta.dtype, start, end)
+        return best_transfer(meta.shape, meta.dtype, start, end, cluster)
 
     channels = []
     for source, target in sorted(needs):
         values = tuple(sorted(needs[source, target]))
-        held = {**stages[source].received, **stages[source].sent}
-        starts = {v: stages[source].side(held[v]) for v in values}
+        source_layouts = {**stages[source].received, **stages[source].sent}
+        starts = {v: stages[source].side(source_layouts[v]) for v in values}
         ends = {v: stages[target].side(stages[target].received[v]) for v in values}
         differentiable = tuple(v for v in values if metas[v].requires_grad)
         forward = tuple(plan(v, starts[v], ends[v]) for v in values)
@@ -345,8 +351,9 @@ def plan_channels(
 
 
 def _source(value: int, stages: Sequence[StageSpec], target: int) -> int | None:
-    """The stage that hands `value` to stage `target`: its maker, or the first that got it on the
-    target's mesh.
+    """The stage that sends `value` to stage `target`.
+
+    The one that computes it, or the first one on the target's mesh that received it.
     """
     maker = next((s for s in reversed(range(target)) if value in stages[s].sent), None)
     if maker is None or stages[maker].ranks == stages[target].ranks:

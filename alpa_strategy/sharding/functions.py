@@ -1,10 +1,9 @@
-"""What a user's autograd.Function does to tensors, seen by running it on shapes alone, forward and
+"""Sharding of a user's autograd.Function, by the ops that it runs on meta tensors, forward and
 backward.
 
-One that works element by element (straight-through estimators, gradient reversal, activations) may
-be cut along every
-dim, which its ops prove: nothing is tried on data. Others run whole everywhere, unless
-`register_sharding` says more.
+A Function that works element by element (straight-through estimators, gradient reversal,
+activations) may be sharded along every dim. Its ops prove that; no data is used. Other Functions
+run in full on every device, unless they have rules by `register_sharding`.
 """
 
 from dataclasses import replace
@@ -16,15 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from alpa_strategy.cost.model import differentiated, tensors_in, without_data
+from alpa_strategy.cost.saved_tensors import differentiated, tensors_in, without_data
 from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.placement import chunk_sizes
 from alpa_strategy.sharding.notation import RuleMatch, Split
 
 aten = torch.ops.aten
 
-# Element by element though ATen's tags do not say so; and what changes nothing where the shape
-# stays the same.
+# Ops that work element by element though ATen does not tag them so.
 _COPIES = (
     aten.detach,
     aten.clone,
@@ -34,25 +32,26 @@ _COPIES = (
     aten.zeros_like,
     aten.ones_like,
 )
+# Ops that change nothing if the shape stays the same.
 _SAME_IF_SHAPE_IS = (aten.view, aten._unsafe_view, aten.expand)
 
 
 def elementwise_dims(call: OpCall, axis_size: int) -> RuleMatch | None:
-    """The ways to cut a Function that works element by element over `axis_size` devices; None: it
-    does not.
+    """Return the ways to shard a Function that works element by element over `axis_size` devices.
 
-    A dim is cut where every device's share runs the very ops of the whole with the very constants.
+    A dim may be sharded if every device runs the same ops with the same constants as the full
+    Function. None if the Function does not work element by element, or draws random numbers.
     """
-    whole = _recorded(call)
-    if whole is None or whole.shape is None or whole.draws:
+    full_record = _recorded(call)
+    if full_record is None or full_record.shape is None or full_record.draws:
         return None
     splits = []
-    for dim, size in enumerate(whole.shape):
+    for dim, size in enumerate(full_record.shape):
         lengths = set(chunk_sizes(size, axis_size))
         if 0 in lengths:
             continue
         shards = [_recorded(_cut(call, dim, length)) for length in lengths]
-        if all(_same_steps(shard_record, whole) for shard_record in shards):
+        if all(_same_steps(shard_record, full_record) for shard_record in shards):
             operand_dims = []
             for meta in call.operands:
                 is_scalar = not meta.shape
@@ -70,20 +69,18 @@ def _same_steps(shard_record: "_Recorder | None", full_record: "_Recorder") -> b
 
 
 def may_draw(call: OpCall) -> bool:
-    """Whether the Function draws random numbers, or cannot be asked: it does more than PyTorch has
-    shapes for.
-    """
+    """Whether the Function draws random numbers, or cannot run on meta tensors."""
     recorded = _recorded(call)
     return recorded is None or recorded.draws
 
 
 def _cut(call: OpCall, dim: int, length: int) -> OpCall:
+    """The call with dim `dim` of every tensor, but numbers, of size `length`."""
+
     def cut(meta: TensorMeta) -> TensorMeta:
-        return (
-            meta.with_shape((*meta.shape[:dim], length, *meta.shape[dim + 1 :]))
-            if meta.shape
-            else meta
-        )
+        if not meta.shape:
+            return meta
+        return meta.with_shape((*meta.shape[:dim], length, *meta.shape[dim + 1 :]))
 
     return replace(
         call, operands=tuple(map(cut, call.operands)), results=tuple(map(cut, call.results))
@@ -92,35 +89,30 @@ def _cut(call: OpCall, dim: int, length: int) -> OpCall:
 
 @lru_cache(maxsize=4096)
 def _recorded(call: OpCall) -> "_Recorder | None":
-    """What the call runs, forward and backward; None where tensors without data are not enough for
-    it.
-    """
+    """Record the ops of the call, forward and backward; None if it needs tensors with data."""
     with torch.inference_mode(False), torch.enable_grad():
         with torch.device("meta"):
             operands = without_data(call)
-        # All results and operands must have one shape but numbers (operands without dims).
-        shapes = {meta.shape for meta in call.operands if meta.shape} | {
-            meta.shape for meta in call.results
-        }
+        # All results and operands must have the same shape, but for operands without dims.
+        operand_shapes = {meta.shape for meta in call.operands if meta.shape}
+        shapes = operand_shapes | {meta.shape for meta in call.results}
         recorder = _Recorder(shapes.pop() if len(shapes) == 1 else None)
         try:
             with recorder:
                 results = tensors_in(call.call(*operands))
             differentiated(operands, results, recorder)
-        except Exception:  # the user's code, of any type: it wants data
+        except Exception:
+            # The user's code needs data; the error may be of any type.
             return None
     return recorder
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every op that autograd calls, with the constants that it was given, and whether one
-    draws random numbers.
-
-    `shape` becomes None at the first that is not element by element on it.
-    """
+    """Records every op with its constants, and whether one draws random numbers."""
 
     def __init__(self, shape: tuple[int, ...] | None) -> None:
         super().__init__()
+        # becomes None at the first op that does not work element by element on this shape
         self.shape = shape
         self.steps: list[tuple[Any, str]] = []
         self.draws = False
@@ -128,20 +120,30 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
-        given = tree_leaves((args, kwargs))
-        shapes = [tuple(x.shape) for x in tensors_in(given)]
-        made = [tuple(x.shape) for x in tensors_in(results)]
-        if func.overloadpacket in _SAME_IF_SHAPE_IS and shapes == made:
+        arguments = tree_leaves((args, kwargs))
+        operand_shapes = [tuple(tensor.shape) for tensor in tensors_in(arguments)]
+        result_shapes = [tuple(tensor.shape) for tensor in tensors_in(results)]
+        if func.overloadpacket in _SAME_IF_SHAPE_IS and operand_shapes == result_shapes:
             return results
-        # A number (shape []) beside the tensors is an operand or a constant: no op that makes one
-        # passes.
-        is_elementwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _COPIES
-        if (
-            not is_elementwise
-            or self.shape not in shapes
-            or {*shapes} - {self.shape, ()}
-            or {*made} != {self.shape}
-        ):
+        if not self._is_elementwise(func, operand_shapes, result_shapes):
             self.shape = None
-        self.steps.append((func, str([x for x in given if not isinstance(x, Tensor)])))
+        constants = [value for value in arguments if not isinstance(value, Tensor)]
+        self.steps.append((func, str(constants)))
         return results
+
+    def _is_elementwise(
+        self,
+        func: Any,
+        operand_shapes: list[tuple[int, ...]],
+        result_shapes: list[tuple[int, ...]],
+    ) -> bool:
+        """Whether an op works element by element on tensors of `shape`, and on numbers (shape ()).
+
+        A number is an operand or a constant: no op that makes one passes.
+        """
+        if torch.Tag.pointwise not in func.tags and func.overloadpacket not in _COPIES:
+            return False
+        has_other_shapes = bool(set(operand_shapes) - {self.shape, ()})
+        if self.shape not in operand_shapes or has_other_shapes:
+            return False
+        return set(result_shapes) == {self.shape}

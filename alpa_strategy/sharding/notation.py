@@ -1,16 +1,18 @@
-"""Index notation, how a rule is read for one call. What it says is explained to users by
-`register_sharding`.
+"""Index notation: how a sharding rule is parsed, and read for one call.
 
     "[*b, k], [n, k], +[n]? -> [*b, n]"
 
-Beyond that: arguments that are lists are flattened; a result that lacks an index which another
-result has does not depend on it; the length of `*b` is that of the argument of the same name, if
-there is one (`*normalized_shape`), else found from the operands' ranks; cutting `v@name` needs the
-local implementation `name`.
+`register_sharding` explains the notation to users. In addition:
+
+- Arguments that are lists are flattened.
+- A result that lacks an index which another result has does not depend on it.
+- The length of `*b` is that of the argument of the same name, if there is one
+  (`*normalized_shape`). Else it follows from the operands' ranks.
+- Sharding `v@name` requires the local implementation `name`.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,17 +31,22 @@ from alpa_strategy.ir.op import (
 )
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, DualPlacement, shard
 
-Key = tuple[str, int]  # index name, position inside its group (0 for single indices)
+# (index name, position inside its group; 0 for single indices)
+Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Index:
-    """One index (or group of indices) of a term."""
+    """One index, or group of indices, of a term."""
 
     name: str
+    # `*b`: stands for any number of dims
     group: bool = False
+    # `k!`: its dims must not be sharded
     whole: bool = False
+    # `h=`: its dims may be sharded into equal chunks alone
     even: bool = False
+    # `v@name`: local implementation that is required if it is sharded
     implementation: str | None = None
 
 
@@ -48,7 +55,9 @@ class Term:
     """One tensor of a signature."""
 
     indices: tuple[Index, ...]
+    # `[n]?`: the argument may be None
     optional: bool = False
+    # `+[n]`: it is added to the result, as a bias is
     added: bool = False
 
 
@@ -65,7 +74,8 @@ _INDEX = re.compile(r"(\*?)([A-Za-z_][A-Za-z_0-9]*)(!?)(=?)(?:@([a-z_]+))?")
 
 
 def _parse_terms(text: str, rule: str) -> tuple[Term, ...]:
-    found, position = [], 0
+    terms = []
+    position = 0
     while position < len(text) and text[position:].strip():
         match = _TERM.match(text, position)
         if match is None:
@@ -73,24 +83,36 @@ def _parse_terms(text: str, rule: str) -> tuple[Term, ...]:
                 f"cannot read the sharding rule {rule!r} at {text[position:]!r}",
                 "see sharding/notation.py",
             )
-        indices = []
-        for part in filter(None, (p.strip() for p in match[2].split(","))):
-            index = _INDEX.fullmatch(part)
-            if index is None:
-                raise ShardingError(
-                    f"{part!r} is no index in the sharding rule {rule!r}",
-                    "see sharding/notation.py",
-                )
-            star, name, whole, even, implementation = index.groups()
-            indices.append(Index(name, bool(star), bool(whole), bool(even), implementation))
-        found.append(Term(tuple(indices), bool(match[3]), bool(match[1])))
+        added, indices, optional = match.groups()
+        terms.append(Term(_parse_indices(indices, rule), bool(optional), bool(added)))
         position = match.end()
-    return tuple(found)
+    return tuple(terms)
+
+
+def _parse_indices(text: str, rule: str) -> tuple[Index, ...]:
+    indices = []
+    for part in text.split(","):
+        part = part.strip()
+        if not part:
+            continue
+        match = _INDEX.fullmatch(part)
+        if match is None:
+            raise ShardingError(
+                f"{part!r} is no index in the sharding rule {rule!r}",
+                "see sharding/notation.py",
+            )
+        star, name, whole, even, implementation = match.groups()
+        indices.append(Index(name, bool(star), bool(whole), bool(even), implementation))
+    return tuple(indices)
 
 
 @cache
 def parse(rule: str) -> Signature:
-    """Read a rule; ShardingError says where it cannot be read."""
+    """Parse a rule.
+
+    Raises:
+        ShardingError: it is not index notation; the message names the part that cannot be read.
+    """
     left, arrow, right = rule.partition("->")
     if not arrow:
         raise ShardingError(
@@ -100,25 +122,54 @@ def parse(rule: str) -> Signature:
 
 
 def line_of(operands: Iterable[Iterable[str]], result: Iterable[str], num_results: int = 1) -> str:
-    """A rule from lists of indices; all results alike."""
-    result_term = f"[{', '.join(result)}]"
-    return (
-        ", ".join(f"[{', '.join(term)}]" for term in operands)
-        + " -> "
-        + ", ".join([result_term] * num_results)
-    )
+    """Write a rule from lists of indices; all results have the same ones."""
+    operand_terms = [f"[{', '.join(term)}]" for term in operands]
+    result_terms = [f"[{', '.join(result)}]"] * num_results
+    return f"{', '.join(operand_terms)} -> {', '.join(result_terms)}"
+
+
+def reduced_indices(
+    rank: int, reduced: Collection[int], mark: str, keepdim: bool
+) -> tuple[list[str], list[str]]:
+    """Write the indices of an op that reduces some dims: (of the operand, of the result).
+
+    Args:
+        rank: of the operand.
+        reduced: the dims.
+        mark: what follows the index of a reduced dim, such as `!` if it must not be sharded.
+        keepdim: whether reduced dims stay in the result, with size 1.
+    """
+    operand = []
+    result = []
+    for dim in range(rank):
+        if dim not in reduced:
+            operand.append(f"x{dim}")
+            result.append(f"x{dim}")
+            continue
+        operand.append(f"k{dim}{mark}")
+        if keepdim:
+            result.append(f"one{dim}!")
+    return operand, result
 
 
 def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Length of every group, from arguments of the same name, else from ranks (the longest, others
-    broadcast to it).
+    """Length of every group of indices.
+
+    From the argument of the same name if there is one. Else from ranks: the longest, others are
+    broadcast to it.
+
+    Args:
+        pairs: terms with the ranks of their operands.
     """
     lengths: dict[str, int] = {}
     for term, _ in pairs:
         for index in term.indices:
-            if index.group and isinstance(arguments.get(index.name), tuple):
-                lengths[index.name] = len(arguments[index.name])
-    while True:  # each round, terms with one unknown group tell its length
+            argument = arguments.get(index.name)
+            if index.group and isinstance(argument, tuple):
+                lengths[index.name] = len(argument)
+
+    # Each time, the length of a group follows from terms in which no other group is unknown.
+    while True:
         found: dict[str, int] = {}
         for term, rank in pairs:
             groups = [index.name for index in term.indices if index.group]
@@ -134,6 +185,7 @@ def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) 
 
 
 def _keys(term: Term, lengths: Mapping[str, int]) -> list[tuple[Key, Index]]:
+    """The indices of a term, groups written out."""
     keys: list[tuple[Key, Index]] = []
     for index in term.indices:
         count = lengths.get(index.name, 0) if index.group else 1
@@ -141,11 +193,79 @@ def _keys(term: Term, lengths: Mapping[str, int]) -> list[tuple[Key, Index]]:
     return keys
 
 
+@dataclass
+class _TermDims:
+    """A term of a rule, and the dims of one call's tensor that its indices stand for."""
+
+    term: Term
+    # index -> dim. Dims of size 1 are left out: they are broadcast, nothing of them can be sharded.
+    dims: dict[Key, int]
+
+
+@dataclass
+class _ReadRule:
+    """A rule as it applies to one call."""
+
+    # operand of the call -> its term; an operand that is used twice is in it twice
+    operands: list[tuple[int, _TermDims]]
+    results: list[_TermDims]
+    # index of an operand -> how every term writes it
+    indices: dict[Key, list[Index]]
+
+
 def read(rule: str, call: OpCall) -> "tuple[Split, ...] | None":
-    """The splits that `rule` gives for `call`; None when the call's ranks do not fit the rule."""
-    signature = parse(rule)
+    """Return the splits that `rule` gives for `call`; None when the call's ranks do not fit it.
+
+    Raises:
+        ShardingError: as `parse`.
+    """
+    matched = _match(parse(rule), call)
+    if matched is None:
+        return None
+    splits = []
+    for key, indices in matched.indices.items():
+        split = _split_of(key, indices, matched, call)
+        if split is not None:
+            splits.append(split)
+    return tuple(splits)
+
+
+def _match(signature: Signature, call: OpCall) -> _ReadRule | None:
+    """Find the dims that the indices of a rule stand for; None when the ranks do not fit."""
+    present = _present_operands(signature, call)
+    if present is None or len(signature.results) != len(call.results):
+        return None
+    ranks = [(term, len(call.operands[operand].shape)) for term, operand in present]
+    lengths = _group_lengths(ranks, bind(call))
+
+    matched = _ReadRule([], [], {})
+    for term, operand in present:
+        keys = _keys(term, lengths)
+        shape = call.operands[operand].shape
+        num_lacking = len(keys) - len(shape)
+        if num_lacking < 0:
+            return None
+        # Aligned to the right: a tensor may lack leading dims of a group.
+        keys = keys[num_lacking:]
+        matched.operands.append((operand, _TermDims(term, _dims_of_keys(keys, shape))))
+        for key, index in keys:
+            matched.indices.setdefault(key, []).append(index)
+    for term, meta in zip(signature.results, call.results, strict=True):
+        keys = _keys(term, lengths)
+        if len(keys) != len(meta.shape):
+            return None
+        matched.results.append(_TermDims(term, _dims_of_keys(keys, meta.shape)))
+        for key, index in keys:
+            if key in matched.indices:
+                matched.indices[key].append(index)
+    return matched
+
+
+def _present_operands(signature: Signature, call: OpCall) -> list[tuple[Term, int]] | None:
+    """Terms with the operands that they describe; None when arguments are missing or too many."""
     arguments = flat_tensor_arguments(call)
-    if any(a is not None for a in arguments[len(signature.operands) :]):
+    further = arguments[len(signature.operands) :]
+    if any(argument is not None for argument in further):
         return None
     present: list[tuple[Term, int]] = []
     for term, argument in zip(signature.operands, arguments, strict=False):
@@ -153,145 +273,141 @@ def read(rule: str, call: OpCall) -> "tuple[Split, ...] | None":
             present.append((term, argument.index))
         elif argument is not None or not term.optional:
             return None
-    if len(signature.results) != len(call.results):
+    return present
+
+
+def _dims_of_keys(keys: list[tuple[Key, Index]], shape: tuple[int, ...]) -> dict[Key, int]:
+    dims = {}
+    for dim, (key, _) in enumerate(keys):
+        if shape[dim] != 1:
+            dims[key] = dim
+    return dims
+
+
+def _split_of(key: Key, indices: list[Index], rule: _ReadRule, call: OpCall) -> "Split | None":
+    """The split of an op's work along one index; None if it cannot be sharded."""
+    is_sharded_anywhere = any(key in operand.dims for _, operand in rule.operands)
+    if any(index.whole for index in indices) or not is_sharded_anywhere:
         return None
-    lengths = _group_lengths([(t, len(call.operands[i].shape)) for t, i in present], bind(call))
-
-    # Which dim of which tensor has each index; dims of size 1 are broadcast, nothing of them can be
-    # cut.
-    order: dict[Key, list[Index]] = {}
-    operand_dims: list[tuple[int, Term, dict[Key, int]]] = []
-    for term, operand in present:
-        keys, shape = _keys(term, lengths), call.operands[operand].shape
-        if len(shape) > len(keys):
-            return None
-        keys = keys[
-            len(keys) - len(shape) :
-        ]  # aligned to the right: a tensor may lack leading dims of a group
-        operand_dims.append(
-            (operand, term, {key: dim for dim, (key, _) in enumerate(keys) if shape[dim] != 1})
-        )
-        for key, index in keys:
-            order.setdefault(key, []).append(index)
-    result_dims: list[dict[Key, int]] = []
-    for term, meta in zip(signature.results, call.results, strict=True):
-        keys = _keys(term, lengths)
-        if len(keys) != len(meta.shape):
-            return None
-        result_dims.append({key: dim for dim, (key, _) in enumerate(keys) if meta.shape[dim] != 1})
-        for key, index in keys:
-            if key in order:
-                order[key].append(index)
-
-    # One split per index that may be cut.
-    splits = []
-    for key, indices in order.items():
-        if any(i.whole for i in indices) or not any(key in dims for _, _, dims in operand_dims):
-            continue
-        contracted = not any(key in dims for dims in result_dims)
-        implementation = next((i.implementation for i in indices if i.implementation), None)
-        if contracted and any(term.added and key not in dims for _, term, dims in operand_dims):
+    is_contracted = not any(key in result.dims for result in rule.results)
+    implementation = next((i.implementation for i in indices if i.implementation), None)
+    for _, operand in rule.operands:
+        # Of results that are summed, only the first device may add the bias.
+        if is_contracted and operand.term.added and key not in operand.dims:
             implementation = "bias_on_first"
-        split = split_from_dims(
-            call,
-            ((operand, dims.get(key)) for operand, _, dims in operand_dims),
-            [dims.get(key, SUM if contracted else WHOLE) for dims in result_dims],
-            even=any(i.even for i in indices),
-            implementation=implementation,
-        )
-        if split is not None:
-            splits.append(split)
-    return tuple(splits)
+    lacking = SUM if is_contracted else WHOLE
+    return split_from_dims(
+        call,
+        [(index, operand.dims.get(key)) for index, operand in rule.operands],
+        [result.dims.get(key, lacking) for result in rule.results],
+        even=any(index.even for index in indices),
+        implementation=implementation,
+    )
 
 
-# --- Split: one index of an op's work divided over one mesh axis, before it is known which tensors
-# need gradients.
+# --- Splits of an op's work over one mesh axis, before it is known which tensors need gradients.
 #
-# Every family of rules (index notation, views, pointwise, reductions) ends in `RuleMatch`;
-# `to_strategies` is the one place that turns it into dual placements, checks sizes and removes
+# Every family of rules (index notation, views, pointwise, reductions) returns a `RuleMatch`.
+# `to_strategies` is the only place that turns it into dual placements, checks sizes and removes
 # duplicates.
 
 
-SUM = "P"  # result marker: every device holds a term of the sum
-WHOLE = "R"  # result marker: every device ends up with the whole result
+# Marks of a result in `Split.results`: every device has a partial value of the sum,
+SUM = "P"
+# or every device has the full result.
+WHOLE = "R"
 
 
 @dataclass(frozen=True)
 class Split:
     """One way to divide an op's work over the devices of an axis."""
 
-    # per operand the dim that is cut; None: every device needs all of it (`R*` if it gets a
-    # gradient)
+    # per operand the dim that is sharded; None: every device needs the full operand (`R*` if it
+    # gets a gradient)
     operands: tuple[int | None, ...]
-    results: tuple[int | str, ...]  # per result the dim that is cut, or `SUM`, or `WHOLE`
-    # the cut dims must be divisible by the axis size (grouped dims, heads that share keys, conv
-    # groups)
+    # per result the dim that is sharded, or `SUM`, or `WHOLE`
+    results: tuple[int | str, ...]
+    # whether the sharded dims must be divisible by the axis size (grouped dims, heads that share
+    # keys, convolution groups)
     even: bool = False
-    # implementation, collectives: as in AxisStrategy
+    # as in AxisStrategy
     implementation: str | None = None
+    # as in AxisStrategy
     collectives: tuple[InnerCollective, ...] = ()
 
 
 @dataclass(frozen=True)
 class RuleMatch:
-    """What a rule says about one call."""
+    """The result of a rule for one call."""
 
-    splits: Sequence[
-        Split | None
-    ] = ()  # the ways to divide the work; None (see `split_from_dims`) is none
-    # sets of operands in which the op is jointly linear: all of a set may be `P`, the result is
-    # then `P`
+    # the ways to divide the work; None, as `split_from_dims` returns it, is ignored
+    splits: Sequence[Split | None] = ()
+    # sets of operands in which the op is jointly linear: when all operands of a set are `P`, so is
+    # the result
     linear: tuple[frozenset[int], ...] = ()
-    # offer `R*` on all operands -> `R*`: the work is repeated, the gradient stays partial. Right
-    # for every op (backward is linear in the gradient); offered only where it can save a
-    # collective: for what is often applied to parameters before they meet the data (casts, views,
+    # whether `R*` on all operands -> `R*` is offered: the work is repeated, gradients stay partial
+    # values. That is right for every op (backward is linear in the gradient). It is offered only if
+    # it can save a collective: for ops that are often applied to parameters alone (casts, views,
     # tables, statistics).
     carries: bool = False
-    origin: str = "notation"  # `rule_origin`'s answer
-    extra: tuple[
-        AxisStrategy, ...
-    ] = ()  # strategies that are no splits (of tensors made from nothing)
+    # result of `rule_origin`
+    origin: str = "notation"
+    # strategies that are not splits (of tensors that are made from nothing)
+    extra: tuple[AxisStrategy, ...] = ()
 
 
 def split_from_dims(
     call: OpCall,
     dims: Iterable[tuple[int, int | None]],
     results: Sequence[int | str],
-    **rest: object,
+    even: bool = False,
+    implementation: str | None = None,
+    collectives: tuple[InnerCollective, ...] = (),
 ) -> Split | None:
-    """A Split from (operand index, dim) pairs; None when an operand used twice would have to be cut
-    in two ways.
+    """Return a Split of the operands' dims.
+
+    None when an operand that is used twice would have to be sharded in two ways, as in x * x.t().
+
+    Args:
+        dims: (operand index, dim) pairs; operands without a pair are not sharded.
+        results: as `Split.results`; the further arguments as the fields of `Split`.
     """
-    chosen: dict[int, int | None] = {}
+    by_operand: dict[int, int | None] = {}
     for operand, dim in dims:
-        if chosen.setdefault(operand, dim) != dim:  # x * x.t()
+        if by_operand.setdefault(operand, dim) != dim:
             return None
-    return Split(tuple(chosen.get(i) for i in range(len(call.operands))), tuple(results), **rest)  # type: ignore[arg-type]
+    operand_dims = tuple(by_operand.get(i) for i in range(len(call.operands)))
+    return Split(operand_dims, tuple(results), even, implementation, collectives)
 
 
 def _fits(call: OpCall, split: Split, axis_size: int) -> bool:
-    """Every cut dim has an element for each device; uneven cuts only where all cut dims are equally
-    long.
+    """Whether every sharded dim has an element for each device.
+
+    Dims that do not divide evenly must all have the same size.
     """
-    sizes = [
-        m.shape[d] for m, d in zip(call.operands, split.operands, strict=True) if d is not None
-    ]
-    sizes += [
-        m.shape[d] for m, d in zip(call.results, split.results, strict=True) if isinstance(d, int)
-    ]
+    sizes = []
+    for meta, dim in zip(call.operands, split.operands, strict=True):
+        if dim is not None:
+            sizes.append(meta.shape[dim])
+    for meta, mark in zip(call.results, split.results, strict=True):
+        if isinstance(mark, int):
+            sizes.append(meta.shape[mark])
     if split.even:
         return all(size % axis_size == 0 for size in sizes)
     return len(set(sizes)) == 1 and sizes[0] >= axis_size
 
 
-def _keeps(sources: Iterable[TensorMeta], targets: Iterable[TensorMeta]) -> bool:
-    """False when summands would be rounded to a narrower type on the way, or cut to integers."""
+def _keeps_precision(sources: Iterable[TensorMeta], targets: Iterable[TensorMeta]) -> bool:
+    """Whether partial values of `sources` are neither rounded nor truncated in `targets`."""
     source_steps = [_step_around_one(meta.dtype) for meta in sources]
     target_steps = [_step_around_one(meta.dtype) for meta in targets]
-    finest_source = min((step for step in source_steps if step is not None), default=None)
-    if finest_source is None:
+    known_steps = [step for step in source_steps if step is not None]
+    if not known_steps:
         return True
-    return all(step is not None and step <= finest_source for step in target_steps)
+    finest_source = min(known_steps)
+    if None in target_steps:
+        return False
+    return max(filter(None, target_steps), default=0.0) <= finest_source
 
 
 def _step_around_one(dtype: torch.dtype) -> float | None:
@@ -302,58 +418,88 @@ def _step_around_one(dtype: torch.dtype) -> float | None:
 
 
 def to_strategies(call: OpCall, found: RuleMatch, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """All strategies of `found` on an axis of `axis_size` devices, the repeated one first."""
-    # Whether a gradient flows through each in this call: a parameter in argmax gets none.
-    result_grads = [meta.requires_grad for meta in call.results]
-    has_backward = any(result_grads)
-    operand_grads = [has_backward and meta.requires_grad for meta in call.operands]
-    strategies = [repeated(call)]
+    """Return all strategies of `found` on an axis of `axis_size` devices, the repeated one first.
 
-    def operand(index: int, dim: int | None) -> DualPlacement:
-        if dim is not None:
-            return shard(dim)
-        return REPLICATE if operand_grads[index] else INVARIANT
-
-    def result(mark: int | str) -> DualPlacement:
-        if isinstance(mark, int):
-            return shard(mark)
-        return PARTIAL if mark == SUM else INVARIANT
-
+    No duplicates. Ways to divide the work for which a dim has too few elements are left out.
+    """
+    strategies = [repeated_strategy(call)]
+    operand_grads = _operand_grads(call)
     for split in found.splits:
         if split is None or not _fits(call, split, axis_size):
             continue
-        inputs = tuple(operand(i, d) for i, d in enumerate(split.operands))
-        outputs = tuple(map(result, split.results))
+        inputs = tuple(
+            _placement(dim, has_grad)
+            for dim, has_grad in zip(split.operands, operand_grads, strict=True)
+        )
+        outputs = tuple(map(_result_placement, split.results))
         strategies.append(AxisStrategy(inputs, outputs, split.implementation, split.collectives))
-    with_grads = [
-        [meta for meta in metas if meta.requires_grad] for metas in (call.results, call.operands)
-    ]
-    if found.carries and any(operand_grads) and _keeps(*with_grads):  # partial gradients
-        inputs, outputs = (
-            tuple(REPLICATE if g else INVARIANT for g in each)
-            for each in (operand_grads, result_grads)
-        )
-        strategies.append(AxisStrategy(inputs, outputs))
-    if found.linear and _keeps(call.operands, call.results):
-        for chosen in found.linear:
-            if any(call.operands[i].dtype == torch.bool for i in chosen):
-                continue  # booleans have no sum
-            inputs = tuple(
-                PARTIAL if i in chosen else operand(i, None) for i in range(len(call.operands))
-            )
-            strategies.append(AxisStrategy(inputs, (PARTIAL,) * len(call.results)))
-    for strategy in found.extra:  # every sharded dim has an element for each device
-        pairs = zip(
-            (*strategy.inputs, *strategy.outputs), (*call.operands, *call.results), strict=True
-        )
-        if all(
-            dual.shard_dim is None or meta.shape[dual.shard_dim] >= axis_size
-            for dual, meta in pairs
-        ):
-            strategies.append(strategy)
+    strategies += _carried(call, found)
+    strategies += _linear(call, found)
+    strategies += [strategy for strategy in found.extra if _has_elements(call, strategy, axis_size)]
     return tuple(dict.fromkeys(strategies))
 
 
-def repeated(call: OpCall) -> AxisStrategy:
-    """The strategy that is always valid: every device of the axis does the same work."""
+def _operand_grads(call: OpCall) -> list[bool]:
+    """Whether a gradient flows to each operand in this call: a parameter in argmax gets none."""
+    if not any(meta.requires_grad for meta in call.results):
+        return [False] * len(call.operands)
+    return [meta.requires_grad for meta in call.operands]
+
+
+def _placement(dim: int | None, has_grad: bool) -> DualPlacement:
+    if dim is not None:
+        return shard(dim)
+    return _unsharded(has_grad)
+
+
+def _unsharded(has_grad: bool) -> DualPlacement:
+    return REPLICATE if has_grad else INVARIANT
+
+
+def _result_placement(mark: int | str) -> DualPlacement:
+    if isinstance(mark, int):
+        return shard(mark)
+    return PARTIAL if mark == SUM else INVARIANT
+
+
+def _carried(call: OpCall, found: RuleMatch) -> Iterator[AxisStrategy]:
+    """`RuleMatch.carries`, if gradients keep their precision."""
+    operand_grads = _operand_grads(call)
+    if not found.carries or not any(operand_grads):
+        return
+    results_with_grad = [meta for meta in call.results if meta.requires_grad]
+    operands_with_grad = [meta for meta in call.operands if meta.requires_grad]
+    if _keeps_precision(results_with_grad, operands_with_grad):
+        inputs = tuple(map(_unsharded, operand_grads))
+        outputs = tuple(_unsharded(meta.requires_grad) for meta in call.results)
+        yield AxisStrategy(inputs, outputs)
+
+
+def _linear(call: OpCall, found: RuleMatch) -> Iterator[AxisStrategy]:
+    """A strategy on partial values for each set of `RuleMatch.linear`."""
+    if not found.linear or not _keeps_precision(call.operands, call.results):
+        return
+    operand_grads = _operand_grads(call)
+    for chosen in found.linear:
+        # Booleans have no sum.
+        if any(call.operands[i].dtype == torch.bool for i in chosen):
+            continue
+        inputs = [_unsharded(has_grad) for has_grad in operand_grads]
+        for i in chosen:
+            inputs[i] = PARTIAL
+        yield AxisStrategy(tuple(inputs), (PARTIAL,) * len(call.results))
+
+
+def _has_elements(call: OpCall, strategy: AxisStrategy, axis_size: int) -> bool:
+    """Whether every dim that the strategy shards has an element for each device."""
+    duals = (*strategy.inputs, *strategy.outputs)
+    metas = (*call.operands, *call.results)
+    for dual, meta in zip(duals, metas, strict=True):
+        if dual.shard_dim is not None and meta.shape[dual.shard_dim] < axis_size:
+            return False
+    return True
+
+
+def repeated_strategy(call: OpCall) -> AxisStrategy:
+    """Return the strategy that is always valid: every device of the axis does the same work."""
     return AxisStrategy((INVARIANT,) * len(call.operands), (INVARIANT,) * len(call.results))

@@ -1,222 +1,50 @@
-"""Rules in index notation, as data: op -> a line, or a function that picks the line from the call.
+"""Rules in index notation, as data: op -> a line, or a function that picks the line for the call.
 
-First come matrices in batches, images, losses over rows and recurrent networks: most of their dims
-are the op's own business (`i!`), and those in front of them are independent. `NOTATION` at the end
-holds all.
+`NOTATION` at the end contains all of them, those of `batched_rules.py` as well.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from alpa_strategy.ir.op import InnerCollective, OpCall, Slot, bind, dims_of, slots
-from alpa_strategy.sharding.notation import RuleMatch, Split, line_of, read, split_from_dims
-from alpa_strategy.sharding.rule_families import EACH, FIRST, linear_sets
-
-_MATRIX, _VECTOR, _NUMBER = "[*b, i!, j!]", "[*b, i!]", "[*b]"
-_COLUMNS = "[*b, j!, c]"  # right-hand sides: every column is solved by itself
-Rule = TypeVar("Rule")
-Lines = str | tuple[str, ...] | Callable[[OpCall, int], str]  # see `Notation`
-
-
-def _each(names: str, rule: Rule) -> dict[str, Rule]:
-    return {f"aten.{name}": rule for name in names.split()}
-
-
-def _in_front(names: str, inner: int) -> dict[str, Callable[[OpCall, int], str]]:
-    """Ops that work on the last `inner` dims of their first operand; what lies in front of them,
-    all tensors have.
-    """
-
-    def line(call: OpCall, axis_size: int) -> str:
-        num_front = len(call.operands[slots(call)[0].index].shape) - inner
-
-        def term(name: str, shape: tuple[int, ...]) -> str:
-            return f"[*b, {', '.join(f'{name}d{d}!' for d in range(len(shape) - num_front))}]"
-
-        operands = [
-            term(f"x{i}", call.operands[slot.index].shape) for i, slot in enumerate(slots(call))
-        ]
-        return (
-            f"{', '.join(operands)} ->"
-            f" {', '.join(term(f'y{i}', m.shape) for i, m in enumerate(call.results))}"
-        )
-
-    return _each(names, line)
-
-
-def _solve(call: OpCall, axis_size: int, made_of: str = _MATRIX, or_vectors: bool = False) -> str:
-    """Right-hand sides after what the matrix is made of, perhaps vectors (linalg_solve); solve_ex:
-    how it went, too.
-    """
-    sides = _COLUMNS if bind(call)["left"] else "[*b, c, j!]"
-    if or_vectors:
-        bound = bind(call)
-        matrix_shape = call.operands[bound["A"].index].shape
-        right_shape = call.operands[bound["B"].index].shape
-        if len(right_shape) == 1 or right_shape == matrix_shape[:-1]:
-            sides = _VECTOR
-    return f"{made_of}, {sides} -> {sides}" + f", {_NUMBER}" * (len(call.results) - 1)
-
-
-_POOLS = (
-    "max_pool{n}d max_pool{n}d_with_indices avg_pool{n}d adaptive_avg_pool{n}d"
-    " _adaptive_avg_pool{n}d "
-    "adaptive_max_pool{n}d max_unpool{n}d max_pool{n}d_with_indices_backward upsample_nearest{n}d "
-    "_upsample_nearest_exact{n}d reflection_pad{n}d replication_pad{n}d"
+from alpa_strategy.sharding.batched_rules import BATCHED, MATRIX, Lines, rule_for_each
+from alpa_strategy.sharding.notation import (
+    RuleMatch,
+    Split,
+    line_of,
+    read,
+    reduced_indices,
+    split_from_dims,
 )
-
-
-def _over_rows(*operands: str) -> Callable[[OpCall, int], str]:
-    """The line of a loss over rows, whose index is `n` in `operands`: a number for each, or their
-    sum or mean.
-    """
-
-    def line(call: OpCall, axis_size: int) -> str:
-        reduction = bind(call)["reduction"]
-        row = "n@fraction" if reduction == 1 else "n"
-        terms = [term.replace("n", row) for term in operands]
-        return f"{', '.join(terms)} -> {'[n]' if reduction == 0 else '[]'}"
-
-    return line
-
-
-def recurrent(call: OpCall, axis_size: int) -> str:
-    """lstm, gru, rnn: the samples of a batch are independent, given their initial states; weights
-    are whole.
-    """
-    bound = bind(call)
-    batched = len(call.operands[bound["input"].index].shape) == 3
-    if "batch_sizes" in bound:  # packed sequences: rows of many samples, interleaved
-        return "[never!] -> []"
-    states = bound["hx"] if isinstance(bound["hx"], tuple) else (bound["hx"],)
-    # input [t, b, i] or, batch first, [b, t, i]; states [l, b, h]
-    if not batched:
-        outer = "[t!, i!]"
-    elif bound["batch_first"]:
-        outer = "[b, t!, i!]"
-    else:
-        outer = "[t!, b, i!]"
-    result = outer.replace("i!", "o!")
-    batch_index = "b, " if batched else ""
-    hidden = [f"[l!, {batch_index}h{k}!]" for k in range(len(states))]
-    weights = []
-    for k, slot in enumerate(bound["params"]):
-        rank = len(call.operands[slot.index].shape)
-        indices = [f"w{k}d{d}!" for d in range(rank)]
-        weights.append(f"[{', '.join(indices)}]")
-    return f"{', '.join([outer, *hidden, *weights])} -> {', '.join([result, *hidden])}"
-
-
-def embedding_bag(call: OpCall, axis_size: int) -> str:
-    """Columns of the table are independent; `max` (mode 2) also says from which row each element
-    came.
-    """
-    bound = bind(call)
-    has_rows_of_maxima = bound["mode"] == 2 and len(call.results[3].shape) == 2
-    rows_of_maxima = "[m!, d]" if has_rows_of_maxima else "[m!]"
-    weights = ", [i!]" if isinstance(bound["per_sample_weights"], Slot) else ""
-    return f"[v!, d], [i!], [o!]{weights} -> [o!, d], [x!], [y!], {rows_of_maxima}"
-
-
-_CELL_WEIGHTS = "[g!, i!], [g!, h!], [g!]?, [g!]?"
-
-BATCHED: dict[str, Lines] = {
-    # Matrices.
-    **_in_front(
-        "linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_inv linalg_inv_ex"
-        " matrix_exp",
-        2,
-    ),
-    **_in_front(
-        "linalg_matrix_power linalg_det logdet linalg_slogdet linalg_cond linalg_svd svd linalg_qr"
-        " qr",
-        2,
-    ),
-    **_in_front(
-        "linalg_eigvals linalg_eigvalsh linalg_svdvals linalg_eig linalg_eigh linalg_lu lu_unpack",
-        2,
-    ),
-    **_in_front(
-        "linalg_lu_factor linalg_ldl_factor geqrf linalg_lu_factor_ex linalg_ldl_factor_ex"
-        " _lu_with_info",
-        2,
-    ),
-    **_in_front("linalg_householder_product ormqr triangular_solve pinverse", 2),
-    **_each("linalg_pinv", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> [*b, j!, i!]"),
-    **_each("linalg_matrix_rank", f"{_MATRIX}, {_NUMBER}?, {_NUMBER}? -> {_NUMBER}"),
-    **_each("cholesky_solve", f"{_COLUMNS}, {_MATRIX} -> {_COLUMNS}"),
-    **_each("lu_solve", f"{_COLUMNS}, {_MATRIX}, [*b, r!] -> {_COLUMNS}"),
-    **_each("linalg_ldl_solve", f"{_MATRIX}, [*b, r!], {_COLUMNS} -> {_COLUMNS}"),
-    **_each("cdist", "[*b, p, m!], [*b, q, m!] -> [*b, p, q]"),
-    **_each("bilinear", "[*b, i], [*b, j], [o, i, j], +[o]? -> [*b, o]"),
-    **dict.fromkeys(
-        ("aten.linalg_solve", "aten.linalg_solve_ex"), partial(_solve, or_vectors=True)
-    ),
-    "aten.linalg_solve_triangular": _solve,
-    "aten.linalg_lu_solve": partial(_solve, made_of=f"{_MATRIX}, [*b, r!]"),
-    # Images.
-    **{name: line for n in (1, 2, 3) for name, line in _in_front(_POOLS.format(n=n), n).items()},
-    **_in_front("upsample_linear1d", 1),
-    **_in_front(
-        "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
-        " col2im",
-        2,
-    ),
-    **_in_front("upsample_trilinear3d im2col pixel_shuffle pixel_unshuffle channel_shuffle", 3),
-    **{
-        f"aten.fractional_max_pool{n}d": f"[n, c, *s!], [n, c, r!] -> [n, c, {places}], [n, c, {places}]"
-        for n, places in ((2, "h!, w!"), (3, "d!, h!, w!"))
-    },
-    **_each(
-        "grid_sampler grid_sampler_2d grid_sampler_3d", "[n, c, *s!], [n, *p, t!] -> [n, c, *p]"
-    ),
-    # Losses over rows, recurrent networks, and others.
-    "aten.cosine_embedding_loss": _over_rows("[n, c!]", "[n, c!]", "[n]"),
-    "aten.triplet_margin_loss": _over_rows("[n, c!]", "[n, c!]", "[n, c!]"),
-    "aten.multi_margin_loss": _over_rows("[n, c!]", "[n]", "[c!]?"),
-    "aten.multilabel_margin_loss": _over_rows("[n, c!]", "[n, c!]"),
-    **{f"aten.{name}.input": recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-    # One step of them: samples are independent, if there are several.
-    **_each(
-        "gru_cell rnn_tanh_cell rnn_relu_cell", f"[*b, i!], [*b, h!], {_CELL_WEIGHTS} -> [*b, h!]"
-    ),
-    **_each("lstm_cell", f"[*b, i!], [*b, h!], [*b, c!], {_CELL_WEIGHTS} -> [*b, h!], [*b, c!]"),
-    # Every value is looked up by itself: in one sorted sequence, or in that of its own row.
-    "aten.searchsorted.Tensor": (
-        "[s!], [*b], [s!]? -> [*b]",
-        "[*b, s!], [*b, v], [*b, s!]? -> [*b, v]",
-    ),
-    "aten.embedding_bag": embedding_bag,
-    "aten.isin.Tensor_Tensor": "[*b], [*s!] -> [*b]",
-    "aten.take": "[*s!], [*i] -> [*i]",
-    **_in_front("multinomial", 1),
-}
+from alpa_strategy.sharding.rule_families import EACH, FIRST, linear_sets
 
 
 @dataclass(frozen=True)
 class Notation:
-    """A rule in index notation. Of several lines the first holds that fits the call's ranks, lower
-    ranks first; a
-    function picks the line from the call and axis size where ranks are not enough."""
+    """A rule in index notation."""
 
+    # Of several lines the first one that fits the call's ranks is used: lower ranks come first. A
+    # function picks the line from the call and the axis size, if ranks are not enough.
     line: Lines
     # sets of tensor argument positions in which the op is jointly linear (they may be `P`)
     linear: tuple[tuple[int, ...], ...] = ()
-    carries: bool = False  # offer `R*` -> `R*` (see `RuleMatch`)
-    more: Callable[[OpCall, int], tuple[Split | None, ...]] | None = (
-        None  # splits that no line says
-    )
+    # as `RuleMatch.carries`
+    carries: bool = False
+    # splits that cannot be written as a line
+    more: Callable[[OpCall, int], tuple[Split | None, ...]] | None = None
 
     def line_for(self, call: OpCall, axis_size: int) -> str:
-        """The line for this call."""
+        """Return the line for this call."""
         if callable(self.line):
             return self.line(call, axis_size)
-        *lines, last = (self.line,) if isinstance(self.line, str) else self.line
+        if isinstance(self.line, str):
+            return self.line
+        *lines, last = self.line
         return next((line for line in lines if read(line, call) is not None), last)
 
     def __call__(self, call: OpCall, axis_size: int) -> RuleMatch | None:
+        """Return the rule's result for a call; None when the call does not fit."""
         splits = read(self.line_for(call, axis_size), call)
         if splits is None:
             return None
@@ -227,81 +55,106 @@ class Notation:
 def _einsum(call: OpCall, axis_size: int) -> str:
     equation = bind(call)["equation"].replace(" ", "").replace("...", "*")
     left, arrow, right = equation.partition("->")
+    operands = left.split(",")
     if not arrow:
+        # Without a result: the dots, then the letters that occur once, in alphabetical order.
         letters = left.replace(",", "")
-        right = ("*" if "*" in left else "") + "".join(
-            sorted(c for c in set(letters) - {"*"} if letters.count(c) == 1)
-        )
+        single = [c for c in set(letters) - {"*"} if letters.count(c) == 1]
+        right = ("*" if "*" in left else "") + "".join(sorted(single))
+    diagonal: set[str] = set()
+    for operand in operands:
+        diagonal.update(c for c in operand if operand.count(c) > 1)
 
-    def term(text: str) -> str:
-        repeated = {c for operand in left.split(",") for c in operand if operand.count(c) > 1}
-        return (
-            "["
-            + ", ".join(
-                "*dots" if c == "*" else f"i{c}" + ("!" if c in repeated else "") for c in text
-            )
-            + "]"
-        )
+    def index(letter: str) -> str:
+        if letter == "*":
+            return "*dots"
+        mark = "!" if letter in diagonal else ""
+        return f"i{letter}{mark}"
 
-    return ", ".join(term(t) for t in left.split(",")) + " -> " + term(right)
+    terms = [map(index, operand) for operand in operands]
+    return line_of(terms, map(index, right))
 
 
 def _attention(call: OpCall, axis_size: int) -> str:
     arguments = bind(call)
-    rows = (
-        "l!" if arguments["is_causal"] else "l"
-    )  # the mask of a shard of rows would start at its first row
-    heads = (
-        "h=, " if arguments["enable_gqa"] else ""
-    )  # query heads stay with the key head that they share
-    query, key = f"[*b, {heads}{rows}, e!]", f"[*b, {heads}s!, e!]"
-    return (
-        f"{query}, {key}, [*b, {heads}s!, v!], [*b, {heads}{rows}, s!]? -> [*b, {heads}{rows}, v!]"
-    )
+    # The causal mask of a shard of queries would start at its first one.
+    query_index = "l!" if arguments["is_causal"] else "l"
+    # Query heads stay with the key head that they share.
+    heads = "h=, " if arguments["enable_gqa"] else ""
+    query = f"[*b, {heads}{query_index}, e!]"
+    key = f"[*b, {heads}s!, e!]"
+    value = f"[*b, {heads}s!, v!]"
+    mask = f"[*b, {heads}{query_index}, s!]?"
+    return f"{query}, {key}, {value}, {mask} -> [*b, {heads}{query_index}, v!]"
 
 
 def _ring(call: OpCall, axis_size: int) -> tuple[Split | None, ...]:
-    """Attention with the sequence cut in queries, keys and values alike: the keys and values go
-    around.
+    """Ring attention: queries, keys and values are sharded along the sequence.
 
-    Under a causal mask chunks are folded first, so that all devices have as much work: halves of
-    them must be equal.
+    Keys and values go around. Under a causal mask chunks are folded first, so that all devices have
+    as much work: the halves of each chunk must be of the same size.
     """
     bound = bind(call)
-    query, key, value = (bound[name].index for name in ("query", "key", "value"))
-    shapes = [call.operands[i].shape for i in (query, key, value)]
-    (rows, width), (columns, _) = shapes[0][-2:], shapes[1][-2:]
-    causal, heads = bound["is_causal"], 1 if bound["enable_gqa"] else 2
-    same = all(
-        s[:heads] == shapes[0][:heads] and s[-1] == width and s[-2] == columns for s in shapes[1:]
-    )
-    if (
-        len(shapes[0]) != 4
-        or not same
-        or shapes[1][1] != shapes[2][1]
-        or bound["attn_mask"] is not None
-    ):
+    operands = [bound[name].index for name in ("query", "key", "value")]
+    metas = [call.operands[operand] for operand in operands]
+    is_causal = bound["is_causal"]
+    if bound["attn_mask"] is not None or bound["dropout_p"]:
         return ()
-    if bound["dropout_p"] or (causal and (rows != columns or rows % (2 * axis_size))):
+    if not _fits_ring([meta.shape for meta in metas], is_causal, bound["enable_gqa"], axis_size):
         return ()
-    q, pair = (
-        call.operands[query].num_bytes,
-        call.operands[key].num_bytes + call.operands[value].num_bytes,
-    )
-    folded = (
-        [(q + pair, "forward"), (q, "forward"), (q, "backward"), (q + pair, "backward")]
-        if causal
-        else []
-    )
-    collectives = [InnerCollective("all_to_all", num_bytes, phase) for num_bytes, phase in folded]
-    # A ring sends as much as an all-gather does; gradients of keys and values as much as their
-    # reduce-scatter.
-    around = (("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward"))
-    collectives += [InnerCollective(kind, pair, phase) for kind, phase in around]
+
+    query_bytes, key_bytes, value_bytes = (meta.num_bytes for meta in metas)
+    pair_bytes = key_bytes + value_bytes
+    collectives = []
+    if is_causal:
+        # Chunks are exchanged before and after, in both directions.
+        collectives = [
+            InnerCollective("all_to_all", query_bytes + pair_bytes, "forward"),
+            InnerCollective("all_to_all", query_bytes, "forward"),
+            InnerCollective("all_to_all", query_bytes, "backward"),
+            InnerCollective("all_to_all", query_bytes + pair_bytes, "backward"),
+        ]
+    # A ring sends as much as an all-gather does, and the gradients of keys and values as much as
+    # their reduce-scatter.
+    collectives += [
+        InnerCollective("all_gather", pair_bytes, "forward"),
+        InnerCollective("all_gather", pair_bytes, "backward"),
+        InnerCollective("reduce_scatter", pair_bytes, "backward"),
+    ]
     if not call.results[0].requires_grad:
         collectives = [c for c in collectives if c.phase == "forward"]
-    how = {"implementation": "ring_attention", "collectives": tuple(collectives)}
-    return (split_from_dims(call, [(i, 2) for i in (query, key, value)], [2], even=True, **how),)
+    split = split_from_dims(
+        call,
+        [(operand, 2) for operand in operands],
+        [2],
+        even=True,
+        implementation="ring_attention",
+        collectives=tuple(collectives),
+    )
+    return (split,)
+
+
+def _fits_ring(
+    shapes: list[tuple[int, ...]], is_causal: bool, enable_gqa: bool, axis_size: int
+) -> bool:
+    """Whether shapes of query, key and value are those that ring attention can divide.
+
+    Batch dims, widths, and heads unless query heads share those of keys, must be the same.
+    """
+    query, key, value = shapes
+    if len(query) != 4:
+        return False
+    num_same = 1 if enable_gqa else 2
+    for shape in (key, value):
+        has_same_batch = shape[:num_same] == query[:num_same]
+        if not has_same_batch or shape[-1] != query[-1] or shape[-2] != key[-2]:
+            return False
+    if key[1] != value[1]:
+        return False
+    num_queries = query[-2]
+    if not is_causal:
+        return True
+    return num_queries == key[-2] and num_queries % (2 * axis_size) == 0
 
 
 def _convolution(call: OpCall, axis_size: int, transposed: bool | None = None) -> str:
@@ -323,25 +176,27 @@ def _group_norm(call: OpCall, axis_size: int) -> str:
 
 
 def _channel_norm(call: OpCall, axis_size: int) -> str:
-    """batch_norm, instance_norm: samples are independent unless they share statistics; places where
-    those are given.
+    """batch_norm, instance_norm: samples are independent unless they share statistics.
+
+    Positions in the image are independent if the statistics are given.
     """
     bound = bind(call)
-    row = "n!" if bound.get("training", bound["running_mean"] is not None) else "n"
-    places = "*s" if bound.get("training") is False else "*s!"
-    return f"[{row}, c, {places}], [c]?, [c]?, [c]?, [c]? -> [{row}, c, {places}]"
+    sample = "n!" if bound.get("training", bound["running_mean"] is not None) else "n"
+    positions = "*s" if bound.get("training") is False else "*s!"
+    image = f"[{sample}, c, {positions}]"
+    return f"{image}, [c]?, [c]?, [c]?, [c]? -> {image}"
 
 
 def _embedding(call: OpCall, axis_size: int) -> str:
-    if bind(call)[
-        "scale_grad_by_freq"
-    ]:  # the gradient of a row depends on how often all ids name it
+    if bind(call)["scale_grad_by_freq"]:
+        # The gradient of a row depends on how often it is in the ids of all samples.
         return "[v!, d], [*i!] -> [*i!, d]"
     return "[v@vocab_embedding, d], [*i] -> [*i, d]"
 
 
 def _bag_lookup(call: OpCall, axis_size: int) -> str:
-    table = "v!" if bind(call)["mode"] == 2 else "v@vocab_bags"  # a maximum over rows is no sum
+    # Mode 2: a maximum over rows is no sum.
+    table = "v!" if bind(call)["mode"] == 2 else "v@vocab_bags"
     return f"[{table}, d], [n, k!], [n, k!]? -> [n, d]"
 
 
@@ -350,10 +205,9 @@ def _row_loss(call: OpCall, axis_size: int) -> str:
     if bind(call)["reduction"] != 0:
         return "[n!, c!, *d!], [n!, *t!], [c!]? -> []"
     target = call.operands[bind(call)["target"].index]
-    return (
-        f"[n, c!, *d], {'[n, c!, *d]' if target.dtype.is_floating_point else '[n, *d]'}, [c!]? ->"
-        " [n, *d]"
-    )
+    has_probabilities = target.dtype.is_floating_point
+    target_term = "[n, c!, *d]" if has_probabilities else "[n, *d]"
+    return f"[n, c!, *d], {target_term}, [c!]? -> [n, *d]"
 
 
 def _tensordot(call: OpCall, axis_size: int) -> str:
@@ -363,7 +217,8 @@ def _tensordot(call: OpCall, axis_size: int) -> str:
         rank = len(call.operands[bound[name].index].shape)
         summed = {d % rank: f"k{i}" for i, d in enumerate(contracted)}
         terms.append([summed.get(d, f"{name}{d}") for d in range(rank)])
-    return line_of(terms, [i for term in terms for i in term if i[0] != "k"])
+    first, second = terms
+    return line_of(terms, [index for index in first + second if index[0] != "k"])
 
 
 def _multi_dot(call: OpCall, axis_size: int) -> str:
@@ -379,11 +234,16 @@ def _multi_dot(call: OpCall, axis_size: int) -> str:
 
 
 def _kron(call: OpCall, axis_size: int) -> str:
-    """A dim is the first operand's times the second's: equal chunks of the first are those of the
-    result.
+    """Each dim is the first operand's times the second's.
+
+    So equal chunks of the first operand are equal chunks of the result.
     """
-    first, second = (len(call.operands[bind(call)[name].index].shape) for name in ("self", "other"))
-    return "[*a=], [*c!] -> [*a=]" if first >= second else "[*a!], [*c!] -> [*c!]"
+    bound = bind(call)
+    first_rank = len(call.operands[bound["self"].index].shape)
+    second_rank = len(call.operands[bound["other"].index].shape)
+    if first_rank >= second_rank:
+        return "[*a=], [*c!] -> [*a=]"
+    return "[*a!], [*c!] -> [*c!]"
 
 
 def _meshgrid(call: OpCall, axis_size: int) -> str:
@@ -393,8 +253,9 @@ def _meshgrid(call: OpCall, axis_size: int) -> str:
 
 
 def _cartesian_product(call: OpCall, axis_size: int) -> str:
-    """All tuples, the last element running fastest: equal chunks of the first operand that is
-    longer than one.
+    """All tuples, the last element running fastest.
+
+    Equal chunks of the first operand that has more than one element are chunks of the result.
     """
     sizes = [call.operands[slot.index].shape for slot in slots(call)]
     if len(sizes) == 1:
@@ -406,20 +267,10 @@ def _cartesian_product(call: OpCall, axis_size: int) -> str:
 
 
 def _quantile(call: OpCall, axis_size: int) -> str:
-    """Dims that are not reduced; and every quantile by itself, whose dim comes first."""
+    """Dims that are not reduced are parallel; so are the quantiles, whose dim comes first."""
     bound = bind(call)
     rank = len(call.operands[bound["self"].index].shape)
-    reduced = dims_of(bound["dim"], rank)
-    operand = []
-    result = []
-    for d in range(rank):
-        if d not in reduced:
-            operand.append(f"x{d}")
-            result.append(f"x{d}")
-            continue
-        operand.append(f"x{d}!")
-        if bound["keepdim"]:
-            result.append(f"k{d}!")
+    operand, result = reduced_indices(rank, dims_of(bound["dim"], rank), "!", bound["keepdim"])
     if not isinstance(bound["q"], Slot):
         return line_of([operand], result)
     quantiles = ["q"] * len(call.operands[bound["q"].index].shape)
@@ -427,19 +278,17 @@ def _quantile(call: OpCall, axis_size: int) -> str:
 
 
 def _index_select(call: OpCall, axis_size: int) -> str:
-    """Other dims of the source are parallel; or the index is cut and the source is whole."""
+    """Other dims of the source are parallel; or the index is sharded and the source is not."""
     dim = bind(call)["dim"]
     indices = [f"x{d}" for d in range(len(call.results[0].shape))]
     if not indices:
-        # A number and an index of one element: nothing can be cut.
+        # A number and an index of one element: nothing can be sharded.
         return "[], [i!] -> []"
     return line_of([_at(indices, dim, "s!"), ["i"]], _at(indices, dim, "i"))
 
 
 def _gather(call: OpCall, axis_size: int) -> str:
-    """gather, take_along_dim: dims of one size are parallel; or the index is cut and the source is
-    whole.
-    """
+    """gather, take_along_dim: dims of the same size are parallel; or the index alone is sharded."""
     source, index = (call.operands[slot.index].shape for slot in slots(call)[:2])
     dim = bind(call)["dim"]
     if dim is None or len(source) != len(index):
@@ -448,16 +297,16 @@ def _gather(call: OpCall, axis_size: int) -> str:
     for d, size in enumerate(index):
         mark = "" if source[d] == size else "!"
         indices.append(f"x{d}{mark}")
-    read_there = _at(indices, dim, "i")
-    return line_of([_at(indices, dim, "s!"), read_there], read_there)
+    index_term = _at(indices, dim, "i")
+    return line_of([_at(indices, dim, "s!"), index_term], index_term)
 
 
-def _written_there(call: OpCall, axis_size: int, adds: bool = False) -> str:
-    """scatter, index_copy and relatives: dims other than the indexed one where all tensors are
-    equally long; or what is added (scatter_add, index_add) is cut along that one, and every device
-    adds its own part.
+def _scatter(call: OpCall, axis_size: int, adds: bool = False) -> str:
+    """scatter, index_copy and relatives: dims in which all tensors have the same size are parallel.
 
-    Of an index along one dim every device needs all; a scatter's has all dims.
+    The indexed dim is not. With `adds` (scatter_add, index_add) the values that are added may be
+    sharded along it, and every device adds its shard. An index along one dim alone is needed by
+    every device; a scatter's has all dims.
     """
     bound = bind(call)
     result = call.results[0]
@@ -468,7 +317,8 @@ def _written_there(call: OpCall, axis_size: int, adds: bool = False) -> str:
     indices = []
     for d in range(rank):
         sizes = {shape[d] for shape in full_rank}
-        indices.append(f"x{d}" if len(sizes) == 1 else f"x{d}!")
+        mark = "" if len(sizes) == 1 else "!"
+        indices.append(f"x{d}{mark}")
     is_partial_sum = adds and result.dtype.is_floating_point
     index = "i" if is_partial_sum else "i!"
     written = _at(indices, bound["dim"], index)
@@ -492,56 +342,77 @@ def _at(indices: list[str], dim: int, index: str) -> list[str]:
 
 
 def _indexed(call: OpCall, axis_size: int, index: str) -> str:
-    """x[i, :, j], read or (index_put) written; `index`: the indices of the (broadcast) index
-    tensors.
+    """x[i, :, j], read, or written (index_put).
 
-    Masks (how much they pick depends on data) leave every dim whole.
+    Masks, whose number of elements depends on data, leave every dim unsharded.
+
+    Args:
+        index: the indices of the (broadcast) index tensors.
     """
     bound = bind(call)
-    places = [d for d, given in enumerate(bound["indices"]) if isinstance(given, Slot)]
-    own, there = ["*s!"], ["*p!"]
-    if places and all(call.operands[bound["indices"][d].index].dtype.itemsize > 1 for d in places):
-        own = [
-            f"s{d}!" if d in places else f"x{d}"
-            for d in range(len(call.operands[bound["self"].index].shape))
-        ]
-        free = [name for d, name in enumerate(own) if d not in places]
-        start = (
-            places[0] if places[-1] - places[0] < len(places) else 0
-        )  # with a slice between them they go in front
-        there = [*free[:start], index, *free[start:]]
-    indices = f", [{index}]?" * len(bound["indices"])
-    values, result = (f", [{', '.join(there)}]", own) if "values" in bound else ("", there)
-    return f"[{', '.join(own)}]{indices}{values} -> [{', '.join(result)}]"
+    indexed_dims = []
+    are_all_numbers = True
+    for dim, argument in enumerate(bound["indices"]):
+        if isinstance(argument, Slot):
+            indexed_dims.append(dim)
+            # A byte: booleans, or uint8 masks.
+            are_all_numbers &= call.operands[argument.index].dtype.itemsize > 1
+
+    source = ["*s!"]
+    picked = ["*p!"]
+    if indexed_dims and are_all_numbers:
+        rank = len(call.operands[bound["self"].index].shape)
+        source = []
+        free = []
+        for dim in range(rank):
+            if dim in indexed_dims:
+                source.append(f"s{dim}!")
+            else:
+                source.append(f"x{dim}")
+                free.append(f"x{dim}")
+        # The index tensors' dims replace the indexed ones; with a slice between these they come
+        # first.
+        is_contiguous = indexed_dims[-1] - indexed_dims[0] < len(indexed_dims)
+        start = indexed_dims[0] if is_contiguous else 0
+        picked = [*free[:start], index, *free[start:]]
+
+    index_terms = f", [{index}]?" * len(bound["indices"])
+    source_term = f"[{', '.join(source)}]"
+    picked_term = f"[{', '.join(picked)}]"
+    if "values" in bound:
+        return f"{source_term}{index_terms}, {picked_term} -> {source_term}"
+    return f"{source_term}{index_terms} -> {picked_term}"
 
 
 def _sum_to_size(call: OpCall, axis_size: int) -> str:
-    """The dims that stay are parallel, the others are contracted."""
-    source, target = call.operands[0].shape, call.results[0].shape
+    """The dims that keep their size are parallel, the others are contracted."""
+    source = call.operands[0].shape
+    target = call.results[0].shape
     offset = len(source) - len(target)
-    result = [
-        f"d{d + offset}" if source[d + offset] == size else f"one{d}!"
-        for d, size in enumerate(target)
-    ]
-    return line_of([[f"d{d}" for d in range(len(source))]], result)
+    result = []
+    for dim, size in enumerate(target):
+        is_kept = source[dim + offset] == size
+        result.append(f"d{dim + offset}" if is_kept else f"one{dim}!")
+    return line_of([[f"d{dim}" for dim in range(len(source))]], result)
 
 
 def _write_into(
     call: OpCall, axis_size: int, lacking: tuple[str, ...] = (), whole: tuple[str, ...] = ()
 ) -> str:
-    """A tensor with a part of it replaced: the dims that the part has as well.
+    """A tensor of which a slice is replaced: the dims that the slice has as well are parallel.
 
-    lacking: arguments that name dims which the part lacks; whole: that name dims which must not be
-    cut.
+    Args:
+        lacking: arguments that name dims which the slice lacks.
+        whole: arguments that name dims which must not be sharded.
     """
     bound = bind(call)
     rank = len(call.results[0].shape)
     lacking_dims = {bound[name] % rank for name in lacking}
-    whole_dims = {bound[name] % rank for name in whole}
+    unsharded_dims = lacking_dims | {bound[name] % rank for name in whole}
 
     indices = []
     for d in range(rank):
-        mark = "!" if d in lacking_dims or d in whole_dims else ""
+        mark = "!" if d in unsharded_dims else ""
         indices.append(f"x{d}{mark}")
     written = [index for d, index in enumerate(indices) if d not in lacking_dims]
     # A diagonal has one dim more, the last: its length.
@@ -549,9 +420,32 @@ def _write_into(
     return line_of([indices, written + ["m!"] * num_lengths], indices)
 
 
+def _one_hot(call: OpCall, axis_size: int) -> str:
+    # Without a number of classes, that depends on all of the tensor.
+    has_num_classes = bind(call)["num_classes"] > 0
+    return "[*b] -> [*b, c!]" if has_num_classes else "[*b!] -> [*b, c!]"
+
+
+def _feature_dropout(call: OpCall, axis_size: int) -> str:
+    return "[n, c, *s!] -> [n, c, *s!]" if bind(call)["train"] else "[*b] -> [*b]"
+
+
+def _pdist(call: OpCall, axis_size: int) -> str:
+    # The distance of norm 1 is a sum over dims.
+    return "[n!, d] -> [k!]" if bind(call)["p"] == 1 else "[n!, d!] -> [k!]"
+
+
+def _histc(call: OpCall, axis_size: int) -> str:
+    # With min == max the bins depend on all of the tensor.
+    bound = bind(call)
+    return "[*b!] -> [h!]" if bound["min"] == bound["max"] else "[*b] -> [h!]"
+
+
 _NORM = "[*b, *normalized_shape!], [*normalized_shape!]?"
-_TOGETHER = ((0, 1),)  # a tensor and what is written into it
-_WITH_FIRST = ((0, 1), (0, 2))  # of addmm and its relatives: what is added, and one factor
+# Linear in a tensor and the slice that is written into it.
+_TOGETHER = ((0, 1),)
+# addmm and its relatives: linear in the tensor that is added with either factor.
+_WITH_FIRST = ((0, 1), (0, 2))
 
 NOTATION: dict[str, Notation] = {
     **{name: Notation(line) for name, line in BATCHED.items()},
@@ -593,11 +487,9 @@ NOTATION: dict[str, Notation] = {
     },
     "aten.convolution": Notation(_convolution),
     "aten.einsum": Notation(_einsum),
-    "aten.one_hot": Notation(
-        lambda call, _: f"{'[*b]' if bind(call)['num_classes'] > 0 else '[*b!]'} -> [*b, c!]"
-    ),
+    "aten.one_hot": Notation(_one_hot),
     **dict.fromkeys(
-        ("aten.tril", "aten.triu"), Notation(f"{_MATRIX} -> {_MATRIX}", linear=FIRST, carries=True)
+        ("aten.tril", "aten.triu"), Notation(f"{MATRIX} -> {MATRIX}", linear=FIRST, carries=True)
     ),
     "aten.affine_grid_generator": Notation(
         ("[n, i!, j!] -> [n, h!, w!, k!]", "[n, i!, j!] -> [n, d!, h!, w!, k!]")
@@ -605,9 +497,7 @@ NOTATION: dict[str, Notation] = {
     "aten.prelu": Notation("[n, c, *s], [c] -> [n, c, *s]"),
     **dict.fromkeys(
         ("aten.feature_dropout", "aten.feature_alpha_dropout"),
-        Notation(
-            lambda call, _: "[n, c, *s!] -> [n, c, *s!]" if bind(call)["train"] else "[*b] -> [*b]"
-        ),
+        Notation(_feature_dropout),
     ),
     "aten.cross_entropy_loss": Notation(_row_loss),
     "aten.nll_loss_nd": Notation(_row_loss),
@@ -626,12 +516,8 @@ NOTATION: dict[str, Notation] = {
     "aten.linalg_vander": Notation("[*b] -> [*b, n!]"),
     "aten.meshgrid": Notation(_meshgrid, linear=((-1,),)),
     "aten.cartesian_prod": Notation(_cartesian_product, linear=((-1,),)),
-    "aten.pdist": Notation(
-        lambda call, _: f"[n!, {'d' if bind(call)['p'] == 1 else 'd!'}] -> [k!]"
-    ),
-    "aten.histc": Notation(
-        lambda call, _: f"{'[*b!]' if bind(call)['min'] == bind(call)['max'] else '[*b]'} -> [h!]"
-    ),
+    "aten.pdist": Notation(_pdist),
+    "aten.histc": Notation(_histc),
     **{f"aten.{name}": Notation(_quantile) for name in ("quantile", "nanquantile")},
     "aten.index.Tensor": Notation(partial(_indexed, index="*i"), linear=FIRST, carries=True),
     "aten.index_put": Notation(partial(_indexed, index="*i!")),
@@ -647,9 +533,11 @@ NOTATION: dict[str, Notation] = {
     ),
     "aten.index_select": Notation(_index_select, linear=FIRST, carries=True),
     **{f"aten.{name}": Notation(_gather, carries=True) for name in ("gather", "take_along_dim")},
-    **_each("scatter scatter_reduce index_copy index_fill index_reduce", Notation(_written_there)),
+    **rule_for_each(
+        "scatter scatter_reduce index_copy index_fill index_reduce", Notation(_scatter)
+    ),
     **{
-        f"aten.{name}": Notation(partial(_written_there, adds=True))
+        f"aten.{name}": Notation(partial(_scatter, adds=True))
         for name in ("scatter_add", "index_add")
     },
     # Complex numbers, or real and imaginary parts.

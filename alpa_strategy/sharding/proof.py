@@ -1,9 +1,8 @@
-"""An op's shards against the whole op, by experiment: what `prove_sharding` does with each strategy
-on each data.
-"""
+"""Compare an op's shards with the full op, by running both (`prove_sharding`)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,48 +24,43 @@ _TOLERANCES = {
 
 @dataclass(frozen=True)
 class WholeRun:
-    """One run of the whole op, forward and backward."""
+    """One run of the full op, forward and backward."""
 
     call: OpCall
     operands: tuple[Tensor, ...]
-    results: tuple[Tensor, ...]  # detached
-    # result_grads, operand_grads: what the results received, and what the operands got; None where
-    # there is none
+    # detached
+    results: tuple[Tensor, ...]
+    # gradients that the results received, None for those without
     result_grads: Optionals
+    # gradients that the operands got, None for those without
     operand_grads: Optionals
 
     def equals_shards(self, strategy: AxisStrategy, n: int) -> bool:
-        """Whether `n` devices that follow the strategy give the same results and gradients
-        together.
+        """Whether `n` devices that follow the strategy give the same results and gradients.
 
-        True where the data is no evidence: summands of infinity, and complex products, are infinity
-        minus infinity.
+        True if the data proves nothing: partial values of infinity, and complex products of it, are
+        infinity minus infinity.
         """
-        given = (*self.operands, *self.results, *(g for g in self.operand_grads if g is not None))
-        with_summands = PARTIAL in strategy.inputs or REPLICATE in strategy.outputs
-        if any((with_summands or t.is_complex()) and bool(t.isinf().any()) for t in given):
+        if not self._is_evidence(strategy):
             return True
         generator = torch.Generator().manual_seed(n)
-        parts = [
-            _parts(t, dual, n, generator)
-            for t, dual in zip(self.operands, strategy.inputs, strict=True)
-        ]
-        as_gradients = [_of_gradient(dual) for dual in strategy.outputs]
-        cotangents = [
-            [None] * n if grad is None else _parts(grad, dual, n, generator)
-            for grad, dual in zip(self.result_grads, as_gradients, strict=True)
-        ]
+        operand_shards = _shards_of_all(self.operands, strategy.inputs, n, generator)
+        grad_placements = [_of_gradient(dual) for dual in strategy.outputs]
+        cotangents = _shards_of_all(self.result_grads, grad_placements, n, generator)
         added = added_operand(self.call) if strategy.implementation is not None else None
-        if added is not None:  # part of the sum once
-            parts[added][1:] = [torch.zeros_like(part) for part in parts[added][1:]]
-        results, grads = [], []  # of each device
+        if added is not None:
+            # Of results that are summed, only the first device adds the bias.
+            first, *others = operand_shards[added]
+            operand_shards[added] = [first, *map(torch.zeros_like, others)]
+
+        results: list[tuple[Tensor, ...]] = []
+        grads: list[list[Tensor | None]] = []
         for device in range(n):
             local = localize(self.call, (strategy,), (n,), (device,)).call
             try:
-                leaves, local_results = _forward(local, [part[device] for part in parts])
-                local_grads = list(
-                    _backward(leaves, local_results, [each[device] for each in cotangents])
-                )
+                leaves, local_results = _forward(local, [s[device] for s in operand_shards])
+                local_cotangents = [shards[device] for shards in cotangents]
+                local_grads = list(_backward(leaves, local_results, local_cotangents))
             # Of the op, of any type: it refuses a shard though it took the full tensors.
             except Exception:
                 return False
@@ -74,48 +68,83 @@ class WholeRun:
             if added is not None and device > 0:
                 local_grads[added] = None
             grads.append(local_grads)
+
         compared = list(
             zip(self.results, zip(*results, strict=True), strategy.outputs, strict=True)
         )
-        for i, (whole, dual) in enumerate(zip(self.operand_grads, strategy.inputs, strict=True)):
-            of_devices = [each[i] for each in grads]
-            if whole is None and all(grad is None for grad in of_devices):
+        compared += self._gradients_to_compare(strategy, operand_shards, grads)
+        tolerance = self._tolerance()
+        return all(_recombines(full, shards, dual, tolerance) for full, shards, dual in compared)
+
+    def _tensors(self) -> list[Tensor]:
+        """All tensors of the run but the results' gradients."""
+        grads = [grad for grad in self.operand_grads if grad is not None]
+        return [*self.operands, *self.results, *grads]
+
+    def _is_evidence(self, strategy: AxisStrategy) -> bool:
+        has_partial_values = PARTIAL in strategy.inputs or REPLICATE in strategy.outputs
+        for tensor in self._tensors():
+            needs_finite = has_partial_values or tensor.is_complex()
+            if needs_finite and bool(tensor.isinf().any()):
+                return False
+        return True
+
+    def _gradients_to_compare(
+        self,
+        strategy: AxisStrategy,
+        operand_shards: Sequence[Sequence[Tensor]],
+        grads: Sequence[Sequence[Tensor | None]],
+    ) -> Iterator[tuple[Tensor, tuple[Tensor, ...], DualPlacement]]:
+        """(full gradient, the devices' gradients, placement) of each operand that has one.
+
+        Autograd gives None for a gradient of zeros.
+
+        Args:
+            grads: [devices, operands].
+        """
+        for i, (full, dual) in enumerate(zip(self.operand_grads, strategy.inputs, strict=True)):
+            device_grads = [local_grads[i] for local_grads in grads]
+            if full is None and all(grad is None for grad in device_grads):
                 continue
-            # Autograd gives None for a gradient of zeros.
-            filled = tuple(
-                torch.zeros_like(p) if g is None else g
-                for g, p in zip(of_devices, parts[i], strict=True)
-            )
-            expected = torch.zeros_like(self.operands[i]) if whole is None else whole
-            compared.append((expected, filled, _of_gradient(dual)))
-        tolerance = max(
-            (
-                _TOLERANCES.get(t.dtype, 2e-2)
-                for t in given
-                if t.is_floating_point() or t.is_complex()
-            ),
-            default=0.0,
-        )
-        return all(_recombines(whole, found, dual, tolerance) for whole, found, dual in compared)
+            filled = []
+            for grad, shard in zip(device_grads, operand_shards[i], strict=True):
+                filled.append(torch.zeros_like(shard) if grad is None else grad)
+            expected = torch.zeros_like(self.operands[i]) if full is None else full
+            yield expected, tuple(filled), _of_gradient(dual)
+
+    def _tolerance(self) -> float:
+        """Relative tolerance of the least precise dtype; 0 if all are integers or booleans."""
+        tolerance = 0.0
+        for tensor in self._tensors():
+            if tensor.is_floating_point() or tensor.is_complex():
+                tolerance = max(tolerance, _TOLERANCES.get(tensor.dtype, 2e-2))
+        return tolerance
 
 
 def whole_run(
     call: OpCall, operands: Sequence[Tensor], generator: torch.Generator
 ) -> WholeRun | None:
-    """The op run on this data; None when it refuses it."""
+    """Run the full op on `operands`, with random gradients of its results.
+
+    None if the op refuses the data.
+    """
     try:
         leaves, results = _forward(call, operands)
-        result_grads = [
-            _normal(generator, r.shape).to(r.dtype) if r.requires_grad else None for r in results
-        ]
+        result_grads: list[Tensor | None] = []
+        for result in results:
+            grad = None
+            if result.requires_grad:
+                grad = _normal(generator, result.shape).to(result.dtype)
+            result_grads.append(grad)
         grads = _backward(leaves, results, result_grads)
-    except Exception:  # of the op, of any type
+    # Of the op, of any type.
+    except Exception:
         return None
     return WholeRun(call, tuple(operands), _detached(results), tuple(result_grads), grads)
 
 
 def runs_on_random_data(call: OpCall) -> Iterator[WholeRun]:
-    """Runs on every kind of data that the op takes."""
+    """Run the full op on every kind of random data; those that it refuses are left out."""
     generator = torch.Generator().manual_seed(0)
     for number, kind in enumerate(_KINDS):
         data = tuple(_data(meta, kind, number, generator) for meta in call.operands)
@@ -125,12 +154,11 @@ def runs_on_random_data(call: OpCall) -> Iterator[WholeRun]:
 
 
 def _forward(call: OpCall, operands: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Leaves with the operands' data, and what `call` gives on them."""
+    """Run `call` on leaves with the operands' data: (leaves, results)."""
     with torch.enable_grad():
-        leaves = [
-            t.detach().clone().requires_grad_(m.requires_grad)
-            for t, m in zip(operands, call.operands, strict=True)
-        ]
+        leaves = []
+        for operand, meta in zip(operands, call.operands, strict=True):
+            leaves.append(operand.detach().clone().requires_grad_(meta.requires_grad))
         results = call.call(*leaves)
     return leaves, (results,) if isinstance(results, Tensor) else tuple(results)
 
@@ -138,17 +166,17 @@ def _forward(call: OpCall, operands: Sequence[Tensor]) -> tuple[list[Tensor], tu
 def _backward(
     leaves: list[Tensor], results: tuple[Tensor, ...], cotangents: Sequence[Tensor | None]
 ) -> Optionals:
-    """The leaves' gradients."""
-    pairs = [
-        (r, g)
-        for r, g in zip(results, cotangents, strict=True)
-        if g is not None and r.requires_grad
-    ]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    if not pairs or not wanted:
+    """Gradients of the leaves, None for those that get none."""
+    outputs = []
+    output_grads = []
+    for result, grad in zip(results, cotangents, strict=True):
+        if grad is not None and result.requires_grad:
+            outputs.append(result)
+            output_grads.append(grad)
+    inputs = [leaf for leaf in leaves if leaf.requires_grad]
+    if not outputs or not inputs:
         return (None,) * len(leaves)
-    outputs, given = zip(*pairs, strict=True)
-    leaf_grads = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+    leaf_grads = iter(torch.autograd.grad(outputs, inputs, output_grads, allow_unused=True))
     all_grads = []
     for leaf in leaves:
         all_grads.append(next(leaf_grads) if leaf.requires_grad else None)
@@ -160,38 +188,51 @@ def _detached(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _of_gradient(dual: DualPlacement) -> DualPlacement:
-    """How the gradient of a tensor that lies so lies, as if it were a value."""
+    """The placement of a tensor's gradient, as if that were a value."""
     return {REPLICATE: PARTIAL, PARTIAL: INVARIANT}.get(dual, dual)
 
 
-def _parts(tensor: Tensor, dual: DualPlacement, n: int, generator: torch.Generator) -> list[Tensor]:
-    """What each of `n` devices holds of a value: its chunk, a random summand, or all of it."""
+def _shards_of_all(
+    tensors: Sequence[Tensor | None],
+    duals: Sequence[DualPlacement],
+    n: int,
+    generator: torch.Generator,
+) -> list[list[Any]]:
+    """`_shards` of each tensor, [tensors, devices]; None on every device for None."""
+    shards: list[list[Any]] = []
+    for tensor, dual in zip(tensors, duals, strict=True):
+        shards.append([None] * n if tensor is None else _shards(tensor, dual, n, generator))
+    return shards
+
+
+def _shards(
+    tensor: Tensor, dual: DualPlacement, n: int, generator: torch.Generator
+) -> list[Tensor]:
+    """The value on each of `n` devices: its chunk, a random partial value, or all of it."""
     if dual.shard_dim is not None:
         return list(tensor.split(chunk_sizes(tensor.shape[dual.shard_dim], n), dual.shard_dim))
     if dual == PARTIAL:
-        parts = [_normal(generator, tensor.shape).to(tensor.dtype) for _ in range(n - 1)]
-        return [*parts, tensor - sum(parts)]
+        partial_values = [_normal(generator, tensor.shape).to(tensor.dtype) for _ in range(n - 1)]
+        return [*partial_values, tensor - sum(partial_values)]
     return [tensor] * n
 
 
 def _recombines(
-    whole: Tensor, parts: Sequence[Tensor], dual: DualPlacement, tolerance: float
+    full: Tensor, shards: Sequence[Tensor], dual: DualPlacement, tolerance: float
 ) -> bool:
-    """Whether the devices' parts, lying so, make up the whole."""
+    """Whether the devices' tensors, in this placement, make up the full one."""
+    scale = _scale([full, *shards])
     if dual == PARTIAL:
-        same_shape = all(part.shape == whole.shape for part in parts)
-        return same_shape and _close(
-            sum(parts[1:], parts[0]), whole, tolerance, _scale([whole, *parts])
-        )
-    expected = _parts(whole, dual, len(parts), torch.Generator())
-    return all(
-        _close(a, b, tolerance, _scale([whole, *parts]))
-        for a, b in zip(parts, expected, strict=True)
-    )
+        if any(shard.shape != full.shape for shard in shards):
+            return False
+        return _close(sum(shards[1:], shards[0]), full, tolerance, scale)
+    expected = _shards(full, dual, len(shards), torch.Generator())
+    pairs = zip(shards, expected, strict=True)
+    return all(_close(shard, other, tolerance, scale) for shard, other in pairs)
 
 
 def _close(a: Tensor, b: Tensor, tolerance: float, scale: float) -> bool:
-    """Equal up to rounding of sums of terms as large as `scale`."""
+    """Whether two tensors are equal up to rounding of sums of terms as large as `scale`."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.dtype.is_floating_point or a.dtype.is_complex:
@@ -200,7 +241,7 @@ def _close(a: Tensor, b: Tensor, tolerance: float, scale: float) -> bool:
 
 
 def _scale(tensors: Sequence[Tensor]) -> float:
-    """Largest finite absolute value."""
+    """Largest finite absolute value of all tensors."""
     largest = 0.0
     for tensor in tensors:
         has_scale = tensor.is_floating_point() or tensor.is_complex()
@@ -215,21 +256,24 @@ def _normal(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
 
 
 def _with_one(data: Tensor, value: float, generator: torch.Generator) -> Tensor:
-    """`data` with `value` at a random place."""
+    """`data` with `value` at a random position."""
     if data.numel():
-        data.view(-1)[int(torch.randint(0, data.numel(), (), generator=generator))] = value
+        position = int(torch.randint(0, data.numel(), (), generator=generator))
+        data.view(-1)[position] = value
     return data
 
 
-# kind -> (normal numbers, generator) -> float64 data: what a threshold, a sort or "any element"
-# hides from random ones.
+# Functions of (normal numbers, generator) that return float64 data. Together they show differences
+# that a threshold, a sort or "any element" hides on normal numbers.
 _KINDS: tuple[Callable[[Tensor, torch.Generator], Tensor], ...] = (
     lambda x, g: x,
     lambda x, g: 0.05 + 0.9 * torch.rand(x.shape, generator=g, dtype=torch.float64),
-    lambda x, g: x.round(),  # ties
+    # ties
+    lambda x, g: x.round(),
     lambda x, g: x.abs() + 0.1,
     lambda x, g: -x.abs() - 0.1,
-    lambda x, g: x.sign() * 10 ** (4 * x.clamp(-2, 2)),  # magnitudes
+    # magnitudes
+    lambda x, g: x.sign() * 10 ** (4 * x.clamp(-2, 2)),
     lambda x, g: x + 3e3,
     lambda x, g: _with_one(torch.zeros_like(x), 1.0, g),
     lambda x, g: _with_one(x, 1e3, g),
@@ -246,12 +290,16 @@ def _data(
     number: int,
     generator: torch.Generator,
 ) -> Tensor:
-    if meta.dtype == torch.bool:  # of every density
-        return torch.rand(meta.shape, generator=generator) < (0.5, 0.1, 0.9, 1.0, 0.0)[number % 5]
+    """Random data of the dtype and shape of `meta`; `number` is that of the kind."""
+    if meta.dtype == torch.bool:
+        density = (0.5, 0.1, 0.9, 1.0, 0.0)[number % 5]
+        return torch.rand(meta.shape, generator=generator) < density
     if meta.dtype.is_complex:
-        real, imaginary = (kind(_normal(generator, meta.shape), generator) for _ in range(2))
+        real = kind(_normal(generator, meta.shape), generator)
+        imaginary = kind(_normal(generator, meta.shape), generator)
         return torch.complex(real, imaginary).to(meta.dtype)
     if meta.dtype.is_floating_point:
         return kind(_normal(generator, meta.shape), generator).to(meta.dtype)
-    high = (2, 3, 5, 3000)[number % 4]  # indices that fit most dims, then large ones
+    # Indices that fit most dims, then large ones.
+    high = (2, 3, 5, 3000)[number % 4]
     return torch.randint(0, high, meta.shape, generator=generator).to(meta.dtype)

@@ -1,11 +1,12 @@
-"""Resharding as a plan: dual layout -> dual layout as single-axis steps, and what they cost. No
-process groups.
+"""Resharding as a plan: the single-axis steps from one dual layout to another, and their costs.
 
-The gradient of a resharding takes the same steps backwards, each from `dst.grad` to `src.grad`.
-When two axes shard the same dim, the later axis cuts the chunks of the earlier one, so the earlier
-may change only while the later does not shard that dim; where layouts force it, a step through a
-replicated value is put in between. Among the valid orders the one that moves the fewest bytes is
-taken (shrink first, gather last); bytes weigh more on earlier, distant axes.
+The gradient of a resharding takes the same steps in reverse, each from `dst.grad` to `src.grad`.
+
+When two axes shard the same dim, the later axis shards the chunks of the earlier one. So the
+earlier axis may change only while the later one does not shard that dim. If the layouts require it,
+a step through a replicated value is inserted. Of all valid orders the one that moves the fewest
+bytes is used (shrink first, gather last). Bytes weigh more on earlier axes, whose devices are
+farther apart. No process groups here.
 """
 
 import heapq
@@ -17,11 +18,13 @@ from functools import lru_cache
 import numpy as np
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from alpa_strategy.cluster.spec import LogicalMesh, volume_factor
+from alpa_strategy.cluster.logical_mesh import LogicalMesh, volume_factor
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, DualLayout, DualPlacement, shard
 
 _EARLIER_AXIS_WEIGHT = 4.0
-_CALL_WEIGHT = 1e-3  # in full tensors: of equal volumes, take the fewer collectives
+# Of a collective, in full tensors: of equal volumes, the fewer collectives are used.
+_CALL_WEIGHT = 1e-3
+# Of a step, in full tensors.
 _LOCAL_WEIGHT = 1e-6
 
 
@@ -30,13 +33,15 @@ class AxisStep:
     """One axis of a tensor changes its dual placement."""
 
     axis: int
-    # src, dst: its dual placement before and after
+    # before the step
     src: DualPlacement
+    # after the step
     dst: DualPlacement
-    share: float  # of the whole tensor, what the devices of that axis hold together at that moment
+    # share of the full tensor that the devices of a group on this axis store together
+    share: float
 
     def collectives(self, differentiable: bool = True) -> tuple[tuple[str, str], ...]:
-        """(kind, phase) of each; `backward` ones only when differentiable."""
+        """Return the (kind, phase) of each collective; phase is `forward` or `backward`."""
         return _collectives_between(self.src, self.dst, differentiable)
 
 
@@ -45,20 +50,22 @@ def _collectives_between(
     src: DualPlacement, dst: DualPlacement, differentiable: bool
 ) -> tuple[tuple[str, str], ...]:
     """See `AxisStep.collectives`."""
+    collectives = []
     forward = placement_collective(src.value, dst.value)
-    # The gradient goes the other way: from where the result's lies to where the operand's is
-    # wanted.
-    backward = placement_collective(dst.grad, src.grad) if differentiable else None
-    both = ((forward, "forward"), (backward, "backward"))
-    return tuple((kind, phase) for kind, phase in both if kind is not None)
+    if forward is not None:
+        collectives.append((forward, "forward"))
+    # The gradient goes from the result's placement to the operand's.
+    backward = placement_collective(dst.grad, src.grad)
+    if differentiable and backward is not None:
+        collectives.append((backward, "backward"))
+    return tuple(collectives)
 
 
 def placement_collective(src: Placement, dst: Placement) -> str | None:
-    """Name of the collective that brings a value from `src` to `dst` on one axis, None where it is
-    local.
+    """Return the name of the collective from `src` to `dst` on one axis, None if there is none.
 
-    Local are: equal placements, R -> S (slice), R -> P (device 0 keeps, the others hold zeros), S
-    -> P (zeros around).
+    Local are: equal placements, R -> S (slice), R -> P (zeros on all devices but the first), S -> P
+    (zeros around the shard).
     """
     match src, dst:
         case Shard(dim=a), Shard(dim=b):
@@ -76,27 +83,27 @@ def placement_collective(src: Placement, dst: Placement) -> str | None:
 def reshard_steps(
     src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]
 ) -> tuple[AxisStep, ...]:
-    """The single-axis steps that bring a tensor from `src` to `dst` (and its gradient back).
+    """Return the single-axis steps from `src` to `dst`, which the gradient takes in reverse.
 
-    The cheapest valid sequence: Dijkstra over the few layouts in between.
+    The cheapest valid sequence, by Dijkstra's algorithm over the few layouts in between.
     """
-    best: dict[DualLayout, float] = {
-        src: 0.0
-    }  # layout -> bytes moved on the cheapest way to it so far
-    order = itertools.count()  # ties go to the sequence found first: the same on every rank
+    # layout -> weighted bytes moved by the cheapest sequence to it so far
+    best: dict[DualLayout, float] = {src: 0.0}
+    # Of equal costs the sequence that was found first counts: the same one on every rank.
+    order = itertools.count()
     queue: list[tuple[float, int, DualLayout, tuple[AxisStep, ...]]] = [(0.0, next(order), src, ())]
     while queue:
         cost, _, layout, steps = heapq.heappop(queue)
         if layout == dst:
             return steps
         if cost > best[layout]:
-            continue  # a cheaper way was found after this one was queued
+            # A cheaper sequence was found after this one was queued.
+            continue
         for axis, old in enumerate(layout):
-            for new in dict.fromkeys(
-                (dst[axis], INVARIANT, REPLICATE)
-            ):  # on the way only whole values help
-                # No later axis may cut the chunks that are moved (values and gradients shard the
-                # same dims).
+            # In between only unsharded values are of use.
+            for new in dict.fromkeys((dst[axis], INVARIANT, REPLICATE)):
+                # No later axis may shard the chunks that are moved. Values and gradients shard the
+                # same dims.
                 moved = {old.shard_dim, new.shard_dim} - {None}
                 if new == old or any(later.shard_dim in moved for later in layout[axis + 1 :]):
                     continue
@@ -113,8 +120,9 @@ def reshard_steps(
 
 @lru_cache(maxsize=4096)
 def _moved(src: DualPlacement, dst: DualPlacement, axis: int, mesh_shape: tuple[int, ...]) -> float:
-    """Bytes moved by a step on an axis, in tensors that the axis holds together, weighted; forward
-    and backward count alike.
+    """Weighted bytes moved by a step on an axis, in tensors that the axis stores together.
+
+    Forward and backward count alike.
     """
     weight = _EARLIER_AXIS_WEIGHT ** (len(mesh_shape) - 1 - axis)
     kinds = _collectives_between(src, dst, True)
@@ -122,7 +130,7 @@ def _moved(src: DualPlacement, dst: DualPlacement, axis: int, mesh_shape: tuple[
 
 
 def _call_cost(src: DualPlacement, dst: DualPlacement) -> float:
-    """What a step costs whatever it moves."""
+    """Cost of a step that does not depend on the bytes that it moves."""
     return _LOCAL_WEIGHT + _CALL_WEIGHT * len(_collectives_between(src, dst, True))
 
 
@@ -134,21 +142,26 @@ def reshard_table(
     differentiable: bool,
     mesh: LogicalMesh,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(forward, backward) seconds of every source -> target, arrays [len(sources), len(targets)];
-    do not write to them.
+    """Return (forward, backward) seconds of every source -> target.
 
-    Which collectives run does not depend on the tensor's size: the counts are made once per set of
-    layouts, and a tensor only prices the few distinct (collective, axis, share of the tensor)
-    terms.
+    Read-only arrays [sources, targets]. Collectives do not depend on the tensor's size: they are
+    counted once per set of layouts. For a tensor only the few distinct terms (collective, axis,
+    share of the tensor) are priced.
+
+    Args:
+        num_bytes: of the full tensor.
+        differentiable: whether the tensor gets a gradient; backward is 0 otherwise.
     """
     terms, counts = _counted_table(sources, targets, mesh.shape)
     seconds = np.array(
         [mesh.axes[axis].seconds(kind, num_bytes * share) for kind, axis, share in terms]
     )
-    tables = counts @ seconds  # [forward or backward, sources, targets]
+    # [forward or backward, sources, targets]
+    tables = counts @ seconds
     if not differentiable:
         tables[1] = 0.0
-    tables.flags.writeable = False  # shared by everybody who asks
+    # The cache shares them between all callers.
+    tables.flags.writeable = False
     return tables[0], tables[1]
 
 
@@ -156,17 +169,19 @@ def reshard_table(
 def _counted_table(
     sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[list[tuple[str, int, float]], np.ndarray]:
-    """Distinct terms, and how often each occurs [forward or backward, sources, targets, terms]."""
+    """Distinct terms (kind, axis, share), and how often each occurs.
+
+    Counts are [forward or backward, sources, targets, terms].
+    """
     index: dict[tuple[str, int, float], int] = {}
-    found = [
-        (phase, p, q, index.setdefault(term, len(index)))
-        for (p, src), (q, dst) in itertools.product(enumerate(sources), enumerate(targets))
-        for phase, collectives in enumerate(_collectives(src, dst, mesh_shape))
-        for term in collectives
-    ]
-    # Thousands of tables are kept: in bytes, as no resharding takes more than a few steps.
+    positions: list[tuple[int, int, int, int]] = []
+    for (p, src), (q, dst) in itertools.product(enumerate(sources), enumerate(targets)):
+        for phase, collectives in enumerate(_collectives(src, dst, mesh_shape)):
+            for term in collectives:
+                positions.append((phase, p, q, index.setdefault(term, len(index))))
+    # Thousands of tables are cached: in bytes, as no resharding takes more than a few steps.
     counts = np.zeros((2, len(sources), len(targets), len(index)), dtype=np.uint8)
-    np.add.at(counts, tuple(np.array(found, dtype=int).reshape(-1, 4).T), 1)
+    np.add.at(counts, tuple(np.array(positions, dtype=int).reshape(-1, 4).T), 1)
     return list(index), counts
 
 
@@ -174,27 +189,28 @@ def _counted_table(
 def _collectives(
     src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]
 ) -> tuple[tuple[tuple[str, int, float], ...], tuple[tuple[str, int, float], ...]]:
-    """(kind, axis, share of the whole tensor's bytes) of the forward and of the backward
-    collectives.
-    """
-    number: dict[
-        int, int
-    ] = {}  # of dims as they first occur: which dims they are changes no collective
-    named = tuple(
-        p if p.shard_dim is None else shard(number.setdefault(p.shard_dim, len(number)))
-        for p in src + dst
-    )
-    if named != src + dst:
-        return _collectives(named[: len(src)], named[len(src) :], mesh_shape)
-    found: dict[str, list[tuple[str, int, float]]] = {"forward": [], "backward": []}
+    """(kind, axis, share of the full tensor's bytes) of the forward and backward collectives."""
+    # Dims are numbered as they first occur: which dims they are changes no collective, and results
+    # are cached for fewer layouts.
+    numbers: dict[int, int] = {}
+    numbered = []
+    for placement in src + dst:
+        if placement.shard_dim is not None:
+            placement = shard(numbers.setdefault(placement.shard_dim, len(numbers)))
+        numbered.append(placement)
+    if tuple(numbered) != src + dst:
+        num_axes = len(src)
+        return _collectives(tuple(numbered[:num_axes]), tuple(numbered[num_axes:]), mesh_shape)
+
+    by_phase: dict[str, list[tuple[str, int, float]]] = {"forward": [], "backward": []}
     for step in reshard_steps(src, dst, mesh_shape):
         for kind, phase in step.collectives():
-            found[phase].append((kind, step.axis, step.share))
-    return tuple(found["forward"]), tuple(found["backward"])
+            by_phase[phase].append((kind, step.axis, step.share))
+    return tuple(by_phase["forward"]), tuple(by_phase["backward"])
 
 
 def _share(layout: Sequence[DualPlacement], mesh_shape: Sequence[int], axis: int) -> float:
-    """Share of the whole tensor that the devices of one axis hold together."""
+    """Share of the full tensor that the devices of a group on one axis store together."""
     share = 1.0
     for other, placement in enumerate(layout):
         if other != axis and placement.shard_dim is not None:

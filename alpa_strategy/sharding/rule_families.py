@@ -1,12 +1,13 @@
-"""Families of rules, read off an op's schema and arguments: pointwise ops, ops along some dims,
-reductions, and views; at the end, rules of single ops that depend on more than index letters
-(losses, BatchNorm, factories).
+"""Families of rules that follow from an op's schema and arguments.
 
-The first three read as index notation with broadcasting: every dim of the (broadcast) operands that
-the op does not work along is parallel; a dim that is summed is contracted. A view only rearranges
-elements: it pairs groups of operand dims with groups of result dims that hold the same elements in
-the same order. A group of one dim on each side may be cut anyhow; of a larger group only the
-leading dims, and only into equal chunks.
+Pointwise ops, ops along some dims, reductions, and views. At the end, rules of single ops that
+depend on more than index letters (losses, BatchNorm, factories).
+
+The first three are like index notation with broadcasting: every dim of the (broadcast) operands
+that the op does not work along is parallel, a dim that is summed is contracted. A view only
+rearranges elements: it pairs groups of operand dims with groups of result dims that have the same
+elements in the same order. A group of one dim on each side may be sharded into any chunks. Of a
+larger group only the leading dims may be sharded, and only into equal chunks.
 """
 
 import math
@@ -36,15 +37,20 @@ from alpa_strategy.sharding.notation import (
     Split,
     line_of,
     read,
+    reduced_indices,
     split_from_dims,
 )
 
-FIRST, EACH = ((0,),), ((0,), (1,))
+# Sets of tensor arguments in which an op is jointly linear, see `linear_sets`: in the first one,
+FIRST = ((0,),)
+# or in each of the first two.
+EACH = ((0,), (1,))
 
 
 def broadcast_dim(call: OpCall, operand: int, dim: int, rank: int) -> int | None:
-    """The operand's own dim at `dim` of the `rank` dims that it is broadcast to; None where it is 1
-    or absent.
+    """Return the operand's dim at `dim` of the `rank` dims that it is broadcast to.
+
+    None if its size is 1, or if the operand lacks it.
     """
     shape = call.operands[operand].shape
     # Shapes are aligned to the right.
@@ -60,7 +66,13 @@ def aligned(
     linear: tuple[tuple[int, ...], ...] = (),
     carries: bool = True,
 ) -> RuleMatch:
-    """Results have the operands' broadcast shape, and only the dims in `whole` must not be cut."""
+    """Rule of ops whose results have the operands' broadcast shape.
+
+    Args:
+        whole: dims that must not be sharded.
+        linear: as for `linear_sets`.
+        carries: as `RuleMatch.carries`.
+    """
     operands = [s.index for s in slots(call)]
     rank = max((len(call.operands[i].shape) for i in operands), default=0)
     splits = []
@@ -72,13 +84,14 @@ def aligned(
 
 
 def linear_sets(call: OpCall, linear: tuple[tuple[int, ...], ...]) -> tuple[frozenset[int], ...]:
-    """Sets of tensor argument positions -> sets of operands; dropped where one is no tensor or is
-    used twice.
+    """Return the sets of operands for sets of tensor argument positions; (-1,) stands for all.
+
+    A set is left out if one of its arguments is no tensor, or is used outside of the set as well.
     """
     flat = flat_tensor_arguments(call)
-    found = []
+    sets = []
     for positions in linear:
-        if positions == (-1,):  # all tensor arguments together
+        if positions == (-1,):
             positions = tuple(range(len(flat)))
         chosen = [flat[p] for p in positions if p < len(flat)]
         others = set()
@@ -88,19 +101,19 @@ def linear_sets(call: OpCall, linear: tuple[tuple[int, ...], ...]) -> tuple[froz
         if chosen and all(isinstance(c, Slot) for c in chosen):
             operands = frozenset(c.index for c in chosen if isinstance(c, Slot))
             if not operands & others:
-                found.append(operands)
-    return tuple(found)
+                sets.append(operands)
+    return tuple(sets)
 
 
 def along(call: OpCall, where: Any = "dim", linear: tuple[tuple[int, ...], ...] = ()) -> RuleMatch:
-    """Ops that work along some dims and keep the shape, or change it only there (softmax, topk).
+    """Rule of ops that work along some dims and change the shape only there (softmax, topk).
 
-    where: the dim or dims (None: all), or the argument that names them.
+    Args:
+        where: the dim or dims (None: all), or the argument that names them.
     """
-    value = bind(call)[where] if isinstance(where, str) else where
-    return aligned(
-        call, whole=dims_of(value, len(call.results[0].shape)), linear=linear, carries=False
-    )
+    dims = bind(call)[where] if isinstance(where, str) else where
+    whole = dims_of(dims, len(call.results[0].shape))
+    return aligned(call, whole=whole, linear=linear, carries=False)
 
 
 def reduction(
@@ -109,27 +122,20 @@ def reduction(
     where: str | int = "dim",
     linear: tuple[tuple[int, ...], ...] | None = None,
 ) -> RuleMatch:
-    """Reductions over the argument `dim` (None: all), also of what two operands make together
-    (linalg_vecdot).
+    """Rule of reductions over some dims, of one operand or of a product of two (linalg_vecdot).
 
-    kind: `sum`, `mean`, `nansum` (a sum, but not of partial sums), or `other` (reduced dims stay
-    whole).
-    where: the dim, or the argument that names it.
+    Args:
+        kind: `sum`, `mean`, `nansum` (a sum, but not of partial sums), or `other` (reduced dims are
+            not sharded).
+        where: the dim, or the argument that names the dims (None: all).
+        linear: as for `linear_sets`; None: what follows from `kind`.
     """
-    bound, rank = bind(call), max(len(call.operands[s.index].shape) for s in slots(call))
+    bound = bind(call)
+    rank = max(len(call.operands[s.index].shape) for s in slots(call))
     reduced = dims_of(bound.get(where) if isinstance(where, str) else where, rank)
     keep = bool(bound.get("keepdim")) or len(call.results[0].shape) == rank
     mark = {"mean": "@fraction", "other": "!"}.get(kind, "")
-    indices = []
-    result = []
-    for d in range(rank):
-        if d not in reduced:
-            indices.append(f"x{d}")
-            result.append(f"x{d}")
-            continue
-        indices.append(f"k{d}{mark}")
-        if keep:
-            result.append(f"one{d}!")
+    indices, result = reduced_indices(rank, reduced, mark, keep)
     terms = [indices[rank - len(call.operands[s.index].shape) :] for s in slots(call)]
     splits = read(line_of(terms, result, len(call.results)), call) or ()
     if linear is None:
@@ -138,17 +144,16 @@ def reduction(
 
 
 def elementwise_loss(call: OpCall) -> RuleMatch:
-    """Losses with a `reduction` argument: none, mean or sum. Weights broadcast; input and target
-    must not.
+    """Rule of losses with a `reduction` argument: 0 none, 1 mean or 2 sum.
 
-    (ATen's backward of a mean over broadcast operands counts the elements of one operand only, so
-    it cannot be split;
-    `torch.nn.functional` expands both before it calls ATen.)
+    Weights may be broadcast, input and target not: ATen's backward of a mean over broadcast
+    operands counts the elements of one operand only, so it cannot be sharded.
+    `torch.nn.functional` expands both before it calls ATen.
     """
     first, second = (call.operands[s.index].shape for s in slots(call)[:2])
     if first != second:
-        return RuleMatch(origin="reduction")  # see above
-    reduction = bind(call)["reduction"]  # 0: none, 1: mean, 2: sum
+        return RuleMatch(origin="reduction")
+    reduction = bind(call)["reduction"]
     if reduction == 0:
         return aligned(call, carries=False)
     term = "[*b@fraction]?" if reduction == 1 else "[*b]?"
@@ -160,35 +165,33 @@ DimGroup = tuple[tuple[int, ...], tuple[int, ...]]
 
 # Ops (without namespace and overload) that give a tensor another shape and nothing else.
 RESHAPES = (
-    *(
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "view_as",
-        "reshape_as",
-    ),
-    *(
-        "view_copy",
-        "squeeze_copy",
-        "unsqueeze_copy",
-        "ravel",
-        "atleast_1d",
-        "atleast_2d",
-        "atleast_3d",
-    ),
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "view_as",
+    "reshape_as",
+    "view_copy",
+    "squeeze_copy",
+    "unsqueeze_copy",
+    "ravel",
+    "atleast_1d",
+    "atleast_2d",
+    "atleast_3d",
 )
 
 
 @cache
 def dim_groups(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[DimGroup, ...]:
-    """Smallest groups (source dims, target dims) of equal element count, in order; dims of size 1
-    are left out.
+    """Return the smallest groups (source dims, target dims) with equal numbers of elements.
 
-    Both shapes must have the same number of elements (> 0), else ValueError.
+    In order; dims of size 1 are left out. No shape may have a dim of size 0.
+
+    Raises:
+        ValueError: the shapes have different numbers of elements.
     """
     if math.prod(source) != math.prod(target):
         raise ValueError(f"{source} cannot be viewed as {target}")
@@ -199,32 +202,31 @@ def dim_groups(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[DimGro
     up_to_right = [math.prod(target[: d + 1]) for d in right]
     both = [count for count in up_to_left if count in up_to_right]
     ends = [(up_to_left.index(count) + 1, up_to_right.index(count) + 1) for count in both]
-    return tuple(
-        (tuple(left[i:k]), tuple(right[j:m])) for (i, j), (k, m) in pairwise([(0, 0), *ends])
-    )
+    groups = []
+    for (left_start, right_start), (left_end, right_end) in pairwise([(0, 0), *ends]):
+        groups.append((tuple(left[left_start:left_end]), tuple(right[right_start:right_end])))
+    return tuple(groups)
 
 
 def _model(call: OpCall, dim: int) -> list[tuple[int, int | None]]:
-    """`view_as`, `expand_as`: the operand that only gives its shape is cut like the result."""
+    """`view_as`, `expand_as`: the operand that only gives its shape is sharded as the result is."""
     return [(s.index, dim) for s in slots(call)[1:]]
 
 
 def view(call: OpCall) -> RuleMatch:
-    """view, reshape, flatten, unflatten, squeeze, unsqueeze: from the shapes alone."""
+    """Rule of view, reshape, flatten, unflatten, squeeze, unsqueeze, from the shapes alone."""
     operand = slots(call)[0].index
-    source, target = call.operands[operand].shape, call.results[0].shape
+    source = call.operands[operand].shape
+    target = call.results[0].shape
     if 0 in source:
-        return RuleMatch(origin="view")  # no elements, no groups
+        # Without elements there are no groups.
+        return RuleMatch(origin="view")
     splits = []
     for left, right in dim_groups(source, target):
-        even = (
-            len(left) > 1 or len(right) > 1
-        )  # [heads * width] -> [heads, width]: whole heads only
-        splits.append(
-            split_from_dims(
-                call, [(operand, left[0]), *_model(call, right[0])], [right[0]], even=even
-            )
-        )
+        # [heads * width] -> [heads, width]: heads are not split.
+        even = len(left) > 1 or len(right) > 1
+        dims = [(operand, left[0]), *_model(call, right[0])]
+        splits.append(split_from_dims(call, dims, [right[0]], even=even))
     return RuleMatch(splits, (frozenset({operand}),), True, "view")
 
 
@@ -232,12 +234,13 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 
 
 def permutation(call: OpCall) -> RuleMatch:
-    """Ops that reorder dims (transpose, permute, t, movedim, ...): the order is read off a run on a
-    meta tensor.
+    """Rule of ops that reorder dims (transpose, permute, t, movedim, ...).
+
+    The order is found by a run on a meta tensor, of which every dim has another size.
     """
     operand = slots(call)[0].index
     rank = len(call.operands[operand].shape)
-    probe = torch.empty(_PRIMES[:rank], device="meta")  # every dim has a size of its own
+    probe = torch.empty(_PRIMES[:rank], device="meta")
     target = call.call(probe).shape
     return _moved(call, [(_PRIMES.index(size), dim) for dim, size in enumerate(target)])
 
@@ -250,7 +253,12 @@ def _source(call: OpCall) -> tuple[int, ...]:
 def _moved(
     call: OpCall, pairs: Iterable[tuple[int, int]], even: Iterable[tuple[int, int]] = ()
 ) -> RuleMatch:
-    """The first operand's dims as dims of all results, `even` ones in equal chunks only; linear."""
+    """Rule of linear ops whose results have dims of the first operand.
+
+    Args:
+        pairs: (dim of the operand, dim of all results).
+        even: such pairs that may be sharded into equal chunks only.
+    """
     operand, results = slots(call)[0].index, len(call.results)
     splits = [split_from_dims(call, [(operand, i)], [j] * results) for i, j in pairs]
     splits += [split_from_dims(call, [(operand, i)], [j] * results, even=True) for i, j in even]
@@ -258,25 +266,23 @@ def _moved(
 
 
 def expand(call: OpCall) -> RuleMatch:
-    """expand: dims that are not expanded map one to one; an expanded dim is cut in the result
-    only.
-    """
+    """Rule of expand: an expanded dim is sharded in the result only."""
     operand = slots(call)[0].index
     source, target = call.operands[operand].shape, call.results[0].shape
     offset = len(target) - len(source)
     splits = []
     for dim, size in enumerate(target):
-        own = dim - offset
-        kept = own >= 0 and source[own] == size
-        if size > 1:
-            splits.append(
-                split_from_dims(call, [(operand, own if kept else None), *_model(call, dim)], [dim])
-            )
+        if size <= 1:
+            continue
+        source_dim = dim - offset
+        is_expanded = source_dim < 0 or source[source_dim] != size
+        operand_dim = None if is_expanded else source_dim
+        splits.append(split_from_dims(call, [(operand, operand_dim), *_model(call, dim)], [dim]))
     return RuleMatch(splits, (frozenset({operand}),), True, "view")
 
 
 def repeat(call: OpCall) -> RuleMatch:
-    """repeat, tile: dims that are not repeated."""
+    """Rule of repeat, tile: dims that are not repeated may be sharded."""
     source, target = _source(call), call.results[0].shape
     offset = len(target) - len(source)
     kept = [dim for dim in range(offset, len(target)) if source[dim - offset] == target[dim]]
@@ -284,78 +290,87 @@ def repeat(call: OpCall) -> RuleMatch:
 
 
 def repeat_interleave(call: OpCall) -> RuleMatch:
-    """repeat_interleave by a number: the repeated dim is cut evenly (each chunk repeats its own),
-    others anyhow.
-    """
-    dim, rank = bind(call)["dim"], len(_source(call))
+    """Rule of repeat_interleave by a number: the repeated dim is sharded into equal chunks only."""
+    dim = bind(call)["dim"]
+    rank = len(_source(call))
     if dim is None:
+        # The operand is flattened first.
         if rank != 1:
             return RuleMatch(origin="view")
         dim = 0
-    return _moved(
-        call, [(d, d) for d in range(rank) if d != dim % rank], even=[(dim % rank, dim % rank)]
-    )
+    repeated_dim = dim % rank
+    others = [(d, d) for d in range(rank) if d != repeated_dim]
+    return _moved(call, others, even=[(repeated_dim, repeated_dim)])
 
 
 def keep_other_dims(call: OpCall, *where: str | int, removed: bool = False) -> RuleMatch:
-    """Ops that cut, pick or move along some dims (split, select, flip, diagonal): all other dims
-    map one to one.
+    """Rule of ops that work along some dims (split, select, flip, diagonal): the others are kept.
 
-    where: the dims, or the arguments that name them (None: all); "dim" if not given.
-    removed: those dims are absent from the results, or come last.
+    Args:
+        where: the dims, or the arguments that name them (None: all); `dim` if there are none.
+        removed: whether those dims are absent from the results, or come last.
     """
-    rank, bound = len(_source(call)), bind(call)
-    worked = {
-        d
-        for w in where or ("dim",)
-        for d in dims_of(bound[w] if isinstance(w, str) else min(w, rank - 1), rank)
-    }
+    rank = len(_source(call))
+    bound = bind(call)
+    worked: set[int] = set()
+    for dim_or_argument in where or ("dim",):
+        if isinstance(dim_or_argument, str):
+            dims = bound[dim_or_argument]
+        else:
+            dims = min(dim_or_argument, rank - 1)
+        worked.update(dims_of(dims, rank))
     others = [d for d in range(rank) if d not in worked]
     return _moved(call, zip(others, range(rank) if removed else others, strict=False))
 
 
 def slice_(call: OpCall, axis_size: int) -> RuleMatch:
-    """slice, narrow: a dim whose size does not change maps one to one; and `[:-1]` of equal chunks,
-    where all but the
-    last keep theirs (logits against shifted labels)."""
-    source, target, bound = _source(call), call.results[0].shape, bind(call)
+    """Rule of slice, narrow: dims whose size does not change may be sharded.
+
+    So may be the dim of `[:-1]` into equal chunks, of which all devices but the last keep theirs
+    (logits against shifted labels).
+    """
+    source = _source(call)
+    target = call.results[0].shape
+    bound = bind(call)
     dim = bound["dim"] % len(source)
     unchanged = [d for d in range(len(source)) if d != dim]
     if source[dim] == target[dim]:
         unchanged = list(range(len(source)))
-    found = _moved(call, [(d, d) for d in unchanged])
-    if (
-        bound["start"] in (None, 0)
-        and target[dim] == source[dim] - 1
-        and source[dim] % axis_size == 0
-    ):
-        found = replace(found, extra=(AxisStrategy((shard(dim),), (shard(dim),)),))
-    return found
+    match = _moved(call, [(d, d) for d in unchanged])
+    drops_last = bound["start"] in (None, 0) and target[dim] == source[dim] - 1
+    if drops_last and source[dim] % axis_size == 0:
+        match = replace(match, extra=(AxisStrategy((shard(dim),), (shard(dim),)),))
+    return match
 
 
 def pad(call: OpCall) -> RuleMatch:
-    """pad: dims that get no padding."""
-    bound, rank = bind(call), len(_source(call))
+    """Rule of pad: dims that get no padding may be sharded."""
+    bound = bind(call)
+    rank = len(_source(call))
     padded = {rank - 1 - i // 2 for i, amount in enumerate(bound["pad"]) if amount != 0}
     # Another value than zero would be added by every device of a partial sum.
-    zero = bound.get("mode", "constant") != "constant" or not bound.get("value")
-    found = _moved(call, [(d, d) for d in range(rank) if d not in padded])
-    return found if zero else replace(found, linear=())
+    is_linear = bound.get("mode", "constant") != "constant" or not bound.get("value")
+    match = _moved(call, [(d, d) for d in range(rank) if d not in padded])
+    return match if is_linear else replace(match, linear=())
 
 
 def linear_only(call: OpCall, *linear: tuple[int, ...]) -> RuleMatch:
-    """Ops whose elements go anywhere, or are summed: no dim can be cut, but they are linear (in all
-    if not given).
+    """Rule of linear ops of which no dim can be sharded.
+
+    Args:
+        linear: sets of tensor argument positions, as for `linear_sets`; none: all together.
     """
     return RuleMatch((), linear_sets(call, linear or ((-1,),)), True, "view")
 
 
 def concatenate(call: OpCall, dim: int | None = None) -> RuleMatch:
-    """cat, stack and relatives: every dim but the concatenated one, cut in all operands; linear in
-    all together.
+    """Rule of cat, stack and relatives: every dim but the concatenated one may be sharded.
 
-    dim: of the result, the argument `dim` if not given. Operands may lack it, and one before it as
-    well (dstack).
+    They are linear in all operands together.
+
+    Args:
+        dim: the concatenated dim of the result; None: the argument `dim`. Operands may lack it, and
+            one before it as well (dstack).
     """
     operands = tuple(s.index for s in slots(call))
     rank = len(call.results[0].shape)
@@ -363,24 +378,29 @@ def concatenate(call: OpCall, dim: int | None = None) -> RuleMatch:
     splits = []
     for d in range(rank):
         lacking = [rank - len(call.operands[i].shape) for i in operands]
-        own = [
-            (i, d - max(0, lacks - (d < dim))) for i, lacks in zip(operands, lacking, strict=True)
-        ]
-        if d != dim and all(0 <= o < len(call.operands[i].shape) for i, o in own):
-            splits.append(split_from_dims(call, own, [d]))
+        operand_dims = []
+        for i, num_lacking in zip(operands, lacking, strict=True):
+            operand_dims.append((i, d - max(0, num_lacking - (d < dim))))
+        all_have_it = all(
+            0 <= operand_dim < len(call.operands[i].shape) for i, operand_dim in operand_dims
+        )
+        if d != dim and all_have_it:
+            splits.append(split_from_dims(call, operand_dims, [d]))
     return RuleMatch(splits, (frozenset(operands),), True, "view")
 
 
 def diag_embed(call: OpCall) -> RuleMatch:
-    """diag_embed: all dims but the last, which becomes the diagonal of two new ones."""
-    bound, rank = bind(call), len(call.results[0].shape)
+    """Rule of diag_embed: all dims but the last, which becomes the diagonal of two new ones."""
+    bound = bind(call)
+    rank = len(call.results[0].shape)
     others = [d for d in range(rank) if d not in {bound["dim1"] % rank, bound["dim2"] % rank}]
     return _moved(call, enumerate(others))
 
 
 def rot90(call: OpCall) -> RuleMatch:
-    """rot90: dims that are not rotated; of the two that are, the one that is not reversed."""
-    bound, rank = bind(call), len(call.results[0].shape)
+    """Rule of rot90: dims that are not rotated; of the two that are, the one not reversed."""
+    bound = bind(call)
+    rank = len(call.results[0].shape)
     first, second = (d % rank for d in bound["dims"])
     turned = {
         0: [(first, first), (second, second)],
@@ -393,82 +413,104 @@ def rot90(call: OpCall) -> RuleMatch:
 
 
 def trapezoid(call: OpCall) -> RuleMatch:
-    """trapezoid, trapz, cumulative_trapezoid: dims that are not integrated along; linear in values
-    and places.
+    """Rule of trapezoid, trapz, cumulative_trapezoid: dims that are not integrated along.
+
+    Linear in the values, and in the positions at which they are.
     """
     ranks = [len(call.operands[s.index].shape) for s in slots(call)]
-    if len(set(ranks)) == 1 < len(ranks):  # a place for every value
+    has_position_of_each_value = len(set(ranks)) == 1 < len(ranks)
+    if has_position_of_each_value:
         return reduction(call, "other", linear=EACH)
-    found = keep_other_dims(call, removed=len(call.results[0].shape) < ranks[0])
-    return replace(found, linear=linear_sets(call, EACH), origin="reduction")
+    match = keep_other_dims(call, removed=len(call.results[0].shape) < ranks[0])
+    return replace(match, linear=linear_sets(call, EACH), origin="reduction")
 
 
 # --- Rules of single ops.
 
 
 def cross_entropy(call: OpCall) -> RuleMatch:
-    """Rows are summed; the class dim is cut with three all-reduces of a float per row (max, sum of
-    exp, target).
+    """Rule of cross_entropy_sum: samples are summed, or the class dim is sharded.
+
+    Sharded classes need three all-reduces of a float per row: maximum, sum of exponentials, and
+    the target's logit.
     """
     bound = bind(call)
-    logits, target = bound["logits"].index, bound["target"].index
+    logits = bound["logits"].index
+    target = bound["target"].index
     shape = call.operands[logits].shape
-    probabilities = call.operands[target].dtype.is_floating_point
+    has_probabilities = call.operands[target].dtype.is_floating_point
     splits: tuple[Split | None, ...] = ()
     if len(shape) > 1:
-        splits = (
-            read(f"[n, c!, *d], {'[n, c!, *d]' if probabilities else '[n, *d]'}, [c!]? -> []", call)
-            or ()
-        )
+        target_term = "[n, c!, *d]" if has_probabilities else "[n, *d]"
+        splits = read(f"[n, c!, *d], {target_term}, [c!]? -> []", call) or ()
     weight = bound["weight"]
-    if not probabilities and not (weight is not None and call.operands[weight.index].requires_grad):
+    weight_needs_grad = weight is not None and call.operands[weight.index].requires_grad
+    if not has_probabilities and not weight_needs_grad:
         class_dim = 0 if len(shape) == 1 else 1
         num_rows = call.operands[logits].num_elements // shape[class_dim]
-        collective = InnerCollective("all_reduce", 4 * num_rows, "forward")  # [rows] in fp32
-        how = {"implementation": "vocab_cross_entropy", "collectives": (collective,) * 3}
-        splits += (split_from_dims(call, [(logits, class_dim)], [WHOLE], **how),)
+        # [rows] in float32.
+        collective = InnerCollective("all_reduce", 4 * num_rows, "forward")
+        split = split_from_dims(
+            call,
+            [(logits, class_dim)],
+            [WHOLE],
+            implementation="vocab_cross_entropy",
+            collectives=(collective,) * 3,
+        )
+        splits += (split,)
     return RuleMatch(splits)
 
 
 def batch_norm_train(call: OpCall) -> RuleMatch:
-    """Channels are independent; rows share their statistics: sums and counts are reduced, forward
-    and backward.
+    """Rule of batch norm in training: channels are independent, samples share their statistics.
+
+    Sharded samples need all-reduces of sums and counts, forward and backward.
     """
     names = ("x", "weight", "bias", "running_mean", "running_var")
-    present = {name: bind(call)[name].index for name in names if isinstance(bind(call)[name], Slot)}
-    if len(call.operands[present["x"]].shape) < 2:
+    bound = bind(call)
+    present = {name: bound[name].index for name in names if isinstance(bound[name], Slot)}
+    x = present["x"]
+    if len(call.operands[x].shape) < 2:
         return RuleMatch()
-    num_channels = call.operands[present["x"]].shape[1]
-    statistics = [0] * (len(call.results) - 1)  # x [rows, channels, *s], statistics [channels]
-    channels = split_from_dims(
-        call, [(i, 1 if name == "x" else 0) for name, i in present.items()], [1, *statistics]
+    num_channels = call.operands[x].shape[1]
+    num_statistics = len(call.results) - 1
+
+    # x [samples, channels, *s], all others [channels]
+    channel_dims = [(operand, 0) for name, operand in present.items() if name != "x"]
+    channel_dims.insert(0, (x, 1))
+    channels = split_from_dims(call, channel_dims, [1, *[0] * num_statistics])
+    samples = split_from_dims(
+        call,
+        [(x, 0)],
+        [0, *[WHOLE] * num_statistics],
+        implementation="batch_norm_sync",
+        collectives=(
+            InnerCollective("all_reduce", 4 * (2 * num_channels + 1), "forward"),
+            InnerCollective("all_reduce", 4 * 2 * num_channels, "backward"),
+        ),
     )
-    collectives = (
-        InnerCollective("all_reduce", 4 * (2 * num_channels + 1), "forward"),
-        InnerCollective("all_reduce", 4 * 2 * num_channels, "backward"),
-    )
-    how = {"implementation": "batch_norm_sync", "collectives": collectives}
-    rows = split_from_dims(call, [(present["x"], 0)], [0, *[WHOLE for _ in statistics]], **how)
-    return RuleMatch((channels, rows))
+    return RuleMatch((channels, samples))
 
 
 def fourier(call: OpCall) -> RuleMatch:
-    """fft and its relatives: linear, and the dims that are not transformed are independent."""
-    dims, sizes = bind(call)["dim"], bind(call).get("s")
+    """Rule of fft and relatives: linear; dims that are not transformed are independent."""
+    bound = bind(call)
+    dims = bound["dim"]
+    sizes = bound.get("s")
     if dims is None and sizes is not None:
         dims = tuple(range(-len(sizes), 0))
     return replace(along(call, dims, FIRST), origin="notation")
 
 
 def factory(call: OpCall) -> RuleMatch:
-    """full, zeros: any dim may be made in shards. new_zeros and the like read only a dtype: any
-    layout will do.
+    """Rule of full, zeros: shards of any dim may be made.
+
+    new_zeros and relatives read only the operand's dtype: it may be sharded along any dim.
     """
     result_shards = [shard(d) for d in range(len(call.results[0].shape))]
     num_operands = len(call.operands)
-    strategies = [
-        AxisStrategy((INVARIANT,) * num_operands, (placement,)) for placement in result_shards
-    ]
+    unsharded = (INVARIANT,) * num_operands
+    strategies = [AxisStrategy(unsharded, (placement,)) for placement in result_shards]
     operand_rank = len(call.operands[0].shape) if call.operands else 0
     for d in range(operand_rank):
         placement = shard(d)
@@ -479,23 +521,31 @@ def factory(call: OpCall) -> RuleMatch:
 
 
 def renorm(call: OpCall) -> RuleMatch:
-    """renorm: each slice along `dim` is scaled by itself."""
+    """Rule of renorm: each slice along `dim` is scaled by itself."""
     rank = len(call.results[0].shape)
-    return aligned(call, whole=tuple(d for d in range(rank) if d != bind(call)["dim"] % rank))
+    others = list(range(rank))
+    others.remove(bind(call)["dim"] % rank)
+    return aligned(call, whole=tuple(others))
 
 
 def histogram(call: OpCall) -> RuleMatch:
-    """histogram with given bins: counts add up unless they are divided by their sum."""
+    """Rule of histogram with given bins: counts are summed, unless they are normalised."""
     bound = bind(call)
-    values = bound["self"].index
-    weight = [bound["weight"].index] if isinstance(bound["weight"], Slot) else []
-    dims = range(0 if bound["density"] else len(call.operands[values].shape))
-    return RuleMatch(
-        [split_from_dims(call, [(i, d) for i in (values, *weight)], [SUM, WHOLE]) for d in dims]
-    )
+    operands = [bound["self"].index]
+    if isinstance(bound["weight"], Slot):
+        operands.append(bound["weight"].index)
+    if bound["density"]:
+        # Counts are divided by their sum.
+        return RuleMatch([])
+    splits = []
+    for dim in range(len(call.operands[operands[0]].shape)):
+        splits.append(split_from_dims(call, [(i, dim) for i in operands], [SUM, WHOLE]))
+    return RuleMatch(splits)
 
 
 def cross(call: OpCall) -> RuleMatch:
-    """cross: along `dim`, or along the first dim of size 3."""
+    """Rule of cross: along `dim`, or along the first dim of size 3."""
     dim = bind(call)["dim"]
-    return along(call, call.results[0].shape.index(3) if dim is None else dim, linear=EACH)
+    if dim is None:
+        dim = call.results[0].shape.index(3)
+    return along(call, dim, linear=EACH)

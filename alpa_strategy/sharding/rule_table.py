@@ -1,10 +1,10 @@
-"""The table of rules: op -> a line of index notation, or the family that it belongs to; and how an
-op finds its rule.
+"""The table of sharding rules: op -> a line of index notation, or the family that it belongs to.
 
-Keys are `namespace.op.overload`, or `namespace.op` for all overloads. Ops tagged pointwise by ATen
-need no entry.
+Keys are `namespace.op.overload`, or `namespace.op` for all overloads. Ops that ATen tags as
+pointwise need no entry. `rule_of` finds the rule of an op.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,15 +25,17 @@ Cached = TypeVar("Cached")
 
 @dataclass(frozen=True)
 class RegisteredRule:
-    """What a user said of an op: lines of index notation, of which those that fit a call's ranks
-    hold together.
-    """
+    """A user's rule: lines of index notation. All lines that fit a call's ranks apply to it."""
 
     op: str
     lines: tuple[str, ...]
 
     def __call__(self, call: OpCall, axis_size: int) -> RuleMatch:
-        """The splits of all lines that fit; ShardingError when none does."""
+        """Return the splits of all lines that fit the call.
+
+        Raises:
+            ShardingError: none fits.
+        """
         splits_of_lines = [read(line, call) for line in self.lines]
         fitting = [splits for splits in splits_of_lines if splits is not None]
         if not fitting:
@@ -42,32 +44,30 @@ class RegisteredRule:
                 f"no sharding rule of {self.op} fits its call on {shapes}: {'; '.join(self.lines)}",
                 "register a line for these ranks as well",
             )
-        return RuleMatch(
-            tuple(dict.fromkeys(split for splits in fitting for split in splits)),
-            origin="registered",
-        )
+        splits = dict.fromkeys(itertools.chain.from_iterable(fitting))
+        return RuleMatch(tuple(splits), origin="registered")
 
 
-# Rules from outside the package (register.py): under the same keys, or the autograd.Function.
+# Users' rules (register.py), under keys as in the table, or under the autograd.Function.
 REGISTERED: dict[str | type, RegisteredRule] = {}
-_CACHES: list[Any] = []  # of what depends on the rules
+# Caches of results that depend on the rules.
+_CACHES: list[Any] = []
 
 
 def depends_on_rules(cached: Cached) -> Cached:
-    """Decorates an `lru_cache` whose entries are void when somebody registers a rule."""
+    """Decorate an `lru_cache` whose entries are invalid when a rule is registered."""
     _CACHES.append(cached)
     return cached
 
 
 def forget_cached() -> None:
-    """Empties every cache that depends on the rules."""
+    """Empty every cache that depends on the rules."""
     for cached in _CACHES:
         cached.cache_clear()
 
 
-# autograd.Functions of libraries that need not be there. A scaled float8 product is one of parts
-# that are scaled by themselves: what cuts a tensor makes its scales finer, as under DDP and FSDP,
-# so results differ by float8's rounding.
+# autograd.Functions of libraries that may not be installed. In a scaled float8 matmul each shard
+# has a scale of its own, as under DDP and FSDP, so results differ by float8's rounding.
 LIBRARY_FUNCTIONS = {
     "torchao.float8.float8_linear.matmul_with_hp_or_float8_args": "[*b, k], [k, n] -> [*b, n]"
 }
@@ -80,12 +80,12 @@ def _aten(names: str) -> list[str]:
 def _of(
     names: str, family: Callable[..., RuleMatch], *where: object, **options: object
 ) -> dict[str, Family]:
-    """ATen's `names` -> `family(call, *where, **options)`."""
+    """The rule `family(call, *where, **options)` for each of the ATen ops in `names`."""
     return dict.fromkeys(_aten(names), lambda call, axis_size: family(call, *where, **options))
 
 
-# Which tensor arguments of pointwise ops may be partial sums together; the other arguments must be
-# whole.
+# Sets of tensor arguments of pointwise ops that may be partial values together; the other arguments
+# must be full.
 POINTWISE_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(("aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Tensor"), ((0, 1),)),
     "aten.mul.Tensor": EACH,
@@ -164,7 +164,7 @@ FAMILIES: dict[str, Family] = {
     **_of("hstack column_stack", families.concatenate, 1),
     **_of("vstack", families.concatenate, 0),
     **_of("dstack", families.concatenate, 2),
-    # Where elements go depends on more than their dims: linear at least.
+    # Their elements move in ways that dims do not describe, but they are linear.
     **_of(
         "as_strided as_strided_copy as_strided_scatter block_diag _chunk_cat", families.linear_only
     ),
@@ -224,7 +224,7 @@ FAMILIES: dict[str, Family] = {
     **_of("fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn", families.fourier),
     # Histograms, and tensors made from nothing.
     **_of("histogram.bins_tensor", families.histogram),
-    # Made whole on every device: a shard of it is a slice, which costs nothing.
+    # Made in full on every device: a shard is a slice, which costs nothing.
     **_of(
         "arange randint randperm eye linspace logspace scalar_tensor tril_indices triu_indices",
         lambda call: RuleMatch(),
@@ -241,17 +241,17 @@ def _pointwise(call: OpCall, axis_size: int) -> RuleMatch:
     linear = POINTWISE_LINEAR.get(name) or POINTWISE_LINEAR.get(name.rpartition(".")[0], ())
     if name == "aten.masked_fill.Scalar" and call.args[2:3] == (0,):
         linear = ((0,),)
-    found = families.aligned(call, linear=linear)
+    match = families.aligned(call, linear=linear)
     if name in ("aten.mul.Tensor", "aten.div.Tensor"):
-        found = replace(
-            found, linear=tuple(chosen for chosen in found.linear if _is_scaling(call, chosen))
-        )
-    return found
+        scaled = tuple(chosen for chosen in match.linear if _is_scaling(call, chosen))
+        match = replace(match, linear=scaled)
+    return match
 
 
 def _is_scaling(call: OpCall, chosen: frozenset[int]) -> bool:
-    """A product of a partial sum saves a collective only as the scaling of something by something
-    smaller.
+    """Whether a product scales the operands `chosen` by smaller tensors.
+
+    Only then it saves a collective that they are partial values.
     """
     result = call.results[0]
     if len(result.shape) == 0:
@@ -261,7 +261,7 @@ def _is_scaling(call: OpCall, chosen: frozenset[int]) -> bool:
 
 
 def added_operand(call: OpCall) -> int | None:
-    """The operand that a contraction of `call` must add only once: `+[...]` in the op's line."""
+    """Return the operand that a contraction must add only once: `+[...]` in the op's line."""
     rule = rule_of(call.target)
     lines = rule.lines if isinstance(rule, RegisteredRule) else ()
     if isinstance(rule, Notation):
@@ -274,17 +274,20 @@ def added_operand(call: OpCall) -> int | None:
 
 
 def library_rule(target: Any) -> RegisteredRule | None:
-    """The rule of `LIBRARY_FUNCTIONS` for an op that stands for one of these."""
+    """Return the rule of `LIBRARY_FUNCTIONS` for an op that stands for one of these, or None."""
     if target not in CUSTOM_OPS:
         return None
     function = CUSTOM_OPS[target].function
     name = f"{function.__module__}.{function.__qualname__}"
-    return RegisteredRule(name, (LIBRARY_FUNCTIONS[name],)) if name in LIBRARY_FUNCTIONS else None
+    if name not in LIBRARY_FUNCTIONS:
+        return None
+    return RegisteredRule(name, (LIBRARY_FUNCTIONS[name],))
 
 
 def registered_rule(target: Any) -> RegisteredRule | None:
-    """The rule that somebody registered for an op: for its overload, else for all, or for its
-    autograd.Function.
+    """Return the registered rule of an op, or None.
+
+    Of its overload, else of all overloads, or of its autograd.Function.
     """
     if target in CUSTOM_OPS:
         return REGISTERED.get(CUSTOM_OPS[target].function) or library_rule(target)
@@ -295,8 +298,9 @@ def registered_rule(target: Any) -> RegisteredRule | None:
 @depends_on_rules
 @cache
 def rule_of(target: Any) -> Family | None:
-    """The rule of an op: one that was registered, else the table's or that of pointwise ops; None:
-    it has none.
+    """Return the rule of an op: the registered one, else the table's or that of pointwise ops.
+
+    None if it has none.
     """
     registered = registered_rule(target)
     if registered is not None:
@@ -304,7 +308,8 @@ def rule_of(target: Any) -> Family | None:
     name = target_name(target)
     if not isinstance(target, torch._ops.OpOverload):
         return TABLE.get(name)
-    if torch.Tag.pointwise in target.tags and name not in FAMILIES:  # max.other is no reduction
+    # max.other is tagged so, and is in the table as `max`, a reduction.
+    if torch.Tag.pointwise in target.tags and name not in FAMILIES:
         return _pointwise
     return TABLE.get(name) or TABLE.get(name.rpartition(".")[0])
 

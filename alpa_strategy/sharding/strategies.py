@@ -1,10 +1,8 @@
-"""Every valid way to run an op on one mesh axis (`axis_strategies`) and on a whole mesh
+"""Every valid strategy of an op on one mesh axis (`axis_strategies`) and on a mesh
 (`op_strategies`).
 
-And what one device then runs of it (`localize`): local shapes, size arguments rewritten, the
-devices' share of means
-and randomness. At the end: the note in the plan that names ops without any way to divide their
-work.
+`localize` returns the call that one device runs under a strategy: local shapes, with size arguments
+rewritten. At the end: the plan's note on ops whose work cannot be divided.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,19 +27,21 @@ from alpa_strategy.ir.op import (
 )
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, value_layout
 from alpa_strategy.sharding.functions import elementwise_dims, may_draw
-from alpa_strategy.sharding.notation import RuleMatch, repeated, to_strategies
+from alpa_strategy.sharding.notation import RuleMatch, repeated_strategy, to_strategies
 from alpa_strategy.sharding.rule_families import RESHAPES
 from alpa_strategy.sharding.rule_table import depends_on_rules, rule_of
 from alpa_strategy.units import format_bytes, format_seconds
 
 aten = torch.ops.aten
 
-_DESCRIBED = ("aten", "prims", "alpa")  # namespaces whose ops carry the tags of what they do
-# the implementation that computes more than its local call says, see `priced_call`
+# Namespaces whose ops are tagged correctly.
+_TAGGED = ("aten", "prims", "alpa")
+# The implementation that computes more than its local call does, see `priced_call`.
 RING = "ring_attention"
 
+# Ops with an argument `size`, the shape of their result.
 _SIZE_ARGUMENT = frozenset(
-    {
+    (
         "expand",
         "expand_copy",
         "broadcast_to",
@@ -52,8 +52,13 @@ _SIZE_ARGUMENT = frozenset(
         "empty",
         "rand",
         "randn",
-    }
-    | {"normal", "randint", "new_zeros", "new_ones", "new_empty", "new_full"}
+        "normal",
+        "randint",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+    )
 )
 
 
@@ -63,11 +68,15 @@ def _local_metas(
     mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
 ) -> tuple[TensorMeta, ...]:
-    """`by_axis`: the placements of all tensors, one mesh axis after the other."""
-    return tuple(
-        _local_meta(meta, layout, mesh_shape, coordinate)
-        for meta, layout in zip(metas, zip(*by_axis, strict=True), strict=True)
-    )
+    """`metas` at the shapes of the device at `coordinate`.
+
+    Args:
+        by_axis: the placements of all tensors, one mesh axis after the other.
+    """
+    local_metas = []
+    for meta, layout in zip(metas, zip(*by_axis, strict=True), strict=True):
+        local_metas.append(_local_meta(meta, layout, mesh_shape, coordinate))
+    return tuple(local_metas)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -85,18 +94,25 @@ def localize(
     mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
 ) -> LocalCall:
-    """The op that the device at `coordinate` runs when mesh axis i follows `strategies[i]`."""
+    """Return the op that the device at `coordinate` runs if mesh axis i has `strategies[i]`."""
     operands = _local_metas(call.operands, [s.inputs for s in strategies], mesh_shape, coordinate)
     results = _local_metas(call.results, [s.outputs for s in strategies], mesh_shape, coordinate)
     axes = tuple(axis for axis, s in enumerate(strategies) if s.implementation is not None)
     implementation = strategies[axes[0]].implementation if axes else None
-    random_axes = None
-    if is_random(call):
-        # On axes that shard no result the devices repeat the draw, so they must draw the same.
-        random_axes = tuple(
-            a for a, s in enumerate(strategies) if any(p.shard_dim is not None for p in s.outputs)
-        )
+    random_axes = _sharding_axes(strategies) if is_random(call) else None
     return LocalCall(_local_call(call, operands, results), implementation, axes, random_axes)
+
+
+def _sharding_axes(strategies: tuple[AxisStrategy, ...]) -> tuple[int, ...]:
+    """Mesh axes that shard a result.
+
+    On the other axes devices repeat the work, so that they must draw the same random numbers.
+    """
+    axes = []
+    for axis, strategy in enumerate(strategies):
+        if any(placement.shard_dim is not None for placement in strategy.outputs):
+            axes.append(axis)
+    return tuple(axes)
 
 
 def priced_call(
@@ -105,26 +121,33 @@ def priced_call(
     mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
 ) -> OpCall:
-    """What the device at `coordinate` has to compute: its local call; in a ring, with everybody's
-    keys and values.
+    """Return the work of the device at `coordinate`, as a call whose costs are known.
+
+    Its local call; in a ring, with the keys and values of all devices.
     """
-    if any(s.implementation == RING for s in strategies):
+    if any(strategy.implementation == RING for strategy in strategies):
         query = bind(call)["query"].index
-        strategies = tuple(
-            replace(s, inputs=tuple(p if i == query else INVARIANT for i, p in enumerate(s.inputs)))
-            if s.implementation == RING
-            else s
-            for s in strategies
-        )
+        strategies = tuple(_with_full_keys(strategy, query) for strategy in strategies)
     return localize(call, strategies, mesh_shape, coordinate).call
 
 
-def ring_bytes(call: OpCall, strategies: tuple[AxisStrategy, ...], local: OpCall) -> int:
-    """Short-lived bytes of a ring beside operands, results and their gradients; 0 where there is
-    none.
+def _with_full_keys(strategy: AxisStrategy, query: int) -> AxisStrategy:
+    """A ring's strategy with all operands but the query unsharded; others as they are."""
+    if strategy.implementation != RING:
+        return strategy
+    inputs = [INVARIANT] * len(strategy.inputs)
+    inputs[query] = strategy.inputs[query]
+    return replace(strategy, inputs=tuple(inputs))
 
-    Chunks of the query and its gradients as they are exchanged; keys, values and what is due to
-    them, here and coming.
+
+def ring_bytes(call: OpCall, strategies: tuple[AxisStrategy, ...], local: OpCall) -> int:
+    """Return the temporary bytes of a ring; 0 if there is none.
+
+    In addition to operands, results and their gradients: chunks of the query and its gradients as
+    they are exchanged; keys, values and their gradients, on the device and in flight.
+
+    Args:
+        local: the device's call.
     """
     if all(s.implementation != RING for s in strategies):
         return 0
@@ -137,35 +160,36 @@ def ring_bytes(call: OpCall, strategies: tuple[AxisStrategy, ...], local: OpCall
 @depends_on_rules
 @lru_cache(maxsize=16384)
 def is_random(call: OpCall) -> bool:
-    """Whether the call draws random numbers: a random op whose probability is not zero and that is
-    not in eval mode.
+    """Whether the call draws random numbers.
 
-    Few ops of other libraries say of themselves that they are random. One with a registered rule
-    must; any other, run whole on every device, is given the same random state everywhere.
+    A random op does unless its probability is zero, or it is in eval mode. Few ops of other
+    libraries are tagged as random. One with a registered rule must be. Any other runs in full on
+    every device, and gets the same random state there, as if it were random.
     """
     if not isinstance(call.target, torch._ops.OpOverload):
         return False
     if call.target in CUSTOM_OPS:
         return may_draw(call)
     if torch.Tag.nondeterministic_seeded not in call.target.tags:
-        return call.target.namespace not in _DESCRIBED and rule_of(call.target) is None
+        return call.target.namespace not in _TAGGED and rule_of(call.target) is None
     arguments = bind(call)
     if arguments.get("train") is False or arguments.get("training") is False:
         return False
-    return not any(
-        name in arguments and arguments[name] == 0 for name in ("p", "dropout_p", "dropout")
-    )
+    probabilities = ("p", "dropout_p", "dropout")
+    return all(arguments.get(name) != 0 for name in probabilities)
 
 
 def _local_call(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> OpCall:
+    """`call` on local tensors, with the arguments that depend on shapes rewritten."""
     if operands == call.operands and results == call.results:
-        return call  # the very object: costs are remembered by call
+        # The same object: costs are cached by call.
+        return call
     name = aten_name(call.target)
-    # Views become reshapes to the local result's shape: right for any strides, and for dims that
-    # become 1 long.
-    if name in RESHAPES and call.target._overloadname != "dtype":  # view.dtype changes the elements
+    # Views become reshapes to the local result's shape: right for any strides, and for dims whose
+    # local size is 1. view.dtype changes the elements.
+    if name in RESHAPES and call.target._overloadname != "dtype":
         source = next(a for a in bind(call).values() if isinstance(a, Slot))
         return OpCall(aten.reshape.default, (source, results[0].shape), (), operands, results)
     changes: dict[str, Any] = {}
@@ -176,24 +200,27 @@ def _local_call(
     return rebuild(call, operands, results, changes)
 
 
+# (call, local operands, local results) -> arguments to change
 Changes = Callable[[OpCall, tuple[TensorMeta, ...], tuple[TensorMeta, ...]], dict[str, Any]]
 
 
 def _groups(argument: str) -> Changes:
-    """Groups are divided with the channels."""
+    """`Changes` of an argument for the number of groups, which is divided with the channels."""
 
     def change(
         call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
     ) -> dict[str, Any]:
         groups = bind(call)[argument]
-        whole, local = call.operands[0].shape, operands[0].shape
-        if groups == 1:  # all channels, however many
+        if groups == 1:
             return {}
-        weight, channel_dim = bind(call).get("weight"), 1
+        full_shape = call.operands[0].shape
+        local_shape = operands[0].shape
+        weight = bind(call).get("weight")
+        channel_dim = 1
         if "conv" in aten_name(call.target) and isinstance(weight, Slot):
             # input [*n, c, *s] with or without the batch dim, weight [o, c / groups, *s]
-            channel_dim = len(whole) - len(call.operands[weight.index].shape) + 1
-        return {argument: groups * local[channel_dim] // whole[channel_dim]}
+            channel_dim = len(full_shape) - len(call.operands[weight.index].shape) + 1
+        return {argument: groups * local_shape[channel_dim] // full_shape[channel_dim]}
 
     return change
 
@@ -201,59 +228,65 @@ def _groups(argument: str) -> Changes:
 def _slice(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> dict[str, Any]:
-    """slice and narrow along a dim that is cut: `[:-1]` of a chunk (of all but the last device's it
-    leaves nothing
-    out), or runs of rows, each of which is cut."""
+    """slice and narrow along a dim that is sharded.
+
+    `[:-1]` of a chunk, which drops an element on the last device alone; or segments of rows, each
+    of which is sharded.
+    """
     bound = bind(call)
-    size, local, whole = (
-        metas[0].shape[bound["dim"]] for metas in (results, operands, call.operands)
-    )
-    if local == whole:
+    dim = bound["dim"]
+    size = results[0].shape[dim]
+    local_size = operands[0].shape[dim]
+    full_size = call.operands[0].shape[dim]
+    if local_size == full_size:
         return {}
     start = bound["start"] or 0
-    start = max(start + whole if start < 0 else start, 0) * local // whole
-    return (
-        {"start": start, "end": start + size}
-        if "end" in bound
-        else {"start": start, "length": size}
-    )
+    if start < 0:
+        start += full_size
+    local_start = max(start, 0) * local_size // full_size
+    if "end" in bound:
+        return {"start": local_start, "end": local_start + size}
+    return {"start": local_start, "length": size}
 
 
 def _split(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> dict[str, Any]:
-    """split and its like along a dim of runs of rows, each of which is cut."""
+    """split and relatives along a dim of segments of rows, each of which is sharded."""
     bound = bind(call)
-    local, whole = (metas[0].shape[bound["dim"]] for metas in (operands, call.operands))
-    sizes = {
-        name: bound[name]
-        for name in ("split_size", "split_sizes")
-        if name in bound and local != whole
-    }
-    return {
-        name: tuple(n * local // whole for n in size)
-        if isinstance(size, tuple)
-        else size * local // whole
-        for name, size in sizes.items()
-    }
+    local_size = operands[0].shape[bound["dim"]]
+    full_size = call.operands[0].shape[bound["dim"]]
+    if local_size == full_size:
+        return {}
+    changes: dict[str, Any] = {}
+    for name in ("split_size", "split_sizes"):
+        if name not in bound:
+            continue
+        sizes = bound[name]
+        if isinstance(sizes, tuple):
+            changes[name] = tuple(size * local_size // full_size for size in sizes)
+        else:
+            changes[name] = sizes * local_size // full_size
+    return changes
 
 
 def _repeat(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> dict[str, Any]:
-    source, target = operands[0].shape, results[0].shape
-    longer = (1,) * (len(target) - len(source)) + source
-    return {"repeats": tuple(size // own for size, own in zip(target, longer, strict=True))}
+    source = operands[0].shape
+    target = results[0].shape
+    aligned = (1,) * (len(target) - len(source)) + source
+    pairs = zip(target, aligned, strict=True)
+    return {"repeats": tuple(target_size // size for target_size, size in pairs)}
 
 
 _CHANGES: dict[str, Changes] = {
-    # Without `dim` it is the first dim of size 3, which a cut dim can become.
+    # Without `dim` it is the first dim of size 3, which may also be a sharded dim's local size.
     "cross": lambda call, operands, results: (
         {"dim": call.results[0].shape.index(3)} if bind(call)["dim"] is None else {}
     ),
-    "linalg_vander": lambda call, operands, results: {
-        "N": results[0].shape[-1]
-    },  # if not said, as long as the whole
+    # By default the size of the last dim, which may be a local one.
+    "linalg_vander": lambda call, operands, results: {"N": results[0].shape[-1]},
     "native_group_norm": lambda call, operands, results: {"N": operands[0].shape[0]},
     **{f"{kind}{n}d": _groups("groups") for kind in ("conv", "conv_transpose") for n in (1, 2, 3)},
     "convolution": _groups("groups"),
@@ -273,7 +306,8 @@ _CHANGES: dict[str, Changes] = {
 }
 
 
-def _found(call: OpCall, axis_size: int) -> RuleMatch | None:
+def _match(call: OpCall, axis_size: int) -> RuleMatch | None:
+    """The result of the op's rule for a call; None if it has no rule, or the rule does not fit."""
     if not call.results:
         return None
     rule = rule_of(call.target)
@@ -285,13 +319,15 @@ def _found(call: OpCall, axis_size: int) -> RuleMatch | None:
 @depends_on_rules
 @lru_cache(maxsize=65536)
 def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """Every valid way to run `call` on one mesh axis of `axis_size` devices; no duplicates, the
-    repeated one first.
+    """Return every valid strategy of `call` on one mesh axis of `axis_size` devices.
 
-    An op without a rule runs whole on every device.
+    No duplicates. First the one that repeats the work on every device, which is the only one of an
+    op without a rule.
     """
-    found = _found(call, axis_size)
-    return (repeated(call),) if found is None else to_strategies(call, found, axis_size)
+    match = _match(call, axis_size)
+    if match is None:
+        return (repeated_strategy(call),)
+    return to_strategies(call, match, axis_size)
 
 
 @depends_on_rules
@@ -299,8 +335,9 @@ def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
 def op_strategies(
     call: OpCall, mesh_shape: tuple[int, ...]
 ) -> tuple[tuple[AxisStrategy, ...], ...]:
-    """Every combination over the mesh axes. Later axes cut what earlier ones left, at the device
-    with the least.
+    """Return every combination of strategies over the mesh axes.
+
+    Later axes shard the chunks of earlier ones: strategies are those of the smallest chunk.
     """
     combinations: list[tuple[AxisStrategy, ...]] = [()]
     for axis, axis_size in enumerate(mesh_shape):
@@ -323,7 +360,7 @@ def op_strategies(
 def _shrink_collectives(
     strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[AxisStrategy, ...]:
-    """What an implementation communicates is divided by later axes that cut its first operand."""
+    """Divide an implementation's bytes by the later axes that shard its first operand."""
     result = list(strategies)
     for i, strategy in enumerate(strategies):
         if not strategy.collectives:
@@ -341,37 +378,40 @@ def _shrink_collectives(
 
 
 def rule_origin(call: OpCall) -> str:
-    """Where the op's strategies come from.
+    """Return the origin of an op's strategies.
 
-    `registered`, `notation`, `view`, `pointwise`, `reduction` (the table), or `replicated`: it has
-    none.
+    `registered`; `notation`, `view`, `pointwise` or `reduction` (the table); or `replicated` if the
+    op has no rule.
     """
-    found = _found(call, 2)
-    return "replicated" if found is None else found.origin
+    match = _match(call, 2)
+    return "replicated" if match is None else match.origin
 
 
 def replicated_notes(step: StepGraph, costs: OpCosts) -> list[str]:
-    """A note per kind of op that every device has to run whole: where it is called, its time, its
-    results' bytes.
+    """Return a note per kind of op that every device runs in full.
+
+    With the user's lines that call it, its seconds, and the bytes of its results.
     """
-    found: dict[str, list[Op]] = {}
+    by_name: dict[str, list[Op]] = {}
     for op in step.ops:
         if op.operands and rule_origin(op.call) == "replicated":
-            found.setdefault(op.call.target_name, []).append(op)
-    return [_note(name, ops, costs) for name, ops in sorted(found.items())]
+            by_name.setdefault(op.call.target_name, []).append(op)
+    return [_note(name, ops, costs) for name, ops in sorted(by_name.items())]
 
 
 def _note(name: str, ops: list[Op], costs: OpCosts) -> str:
     seconds = sum(sum(costs.op_seconds(op.call)) for op in ops)
-    num_bytes = sum(meta.num_bytes for op in ops for meta in op.call.results)
-    places = []
+    num_bytes = 0
+    for op in ops:
+        num_bytes += sum(meta.num_bytes for meta in op.call.results)
+    locations = []
     for op in ops[:2]:
         _, _, line_of_user = op.source.rpartition("/")
-        places.append(line_of_user or op.module)
-    where = ", ".join(dict.fromkeys(places))
+        locations.append(line_of_user or op.module)
     calls = "1 call" if len(ops) == 1 else f"{len(ops)} calls"
+    details = [calls, *filter(None, [", ".join(dict.fromkeys(locations))])]
     return (
-        f"no rule for {name} ({calls}{f', {where}' if where else ''}): run whole on every device, "
+        f"no rule for {name} ({', '.join(details)}): run whole on every device, "
         f"{format_seconds(seconds)} a step and {format_bytes(num_bytes)} of"
         f" results{_advice(ops[0].call.target)}"
     )
@@ -380,7 +420,7 @@ def _note(name: str, ops: list[Op], costs: OpCosts) -> str:
 def _advice(target: Any) -> str:
     if not isinstance(target, torch._ops.OpOverload):
         return ""
-    name = (
-        CUSTOM_OPS[target].function.__name__ if target in CUSTOM_OPS else f'"{target._schema.name}"'
-    )
+    name = f'"{target._schema.name}"'
+    if target in CUSTOM_OPS:
+        name = CUSTOM_OPS[target].function.__name__
     return f"; if its work can be divided, register_sharding({name}, ...) says how"

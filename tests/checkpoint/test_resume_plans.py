@@ -16,7 +16,7 @@ from quiet import QUIET
 from torch.utils.data import DataLoader
 
 from alpa_strategy import AlpaStrategy, ClusterSpec
-from alpa_strategy.cluster.spec import CommTable
+from alpa_strategy.cluster.logical_mesh import CommTable
 from alpa_strategy.lightning import run_plans
 
 SIZES = (1 << 10, 1 << 30)

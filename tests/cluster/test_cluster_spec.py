@@ -13,14 +13,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_strategy.cluster.spec import (
-    ClusterSpec,
+from alpa_strategy.cluster.devices import Link
+from alpa_strategy.cluster.logical_mesh import (
     CommTable,
-    Link,
     MeshAxis,
     interpolate_seconds,
     without_outliers,
 )
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cluster.topology import Topology
 from alpa_strategy.errors import ClusterError
 from alpa_strategy.files import CLUSTERS, shipped_folder, shipped_names

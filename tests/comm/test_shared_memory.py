@@ -173,7 +173,7 @@ def agrees() -> tuple[list[int], list[bool], bool]:
         assert any_rank([rank == 1])[0]
     largest = all_reduce_max([rank, -rank, 7, 2**62 + rank])
     flags = any_rank([rank == 0, rank == 1, False])
-    group = collectives._agreement_group(None)
+    group = collectives._consensus_group(None)
     return largest, flags, isinstance(group, SharedMemoryGroup)
 
 
@@ -186,11 +186,11 @@ def test_hosts_agree_through_shared_memory(pool, ranks):
 def agrees_after_a_failure() -> list[int]:
     """Rank 0 begins to agree on something and gives up: the next training's ranks agree again."""
     any_rank([False])
-    group = collectives._agreement_group(None)
+    group = collectives._consensus_group(None)
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1, dtype=torch.int64), group=group, async_op=True)
     check_groups()
-    assert collectives._agreement_group(None) is not group
+    assert collectives._consensus_group(None) is not group
     return all_reduce_max([dist.get_rank()])
 
 

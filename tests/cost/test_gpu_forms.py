@@ -11,8 +11,10 @@ import pytest
 import torch
 from cost_op_calls import call, tensor
 
-from alpa_strategy.cluster.spec import ClusterSpec, Link
-from alpa_strategy.cost.model import FUSED, RooflineCosts, tile_share
+from alpa_strategy.cluster.devices import Link
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.model import RooflineCosts
+from alpa_strategy.cost.roofline import FUSED, tile_share
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.planner import make_plan

@@ -13,9 +13,9 @@ from alpa_strategy.cost.host import (
     with_host,
 )
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Predicted
 from alpa_strategy.lightning.loop_clock import WATCHED_STEPS, LoopClock
-from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 
 CPU_DEVICE = NOMINAL.device

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_strategy.capture.ops import batch_norm_train, cross_entropy_sum
-from alpa_strategy.cluster.spec import ClusterSpec, DeviceSpec
+from alpa_strategy.cluster.devices import DeviceSpec
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.flops import op_flops
 from alpa_strategy.cost.measured import OpTable
-from alpa_strategy.cost.model import RooflineCosts, peak_flops
+from alpa_strategy.cost.model import RooflineCosts
+from alpa_strategy.cost.roofline import peak_flops
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 
 aten = torch.ops.aten
 DEVICE = DeviceSpec("toy", 10**9, 1e9, (("float32", 1e12), ("float16", 8e12)), 0.0, 0.5)

@@ -10,8 +10,9 @@ from cost_op_calls import call_of, tensor
 from torch.utils._pytree import tree_leaves
 
 from alpa_strategy.capture.ops import batch_norm_train, cross_entropy_sum
-from alpa_strategy.cluster.spec import DeviceSpec
-from alpa_strategy.cost.model import RooflineCosts, Saved
+from alpa_strategy.cluster.devices import DeviceSpec
+from alpa_strategy.cost.model import RooflineCosts
+from alpa_strategy.cost.saved_tensors import Saved
 
 aten = torch.ops.aten
 CPU = DeviceSpec("cpu toy", 10**9, 1e9, (("float32", 1e12),), 0.0)

@@ -25,7 +25,8 @@ from alpa_strategy.inter_op.bound import step_bound
 from alpa_strategy.inter_op.stage_costs import LayerRangeCosts
 from alpa_strategy.inter_op.stage_solve import StageSolver, _without_the_largest
 from alpa_strategy.inter_op.subgraph import cluster_layers
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.one_stage import whole_batch, whole_step_request
 from alpa_strategy.planner.pipeline_search import PipelineSearch, plan_pipeline
 from alpa_strategy.planner.task import PlanTask

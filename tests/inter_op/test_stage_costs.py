@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.cluster.spec import ClusterSpec, Link
+from alpa_strategy.cluster.devices import Link
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.flops import op_base_name
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import PlanError
@@ -34,9 +35,10 @@ from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import solve
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight, why_not

@@ -22,8 +22,9 @@ from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solver.solve import solve
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 

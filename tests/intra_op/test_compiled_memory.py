@@ -14,7 +14,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.intra_op.build import OptionTables, build
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 
 CLUSTER = ClusterSpec.load("dgx_h100", {"num_nodes": 1, "devices_per_node": 1})
 

@@ -13,8 +13,9 @@ import torch
 from intra_op.test_known_optima import cluster_of
 
 from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.one_stage import plan_one_stage
 from alpa_strategy.planner.task import PlanTask
 

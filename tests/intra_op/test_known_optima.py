@@ -16,13 +16,16 @@ from models import GPT
 from torch import nn
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.cluster.spec import ClusterSpec, CommTable, DeviceSpec, Link
+from alpa_strategy.cluster.devices import DeviceSpec, Link
+from alpa_strategy.cluster.logical_mesh import CommTable
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solver.solve import solve
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import modes_text
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.one_stage import plan_one_stage
 from alpa_strategy.planner.task import PlanTask
 

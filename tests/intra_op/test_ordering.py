@@ -27,7 +27,8 @@ from alpa_strategy.intra_op.solver.elimination import (
     network_of,
     plan_order,
 )
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
+from alpa_strategy.options import PlanOptions
 
 
 def test_order_and_sizes_of_a_known_graph():

@@ -19,10 +19,10 @@ from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lower.codegen import lower
 from alpa_strategy.lower.overlapped_matmul import MatmulSpec
-from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.planner.plan_check import check_plan
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.task import PlanTask

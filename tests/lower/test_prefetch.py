@@ -24,9 +24,9 @@ from alpa_strategy.intra_op.decode import _forward_seconds, _gatherings, begun, 
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.lower.codegen import lower, prefetchable
-from alpa_strategy.lower.lines import Line, begun_ahead
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.lower.lines import Line, launch_early
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.task import PlanTask
 
@@ -108,7 +108,7 @@ def test_lines_move_with_what_they_need():
     ]
     start = Line("coming_v3_0 = r.start(v3)", ("coming_v3_0",), ("v3",))
     wait = Line("v3_0 = r(v3, coming_v3_0)", ("v3_0",), ("v3", "coming_v3_0"))
-    assert begun_ahead(lines) == [lines[0], lines[2], start, lines[1], lines[3], wait, lines[5]]
+    assert launch_early(lines) == [lines[0], lines[2], start, lines[1], lines[3], wait, lines[5]]
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(0, 120))
@@ -134,9 +134,9 @@ def test_a_gathering_begins_with_the_casts_it_needs():
         Line("v6 = f(v4_0, v5)", ("v6",), ("v4_0", "v5")),
         Line("return (v6, )", (), ("v6",)),
     ]
-    assert begun_ahead(lines, 7)[2].code == "v3_0 = reshard_v3_0(v3, coming_v3_0)"
-    assert begun_ahead(lines, 7)[4:6] == [lines[3], begun_ahead(lines, 8)[3]]
-    assert [line.code for line in begun_ahead(lines, 8)] == [
+    assert launch_early(lines, 7)[2].code == "v3_0 = reshard_v3_0(v3, coming_v3_0)"
+    assert launch_early(lines, 7)[4:6] == [lines[3], launch_early(lines, 8)[3]]
+    assert [line.code for line in launch_early(lines, 8)] == [
         "v3 = cast(v1)",
         "coming_v3_0 = reshard_v3_0.start(v3)",
         "v4 = cast(v2)",
@@ -147,7 +147,7 @@ def test_a_gathering_begins_with_the_casts_it_needs():
         "v6 = f(v4_0, v5)",
         "return (v6, )",
     ]
-    assert begun_ahead(lines, 0) == lines
+    assert launch_early(lines, 0) == lines
 
 
 def zero3(bandwidth: float) -> IntraOp:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from alpa_strategy.errors import AlpaError
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.planner.optimizer_info import (
     inspect_optimizer,
     optimizer_info_of,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from alpa_strategy.cluster.spec import NOMINAL
-from alpa_strategy.options import OptimizerInfo
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.planner.planner import make_plan
 
 

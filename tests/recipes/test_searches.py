@@ -14,15 +14,17 @@ from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cli import main
-from alpa_strategy.cluster.spec import ClusterSpec, Link
+from alpa_strategy.cluster.devices import Link
+from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.bound import step_bound
 from alpa_strategy.inter_op.candidates import TOLERANCE, solve_schedules
 from alpa_strategy.inter_op.pins import submeshes
 from alpa_strategy.inter_op.stage_costs import StageCostTask, stage_costs
 from alpa_strategy.inter_op.subgraph import cluster_layers
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.plan_check import check_plan
 from alpa_strategy.planner.task import PlanTask

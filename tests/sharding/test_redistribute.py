@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_strategy.cluster.spec import LogicalMesh
+from alpa_strategy.cluster.logical_mesh import LogicalMesh
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, dual_layout, shard
 from alpa_strategy.sharding.redistribute import reshard_steps, reshard_table

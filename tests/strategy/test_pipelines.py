@@ -16,7 +16,8 @@ from strategy.test_training import assert_same as same_training
 from worker_pool import WorkerError
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.planner import make_plan
 
 KINDS = {"Validated": Validated, "Measured": Measured, "Phased": Phased}

@@ -1,0 +1,49 @@
+"""OptimizerInfo: the properties of an optimizer that plans and costs depend on."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class OptimizerInfo:
+    """An optimizer as planning knows it. The default is Adam on float32."""
+
+    # bytes of optimizer state per parameter element, in the dtype of the optimizer's state (Adam on
+    # float32: 8, on bfloat16: 4)
+    state_bytes: float = 8.0
+    # whether its update of a shard is the shard of its update
+    element_wise: bool = True
+    # class name, for messages
+    name: str = "Adam"
+    # whether it updates every parameter by that parameter's gradient alone: a stage of a pipeline
+    # has only some of the parameters
+    parameter_wise: bool = True
+    # bytes of a gradient's element where it is reduced and accumulated; None: the parameter's
+    gradient_itemsize: int | None = None
+    # bytes that a step reads and writes per element; None: parameter, gradient and state once, as
+    # fused kernels do
+    moved_bytes: float | None = None
+    # temporary bytes per byte of gradient in a step of all parameters at once (`foreach` on GPUs)
+    scratch: float = 0.0
+    # seconds of its Python in a step, without the bytes that it moves; 0 if they were not measured.
+    # No plan depends on it, so no key may: keys hash the text (repr).
+    step_seconds: float = field(default=0.0, compare=False, repr=False)
+    # seconds of its Python for each parameter in a step, as `step_seconds`
+    parameter_seconds: float = field(default=0.0, compare=False, repr=False)
+
+    def update_bytes(self, itemsize: int) -> float:
+        """Return the bytes that a step reads and writes per parameter element.
+
+        Args:
+            itemsize: bytes of the element.
+        """
+        if self.moved_bytes is not None:
+            return self.moved_bytes
+        return 3 * itemsize + 2 * self.state_bytes
+
+    def gradient_scale(self, itemsize: int) -> float:
+        """Return the bytes of a gradient per byte of its parameter.
+
+        Args:
+            itemsize: bytes of the parameter's element.
+        """
+        return 1.0 if self.gradient_itemsize is None else self.gradient_itemsize / itemsize

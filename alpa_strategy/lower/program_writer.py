@@ -1,0 +1,589 @@
+"""ProgramWriter: a StepGraph and its StagePlan as the text of one device's program.
+
+Each op becomes a line that calls it on local tensors. Reshardings stand before the first op that
+reads their result. What cannot be written as a literal is bound to a name in the program's
+namespace.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alpa_strategy.comm.mesh import MeshComm
+from alpa_strategy.comm.random import ShardedRandom
+from alpa_strategy.comm.reshard import Reshard
+from alpa_strategy.comm.saved_tensor_hooks import active_regather
+from alpa_strategy.cost.flops import product_kind
+from alpa_strategy.intra_op.build import batch_layout
+from alpa_strategy.intra_op.options import is_gather, local_bytes
+from alpa_strategy.intra_op.overlap import Product, product_of
+from alpa_strategy.intra_op.per_step import casts_of_parameters
+from alpa_strategy.ir.graph import Op, StepGraph
+from alpa_strategy.ir.guards import SymbolicScalar, at_counters, is_symbolic
+from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots, with_slots
+from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
+from alpa_strategy.ir.plan import StagePlan
+from alpa_strategy.lower.lines import (
+    Line,
+    before_first_use,
+    drop_dead,
+    function_of,
+    launch_early,
+    unpacked,
+)
+from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
+from alpa_strategy.lower.lowered_step import LoweredStep, per_step_name
+from alpa_strategy.lower.overlapped_matmul import MatmulSpec, OverlappedMatmul
+from alpa_strategy.lower.segments import Compiler, is_compilable
+from alpa_strategy.sharding.strategies import localize
+
+LITERALS = (bool, int, float, str, type(None))
+INFINITIES = (float("inf"), float("-inf"))
+
+
+@dataclass
+class ProgramWriter:
+    """Writes the program line by line, and binds what the lines refer to."""
+
+    step: StepGraph
+    stage: StagePlan
+    mesh: MeshComm
+    device: torch.device
+    random: ShardedRandom
+    # layouts of values that other programs of the stage have computed
+    made_before: Mapping[int, DualLayout] = field(default_factory=dict)
+    # values that are computed once per step, and taken as parameters
+    per_step_values: Collection[int] = ()
+    # values whose resharding is launched before the forward
+    prefetched: Collection[int] = ()
+    compiler: Compiler | None = None
+    overlaps: bool = False
+
+    def __post_init__(self) -> None:
+        step = self.step
+        stage = self.stage
+        # path of the submodule whose op is being written
+        self.module = ""
+        # names of the ops that are written
+        self.done: set[str] = set()
+        self.lines: list[Line] = []
+        self.namespace: dict[str, Any] = {}
+        # value -> layout in which it is computed
+        self.layouts: dict[int, DualLayout] = {}
+        # (value, target layout) -> variable
+        self.copies: dict[tuple[int, DualLayout], str] = {}
+        # values that later recompute segments read
+        self.made: tuple[int, ...] = ()
+
+        sums_in_fp32 = any(plan.sums_in_fp32 for plan in stage.parameter_plans.values())
+        # Casts of parameters are done by their reshardings, so that gradients are summed before
+        # they are rounded. For other readers the casts are written as ops.
+        casts = casts_of_parameters(step)
+        self.casts = casts if sums_in_fp32 else {}
+        self.plain_casts: list[Line] = []
+        parameters = {parameter.value for parameter in step.parameters}
+        self.parameters = {*parameters, *casts, *self.per_step_values}
+        self.summed_in_fp32 = self.parameters if sums_in_fp32 else set[int]()
+
+        num_axes = len(self.mesh.shape)
+        for parameter in step.parameters:
+            plan = stage.parameter_plans[parameter.name]
+            self.layouts[parameter.value] = plan.step_layout(parameter.meta.requires_grad)
+        for leaf in step.batch:
+            self.layouts[leaf.value] = batch_layout(step, leaf.batch_dim, num_axes)
+        for constant_input in step.constant_inputs:
+            self.layouts[constant_input.value] = (INVARIANT,) * num_axes
+        self.layouts.update(self.made_before)
+        for value in step.received:
+            if value in stage.received:
+                self.layouts[value] = stage.received[value]
+        for constant in step.constants:
+            self.namespace[f"v{constant.value}"] = constant.tensor.to(self.device)
+
+    # --- One op.
+
+    def op(self, op: Op) -> None:
+        """Write an op: its operands in the layouts that its strategy takes, then its call."""
+        if op.name in self.done:
+            return
+        self.module = op.module
+        if self.overlaps and self.overlap_with_allreduce(op):
+            return
+        self.done.add(op.name)
+
+        operands = []
+        for position, value in enumerate(op.operands):
+            operands.append(self.resharded(value, self.operand_layout(op, position)))
+        for position, value in enumerate(op.results):
+            self.layouts[value] = self.result_layout(op, position)
+
+        strategies = self.stage.strategies[op.name]
+        local = localize(op.call, strategies, self.mesh.shape, self.mesh.coordinate)
+        if self.compiler is not None and _is_image_convolution(op.call):
+            operands[0] = self.channels_last(op, local, operands[0])
+        compilable_call: OpCall | None
+        is_split_batch_norm = (
+            local.implementation == "batch_norm_sync"
+            and self.compiler is not None
+            and not is_symbolic(op.call)
+        )
+        if is_split_batch_norm:
+            compilable_call = self.split_batch_norm(op, local, operands)
+            code = self.call_text(
+                f"f_{op.name}", compilable_call.target, op, compilable_call, operands
+            )
+        else:
+            code, compilable_call = self.call(op, local, strategies, operands)
+
+        results = tuple(f"v{value}" for value in op.results)
+        targets = ", ".join(results)
+        if op.call.returns_tuple and len(results) == 1:
+            targets += ","
+        line = Line(
+            f"{targets} = {code}",
+            results,
+            tuple(operands),
+            op.source or op.module,
+            op.module,
+            compilable_call,
+        )
+        is_cast = bool(self.casts.keys() & op.results)
+        lines = self.plain_casts if is_cast else self.lines
+        lines.append(line)
+
+    def operand_layout(self, op: Op, position: int) -> DualLayout:
+        """Return the layout in which an op takes an operand."""
+        return tuple(strategy.inputs[position] for strategy in self.stage.strategies[op.name])
+
+    def result_layout(self, op: Op, position: int) -> DualLayout:
+        """Return the layout in which an op computes a result."""
+        return tuple(strategy.outputs[position] for strategy in self.stage.strategies[op.name])
+
+    def call(
+        self, op: Op, local: LocalCall, strategies: tuple[AxisStrategy, ...], operands: list[str]
+    ) -> tuple[str, OpCall | None]:
+        """Write the expression that calls the op on local operands.
+
+        Returns:
+            (the expression, the call itself if it may be compiled, else None).
+        """
+        function = f"f_{op.name}"
+        if local.implementation is not None and is_symbolic(op.call):
+            self.namespace[function] = self._call_at_counters(op, local, strategies)
+            return f"{function}(counters, {', '.join(operands)})", None
+        if local.implementation is not None:
+            self.namespace[function] = build_local_op(op.call, strategies, local, self.mesh)
+            return f"{function}({', '.join(operands)})", None
+
+        call = local.call.on(self.device)
+        target = call.target
+        is_saved = op.name not in self.stage.recomputed_ops
+        if not is_saved:
+            target = _without_saving(target, op.name in self.stage.stored)
+        if local.random_axes is not None:
+            target = functools.partial(self.random.run, local.random_axes, target)
+        code = self.call_text(function, target, op, call, operands)
+        if local.random_axes is not None or not is_saved:
+            return code, None
+        if is_symbolic(op.call) or not is_compilable(call):
+            return code, None
+        return code, call
+
+    def _call_at_counters(
+        self, op: Op, local: LocalCall, strategies: tuple[AxisStrategy, ...]
+    ) -> Callable[..., Any]:
+        """A function of counters and operands; the op's arguments depend on the counters."""
+        mesh = self.mesh
+
+        def run(counters: Mapping[str, int], *operands: Tensor) -> Any:
+            call_now = at_counters(op.call, counters)
+            local_now = replace(local, call=at_counters(local.call, counters))
+            return build_local_op(call_now, strategies, local_now, mesh)(*operands)
+
+        return run
+
+    def call_text(
+        self, function: str, target: Callable[..., Any], op: Op, call: OpCall, operands: list[str]
+    ) -> str:
+        """Write a call of `target`, under the name `function`, with the call's arguments."""
+        self.namespace[function] = target
+        arguments = [self.argument(op, arg, operands) for arg in call.args]
+        for name, value in call.kwargs:
+            arguments.append(f"{name}={self.argument(op, value, operands)}")
+        return f"{function}({', '.join(arguments)})"
+
+    def argument(self, op: Op, arg: Any, operands: list[str]) -> str:
+        """Write an argument as source text; what has no literal form is bound to a name."""
+        if isinstance(arg, Slot):
+            return operands[arg.index]
+        if isinstance(arg, tuple):
+            items = [self.argument(op, item, operands) for item in arg]
+            return f"[{', '.join(items)}]"
+        # By its class it is a number, too: its value in the captured step.
+        is_computed = isinstance(arg, SymbolicScalar)
+        if not is_computed and _is_literal(arg):
+            return repr(arg)
+        name = f"c{len(self.namespace)}"
+        if is_computed:
+            self.namespace[name] = arg.made.value
+            return f"{name}(counters)"
+        self.namespace[name] = arg
+        return name
+
+    def channels_last(self, op: Op, local: LocalCall, image: str) -> str:
+        """Write a convolution's images [samples, channels, height, width] as channels last.
+
+        Kernels are faster with them, and values computed from them keep the memory format, as
+        segments keep eager PyTorch's strides.
+
+        Returns:
+            The variable of the result.
+        """
+        name = f"image_{op.name}"
+        meta = local.call.operands[0]
+        kwargs = (("memory_format", torch.channels_last),)
+        call = OpCall(torch.ops.aten.contiguous.default, (Slot(0),), kwargs, (meta,), (meta,))
+        code = f"{name} = {self.call_text(f'inner_{op.name}', call.target, op, call, [image])}"
+        self.lines.append(Line(code, (name,), (image,), op.source or op.module, op.module, call))
+        return name
+
+    def split_batch_norm(self, op: Op, local: LocalCall, operands: list[str]) -> OpCall:
+        """Write a batch norm up to the exchange of its sums between devices, and the exchange.
+
+        So the ops before and after the exchange are compiled with their neighbours.
+
+        Args:
+            operands: variables; replaced by those that the rest reads.
+
+        Returns:
+            The call that computes the op's results from `operands`.
+        """
+        before, exchange, after = batch_norm_in_parts(op.call, local, self.mesh)
+        x = f"x_{op.name}"
+        part = f"part_{op.name}"
+        carrier = f"carrier_{op.name}"
+        shared = f"shared_{op.name}"
+        position = before.args[0].index
+        note = op.source or op.module
+
+        before_call = self.call_text(f"before_{op.name}", before.target, op, before, operands)
+        self.namespace[f"exchange_{op.name}"] = exchange
+        before_line = Line(
+            f"{x}, {part}, {carrier} = {before_call}",
+            (x, part, carrier),
+            (operands[position],),
+            note,
+            op.module,
+            before,
+        )
+        exchange_line = Line(
+            f"{shared} = exchange_{op.name}({part})", (shared,), (part,), note, op.module
+        )
+        self.lines += [before_line, exchange_line]
+
+        operands[position] = x
+        operands += [shared, carrier]
+        return after
+
+    # --- Matmuls that are overlapped with a sum over devices.
+
+    def overlap_with_allreduce(self, op: Op) -> bool:
+        """Write a matmul that is overlapped with the sum of its input's gradients or of its result.
+
+        All matmuls that read the input so are written with it.
+
+        Returns:
+            Whether `op` was written; False if there is no such sum.
+        """
+        product = self.product(op)
+        if product is None:
+            return False
+        value = op.operands[product.rows]
+        layout = self.operand_layout(op, product.rows)
+        into = Reshard(self.layouts[value], layout, self.step.values[value].shape, self.mesh)
+        # Gradients of all ops that read the input in this layout are summed at once.
+        readers = []
+        for index, position in self.step.consumers[value]:
+            reader = self.step.ops[index]
+            if self.operand_layout(reader, position) == layout:
+                readers.append(reader)
+        # An op may read it twice.
+        readers = list(dict.fromkeys(readers))
+        is_summed = self.step.values[value].requires_grad and len(into.gradient_sums) == 1
+        if is_summed and self.are_products_of(value, readers):
+            self.products(readers, into)
+        elif self.chunked_sum(op) is not None:
+            self.products([op], None)
+        return op.name in self.done
+
+    def are_products_of(self, value: int, ops: Sequence[Op]) -> bool:
+        """Whether `ops` are matmuls of `value` that can be written now.
+
+        None of them is written. Their other operands are, or are computed from parameters alone.
+        """
+        for op in ops:
+            if op.name in self.done:
+                return False
+            product = self.product(op)
+            if product is None or op.operands[product.rows] != value:
+                return False
+            if op.operands.count(value) > 1:
+                return False
+            for other in op.operands:
+                if other == value or other in self.layouts:
+                    continue
+                maker = self.step.ops[self.step.makers[other]]
+                if not self.parameters.issuperset(maker.operands):
+                    return False
+        return True
+
+    def products(self, ops: Sequence[Op], into: Reshard | None) -> None:
+        """Write the line of matmuls of one input; see `OverlappedMatmul`.
+
+        Args:
+            into: the resharding of their input, if that is part of the line.
+        """
+        input_name = ""
+        operands: list[str] = []
+        results: list[str] = []
+        specs: list[MatmulSpec] = []
+        for op in ops:
+            product = product_of(op.call)
+            assert product is not None
+            chunks = self.chunked_sum(op)
+            operands += self._weight_and_bias(op, product)
+            (result,) = op.results
+            value = op.operands[product.rows]
+            input_name = f"v{value}"
+            if into is None:
+                input_name = self.resharded(value, self.operand_layout(op, product.rows))
+            self.done.add(op.name)
+            self.layouts[result] = self.result_layout(op, 0)
+            adds_bias = self._adds_bias(op)
+            if chunks is None:
+                specs.append(MatmulSpec(product, adds_bias))
+                results.append(f"v{result}")
+            else:
+                summed, dim, num_chunks = chunks
+                specs.append(MatmulSpec(product, adds_bias, summed, dim, num_chunks))
+                results.append(f"v{result}_0")
+                self.copies[result, summed.dst] = results[-1]
+
+        first = ops[0]
+        self.module = first.module
+        name = f"products_{first.name}"
+        self.namespace[name] = functools.partial(OverlappedMatmul.apply, into, specs)
+        code = f"{', '.join(results)}, = {name}({', '.join([input_name, *operands])})"
+        reads = (input_name, *(operand for operand in operands if operand != "None"))
+        self.lines.append(
+            Line(code, tuple(results), reads, first.source or first.module, first.module)
+        )
+
+    def _weight_and_bias(self, op: Op, product: Product) -> Iterator[str]:
+        """Variables of a matmul's weight and bias; `None` for a bias that it does not have."""
+        for position in (product.weight, product.bias):
+            if position is None:
+                yield "None"
+                continue
+            value = op.operands[position]
+            if value not in self.layouts:
+                # A cast of a parameter that comes later in the graph.
+                self.op(self.step.ops[self.step.makers[value]])
+            yield self.resharded(value, self.operand_layout(op, position))
+
+    def _adds_bias(self, op: Op) -> bool:
+        """Whether this device adds the bias: of results that are summed, only the first does."""
+        for axis, strategy in enumerate(self.stage.strategies[op.name]):
+            if strategy.implementation is not None and self.mesh.coordinate[axis] != 0:
+                return False
+        return True
+
+    def product(self, op: Op) -> Product | None:
+        """Return the matmul that the device computes for an op; None if it is something else."""
+        if is_symbolic(op.call) or op.name in self.stage.recomputed_ops:
+            return None
+        for strategy in self.stage.strategies[op.name]:
+            if strategy.implementation not in (None, "bias_on_first"):
+                return None
+        return product_of(op.call)
+
+    def chunked_sum(self, op: Op) -> tuple[Reshard, int, int] | None:
+        """Return how a matmul's result is summed chunk by chunk: (sum, dim, number of chunks).
+
+        None unless the plan requires it, and the result is read in one layout alone.
+        """
+        num_chunks = self.stage.num_chunks.get(op.name, 1)
+        value = op.results[0]
+        meta = op.call.results[0]
+        targets = set()
+        for index, position in self.step.consumers.get(value, ()):
+            targets.add(self.operand_layout(self.step.ops[index], position))
+        leaves = value in {*self.step.escaping, *self.step.sent, *self.made}
+        if num_chunks == 1 or leaves or len(targets) != 1:
+            return None
+        product = self.product(op)
+        if product is None:
+            return None
+        is_in_segments = len(meta.shape) != len(op.call.operands[product.rows].shape)
+        if is_in_segments:
+            return None
+
+        source = self.result_layout(op, 0)
+        reshard = Reshard(source, targets.pop(), meta.shape, self.mesh)
+        if len(reshard.value_sums) != 1:
+            return None
+        sizes = value_layout(source).local_shape(meta.shape, self.mesh.shape, self.mesh.coordinate)
+        # Any dim but the last, and the one that is sharded by the sum.
+        dims = []
+        for dim in range(len(sizes) - 1):
+            if dim != reshard.value_sums[0].dim and sizes[dim] > 1:
+                dims.append(dim)
+        if not dims:
+            return None
+        largest = max(dims, key=sizes.__getitem__)
+        return reshard, largest, min(num_chunks, sizes[largest])
+
+    # --- Values in other layouts, and the program.
+
+    def resharded(self, value: int, target: DualLayout) -> str:
+        """Return the variable of `value` in `target`; it is resharded once for all consumers."""
+        source = self.layouts[value]
+        meta = self.step.values[value]
+        has_same_value = value_layout(source) == value_layout(target)
+        if source == target or (not meta.requires_grad and has_same_value):
+            return f"v{value}"
+        key = (value, target)
+        if key not in self.copies:
+            self.copies[key] = self._write_resharding(value, source, target)
+        return self.copies[key]
+
+    def _write_resharding(self, value: int, source: DualLayout, target: DualLayout) -> str:
+        """Write the line of a resharding, unless it does nothing; return the variable of its result."""
+        meta = self.step.values[value]
+        variable = f"v{value}"
+        cast = None
+        if value in self.casts and self.layouts[self.casts[value]] == source:
+            # The resharding reads the parameter, and casts it.
+            variable = f"v{self.casts[value]}"
+            cast = meta.dtype
+
+        num_copies = sum(known == value for known, _ in self.copies)
+        name = f"v{value}_{num_copies}"
+        function = f"reshard_{name}"
+        sums_in_fp32 = value in self.summed_in_fp32
+        reshard = Reshard(source, target, meta.shape, self.mesh, sums_in_fp32, cast)
+        if reshard.is_idle:
+            return variable
+        self.namespace[function] = reshard
+        gathered_bytes = 0
+        if value in self.parameters and is_gather(source, target):
+            gathered_bytes = local_bytes(meta, target, self.mesh.shape)
+        self.lines.append(
+            Line(
+                f"{name} = {function}({variable})",
+                (name,),
+                (variable,),
+                f"[{dual_layout_to_str(source)}] -> [{dual_layout_to_str(target)}]",
+                self.module,
+                is_resharding=True,
+                gathers=gathered_bytes,
+                is_early=value in self.prefetched,
+            )
+        )
+        return name
+
+    def program(self, made: tuple[int, ...] = ()) -> LoweredStep:
+        """Write all ops, and compile the program to a function.
+
+        Args:
+            made: values that are returned as well, in the layouts in which they are computed.
+        """
+        self.made = made
+        for op in self.step.ops:
+            self.op(op)
+        self.module = ""
+        self._write_return()
+
+        parameters = {parameter.value: parameter.name for parameter in self.step.parameters}
+        for value in sorted(self.per_step_values):
+            parameters[value] = per_step_name(value)
+        inputs = [
+            *unpacked("buffers", {buffer.value: buffer.name for buffer in self.step.buffers}),
+            *unpacked("batch", {leaf.value: i for i, leaf in enumerate(self.step.batch)}),
+            *unpacked("received", {value: i for i, value in enumerate(self.step.received)}),
+        ]
+        body = launch_early([*inputs, *before_first_use(self.plain_casts, self.lines)])
+        if self.compiler is not None:
+            parameter_variables = {f"v{value}" for value in parameters}
+            body = self.compiler.compiled(body, self.namespace, parameter_variables)
+        body = launch_early(body, self.stage.ahead_bytes)
+        # Parameters may still be in flight: each is read just before its first use.
+        body = before_first_use(unpacked("parameters", parameters), body)
+        body = drop_dead(body)
+
+        head = "def step(parameters, buffers, batch, received, counters):"
+        source = "\n    ".join([head, *map(str, body)]) + "\n"
+        return LoweredStep(
+            source,
+            function_of(source, "step", self.namespace),
+            tuple(parameters.values()),
+            self.step.escaping,
+            self.step.sent,
+            made,
+        )
+
+    def _write_return(self) -> None:
+        """Write the return of all results in their layouts."""
+        unsharded = (INVARIANT,) * len(self.mesh.shape)
+        results = [self.resharded(value, unsharded) for value in self.step.escaping]
+        results += [self.resharded(value, self.stage.sent[value]) for value in self.step.sent]
+        results += [f"v{value}" for value in self.made]
+        # With a comma after each, so that one result is a tuple, too.
+        returned = "".join(f"{result}, " for result in results)
+        self.lines.append(Line(f"return ({returned})", (), tuple(results)))
+
+
+def _is_literal(arg: Any) -> bool:
+    """Whether Python reads `repr(arg)` as `arg`: not so for infinities and NaN."""
+    if not isinstance(arg, LITERALS):
+        return False
+    is_nan = arg != arg
+    return arg not in INFINITIES and not is_nan
+
+
+def _is_image_convolution(call: OpCall) -> bool:
+    return product_kind(call) == "convolution" and len(call.operands[0].shape) == 4
+
+
+def _without_saving(target: Callable[..., Tensor], is_stored: bool) -> Callable[..., Tensor]:
+    """`target`, whose result is not saved for the backward of other ops (`SavedTensorHooks`).
+
+    Args:
+        is_stored: whether the result is offloaded to host memory; else it is recomputed.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        result = target(*args, **kwargs)
+        hooks = active_regather()
+        if hooks is None or not result.requires_grad:
+            return result
+        if is_stored:
+            hooks.note_stored(result)
+            return result
+
+        operands: list[Tensor] = []
+        # References none of the operands.
+        arguments = with_slots((args, tuple(kwargs.items())), Tensor, operands)
+
+        def recompute(tensors: list[Tensor]) -> Tensor:
+            same_args, same_kwargs = map_slots(arguments, lambda slot: tensors[slot.index])
+            return target(*same_args, **dict(same_kwargs))
+
+        hooks.note_made(result, recompute, operands)
+        return result
+
+    return run
