@@ -31,7 +31,7 @@ from alpa_strategy.pipeline.executor import Pipeline, PipelineSpec, SharedParame
 from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.stage_program import Span, StageInputs, StageProgram, Values
 from alpa_strategy.pipeline.stage_worker import OwnStage
-from alpa_strategy.runtime.parameters import MeshParameters
+from alpa_strategy.runtime.mesh_parameters import MeshParameters
 from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import StageSpec
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from alpa_strategy.lower.codegen import LoweredStep, per_step_name
-from alpa_strategy.runtime.parameters import LazyTensors
+from alpa_strategy.runtime.mesh_parameters import LazyTensors
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.messages import Outbox, Receipt, Transfer
 from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.stage_program import StageInputs, StageProgram, StageRun, Values
-from alpa_strategy.runtime.parameters import MeshParameters
+from alpa_strategy.runtime.mesh_parameters import MeshParameters
 from alpa_strategy.schedules import Action, Orders
 from alpa_strategy.sharding.cross_mesh import Channel, StageSpec
 
