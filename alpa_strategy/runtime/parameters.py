@@ -409,7 +409,7 @@ class ParameterStore:
         assert first is not None
         return _start_gather_in_one(list(parts.values()), splits, first.mesh.axes[0], first.device)
 
-    def said_by_owners(self, own: Mapping[nn.Parameter, T]) -> dict[nn.Parameter, T]:
+    def collect_from_owners(self, own: Mapping[nn.Parameter, T]) -> dict[nn.Parameter, T]:
         """Return for each parameter the object of the stage that owns it, on every rank.
         Collective.
 
