@@ -101,11 +101,8 @@ def build_pipeline(
     spec = PipelineSpec(micro, specs, schedule, shared, places.cluster)
     if _splits_backward(schedule, stages, micro.num_microbatches):
         if places.compiler is not None:
-            warnings.warn(
-                f"alpa: compile: {schedule} splits the backward, which compiled programs cannot:"
-                " stages run uncompiled",
-                stacklevel=2,
-            )
+            reason = f"{schedule} splits the backward, which compiled programs cannot"
+            warnings.warn(f"alpa: compile: {reason}: stages run uncompiled", stacklevel=2)
         places = replace(places, compiler=None, overlaps=False)
 
     own: dict[int, OwnStage] = {}
