@@ -35,40 +35,40 @@ class HostLink:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         is_cuda = device.type == "cuda"
-        self._to_device = torch.cuda.Stream(device) if is_cuda else None
-        self._to_host = torch.cuda.Stream(device) if is_cuda else None
+        self._to_device_stream = torch.cuda.Stream(device) if is_cuda else None
+        self._to_host_stream = torch.cuda.Stream(device) if is_cuda else None
 
         # Tensors whose copies into host memory are in flight, with the events of the copies' ends.
         self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
-    def bring(self, tensor: Tensor) -> Pending:
+    def to_device(self, tensor: Tensor) -> Pending:
         """Start to copy a host tensor to the device. It must not change before `settle`."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        if self._to_device is None or self._to_host is None:
+        if self._to_device_stream is None or self._to_host_stream is None:
             copy.copy_(tensor)
             return Pending(lambda: copy, None)
 
         # The memory of `copy` belonged to work of the current stream until now.
-        self._to_device.wait_stream(torch.cuda.current_stream(self.device))
+        self._to_device_stream.wait_stream(torch.cuda.current_stream(self.device))
 
         # `tensor` itself may still be in flight to the host.
-        self._to_device.wait_stream(self._to_host)
-        with torch.cuda.stream(self._to_device):
+        self._to_device_stream.wait_stream(self._to_host_stream)
+        with torch.cuda.stream(self._to_device_stream):
             copy.copy_(tensor, non_blocking=True)
-            arrived = self._to_device.record_event()
+            arrived = self._to_device_stream.record_event()
         return Pending(lambda: copy, arrived)
 
-    def send(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         """Start to copy a device tensor into host memory. The result is valid after `settle`."""
         copy = _host_like(tensor)
-        if self._to_host is None:
+        if self._to_host_stream is None:
             return copy.copy_(tensor)
 
         current = torch.cuda.current_stream(self.device)
-        self._to_host.wait_stream(current)
-        with torch.cuda.stream(self._to_host):
+        self._to_host_stream.wait_stream(current)
+        with torch.cuda.stream(self._to_host_stream):
             copy.copy_(tensor, non_blocking=True)
-            self._leaving.append((tensor, self._to_host.record_event()))
+            self._leaving.append((tensor, self._to_host_stream.record_event()))
 
         # A tensor is kept alive until it is copied. The current stream waits for the copy before
         # the last one, so that no more than two of these tensors are in device memory.
@@ -79,7 +79,7 @@ class HostLink:
 
     def settle(self) -> None:
         """Wait until all copies are made."""
-        for stream in (self._to_device, self._to_host):
+        for stream in (self._to_device_stream, self._to_host_stream):
             if stream is not None:
                 stream.synchronize()
         self._leaving.clear()
@@ -100,7 +100,7 @@ class StoredTensors:
             the tensor that was stored before: the backward needs that one next.
         """
         self._link = self._link or HostLink(tensor.device)
-        stored = _Stored(self._link, self._link.send(tensor), self._last)
+        stored = _Stored(self._link, self._link.to_host(tensor), self._last)
         self._last = weakref.ref(stored)
         return stored.take
 
@@ -122,7 +122,7 @@ class _Stored:
     arriving: Pending | None = None
 
     def start(self) -> Pending:
-        self.arriving = self.arriving or self.link.bring(self.copy)
+        self.arriving = self.arriving or self.link.to_device(self.copy)
         return self.arriving
 
     def take(self) -> Tensor:

@@ -47,10 +47,10 @@ class HostParameters:
         # Name and gradient of this backward, copied to host memory.
         self._gradients: dict[nn.Parameter, tuple[str, Tensor]] = {}
 
-    def bring(self, sharded: ShardedParameter) -> Tensor:
+    def to_device(self, sharded: ShardedParameter) -> Tensor:
         """Return a copy of this rank's shard on the device, and prefetch the next parameter."""
         prefetched = self._arriving.pop(sharded, None)
-        arriving = prefetched or self.link.bring(sharded.parameter.detach())
+        arriving = prefetched or self.link.to_device(sharded.parameter.detach())
 
         earlier, last = self._last
         if last is not None:
@@ -60,16 +60,16 @@ class HostParameters:
         self._drop_arriving()
         following = self._next.get((last, sharded))
         if following is not None:
-            self._arriving[following] = self.link.bring(following.parameter.detach())
+            self._arriving[following] = self.link.to_device(following.parameter.detach())
         return arriving.wait()
 
     def fetch(self, sharded: ShardedParameter) -> Tensor:
         """Return a copy of this rank's shard on the device, whose backward gives the gradient."""
-        bring = partial(self.bring, sharded)
-        copy = _Fetched.apply(sharded.parameter, bring, partial(self._take, sharded))
+        to_device = partial(self.to_device, sharded)
+        copy = _Fetched.apply(sharded.parameter, to_device, partial(self._take, sharded))
         regather = active_regather()
         if regather is not None:
-            regather.know(sharded.parameter.detach(), lambda: Pending(bring), copy)
+            regather.know(sharded.parameter.detach(), lambda: Pending(to_device), copy)
         return copy
 
     def finish(self) -> None:
@@ -83,7 +83,7 @@ class HostParameters:
         parameter = sharded.parameter
         if parameter in self._gradients:
             self._accumulate()
-        self._gradients[parameter] = (sharded.name, self.link.send(grad))
+        self._gradients[parameter] = (sharded.name, self.link.to_host(grad))
         if self._look is not None:
             self._accumulate()
 
@@ -115,11 +115,11 @@ class _Fetched(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: Tensor, bring: Callable[[], Tensor], take: Callable[[Tensor], None]
+        ctx: Any, parameter: Tensor, to_device: Callable[[], Tensor], take: Callable[[Tensor], None]
     ) -> Tensor:
         ctx.take = take
         ctx.is_made_of_parameters = True
-        return bring()
+        return to_device()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:

@@ -168,7 +168,7 @@ class MeshParameters:
         with torch.no_grad():
             local = None
             if self._host is not None and sharded.link is not None:
-                local = self._host.bring(sharded)
+                local = self._host.to_device(sharded)
             leaf = sharded.begin_gathering(local).wait()
         sharded.gathering = None
 

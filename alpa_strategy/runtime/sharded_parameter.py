@@ -337,7 +337,7 @@ class ShardedParameter:
         """
         grad = grad.view_as(self.parameter).to(self.parameter.dtype)
         if self.link is not None:
-            grad = self.link.send(grad)
+            grad = self.link.to_host(grad)
             if self.complete is not None or self.parameter.grad is not None:
                 self.link.settle()
 
