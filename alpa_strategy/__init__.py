@@ -5,12 +5,13 @@ The import registers the strategy and nothing else: every process of a job pays 
 names are loaded at their first use, what a training needs with its first step.
 """
 
-import gc
 import importlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
+
+from alpa_strategy.loading import without_collections
 
 if TYPE_CHECKING:
     from alpa_strategy.capture.capture import capture_step
@@ -92,18 +93,11 @@ def __getattr__(name: str) -> Any:
 
 def _register() -> None:
     """Make `strategy="alpa"` known to Lightning, and checkpoint directories to its loading."""
-    # Importing makes many objects and hardly any garbage. With torch and Lightning loaded, the
-    # collection of all generations that this would bring takes longer than the import.
-    was_collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collections():
         strategy = importlib.import_module("alpa_strategy.strategy")
         checkpointing = importlib.import_module("alpa_strategy.lightning.checkpointing")
         cli_checkpoints = importlib.import_module("alpa_strategy.lightning.cli_checkpoints")
         other_entries = importlib.import_module("alpa_strategy.lightning.other_entries")
-    finally:
-        if was_collecting:
-            gc.enable()
     checkpointing.let_directories_load()
     cli_checkpoints.let_cli_read_directories()
     other_entries.name_the_cures()

@@ -75,8 +75,12 @@ def check_optimizers(optimizers: Iterable[Any]) -> None:
 
 
 def is_overridden(owner: Any, name: str, base: type) -> bool:
-    """Whether `owner` has a hook `name` that is not `base`'s."""
-    hook = getattr(owner, name, None)
+    """Whether `owner` has a hook `name` that is not `base`'s.
+
+    Asked at every step: no bound method is made.
+    """
+    own = owner.__dict__
+    hook = own[name] if name in own else getattr(type(owner), name, None)
     return hook is not None and getattr(hook, "__func__", hook) is not getattr(base, name, None)
 
 
@@ -109,6 +113,17 @@ def own_hooks(module: Any, names: Iterable[str]) -> list[tuple[Any, str]]:
         for name in names
         if is_overridden(owner, name, base)
     ]
+
+
+def has_own_hooks(module: Any, trainer: Any, names: Iterable[str]) -> bool:
+    """Whether `own_hooks` finds any: what a training asks at every step."""
+    for name in names:
+        if is_overridden(module, name, LightningModule):
+            return True
+        for callback in trainer.callbacks:
+            if is_overridden(callback, name, Callback):
+                return True
+    return False
 
 
 def names_in(hooks: Iterable[tuple[Any, str]]) -> frozenset[str]:

@@ -1,5 +1,7 @@
 """Planning inside a running job: every rank captures, rank 0 finds or makes the plan, all ranks get
 the same one.
+
+The planner itself is loaded where a plan is made: not by other ranks, nor for a stored plan.
 """
 
 import math
@@ -33,7 +35,6 @@ from alpa_strategy.errors import (
     RuntimeMismatchError,
     UnlikeStepsError,
 )
-from alpa_strategy.inter_op.pins import logical_shapes
 from alpa_strategy.ir.graph import Place, StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan, modes_text
@@ -44,14 +45,12 @@ from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.host_costs import add_host_seconds
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.rank_consistency import SAME_SHAPES, shapes_text
+from alpa_strategy.loading import without_collections
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.partial_results import Key, PartialResults
-from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.plan_store import PlanStore
-from alpa_strategy.planner.planner import choose_plan
-from alpa_strategy.planner.replan import pinned_task, replan, replan_fingerprint
 from alpa_strategy.planner.task import PlanTask, check_fits
 from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LEAST_BYTES, PAGE_FAULTS
 from alpa_strategy.sharding.strategies import localize, op_strategies
@@ -235,10 +234,14 @@ def find_or_make_plan(
     task = PlanTask(step, cluster, job.options, optimizer)
     pinned: Mapping[str, ParameterPlan] | None = None
     if running is not None and not running.is_pipelined:
+        from alpa_strategy.planner.replan import pinned_task
+
         task, pinned = pinned_task(task, running)
 
     def follow(running: Plan) -> Plan:
         """See `replan`."""
+        from alpa_strategy.planner.replan import replan
+
         table = OpTable.load(job.folder / "costs" / "ops.json")  # as it is: nothing is timed
         costs = (
             RooflineCosts(cluster.device, table, job.options.compile) if cluster.measured else None
@@ -248,6 +251,8 @@ def find_or_make_plan(
 
     def work() -> Plan:
         if running is not None and running.is_pipelined:
+            from alpa_strategy.planner.replan import replan_fingerprint
+
             wanted = replan_fingerprint(task, running)
             return _of_resumed_run(wanted, step, job, task) or _stored(
                 wanted, step, job, partial(follow, running)
@@ -338,6 +343,8 @@ def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) 
     if not task.cluster.measured or task.options.costs is not None:
         return _chosen(task, job, pinned)
 
+    from alpa_strategy.inter_op.pins import logical_shapes
+
     with job.progress("time ops"):
         budget = FIRST_BUDGET if pinned is None else LATER_BUDGET
         shapes = logical_shapes(task.options, task.cluster)
@@ -356,6 +363,9 @@ def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None
     is not slower by
     more than page faults take where all of these are given back in the midst of a step; else it
     counts them."""
+    with without_collections():
+        from alpa_strategy.planner.planner import choose_plan
+
     plan, roomy = choose_plan(task, pinned), task.memory_limit / KEPT_BLOCKS
     planned = plan.predicted
     if job.device.type != "cpu" or planned.peak_bytes <= max(roomy, LEAST_BYTES):
@@ -425,6 +435,8 @@ def _measured_stage_costs(task: PlanTask, job: Job) -> RooflineCosts:
     """Costs with the shapes that micro-batches have in stages: on one device, or on the devices of
     a node.
     """
+    from alpa_strategy.planner.microbatch_search import microbatch_counts
+
     step, cluster, options = task.step, task.cluster, task.options
     likely = [
         n

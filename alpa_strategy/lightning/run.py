@@ -7,14 +7,13 @@ import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
@@ -27,7 +26,7 @@ from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.ir.plan import Predicted
 from alpa_strategy.lightning import step_effects
-from alpa_strategy.lightning.checks import own_hooks
+from alpa_strategy.lightning.checks import has_own_hooks
 from alpa_strategy.lightning.digests import ReplicatedInputCheck
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
@@ -38,7 +37,8 @@ from alpa_strategy.lightning.planning import (
     find_or_make_plan,
     job_cluster,
 )
-from alpa_strategy.lightning.rank_consistency import MAX_SHAPES, StepConsensus, shape_key
+from alpa_strategy.lightning.rank_consistency import MAX_SHAPES, StepConsensus
+from alpa_strategy.lightning.shape_key import keyed_leaves, shape_key
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 from alpa_strategy.microbatch.rules import MicrobatchPlacement
 from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
@@ -155,11 +155,12 @@ class Run(ShardedRun):
         """
         self.take_buffers()
         self._measure()
-        captured, counters = self._captured_step(batch, batch_idx)
+        key, leaves = keyed_leaves(batch)
+        captured, counters = self._captured_step(key, batch, batch_idx)
         captured.leaves.begin(batch)
         self._clear_gradients(batch_idx)
         with self.in_step():  # a pipeline's backward is in it
-            values = captured.program(batch, counters)
+            values = captured.program(leaves, counters)
         self._loop_clock.leave()
         self._placed.num_steps += 1
         captured.leaves.finish()  # long there: the forward has taken its time
@@ -168,7 +169,6 @@ class Run(ShardedRun):
         step_effects.write_buffers(self.module, step, values)
         for each in step.stored:  # a validation may have set another (`self.phase = "train"`)
             each.namespace[each.name] = each.value
-        leaves = pytree.tree_leaves(batch)
         with (
             self._job.log_context()
         ):  # the default dtype and autocast under which the user's step would have logged
@@ -179,12 +179,10 @@ class Run(ShardedRun):
         self.buffers_differ = self._job.replica is not None and self.syncs  # as DDP has it
         return step_effects.materialize_output(step.output, own, leaves, counters)
 
-    @contextmanager
     @override
-    def in_step(self) -> Iterator[None]:
+    def in_step(self) -> Any:
         self._loop_clock.enter()
-        with super().in_step():
-            yield
+        return super().in_step()
 
     @override
     def stepped(self) -> None:
@@ -195,7 +193,7 @@ class Run(ShardedRun):
     def finish_backward(self) -> None:
         if not self.plan.is_pipelined:  # gradients of a pipeline were complete before it
             self.store.finish_backward(
-                None if self._job.replica is not None else self.steps_by_bucket()
+                None if self._job.replica is not None else self.step_completed
             )
         if self._job.replica is not None and self.syncs:
             average(
@@ -205,18 +203,22 @@ class Run(ShardedRun):
                 self._job.limits.bucket_bytes,
             )
 
-    @contextmanager
     @override
-    def stepping(self) -> Iterator[None]:
-        with super().stepping(), fused(self._to_fuse):
+    def stepping(self) -> AbstractContextManager[None]:
+        stepping = super().stepping()
+        return self._fused_in(stepping) if self._to_fuse else stepping
+
+    @contextmanager
+    def _fused_in(self, stepping: AbstractContextManager[None]) -> Iterator[None]:
+        with stepping, fused(self._to_fuse):
             yield
 
     def _clear_gradients(self, batch_idx: int) -> None:
         """The Trainer clears the last gradients after the step: where nobody looks at them in
         between they go now, and
         need no memory beside its activations, or its own gradients."""
-        begins = batch_idx % self.module.trainer.accumulate_grad_batches == 0
-        if begins and not own_hooks(self.module, _SEE_GRADIENTS):
+        begins = batch_idx % self._trainer.accumulate_grad_batches == 0
+        if begins and not has_own_hooks(self.module, self._trainer, _SEE_GRADIENTS):
             for (
                 parameter
             ) in self.store.parameters:  # the module's own take half a millisecond to find
@@ -234,18 +236,23 @@ class Run(ShardedRun):
     def _counters(self, step: StepGraph, batch: Any, batch_idx: int) -> dict[str, Any]:
         """The values of the counters and of the numbers that change."""
         return {
-            **step_counters(self.module.trainer, batch_idx),
+            **step_counters(self._trainer, batch_idx),
             **numbers_now(step.numbers, self.module, batch),
         }
 
-    def _captured_step(self, batch: Any, batch_idx: int) -> tuple[CapturedStep, dict[str, Any]]:
+    def _captured_step(
+        self, key: Hashable, batch: Any, batch_idx: int
+    ) -> tuple[CapturedStep, dict[str, Any]]:
         """What runs this batch, and its counters; captured, planned and lowered now where nothing
         fits. Collective.
+
+        Args:
+            key: of the batch, `shape_key`.
 
         Raises:
             CaptureError: (on all ranks) there is no one step of all ranks, or too many come.
         """
-        key, may_differ = shape_key(batch), self._job.may_run_eagerly
+        may_differ = self._job.may_run_eagerly
         known = self._captured.get(key, [])
         index, counters, changed = self._fitting(known, batch, batch_idx)
         numbers = (
@@ -298,9 +305,8 @@ class Run(ShardedRun):
         one that would.
         """
         changed: str | None = None
-        for index, step in reversed(
-            [(index, captured.step) for index, captured in enumerate(steps)]
-        ):
+        for index in reversed(range(len(steps))):
+            step = steps[index].step
             other = changed_value(step.attributes)
             if other is None and not leaves_hold(step.leaves, batch):
                 other = "a value in the batch that is no tensor"

@@ -25,6 +25,7 @@ from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import DeferredInit, stays_sharded
 from alpa_strategy.lightning.evaluation_loop import EvaluationLoop
 from alpa_strategy.lightning.job import Job, device_limit
+from alpa_strategy.loading import without_collections
 
 if TYPE_CHECKING:
     from alpa_strategy.capture.submodules import Call
@@ -85,18 +86,19 @@ class Session:
     ) -> "ShardedRun":
         # Planning and the runtime are loaded with the first batch, not with the import of the
         # package.
-        from alpa_strategy.capture.python_state import requiring_grad
-        from alpa_strategy.lightning.eager_run import (
-            EagerRun,
-            check_may_run_as_written,
-            why_written,
-        )
-        from alpa_strategy.lightning.rank_consistency import toggled
-        from alpa_strategy.lightning.run import Run
-        from alpa_strategy.lightning.sharded_run import RunInputs
-        from alpa_strategy.lightning.submodule_run import SubmoduleRun
-        from alpa_strategy.runtime.host_memory import process_bytes
-        from alpa_strategy.runtime.sharded_parameter import are_held
+        with without_collections():
+            from alpa_strategy.capture.python_state import requiring_grad
+            from alpa_strategy.lightning.eager_run import (
+                EagerRun,
+                check_may_run_as_written,
+                why_written,
+            )
+            from alpa_strategy.lightning.rank_consistency import toggled
+            from alpa_strategy.lightning.run import Run
+            from alpa_strategy.lightning.sharded_run import RunInputs
+            from alpa_strategy.lightning.submodule_run import SubmoduleRun
+            from alpa_strategy.runtime.host_memory import process_bytes
+            from alpa_strategy.runtime.sharded_parameter import are_held
 
         job, resumed, named = (
             self._make_job(),

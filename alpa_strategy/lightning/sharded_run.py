@@ -7,8 +7,9 @@ as they are written.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
 from typing import Any
 
@@ -23,7 +24,7 @@ from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_grou
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.batch_rows import UPDATE_HOOKS
-from alpa_strategy.lightning.checks import own_hooks
+from alpa_strategy.lightning.checks import has_own_hooks
 from alpa_strategy.lightning.digests import GRADIENT, GradientCheck, ReplicaChecksum
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
 from alpa_strategy.lightning.full_parameters import (
@@ -151,11 +152,22 @@ class ShardedRun(ABC):
         if self._placed is not None:
             self._placed.load_state_dict(state)
 
-    def steps_by_bucket(self) -> StepByBucket | None:
-        """What steps the optimizer's parameters as soon as their gradients are complete, None where
-        somebody may look
-        at the gradients, or change them, before the step."""
-        trainer, plugin = self.module.trainer, self.module.trainer.precision_plugin
+    @cached_property
+    def _trainer(self) -> Any:
+        """The module's, whose property takes microseconds each time."""
+        return self.module.trainer
+
+    def step_completed(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let the optimizer step parameters whose gradients are complete, while others are not.
+
+        Nothing is done where somebody may look at the gradients, or change them, before the step.
+        """
+        stepper = self._stepper()
+        if stepper is not None:
+            stepper(parameters)
+
+    def _stepper(self) -> StepByBucket | None:
+        trainer, plugin = self._trainer, self._trainer.precision_plugin
         is_one = self.module.automatic_optimization and len(self.optimizers) == 1 and self.syncs
         looks = self._gradient_check, trainer.gradient_clip_val, getattr(plugin, "scaler", None)
         is_known = type(plugin).__module__.startswith(("lightning.", "alpa_strategy."))
@@ -163,10 +175,9 @@ class ShardedRun(ABC):
             each is not None for each in looks
         ):
             return None
-        is_unseen = can_step_in_parts(self.optimizers[0]) and not own_hooks(
-            self.module, UPDATE_HOOKS
-        )
-        return self._by_bucket[0] if is_unseen else None
+        if has_own_hooks(self.module, self._trainer, UPDATE_HOOKS):
+            return None
+        return self._by_bucket[0] if can_step_in_parts(self.optimizers[0]) else None
 
     def sync(self, enabled: bool) -> None:
         """Whether the next backward completes gradients; else they stay local, as more are added to
@@ -178,7 +189,7 @@ class ShardedRun(ABC):
         if not self.plan.is_pipelined and self.on_use is None:
             # One device's step: who looks after every batch (to clip, say) finds what it would
             # there.
-            looks = not self.plan.is_eager and bool(own_hooks(self.module, ("on_after_backward",)))
+            looks = not self.plan.is_eager and has_own_hooks(self.module, ("on_after_backward",))
             self.store.sync(enabled or looks)
 
     def leave_steps(self) -> None:
@@ -198,15 +209,17 @@ class ShardedRun(ABC):
         ]
         return [(p, self.store.gather_like(p, grad)) for p, grad in grads]
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_step(self) -> Any:
         """Around code of a step, of its backward or of an optimizer's closure: it sees whole
-        parameters.
+        parameters. A context manager, and a decorator.
         """
-        with (
-            self.store.listening(True),
-            nullcontext() if self.on_use is None else self.on_use.in_use(for_backward=True),
-        ):
+        if self.on_use is None:
+            return self.store.listening(True)
+        return self._in_use(self.on_use)
+
+    @contextmanager
+    def _in_use(self, on_use: EagerFullyShard) -> Iterator[None]:
+        with self.store.listening(True), on_use.in_use(for_backward=True):
             yield
 
     def meet(self) -> None:
@@ -223,17 +236,15 @@ class ShardedRun(ABC):
         if self.on_use is not None:
             self.on_use.on_demand.finish()
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around an optimizer's step; `stepped` follows within it."""
+    def stepping(self) -> AbstractContextManager[None]:
+        """Around an optimizer's step, to be entered at once; `stepped` follows within it."""
         if (
             self.store.awaits_finish
         ):  # after `loss.backward()` in a step that runs its own backward passes
             self.end_of_backward()
             self.finish_backward()
             self.check_gradients()
-        with self.whole.suspended(True):
-            yield
+        return self.whole.suspended(True)
 
     def stepped(self) -> None:
         """An optimizer has stepped. Collective at the steps at which copies are compared."""

@@ -119,6 +119,8 @@ def _exception_of(check: Check) -> Exception | None:
 
 def write_buffers(module: nn.Module, step: StepGraph, values: Mapping[int, Tensor]) -> None:
     """Store the step's new buffer values (BatchNorm statistics) in the module."""
+    if not step.buffers:
+        return
     with torch.no_grad():
         for buffer in step.buffers:
             if buffer.update is not None:
@@ -185,14 +187,21 @@ def update_metrics_and_log(
             key: materialize_output(item, values, leaves, counters) for key, item in log.kwargs
         }
         value = materialize_output(value, values, leaves, counters)
-        if metrics.replica is None:
-            kwargs |= {
-                "sync_dist": True,
-                "sync_dist_group": GLOBAL,
-            }  # else Lightning asks the user for sync_dist=True
-        elif kwargs.get("sync_dist"):
-            kwargs |= {"sync_dist_group": REPLICAS}
+        kwargs |= _sync_arguments(kwargs, metrics.replica)
         module.log(log.name, value, **kwargs)
+
+
+def _sync_arguments(kwargs: Mapping[str, Any], replica: Replica | None) -> dict[str, Any]:
+    """What a `self.log` call is given besides the user's arguments `kwargs`.
+
+    Values of all ranks' rows need no reduction, but where epochs' means are logged Lightning asks
+    the user for `sync_dist=True`. A log of steps alone is spared its copies.
+    """
+    if replica is not None:
+        return {"sync_dist_group": REPLICAS} if kwargs.get("sync_dist") else {}
+    if kwargs.get("sync_dist") or kwargs.get("on_epoch"):
+        return {"sync_dist": True, "sync_dist_group": GLOBAL}
+    return {}
 
 
 def _metric_value(metric: Any, ref: MetricRef, last: Any) -> Any:

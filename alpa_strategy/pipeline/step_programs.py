@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import world_size
@@ -45,9 +44,12 @@ from alpa_strategy.runtime.parameters import ParameterStore
 # Of micro-batches without a pipeline: the backward of each one follows its forward.
 ONE_STAGE_SCHEDULE = "1F1B"
 
-# Runs a captured step: (this rank's batch, values of the counters) -> the step's escaping values by
-# number, full on every rank; the loss can be differentiated.
-StepProgram = Callable[[Any, Mapping[str, int]], Values]
+# Leaves of this rank's batch, in the order of `pytree.tree_leaves`.
+Leaves = Sequence[Any]
+
+# Runs a captured step: (leaves of the batch, values of the counters) -> the step's escaping values
+# by number, full on every rank; the loss can be differentiated.
+StepProgram = Callable[[Leaves, Mapping[str, int]], Values]
 
 
 class PlanRuntime:
@@ -157,11 +159,11 @@ class PlanRuntime:
         gathers_at_use = any(map(is_gathered_at_use, plans))
         regathers = gathers_at_use or bool(stage.recomputed_ops)
 
-        def direct(batch: Any, counters: Mapping[str, int]) -> Values:
+        def direct(leaves: Leaves, counters: Mapping[str, int]) -> Values:
             buffers = step_buffers(self.module, step, counters)
             with parameters.regather_hooks(stage.ahead_bytes) if regathers else nullcontext():
                 inputs = parameters.step_inputs(stage.ahead_bytes)
-                return lowered(inputs, buffers, _samples_of_mesh(step, batch, mesh))[0]
+                return lowered(inputs, buffers, _samples_of_mesh(step, leaves, mesh))[0]
 
         return direct
 
@@ -170,7 +172,7 @@ class PlanRuntime:
         step: StepGraph,
         micro: MicroStep,
         pipeline: Pipeline,
-        batch: Any,
+        leaves: Leaves,
         counters: Mapping[str, int],
     ) -> Values:
         """Run a step by a `Pipeline`, with its prologue and epilogue."""
@@ -185,21 +187,21 @@ class PlanRuntime:
 
         values: Values = {}
         if micro.prologue is not None:
-            values |= self._compute_whole(micro.prologue, buffers, batch, values)[0]
+            values |= self._compute_whole(micro.prologue, buffers, leaves, values)[0]
         given = {value: values[source] for value, source in micro.given.items()}
         scale = self.loss_scale()
-        escaping, gradients = pipeline.step(batch_rows(micro.graph, batch), given, scale)
+        escaping, gradients = pipeline.step(batch_rows(micro.graph, leaves), given, scale)
         values |= escaping
         if micro.epilogue is not None:
-            values |= self._compute_whole(micro.epilogue, buffers, batch, values)[0]
+            values |= self._compute_whole(micro.epilogue, buffers, leaves, values)[0]
         return values | {step.loss: hand_over(values[step.loss], gradients, scale)}
 
-    def compute_whole(self, step: StepGraph, batch: Any, counters: Mapping[str, int]) -> Values:
+    def compute_whole(self, step: StepGraph, leaves: Leaves, counters: Mapping[str, int]) -> Values:
         """Compute all of a step on every rank; each keeps its shards of the gradients.
 
         Args:
             step: that was captured.
-            batch: of this rank.
+            leaves: of this rank's batch.
             counters: by name.
 
         Returns:
@@ -207,9 +209,9 @@ class PlanRuntime:
         """
         scale = self.loss_scale()
         buffers = step_buffers(self.module, step, counters)
-        values, leaves = self._compute_whole(step, buffers, batch, {}, trains=True)
+        values, parameters = self._compute_whole(step, buffers, leaves, {}, trains=True)
         loss = values[step.loss]
-        trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        trained = {name: leaf for name, leaf in parameters.items() if leaf.requires_grad}
         grads = torch.autograd.grad(
             loss, list(trained.values()), torch.full_like(loss, scale), allow_unused=True
         )
@@ -225,7 +227,7 @@ class PlanRuntime:
         self,
         part: StepGraph,
         buffers: Mapping[str, Any],
-        batch: Any,
+        leaves: Leaves,
         values: Values,
         trains: bool = False,
     ) -> tuple[Values, dict[str, Tensor]]:
@@ -237,18 +239,18 @@ class PlanRuntime:
         Args:
             part: a graph of the step.
             buffers: by name.
-            batch: of this rank.
+            leaves: of this rank's batch.
             values: that `part` receives.
             trains: whether to record a graph for the gradients of the parameters.
 
         Returns:
             The escaping values of `part`, and the full parameters by name.
         """
-        leaves = {}
+        parameters = {}
         for given in part.parameters:
             leaf = self.store.gather(self.module.get_parameter(given.name)).detach()
-            leaves[given.name] = leaf.requires_grad_(trains and given.meta.requires_grad)
-        samples = _global_samples(part, batch, self.store.mesh)
+            parameters[given.name] = leaf.requires_grad_(trains and given.meta.requires_grad)
+        samples = _global_samples(part, leaves, self.store.mesh)
 
         # By default fork_rng uses every GPU of the node, with a warning; the others belong to other
         # ranks.
@@ -256,8 +258,8 @@ class PlanRuntime:
         with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(trains):
             # The user's seed may be large.
             torch.manual_seed((self._seed * 1_000_003 + self.num_steps) % 2**63)
-            all_values = run_step(part, leaves, buffers, samples, values)
-        return {value: all_values[value] for value in part.escaping}, leaves
+            all_values = run_step(part, parameters, buffers, samples, values)
+        return {value: all_values[value] for value in part.escaping}, parameters
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's random streams for a checkpoint, as plain data."""
@@ -347,22 +349,21 @@ def step_buffers(module: nn.Module, step: StepGraph, counters: Mapping[str, int]
     return buffers
 
 
-def batch_rows(step: StepGraph, batch: Any) -> list[Tensor]:
+def batch_rows(step: StepGraph, leaves: Leaves) -> list[Tensor]:
     """Return the batch's tensors in the order of `step.batch`: this rank's samples, or all of them
     (`batch_scope="global"`).
     """
-    leaves = pytree.tree_leaves(batch)
     return [leaves[given.leaf] for given in step.batch]
 
 
-def _samples_of_mesh(step: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
+def _samples_of_mesh(step: StepGraph, leaves: Leaves, mesh: MeshComm) -> list[Tensor]:
     """Return the samples that belong to this rank's coordinate in the mesh.
 
     They are another rank's if the devices of the mesh are not in the order of the ranks.
     Collective.
     """
-    samples = batch_rows(step, batch)
-    if step.batch_scope == "global":
+    samples = batch_rows(step, leaves)
+    if step.batch_scope == "global" or mesh.is_in_order:
         return samples
     exchanged = []
     for leaf, tensor in zip(step.batch, samples, strict=True):
@@ -371,15 +372,15 @@ def _samples_of_mesh(step: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor
     return exchanged
 
 
-def _global_samples(part: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
+def _global_samples(part: StepGraph, leaves: Leaves, mesh: MeshComm) -> list[Tensor]:
     """Return the tensors of the global batch that `part` reads. Collective.
 
     Args:
         part: a graph of the step.
-        batch: of this rank.
+        leaves: of this rank's batch.
         mesh: of all ranks.
     """
-    samples = _samples_of_mesh(part, batch, mesh)
+    samples = _samples_of_mesh(part, leaves, mesh)
     if part.batch_scope == "global":
         return samples
     gathered = []

@@ -53,9 +53,20 @@ class Tagger(pl.LightningModule):
         return torch.nn.functional.cross_entropy(logits, y)
 
 
-def captured(one_hot: bool) -> StepGraph:
+def captured(one_hot: bool, world_size: int = 2) -> StepGraph:
     batch = torch.randn(8, 6), torch.randint(CLASSES, (8,))
-    return capture_step(Tagger(one_hot), batch, world_size=2)
+    return capture_step(Tagger(one_hot), batch, world_size=world_size)
+
+
+def test_a_program_of_one_device_brings_nothing_into_another_layout():
+    step = captured(one_hot=False, world_size=1)
+    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 1})
+    stage = choose_plan(PlanTask(step, cluster, PlanOptions(), OptimizerInfo())).stages[0]
+    (source,) = run_on_threads(
+        (1,), lambda mesh: lower(step, stage, mesh, torch.device("cpu"), None).source
+    )
+    assert "f_cross_entropy_sum" in source
+    assert "reshard" not in source
 
 
 def test_the_number_of_targets_is_known_before_the_forward():

@@ -36,3 +36,27 @@ def test_the_import_loads_the_strategy_alone():
     assert collects_garbage
     assert not [name for name in loaded if name.startswith(LATE)]
     assert {"AlpaStrategy", "make_plan"} <= set(names)
+
+
+TRAINING = """
+import json, sys
+import lightning.pytorch as pl
+import alpa_strategy
+from lightning.pytorch.demos.boring_classes import BoringModel
+trainer = pl.Trainer(
+    accelerator="cpu", devices=1, strategy="alpa", max_steps=1, default_root_dir=sys.argv[1],
+    logger=False, enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0,
+)
+trainer.fit(BoringModel())
+planner = ("alpa_strategy.planner.planner", "alpa_strategy.inter_op.stage_costs")
+print(json.dumps([name in sys.modules for name in planner]))
+"""
+
+
+def test_a_training_with_a_stored_plan_loads_no_planner(tmp_path):
+    loaded = []
+    for _ in ("makes the plan", "finds it"):
+        command = [sys.executable, "-c", TRAINING, str(tmp_path)]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        loaded.append(json.loads(found.stdout.splitlines()[-1]))
+    assert loaded == [[True, True], [False, False]]
