@@ -2,9 +2,9 @@
 them.
 
 `on_save_checkpoint` runs on every rank, but need not do the same on all: `if
-trainer.is_global_zero: ...` is common. So ranks meet in rounds. In each a rank names the entry that
-it waits for, or None when it has come to the next collective; all ranks gather what any of them
-waits for, and nobody goes on to the collective before all have come to it.
+trainer.is_global_zero: ...` is common. So ranks exchange requests. In each exchange a rank names
+the entry that it waits for, or None if it has come to the next collective. All ranks gather the
+entries that any of them waits for, and no rank enters the collective before all have come to it.
 """
 
 from collections.abc import Callable
@@ -20,26 +20,39 @@ from alpa_strategy.errors import CheckpointError
 
 @dataclass(eq=False)
 class Entry:
-    """A tensor of a checkpoint of which this process holds a shard."""
+    """A tensor of a checkpoint of which this process stores a shard."""
 
+    # The entries of the same checkpoint.
     owner: "LazyEntryGather"
-    # Its place among the entries of one checkpoint, the same on all ranks; -1: of an earlier one.
+
+    # Its index among these, the same on all ranks; -1: it is of an earlier checkpoint.
     number: int
-    gather: Callable[[], Tensor]  # the full tensor; collective unless `is_local`
-    put: Callable[[Tensor], None]  # writes this rank's shard of a full tensor; no communication
-    is_local: bool  # this rank holds all of it
-    held: Any = None  # the `LocalShards`: what this rank writes of it
-    cached: Tensor | None = None  # the full tensor, where views of it may be in use
-    # `cached` as it was gathered: versions of tensors do not tell, as views that an operation gives
-    # within `__torch_dispatch__` have versions of their own.
+
+    # Returns the full tensor; collective unless `is_local`.
+    gather: Callable[[], Tensor]
+
+    # Writes this rank's shard of a full tensor into the training's; no communication.
+    put: Callable[[Tensor], None]
+
+    # Whether this rank stores all of it.
+    is_local: bool
+
+    # The `LocalShards` that this rank writes of it.
+    held: Any = None
+
+    # The full tensor, if views of it may be in use.
+    cached: Tensor | None = None
+
+    # A copy of `cached` as it was gathered. The version of `cached` does not show changes: views
+    # that an operation returns within `__torch_dispatch__` have versions of their own.
     gathered: Tensor | None = None
 
     def full(self, keeps: bool) -> Tensor:
-        """The full tensor. Collective with what the other ranks do in `LazyEntryGather`.
+        """Return the full tensor. Collective: see `LazyEntryGather.full`.
 
         Args:
-            keeps: the result may be a view of it, or changes it in place: all later results are of
-                the same memory.
+            keeps: whether the caller may return a view of it, or change it in place. All later
+                calls then return the same memory.
         """
         if self.cached is not None:
             return self.cached
@@ -47,7 +60,8 @@ class Entry:
             return self.gather()
         tensor = self.owner.full(self)
         if keeps:
-            self.cached, self.gathered = tensor, tensor.clone()
+            self.cached = tensor
+            self.gathered = tensor.clone()
         return tensor
 
     @property
@@ -59,7 +73,7 @@ class Entry:
 
 
 class LazyEntryGather:
-    """The entries of the checkpoint that is being made. See the file's docstring.
+    """Gathers entries of the checkpoint that is being made, on ranks that need different ones.
 
     Args:
         group: all ranks of the job, with a CPU backend; None for one process.
@@ -70,41 +84,54 @@ class LazyEntryGather:
         self._entries: list[Entry] = []
 
     def begin(self) -> None:
-        """The entries that are added from now on are those of another checkpoint."""
+        """Start another checkpoint: entries of the earlier one cannot be gathered any more."""
         for entry in self._entries:
-            entry.number, entry.held = -1, None
-            entry.cached = entry.gathered = None
+            entry.number = -1
+            entry.held = None
+            entry.cached = None
+            entry.gathered = None
         self._entries = []
 
     def add(
         self, gather: Callable[[], Tensor], put: Callable[[Tensor], None], is_local: bool
     ) -> Entry:
-        """Another entry of the checkpoint, in the same order on all ranks."""
+        """Add an entry to the checkpoint, in the same order on all ranks.
+
+        Args:
+            gather: returns the full tensor; collective unless `is_local`.
+            put: writes this rank's shard of a full tensor into the training's.
+            is_local: whether this rank stores all of it.
+        """
         entry = Entry(self, len(self._entries), gather, put, is_local)
         self._entries.append(entry)
         return entry
 
     def full(self, entry: Entry) -> Tensor:
-        """The entry's full tensor. Collective: the others do the same, or come to `finish`.
+        """Return the entry's full tensor.
+
+        Collective: the other ranks call this method for any entry, or `finish`.
 
         Raises:
-            CheckpointError: it is an entry of an earlier checkpoint, which is not held any more.
+            CheckpointError: it is an entry of an earlier checkpoint.
         """
         _check_current(entry.number)
-        tensor = self._round(entry)
+        tensor = self._gathered(self._requested(entry.number), entry.number)
         assert tensor is not None
         return tensor
 
     def finish(self) -> None:
-        """Return when every rank has come here; gather what others wait for until then.
+        """Gather entries that other ranks wait for, until every rank has called this method.
 
-        No communication where there is nothing to gather.
+        No communication if every rank stores all entries.
         """
-        while self._is_divided and self._is_wanted_anywhere():
-            pass
+        while self._is_sharded:
+            numbers = self._requested(None)
+            self._gathered(numbers, None)
+            if not numbers:
+                return
 
     def held(self, number: int) -> Any:
-        """What this rank writes of an entry.
+        """Return the `LocalShards` that this rank writes of an entry.
 
         Raises:
             CheckpointError: it is an entry of an earlier checkpoint.
@@ -113,49 +140,50 @@ class LazyEntryGather:
         return self._entries[number].held
 
     def take_changes(self) -> bool:
-        """Bring what hooks have changed in place into the shards of the training, as under DDP,
-        where entries are the parameters themselves. Returns whether any rank had changes.
-        Collective where there are shards.
+        """Write entries that hooks have changed in place into the shards of the training.
+
+        Under DDP entries are the parameters themselves, so such changes count there too. Collective
+        if there are shards.
+
+        Returns:
+            Whether any rank had changes; False if every rank stores all entries.
         """
         changed = [entry for entry in self._entries if entry.is_changed]
         with torch.inference_mode(False), torch.no_grad():
             for entry in changed:
                 assert entry.cached is not None
                 entry.put(entry.cached)
-        return self._is_divided and any(all_gather_object(bool(changed), self._group))
+        return self._is_sharded and any(all_gather_object(bool(changed), self._group))
 
     @property
-    def _is_divided(self) -> bool:
+    def _is_sharded(self) -> bool:
         return not all(entry.is_local for entry in self._entries)
 
-    def _is_wanted_anywhere(self) -> bool:
-        numbers = self._wanted(None)
-        self._gathered(numbers, None)
-        return bool(numbers)
+    def _requested(self, number: int | None) -> list[int]:
+        """Return the numbers of the entries that any rank waits for, in ascending order.
 
-    def _round(self, entry: Entry) -> Tensor | None:
-        return self._gathered(self._wanted(entry.number), entry.number)
-
-    def _wanted(self, own: int | None) -> list[int]:
-        """Numbers of the entries that some rank waits for."""
-        numbers = all_gather_object(own, self._group)
+        Args:
+            number: of this rank's entry; None if it waits for none.
+        """
+        numbers = all_gather_object(number, self._group)
         return sorted({number for number in numbers if number is not None})
 
-    def _gathered(self, numbers: list[int], own: int | None) -> Tensor | None:
-        """Gather these entries on all ranks; returns that of number `own`."""
-        mine: Tensor | None = None
+    def _gathered(self, numbers: list[int], requested: int | None) -> Tensor | None:
+        """Gather these entries on all ranks, and return the one that this rank has requested."""
+        result: Tensor | None = None
         # A tensor that is made under inference mode (a validation's end) cannot be changed later.
         with torch.inference_mode(False), torch.no_grad():
             for number in numbers:
                 tensor = self._entries[number].gather()
-                if number == own:
-                    mine = tensor
-        return mine
+                if number == requested:
+                    result = tensor
+        return result
 
 
 def _check_current(number: int) -> None:
     if number < 0:
         raise CheckpointError(
-            "an entry of an earlier checkpoint was used, of which each rank holds a shard",
-            "clone what is to be used later while the checkpoint is made (on_save_checkpoint)",
+            "an entry of an earlier checkpoint was used, of which each rank stores a shard",
+            "clone the tensors that are to be used later while the checkpoint is made"
+            " (on_save_checkpoint)",
         )

@@ -1,9 +1,9 @@
-"""Reading a checkpoint, a directory of shards or an ordinary file, whoever has written it: tensors
-come from disk when they are used, and nothing that a stranger has put there is run.
+"""Reading a checkpoint, a directory of shards or an ordinary file: tensors are read from disk when
+they are used, and no code of an untrusted file is run.
 
 A directory's `.metadata` is a pickle, and DCP's own reader (`torch.distributed.checkpoint`)
-unpickles it without restriction, also where the rest is read with `weights_only=True`. Here only
-the few classes that such a file is made of are found, and it may only name files of its own folder.
+unpickles it without restriction, even if the rest is read with `weights_only=True`. Here only the
+few classes that such a file needs are accepted, and it may only name files of its own folder.
 """
 
 import hashlib
@@ -35,53 +35,56 @@ from alpa_strategy.files import is_possible, read_json
 
 
 def open_checkpoint(path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """A Lightning checkpoint whose tensors stay on disk until they are used.
+    """Return a Lightning checkpoint whose tensors stay on disk until they are used.
 
     Tensors of a sharded checkpoint are `StoredTensor`s, those of an ordinary file are
     memory-mapped.
 
     Args:
+        path: of a directory or a file.
         weights_only: as of `torch.load`, for everything but the tensors of a sharded checkpoint.
 
     Raises:
         CheckpointError: `path` is a directory that is no complete checkpoint, or cannot be read.
-        FileNotFoundError: nothing is there.
+        FileNotFoundError: there is no `path`.
     """
-    place = Path(path).absolute()
-    if not is_possible(place):
+    location = Path(path).absolute()
+    if not is_possible(location):
         raise CheckpointError(
-            f"{place} is a name that no file can have", "give a checkpoint's path"
+            f"{location} is a name that no file can have", "give a checkpoint's path"
         )
-    restore_interrupted(place)
-    if not place.exists():
+    restore_interrupted(location)
+    if not location.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    if place.is_dir():
-        place = (
-            place.resolve()
-        )  # behind a link that may be turned to another one (`save_last="link"`)
-    elif not place.is_file():
-        raise CheckpointError(f"{place} is no ordinary file", "give a checkpoint's path")
-    with reading(place):
-        if place.is_dir():
-            sums = _check_complete(place)
-            return checked(
-                from_file(place / REST, weights_only, _stored_tensors(place, sums)), place
-            )
-        mapped = zipfile.is_zipfile(
-            place
-        )  # only the format of today's `torch.save` can be memory-mapped
-        return checked(
-            torch.load(place, map_location="cpu", weights_only=weights_only, mmap=mapped), place
+
+    if location.is_dir():
+        # A link may be changed to another directory while this one is read (`save_last="link"`).
+        location = location.resolve()
+    elif not location.is_file():
+        raise CheckpointError(f"{location} is no ordinary file", "give a checkpoint's path")
+
+    with reading(location):
+        if location.is_dir():
+            checksums = _check_complete(location)
+            tensors = _stored_tensors(location, checksums)
+            return checked(from_file(location / REST, weights_only, tensors), location)
+
+        # Older formats of `torch.save` cannot be memory-mapped.
+        can_be_mapped = zipfile.is_zipfile(location)
+        checkpoint = torch.load(
+            location, map_location="cpu", weights_only=weights_only, mmap=can_be_mapped
         )
+        return checked(checkpoint, location)
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether a complete sharded checkpoint is at `path`; finishes what a save left undone."""
+    """Whether a complete sharded checkpoint is at `path`; repairs an interrupted save first."""
     path = Path(path).absolute()
     restore_interrupted(path)
     return (path / COMPLETE).is_file()
 
 
+# Entries of a Lightning checkpoint, and their types.
 _PARTS: dict[str, type] = {
     "state_dict": dict,
     "loops": dict,
@@ -95,8 +98,14 @@ _PARTS: dict[str, type] = {
 
 
 def checked(checkpoint: Any, path: Path) -> dict[str, Any]:
-    """`checkpoint` if it has the parts of a Lightning checkpoint, each of its kind, else a
-    CheckpointError.
+    """Return `checkpoint` if it has the entries of a Lightning checkpoint, with their types.
+
+    Args:
+        checkpoint: as it was read.
+        path: for messages.
+
+    Raises:
+        CheckpointError: an entry is missing or has another type.
     """
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(
@@ -104,64 +113,71 @@ def checked(checkpoint: Any, path: Path) -> dict[str, Any]:
         )
     for name, kind in _PARTS.items():
         if name in checkpoint and not isinstance(checkpoint[name], kind):
-            found = type(checkpoint[name]).__name__
+            type_name = type(checkpoint[name]).__name__
             raise CheckpointError(
-                f"the checkpoint {path} has a {found} as its {name!r}", "load another one"
+                f"the checkpoint {path} has a {type_name} as its {name!r}", "load another one"
             )
-    if not re.match(r"\d+\.\d+\.\d+", checkpoint.get("pytorch-lightning_version", "0.0.0")):
+    version = checkpoint.get("pytorch-lightning_version", "0.0.0")
+    if not re.match(r"\d+\.\d+\.\d+", version):
         raise CheckpointError(
-            f"the checkpoint {path} does not say which Lightning wrote it", "load another one"
+            f"the checkpoint {path} does not specify which Lightning wrote it", "load another one"
         )
     return checkpoint
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context: whatever a damaged or foreign checkpoint makes of reading it is a
-    CheckpointError.
+    """Context in which any error of reading a damaged or foreign checkpoint becomes a
+    CheckpointError that names `path`.
     """
     try:
         yield
     except CheckpointError:
         raise
-    except pickle.UnpicklingError as error:  # also what `weights_only` refuses
-        said = (
-            str(error.__context__ or error).strip().partition("\n")[0]
-        )  # torch puts pages of advice around its own
+    except pickle.UnpicklingError as error:
+        # Also raised for what `weights_only` refuses. Torch puts pages of advice around the cause.
+        cause = str(error.__context__ or error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"the checkpoint {path} holds more than tensors and plain values, or is damaged:"
-            f" {said}",
-            "if you trust who wrote it, read it with weights_only=False (`alpa export --trust`)",
+            f"the checkpoint {path} has more than tensors and plain values, or is damaged: {cause}",
+            "if you trust its author, read it with weights_only=False (`alpa export --trust`)",
         ) from error
-    # What a damaged file's instructions build fails in any way: it is not what their arguments
-    # want.
     except Exception as error:
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        # Any error: the instructions of a damaged pickle call functions with wrong arguments.
+        cause = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"the checkpoint {path} cannot be read: {said}", "load another one"
+            f"the checkpoint {path} cannot be read: {cause}", "load another one"
         ) from error
 
 
-# What makes a directory a complete checkpoint
+# The files of a complete checkpoint directory
 
 
-FORMAT_VERSION = 1  # of the marker
-METADATA = ".metadata"  # of DCP
-REST = "lightning.pt"  # everything but the tensors
-COMPLETE = "complete.json"  # names and bytes of all other files; written last
+# Version of the marker.
+FORMAT_VERSION = 1
+
+# DCP's file.
+METADATA = ".metadata"
+
+# Everything but the tensors.
+REST = "lightning.pt"
+
+# The marker: names and bytes of all other files; written last.
+COMPLETE = "complete.json"
 
 
 def _check_complete(path: Path) -> dict[str, int]:
-    """CheckpointError unless the directory `path` holds a complete checkpoint of this format.
+    """Check that the directory `path` has a complete checkpoint of this format.
 
     Returns:
-        The checksums of what its files hold, by `place_of`; none in checkpoints of before there
-        were any.
+        Checksums of ranges of bytes, by `place_of`; empty for checkpoints of versions without them.
+
+    Raises:
+        CheckpointError: it has not.
     """
     try:
         marker = read_json(path / COMPLETE)
         files = {str(name): int(size) for name, size in marker["files"].items()}
-        sums = {str(place): int(crc) for place, crc in marker.get("sums", {}).items()}
+        sums = {str(location): int(crc) for location, crc in marker.get("sums", {}).items()}
         version = marker["format"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -174,14 +190,23 @@ def _check_complete(path: Path) -> dict[str, int]:
             "use the version that wrote it",
         )
     check_files(path, files)
-    for name in (REST, METADATA) if sums else ():
+    names = (REST, METADATA) if sums else ()
+    for name in names:
         with (path / name).open("rb") as file:
             _check_sum(file, _StorageInfo(name, 0, files[name]), sums)
     return sums
 
 
 def check_files(path: Path, sizes: Mapping[str, int]) -> None:
-    """CheckpointError unless all files are in the folder `path`, of these sizes (-1: of any)."""
+    """Check that files are in the folder `path`.
+
+    Args:
+        path: of the folder.
+        sizes: name of a file -> its bytes; -1: any number.
+
+    Raises:
+        CheckpointError: one is missing or has another size.
+    """
     for name, size in sizes.items():
         file = path / name
         if not _is_plain(name) or not file.is_file():
@@ -196,66 +221,82 @@ def check_files(path: Path, sizes: Mapping[str, int]) -> None:
 
 
 def place_of(info: _StorageInfo) -> str:
-    """Which bytes of a checkpoint's files: their name among the checksums."""
+    """Return the key of a range of bytes among the checksums: file name and offset."""
     return f"{info.relative_path}@{info.offset}"
 
 
 def checksum(file: Any, info: _StorageInfo) -> int:
-    """CRC-32 of bytes of an open file: against bytes that have changed or files that were mixed up;
-    whoever means to
-    change a checkpoint can change its checksums, too."""
+    """Return the CRC-32 of a range of bytes of an open file.
+
+    It detects damaged and mixed-up files, not intended changes: the checksums could be changed,
+    too.
+    """
     file.seek(info.offset)
-    crc, length = 0, info.length
-    while length > 0 and (part := file.read(min(length, 1 << 20))):
-        crc, length = zlib.crc32(part, crc), length - len(part)
+    crc = 0
+    num_left = info.length
+    while num_left > 0:
+        piece = file.read(min(num_left, 1 << 20))
+        if not piece:
+            break
+        crc = zlib.crc32(piece, crc)
+        num_left -= len(piece)
     return crc
 
 
 def _check_sum(file: Any, info: _StorageInfo, sums: Mapping[str, int]) -> None:
-    """CheckpointError where the bytes are not those that were written there."""
+    """Check a range of bytes.
+
+    Raises:
+        CheckpointError: its checksum is not that of the bytes that were written.
+    """
     if checksum(file, info) != sums.get(place_of(info)):
         raise CheckpointError(
-            f"{info.relative_path} does not hold at {info.offset} what was written there",
+            f"{info.relative_path} has other bytes at {info.offset} than were written there",
             "copy it again",
         )
 
 
 def beside(target: Path, purpose: str) -> Path:
-    """The hidden place of a checkpoint that is being saved, replaced or removed: the same on every
-    rank.
+    """Return the hidden path of a checkpoint that is being saved, replaced or removed.
+
+    It is in the same folder, and the same on every rank.
     """
     digest = hashlib.sha256(str(target).encode()).hexdigest()[:16]
     return target.parent / f".alpa.{digest}.{purpose}"
 
 
 def restore_interrupted(target: Path) -> None:
-    """Finish what a save left undone between its two renames (file systems without the
-    exchange).
+    """Repair a save that was interrupted between its two renames.
+
+    Saves need two on file systems that cannot swap names.
     """
     if os.path.lexists(target):
         return
     for candidate in (beside(target, "saving"), beside(target, "replaced")):
         if (candidate / COMPLETE).is_file():
-            with suppress(FileNotFoundError):  # another rank was quicker
+            # FileNotFoundError: another rank was faster.
+            with suppress(FileNotFoundError):
                 os.rename(candidate, target)
             return
 
 
-# Its tensors, through DCP
+# The tensors, through DCP
 
 
 def _stored_tensors(path: Path, sums: Mapping[str, int]) -> dict[str, StoredTensor]:
-    """Key -> tensor, of all that a complete checkpoint directory holds. Each process reads for
-    itself.
+    """Return key -> tensor for all tensors of a complete checkpoint directory. No communication.
+
+    Args:
+        path: of the directory.
+        sums: checksums, by `place_of`.
     """
     reader = RestrictedReader(path, sums)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    stored = {
-        k: t
-        for k, t in metadata.state_dict_metadata.items()
-        if isinstance(t, TensorStorageMetadata)
-    }
+    stored: dict[str, TensorStorageMetadata] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            stored[key] = entry
 
     def fill(key: str, shards: LocalShards) -> None:
         planner = DefaultLoadPlanner()
@@ -265,108 +306,128 @@ def _stored_tensors(path: Path, sums: Mapping[str, int]) -> dict[str, StoredTens
             reader.read_data(LoadPlan(items), planner).wait()
 
     return {
-        key: StoredTensor(found.size, found.properties.dtype, key, fill)
-        for key, found in stored.items()
+        key: StoredTensor(entry.size, entry.properties.dtype, key, fill)
+        for key, entry in stored.items()
     }
 
 
-_FIX = "load another checkpoint; if this one comes from somebody else, do not trust it"
+_FIX = "load another checkpoint; if this one has an unknown author, do not trust it"
+
+# (module, name) in a pickle -> what it becomes here.
 _CLASSES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): dict,
-    ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # pure: a name, no access to files
+    # Pure paths are names, without access to files.
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,
     ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
     ("pathlib", "PurePosixPath"): pathlib.PurePosixPath,
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,  # `torch.strided` by its name
+    # Returns `torch.strided` for its name.
+    ("torch.serialization", "_get_layout"): _get_layout,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
 }
-_NUMBERS = re.compile(
-    r"u?int(8|16|32|64)|bool|(b?float|complex)\d\w*"
-)  # quantized ones end the process
+
+# Names of dtypes. Quantized dtypes are left out: they abort the process.
+_NUMBERS = re.compile(r"u?int(8|16|32|64)|bool|(b?float|complex)\d\w*")
 
 
 class _Unpickler(pickle.Unpickler):
+    """Accepts the classes of DCP's metadata, and no others."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
             return _CLASSES[module, name]
-        found = getattr(dcp_metadata if module == dcp_metadata.__name__ else torch, name, None)
-        if (
-            isinstance(found, type) and found.__module__ == module == dcp_metadata.__name__
-        ):  # a record
-            return found
-        if isinstance(found, torch.dtype) and module == "torch" and _NUMBERS.fullmatch(name):
-            return found
+
+        if module == dcp_metadata.__name__:
+            record = getattr(dcp_metadata, name, None)
+            if isinstance(record, type) and record.__module__ == module:
+                return record
+        elif module == "torch" and _NUMBERS.fullmatch(name):
+            dtype = getattr(torch, name, None)
+            if isinstance(dtype, torch.dtype):
+                return dtype
         raise pickle.UnpicklingError(
             f"it names {module}.{name}, which no checkpoint's metadata does"
         )
 
 
 class RestrictedReader(dcp.FileSystemReader):
-    """`FileSystemReader` for files that anybody may have written.
+    """`FileSystemReader` for files of unknown authors.
 
     Args:
-        sums: checksums of the tensors' bytes by `place_of`; empty where none were written.
+        path: of the directory.
+        sums: checksums of the tensors' bytes, by `place_of`; empty if none were written.
     """
 
     def __init__(self, path: Path, sums: Mapping[str, int] | None = None) -> None:
         super().__init__(path)
-        self._folder, self._sums = path, sums or {}
+        self._folder = path
+        self._sums = sums or {}
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
-        if self._sums:  # torch checks none of its own
+        # Torch has no checksums of its own.
+        if self._sums:
             _check_sum(file, sinfo, self._sums)
         return super()._slice_file(file, sinfo)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What is stored where.
+        """Return which tensors are stored, and the location of their bytes.
 
         Raises:
-            CheckpointError: the file cannot be read, holds anything else, or points out of its
-                folder.
+            CheckpointError: the file cannot be read, has other content, or names files outside of
+                its folder.
         """
         path = self._folder / METADATA
         with reading(path), path.open("rb") as file:
             metadata = _Unpickler(file).load()
-            _check(metadata, path)  # objects made of a damaged pickle lack what theirs have
+            # Within `reading`: objects of a damaged pickle lack attributes.
+            _check(metadata, path)
         return metadata
 
 
 def _check(metadata: Any, path: Path) -> None:
+    """Check the content of a `.metadata` file.
+
+    Raises:
+        CheckpointError: it is no metadata, or does not fit the files.
+    """
     stored = getattr(metadata, "storage_data", None)
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise CheckpointError(f"{path} is no metadata of a checkpoint", _FIX)
     if not isinstance(stored, dict):
-        raise CheckpointError(f"{path} does not say where its tensors lie", _FIX)
+        raise CheckpointError(f"{path} does not specify where its tensors are stored", _FIX)
     for info in stored.values():
         name = getattr(info, "relative_path", None)
         if not isinstance(info, _StorageInfo) or not isinstance(name, str) or not _is_plain(name):
             raise CheckpointError(
-                f"{path} says that a tensor lies in {name!r}, which is no file beside it", _FIX
+                f"{path} has a tensor in {name!r}, which is no file of its folder", _FIX
             )
         if not all(isinstance(n, int) and n >= 0 for n in (info.offset, info.length)):
             raise CheckpointError(
-                f"{path} says that a tensor lies at {info.offset!r} to {info.length!r}", _FIX
+                f"{path} has a tensor at offset {info.offset!r} with length {info.length!r}", _FIX
             )
     for key, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata) and not _is_covered(key, tensor, stored):
             raise CheckpointError(
-                f"{path} says more of the tensor {key!r:.80} than its files hold", _FIX
+                f"{path} has more elements of the tensor {key!r:.80} than its files", _FIX
             )
 
 
 def _is_covered(
     key: Any, tensor: TensorStorageMetadata, stored: Mapping[Any, _StorageInfo]
 ) -> bool:
-    """Whether its chunks are as many elements as it has, and the files' bytes as many as theirs:
-    what no file holds
-    would be memory as it was found, or more of it than there is."""
-    numels = [math.prod(chunk.sizes) for chunk in tensor.chunks]
-    infos = [stored.get(MetadataIndex(key, chunk.offsets)) for chunk in tensor.chunks]
-    size = tensor.properties.dtype.itemsize
-    return sum(numels) == math.prod(tensor.size) and all(
-        info is not None and numel * size <= info.length
-        for numel, info in zip(numels, infos, strict=True)
-    )
+    """Return whether a tensor's chunks have all of its elements, and the files all bytes of these.
+
+    Elements without bytes would be uninitialized memory, or more memory than there is.
+    """
+    element_bytes = tensor.properties.dtype.itemsize
+    num_elements = 0
+    for chunk in tensor.chunks:
+        num_in_chunk = math.prod(chunk.sizes)
+        info = stored.get(MetadataIndex(key, chunk.offsets))
+        if info is None or num_in_chunk * element_bytes > info.length:
+            return False
+        num_elements += num_in_chunk
+    return num_elements == math.prod(tensor.size)
 
 
 def _is_plain(name: str) -> bool:

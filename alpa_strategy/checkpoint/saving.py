@@ -1,12 +1,12 @@
-"""Writing checkpoints: `CheckpointWriter`, the one that a job's sharded checkpoints go through, at
-once or in the background; and `export_checkpoint`: one as an ordinary Lightning file, as a plain
-Trainer on one device writes it.
+"""Writing checkpoints: `CheckpointWriter` writes those of a job, synchronously or in the
+background;
+`export_checkpoint` converts one to an ordinary Lightning file, as a plain Trainer on one device
+writes it.
 
 A sharded checkpoint is a directory that all ranks write through `torch.distributed.checkpoint`
-(DCP), beside its place
-under a hidden name. It takes its place when everything is on disk: a reader sees the whole old
-checkpoint or the whole new one. Nothing that lists a folder (`ckpt_path="last"`, SLURM's
-`hpc_ckpt_*`) takes the hidden name for a checkpoint.
+(DCP), first under a hidden name in the same folder. It gets its own name when everything is on
+disk: a reader sees the complete old checkpoint or the complete new one. Code that lists a folder
+(`ckpt_path="last"`, SLURM's `hpc_ckpt_*`) does not take the hidden name for a checkpoint.
 """
 
 import ctypes
@@ -45,9 +45,22 @@ from alpa_strategy.comm.collectives import Background, all_gather_object, on_all
 from alpa_strategy.errors import AlpaError, CheckpointError
 from alpa_strategy.files import is_possible, replacing, write_json
 
+# Stands in the marker file, for people who open it.
+TO_READ = (
+    "`import alpa_strategy` lets any Trainer and `load_from_checkpoint` read it;"
+    " `alpa export` makes it one file"
+)
+
+# Hidden path that this process is writing -> descriptor with its lock, on rank 0; None on others.
+_LOCKS: dict[Path, int | None] = {}
+
+# Arguments of `renameat2`: paths are relative to the working directory, names are swapped.
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
 
 class CheckpointWriter:
-    """Writes and removes sharded checkpoints, in the order in which it is asked to.
+    """Writes and removes checkpoints, in the order of its calls.
 
     Args:
         group: process group of the whole job with a CPU backend, used by nothing else; None for one
@@ -56,7 +69,8 @@ class CheckpointWriter:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, is_rank_zero: bool) -> None:
-        self._group, self._is_rank_zero = group, is_rank_zero
+        self._group = group
+        self._is_rank_zero = is_rank_zero
         self._background = Background("alpa-checkpoint")
 
     def save(
@@ -66,39 +80,52 @@ class CheckpointWriter:
         in_background: bool = False,
         on_demand: LazyEntryGather | None = None,
     ) -> None:
-        """Write `checkpoint` to `path` as a directory. Collective; all ranks write their
-        `LocalShards` of what rank 0 has in it.
+        """Write `checkpoint` to `path` as a directory. Collective.
+
+        Waits for the save before this one.
 
         Args:
-            in_background: return when this rank's tensors are copied; waits for the save before
-                this one.
-            on_demand: gathers what hooks compute with; they are done.
+            checkpoint: of this rank. Its `LocalShards` are written for the tensors that rank 0's
+                checkpoint has, everything else by rank 0.
+            path: of a local or mounted file system.
+            in_background: whether to return as soon as this rank's tensors are copied.
+            on_demand: gathers the tensors that hooks compute with; all hooks have returned.
 
         Raises:
-            CheckpointError: on every rank; in the background, from the next call of a method.
+            CheckpointError: on every rank, if any rank fails; in the background, from the next call
+                of a method.
         """
         self.wait()
         target = _local_path(path)
         if on_demand is not None:
             on_demand.finish()
-        rest, places, shards = take_shards(checkpoint)
-        content = to_bytes(rest, places) if self._is_rank_zero else b""
+        rest, paths, shards = take_shards(checkpoint)
+        content = to_bytes(rest, paths) if self._is_rank_zero else b""
         if on_demand is not None:
-            on_demand.finish()  # pickling a tuple, or an object of the user's, gathers its entries
+            # Pickling a tuple, or an object of the user's, may have gathered entries.
+            on_demand.finish()
             shards = _as_on_rank_zero(shards, on_demand, self._group)
         if not in_background:
             save_directory(target, shards, content, self._group)
             return
-        copies = {key: _copied(held) for key, held in shards.items()}
+        copies = {key: _copied(local_shards) for key, local_shards in shards.items()}
         self._background.run(lambda: save_directory(target, copies, content, self._group))
 
     def save_file(
         self, checkpoint: Mapping[str, Any], path: str | Path, in_background: bool = False
     ) -> None:
-        """Write `checkpoint`, whose tensors rank 0 has in full, to `path` as one ordinary file.
-        Collective.
+        """Write `checkpoint` to `path` as one ordinary file. Collective.
 
-        Args, raises: as of `save`; in the background, `checkpoint` is copied before it returns.
+        Waits for the save before this one.
+
+        Args:
+            checkpoint: that of rank 0, with full tensors, is written.
+            path: of a local or mounted file system.
+            in_background: whether to return as soon as `checkpoint` is copied.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 fails; in the background, from the next call
+                of a method.
         """
         self.wait()
         target = _local_path(path)
@@ -120,8 +147,10 @@ class CheckpointWriter:
         self._background.run(lambda: write_file(target, write, self._group))
 
     def remove(self, path: str | Path) -> None:
-        """Remove a checkpoint; after the save that is under way, and not if that fails (it may be
-        the last one).
+        """Remove a checkpoint, on rank 0.
+
+        A save that is in flight is finished first. If it fails, nothing is removed: the checkpoint
+        may be the last one.
         """
         if not self._is_rank_zero:
             return
@@ -132,12 +161,20 @@ class CheckpointWriter:
             _remove(target)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return when nothing is under way (or at the timeout); raise what failed."""
+        """Wait for the save that is in flight, at most until the timeout.
+
+        Raises:
+            CheckpointError: a save in the background has failed.
+        """
         self._background.wait(timeout_seconds)
 
 
 def _local_path(path: str | Path) -> Path:
-    """The path as an absolute one of a local (or mounted) file system; CheckpointError for URLs."""
+    """Return the absolute path of a local or mounted file system.
+
+    Raises:
+        CheckpointError: it is a URL.
+    """
     if "://" in str(path):
         raise CheckpointError(
             f"sharded checkpoints are written to local or mounted folders, not to {path}",
@@ -149,39 +186,53 @@ def _local_path(path: str | Path) -> Path:
 def _as_on_rank_zero(
     shards: Mapping[str, LocalShards], on_demand: LazyEntryGather, group: Any
 ) -> dict[str, LocalShards]:
-    """What this rank writes of the tensors that rank 0 has in its checkpoint: hooks may leave out
-    entries on one rank only. Collective.
+    """Return the shards that this rank writes, of the tensors in rank 0's checkpoint. Collective.
+
+    A hook may have removed entries on one rank only.
+
+    Args:
+        shards: of this rank's checkpoint, by key.
+        on_demand: of the checkpoint.
+        group: of all ranks.
     """
-    own = {key: held.entry.number for key, held in shards.items() if held.entry is not None}
-    of_rank_zero = all_gather_object(own, group)[0]
+    numbers: dict[str, int] = {}
+    for key, local_shards in shards.items():
+        if local_shards.entry is not None:
+            numbers[key] = local_shards.entry.number
+    of_rank_zero = all_gather_object(numbers, group)[0]
     return {key: on_demand.held(number) for key, number in of_rank_zero.items()}
 
 
-def _copied(held: LocalShards) -> LocalShards:
-    chunks = [
-        Chunk(c.offsets, c.tensor.detach().to("cpu", copy=True).contiguous()) for c in held.chunks
-    ]
-    return LocalShards(held.shape, held.dtype, chunks)
+def _copied(local_shards: LocalShards) -> LocalShards:
+    """Return a copy of the shards in host memory."""
+    chunks = []
+    for chunk in local_shards.chunks:
+        copy = chunk.tensor.detach().to("cpu", copy=True).contiguous()
+        chunks.append(Chunk(chunk.offsets, copy))
+    return LocalShards(local_shards.shape, local_shards.dtype, chunks)
 
 
 def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool = True) -> Path:
-    """Write the checkpoint `source` (sharded, or ordinary already) as one ordinary file; needs no
+    """Write the checkpoint `source` (sharded, or ordinary already) as one ordinary file. Needs no
     other process.
 
-    Its `state_dict` is what the plain module loads, its optimizer state has PyTorch's usual layout.
-    Tensors go through temporary files beside `target`, not through memory. The file appears under
-    its name when it is complete.
+    The plain module loads its `state_dict`, and its optimizer state has PyTorch's usual layout.
+    Tensors go through temporary files in the folder of `target`, not through memory. The file
+    appears under its name when it is complete.
 
     Args:
-        weights_only: tensors and plain values only. False runs what is pickled in it (objects among
-            hyper-parameters): for checkpoints of people you trust.
+        source: path of a checkpoint.
+        target: path of the file.
+        weights_only: whether to read tensors and plain values only. False runs pickled code (of
+            objects among hyper-parameters): only for checkpoints of authors you trust.
 
     Returns:
-        The path written.
+        The absolute path of the file.
 
     Raises:
         CheckpointError: `source` is no complete checkpoint, or `target` is a directory or cannot be
             written.
+        FileNotFoundError: there is no `source`.
     """
     target = Path(target).absolute()
     if not is_possible(target) or target.is_dir():
@@ -201,20 +252,22 @@ def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool
 
 
 def _mapped_tensors(checkpoint: Any, folder: Path) -> Any:
-    """The checkpoint with its stored tensors in memory-mapped files, whose memory is given back
-    with the tensors.
+    """Return the checkpoint with its stored tensors in memory-mapped files of `folder`.
+
+    The files have no names any more; their space is freed with the tensors.
     """
-    whole: dict[str, Tensor] = {}
+    mapped_tensors: dict[str, Tensor] = {}
 
     def mapped(stored: StoredTensor) -> Tensor:
-        if stored.key not in whole:
-            with tempfile.NamedTemporaryFile(dir=folder) as file:  # the mapping outlives the name
+        if stored.key not in mapped_tensors:
+            with tempfile.NamedTemporaryFile(dir=folder) as file:
                 flat = torch.from_file(
                     file.name, shared=True, size=stored.numel(), dtype=stored.dtype
                 )
-            tensor = whole[stored.key] = flat.view(stored.shape)
+            tensor = flat.view(stored.shape)
+            mapped_tensors[stored.key] = tensor
             stored.fill([Chunk((0,) * tensor.dim(), tensor)])
-        return whole[stored.key]
+        return mapped_tensors[stored.key]
 
     return map_tensors(checkpoint, StoredTensor, mapped)
 
@@ -226,10 +279,11 @@ def write_file(
 
     Args:
         path: absolute, of a local or mounted file system.
-        write: writes the content to the path that it gets; None on all ranks but the first.
+        write: writes the content to the path that is its argument; None on all ranks but rank 0.
+        group: of all ranks, with a CPU backend; None: this process alone.
 
     Raises:
-        CheckpointError: on every rank, when it could not be written; `path` is as it was then.
+        CheckpointError: on every rank, if the file could not be written; `path` is unchanged.
     """
 
     def write_in_place() -> None:
@@ -239,12 +293,13 @@ def write_file(
             _check_replaceable(path)
             _write_beside(path, write)
             _sync_folder(path.parent)
-        except Exception as error:  # whatever pickle of the user's objects raises, too
-            if isinstance(error, AlpaError):
-                raise
+        except AlpaError:
+            raise
+        except Exception as error:
+            # Any error, because pickling the user's objects may raise any.
             raise CheckpointError(
                 f"the checkpoint {path} was not written: {type(error).__name__}: {error}",
-                "the checkpoint of before, if any, is untouched; mend the cause and save again",
+                "the previous checkpoint, if any, is unchanged; fix the cause and save again",
             ) from error
 
     on_all_ranks(write_in_place, lambda _: None, group)
@@ -259,19 +314,18 @@ def save_directory(
     rest: bytes | Exception,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a checkpoint's tensors and the rest of it. Collective over `group`.
+    """Write a checkpoint directory. Collective over `group`.
 
     Every element of every tensor must be in the chunks of a rank, and may be in those of several.
 
     Args:
         path: absolute, of a local or mounted file system.
-        shards: key -> what this rank writes of that tensor.
-        rest: the other content (rank 0's counts), or why there is none.
-        group: process group with a CPU backend; None: this process alone.
+        shards: key -> the shards of that tensor that this rank writes.
+        rest: the content without tensors, pickled, or the error of pickling it; rank 0's is used.
+        group: of all ranks, with a CPU backend; None: this process alone.
 
     Raises:
-        CheckpointError: on every rank, when any rank could not write its part; `path` is as it was
-            then.
+        CheckpointError: on every rank, if any rank could not write its shards; `path` is unchanged.
     """
     writer = _Writer(path, rest)
     try:
@@ -291,12 +345,12 @@ def save_directory(
             raise CheckpointError(error.problem, error.fix) from failure
         raise CheckpointError(
             f"the checkpoint {path} was not written: rank {rank}: {type(error).__name__}: {error}",
-            "the checkpoint of before, if any, is untouched; mend the cause and save again",
+            "the previous checkpoint, if any, is unchanged; fix the cause and save again",
         ) from failure
 
 
 def _write_beside(path: Path, write: Callable[[Path], None]) -> None:
-    """Write one file beside its place, and put it there when it is complete."""
+    """Write one file under a hidden name, and rename it to `path` when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _delete_abandoned(path.parent)
     staging = opening.beside(path, "saving")
@@ -308,7 +362,8 @@ def _write_beside(path: Path, write: Callable[[Path], None]) -> None:
         with staging.open("rb") as file:
             os.fsync(file.fileno())
         if path.is_dir() and not path.is_symlink():
-            _put_in_place(staging, path)  # a checkpoint in shards, whose name no file can take
+            # A sharded checkpoint: a file cannot be renamed to a directory's name.
+            _put_in_place(staging, path)
         else:
             staging.replace(path)
     finally:
@@ -317,22 +372,30 @@ def _write_beside(path: Path, write: Callable[[Path], None]) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes beside the checkpoint's place; rank 0 puts the whole of it in place after all ranks
+    """Writes a directory under a hidden name; rank 0 gives it the checkpoint's name after all ranks
     have written.
 
-    Its steps run where DCP hands errors of one rank to all.
+    DCP calls the methods below in contexts in which an error of one rank is raised on all.
+
+    Args:
+        target: path of the checkpoint.
+        rest: see `save_directory`.
     """
 
     def __init__(self, target: Path, rest: bytes | Exception) -> None:
-        # The same place on every rank, cleared by the next try.
-        self._target, self._rest, self._staging = target, rest, opening.beside(target, "saving")
-        # Its name may not be on disk before its content is.
+        self._target = target
+        self._rest = rest
+
+        # The same path on every rank, cleared by the next attempt.
+        self._staging = opening.beside(target, "saving")
+
+        # Synchronized files: a name may not be on disk before its content is.
         super().__init__(self._staging, sync_files=True)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Around writing. Where it fails, whoever comes here removes what nobody will complete any
-        more.
+        """Context of writing. If it fails, unfinished checkpoints without a living writer are
+        removed.
         """
         _LOCKS[self._staging] = None
         try:
@@ -357,51 +420,64 @@ class _Writer(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
-        self._staging.mkdir(parents=True, exist_ok=True)  # a shared file system may show it late
+        # A shared file system may show rank 0's folder late.
+        self._staging.mkdir(parents=True, exist_ok=True)
         written = super().write_data(plan, planner)
-        return written.then(
-            lambda done: [(result, self._sum(result.storage_data)) for result in done.value()]
-        )
 
-    def _sum(self, info: _StorageInfo) -> int:
+        def with_checksums(done: Any) -> list[tuple[Any, int]]:
+            return [(result, self._checksum(result.storage_data)) for result in done.value()]
+
+        return written.then(with_checksums)
+
+    def _checksum(self, info: _StorageInfo) -> int:
         with (self._staging / info.relative_path).open("rb") as file:
             return opening.checksum(file, info)
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        super().finish(metadata, [[result for result, _ in rank] for rank in results])
+        """Complete the directory on rank 0, and rename it to the checkpoint's path.
+
+        Args:
+            metadata: of DCP.
+            results: by rank, what `write_data` returned.
+
+        Raises:
+            CheckpointError: a file that a rank has written is not in the folder.
+        """
+        without_checksums: list[list[Any]] = []
+        checksums: dict[str, int] = {}
+        for of_rank in results:
+            without_checksums.append([result for result, _ in of_rank])
+            for result, crc in of_rank:
+                checksums[opening.place_of(result.storage_data)] = crc
+        super().finish(metadata, without_checksums)
+
         assert isinstance(self._rest, bytes)
-        with replacing(self._staging / REST) as file:  # on disk before its name is
+        with replacing(self._staging / REST) as file:
             file.write_bytes(self._rest)
-        sums = {
-            opening.place_of(result.storage_data): crc for rank in results for result, crc in rank
-        }
-        # CheckpointError where a file that a rank has written is not here. The marker comes after
-        # all files.
-        opening.check_files(
-            self._staging, dict.fromkeys((REST, *(place.partition("@")[0] for place in sums)), -1)
-        )
+
+        names = [location.partition("@")[0] for location in checksums]
+        opening.check_files(self._staging, dict.fromkeys((REST, *names), -1))
+
         files = {file.name: file.stat().st_size for file in self._staging.iterdir()}
-        for info in (_StorageInfo(name, 0, files[name]) for name in (REST, opening.METADATA)):
-            sums[opening.place_of(info)] = self._sum(info)
+        for name in (REST, opening.METADATA):
+            info = _StorageInfo(name, 0, files[name])
+            checksums[opening.place_of(info)] = self._checksum(info)
+
+        # The marker is written after all other files.
         content = {
             "to_read": TO_READ,
             "format": opening.FORMAT_VERSION,
             "files": files,
-            "sums": sums,
+            "sums": checksums,
         }
         write_json(self._staging / COMPLETE, content)
         _sync_folder(self._staging)
         _put_in_place(self._staging, self._target)
 
 
-TO_READ = "`import alpa_strategy` lets any Trainer and `load_from_checkpoint` read it; `alpa export` makes it one file"
-_LOCKS: dict[Path, int | None] = {}  # what this process writes; rank 0: with the folder's lock
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-
-
 def discard_unfinished() -> None:
-    """Remove what this process is in the middle of writing, unless it is rank 0's business, which
-    is still alive.
+    """Remove the unfinished checkpoints that this process is writing, unless rank 0 is still alive
+    to do so.
     """
     for staging in list(_LOCKS):
         _unlock(staging)
@@ -409,13 +485,16 @@ def discard_unfinished() -> None:
 
 
 def _delete_abandoned(folder: Path) -> None:
-    """Remove partial checkpoints of jobs whose rank 0 is gone: nobody holds their locks any
-    more.
+    """Remove unfinished checkpoints in `folder` that no process has locked: their rank 0 is
+    gone.
     """
     for staging in folder.glob(".alpa.*.saving"):
-        is_complete = (staging / COMPLETE).exists()
-        if not is_complete and (lock := _locked(staging)) is not None:
-            with suppress(OSError):  # other ranks do the same
+        if (staging / COMPLETE).exists():
+            continue
+        lock = _locked(staging)
+        if lock is not None:
+            # OSError: other ranks do the same.
+            with suppress(OSError):
                 _delete(staging)
             os.close(lock)
 
@@ -427,8 +506,9 @@ def _unlock(staging: Path) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor with the folder's lock, None where another process has it or the file system has
-    no locks.
+    """Lock a file or folder, and return the descriptor that has the lock.
+
+    None if another process has locked it, or if the file system has no locks.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -446,13 +526,15 @@ def _locked(folder: Path) -> int | None:
 
 
 def _check_replaceable(target: Path) -> None:
-    """CheckpointError when something stands at `target` that is no checkpoint and would be lost."""
-    if (
-        target.is_dir()
-        and not target.is_symlink()
-        and any(target.iterdir())
-        and not (target / COMPLETE).exists()
-    ):
+    """Check that no data is lost when `target` is replaced.
+
+    Raises:
+        CheckpointError: `target` is a directory with files that is no checkpoint.
+    """
+    if not target.is_dir() or target.is_symlink():
+        return
+    is_empty = next(target.iterdir(), None) is None
+    if not is_empty and not (target / COMPLETE).exists():
         raise CheckpointError(
             f"{target} is a directory that is not a checkpoint; it will not be replaced by one",
             "give the checkpoint a name of its own",
@@ -460,14 +542,12 @@ def _check_replaceable(target: Path) -> None:
 
 
 def _put_in_place(staging: Path, target: Path) -> None:
-    """Let the complete `staging` be `target`, in the place of what may be there. See
-    `restore_interrupted`.
-    """
+    """Rename the complete `staging` to `target`, and delete a previous checkpoint there."""
     if not os.path.lexists(target):
         os.rename(staging, target)
-    elif not _exchange(
-        staging, target
-    ):  # a file system without the exchange: for an instant neither is there
+    elif not _exchange(staging, target):
+        # On a file system that cannot swap names, neither checkpoint is there for an instant:
+        # `opening.restore_interrupted` repairs an interruption.
         old = opening.beside(target, "replaced")
         _delete(old)
         os.rename(target, old)
@@ -478,18 +558,19 @@ def _put_in_place(staging: Path, target: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step (Linux); False where it is not supported."""
+    """Swap two names in one atomic step (Linux); return False if that is not supported."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    return (
-        rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
-    )
+    first_name = os.fsencode(first)
+    second_name = os.fsencode(second)
+    return rename(_AT_FDCWD, first_name, _AT_FDCWD, second_name, _RENAME_EXCHANGE) == 0
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint (a directory, file or link): at once under its name, then its content."""
-    for purpose in ("saving", "replaced"):  # what a killed process may have left of it
+    """Remove a checkpoint (a directory, file or link): its name in one step, then its content."""
+    # A killed process may have left these.
+    for purpose in ("saving", "replaced"):
         _delete(opening.beside(path, purpose))
     if os.path.lexists(path):
         trash = opening.beside(path, "removed")
@@ -499,7 +580,7 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Remove whatever stands at `path`."""
+    """Remove the directory, file or link at `path`, if any."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

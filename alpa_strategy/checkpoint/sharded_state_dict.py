@@ -1,13 +1,13 @@
-"""The state of a sharded training, parameters and the optimizer's, between whole tensors (before
-and after it, in checkpoints) and the parts that this rank holds of them.
+"""State dicts of a sharded training: conversions between full tensors (before and after training,
+in checkpoints) and this rank's shards, of parameters and of the optimizer's state.
 
 The optimizer object, its groups and its parameters stay the same; only the tensors of `state` that
-have a parameter's shape are cut or gathered. Every rank keeps the state of its own stages'
-parameters; a checkpoint holds all of it.
+have a parameter's shape are sharded or gathered. Every rank stores the state of the parameters of
+its stages; a checkpoint has all of it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,40 +20,44 @@ from alpa_strategy.errors import CheckpointError
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.sharded_parameter import Chunk
 
-Place = Callable[
-    [nn.Parameter, Tensor], Any
-]  # (parameter, this rank's part of a tensor that lies like it)
+# (parameter, this rank's shard of a tensor that is laid out as it) -> what a state dict has for it.
+Convert = Callable[[nn.Parameter, Tensor], Any]
 
 
 def shards_to_write(
     store: ParameterStore, on_demand: LazyEntryGather
 ) -> Callable[..., LocalShards]:
-    """Says what this rank writes of a tensor that lies as a parameter does (the parameter itself, a
-    moment of it).
+    """Return a function of (parameter, tensor) that returns the `LocalShards` that this rank
+    writes.
 
-    Of the ranks that hold the same part, each writes about as many bytes as the others. Every rank
-    goes through all parameters in the same order, so that all come to the same shares.
+    The tensor is laid out as the parameter is: the parameter itself (then `is_value`), or a moment
+    of it. Of the ranks that store the same shard, each writes about as many bytes as the others.
+    Every rank has to call the function for all parameters in the same order, so that all compute
+    the same division of work.
 
     Args:
-        on_demand: gathers what hooks compute with.
+        store: of the parameters.
+        on_demand: gathers the tensors that hooks compute with.
     """
-    loads: dict[
-        int, list[int]
-    ] = {}  # number of ranks that hold the same part -> what each of them has to write
-    which, of = store.copies
+    # Number of ranks that store the same shard -> bytes that each of them has to write.
+    bytes_to_write: dict[int, list[int]] = {}
+    copy_index, num_copies = store.copies
 
     def shards(parameter: nn.Parameter, tensor: Tensor, is_value: bool = False) -> LocalShards:
         shape = store.whole_shape(parameter)
-        replica = store.replica(
-            parameter
-        )  # which of how many equal copies this rank holds; None: no part of it
         chunks: Sequence[Chunk] = ()
+
+        # None if this rank stores none of the parameter.
+        replica = store.replica(parameter)
         if replica is not None:
-            index, count = replica[0] + which * replica[1], replica[1] * of
-            own = loads.setdefault(count, [0] * count)
-            writer = own.index(min(own))
-            own[writer] += shape.numel() * tensor.element_size()
-            chunks = store.chunks(parameter, tensor) if writer == index else ()
+            index_in_store, num_in_store = replica
+            index = index_in_store + copy_index * num_in_store
+            count = num_in_store * num_copies
+            loads = bytes_to_write.setdefault(count, [0] * count)
+            writer = loads.index(min(loads))
+            loads[writer] += shape.numel() * tensor.element_size()
+            if writer == index:
+                chunks = store.chunks(parameter, tensor)
         entry = _entry(store, on_demand, parameter, tensor, is_value)
         entry.held = LocalShards(shape, tensor.dtype, chunks, entry, device=tensor.device)
         return entry.held
@@ -68,7 +72,15 @@ def _entry(
     tensor: Tensor,
     is_value: bool,
 ) -> Entry:
-    """Makes a full tensor of one that lies as a parameter does; `is_value`: of the parameter."""
+    """Add an entry for a tensor that is laid out as `parameter`.
+
+    Args:
+        store: of the parameters.
+        on_demand: of the checkpoint that is being made.
+        parameter: of the module.
+        tensor: this rank's shard.
+        is_value: whether the tensor is the parameter itself.
+    """
     shape = store.whole_shape(parameter)
 
     def gather() -> Tensor:
@@ -77,7 +89,8 @@ def _entry(
     def put(full: Tensor) -> None:
         full = full.view(shape)
         tensor.copy_(store.shard_like(parameter, full))
-        if is_value and parameter.shape == shape:  # a hook sees the module with full parameters
+        if is_value and parameter.shape == shape:
+            # Hooks see the module with full parameters.
             parameter.data.copy_(full)
 
     return on_demand.add(gather, put, is_local=parameter not in store.sharded_parameters)
@@ -86,38 +99,39 @@ def _entry(
 def module_state(
     module: nn.Module, store: ParameterStore, on_demand: LazyEntryGather
 ) -> dict[str, Any]:
-    """`module.state_dict()` with `LocalShards` in the place of parameters, whatever the module
-    makes of its names.
+    """Return `module.state_dict()` with `LocalShards` in the place of parameters.
+
+    The names are those of the module's own `state_dict`. Tied parameters are written once.
     """
     shards = shards_to_write(store, on_demand)
-    with standing_in(
-        module, {p: shards(p, p.detach(), is_value=True) for p in module.parameters()}
-    ):  # tied ones are written once
+    replacements = {p: shards(p, p.detach(), is_value=True) for p in module.parameters()}
+    with standing_in(module, replacements):
         return module.state_dict()
 
 
-# Reading into a module, or into the parts of it that this rank holds
+# Reading into a module, or into this rank's shards of it
 
 
 def load_parameters(state_dict: Mapping[str, Tensor], store: ParameterStore) -> None:
-    """Read this rank's part of the parameters that `state_dict` names into `store`. No
-    communication.
+    """Read this rank's shards of the parameters that `state_dict` names. No communication.
 
     Args:
-        state_dict: names among those of `store`'s parameters -> whole tensor, on disk
-            (`open_checkpoint(path)["state_dict"]`) or in memory.
+        state_dict: name of a parameter -> full tensor, on disk
+            (`open_checkpoint(path)["state_dict"]`) or in memory. Other names are ignored.
+        store: whose shards are written to.
 
     Raises:
-        CheckpointError: a parameter has another shape there.
+        CheckpointError: a parameter has another shape in the checkpoint.
     """
     for parameter in store.parameters:
-        source, shape = state_dict.get(store.name_of(parameter)), store.whole_shape(parameter)
+        name = store.name_of(parameter)
+        source = state_dict.get(name)
         if source is None:
             continue
+        shape = store.whole_shape(parameter)
         if source.shape != shape:
             raise CheckpointError(
-                f"{store.name_of(parameter)} has shape {list(source.shape)} in the checkpoint and"
-                f" {list(shape)} here",
+                f"{name} has shape {list(source.shape)} in the checkpoint and {list(shape)} here",
                 "load a checkpoint of the same model",
             )
         read_chunks(source, store.chunks(parameter, parameter.detach()))
@@ -126,22 +140,24 @@ def load_parameters(state_dict: Mapping[str, Tensor], store: ParameterStore) -> 
 def load_others(
     module: nn.Module, state_dict: Mapping[str, Tensor], store: ParameterStore, strict: bool
 ) -> None:
-    """`module.load_state_dict(state_dict, strict)`, without the values of the parameters in
+    """Call `module.load_state_dict(state_dict, strict)` without the values of parameters in
     `store`.
 
     Raises:
-        RuntimeError: as torch does, when `strict` and a name is missing or surplus, or a shape
-            another one.
+        RuntimeError: as of torch, if `strict` and a name is missing or surplus, or if a shape
+            differs.
+        CheckpointError: a value is missing in the checkpoint, or cannot be read.
     """
-    shapes = {
-        p: torch.empty(store.whole_shape(p), device="meta")
-        for p in module.parameters()
-        if p in store
-    }
+    without_values: dict[nn.Parameter, Tensor] = {}
+    for parameter in module.parameters():
+        if parameter in store:
+            shape = store.whole_shape(parameter)
+            without_values[parameter] = torch.empty(shape, device="meta")
     try:
-        with standing_in(module, shapes):
+        with standing_in(module, without_values):
             module.load_state_dict(state_dict, strict)
-    except RuntimeError:  # torch makes one text of all that went wrong
+    except RuntimeError:
+        # Torch has made one text of all errors: the first cause is raised instead.
         for name, value in state_dict.items():
             if isinstance(value, StoredTensor) and value.failure is not None:
                 raise value.failure from None
@@ -159,23 +175,26 @@ def load_others(
 def restore_state(
     optimizer: Optimizer, stored: Mapping[int, Mapping[str, Any]], store: ParameterStore
 ) -> None:
-    """Read this rank's part of the optimizer's state, by number of the parameter; its groups stay
-    as they are.
+    """Read this rank's shards of the optimizer's state; the optimizer's groups stay as they are.
 
     Args:
-        stored: as in a plain optimizer's state dict, with whole tensors on disk or in memory.
+        optimizer: of the sharded parameters.
+        stored: the `state` of a plain optimizer's state dict: number of the parameter -> its state,
+            with full tensors on disk or in memory.
+        store: of the parameters.
     """
-    now = optimizer.state_dict()
+    current = optimizer.state_dict()
     state = {}
-    for parameter, number in numbers_of(optimizer, now).items():
+    for parameter, number in numbers_of(optimizer, current).items():
         if number in stored and store.holds(parameter):
             state[number] = {
                 key: _local(value, parameter, store) for key, value in stored[number].items()
             }
-    optimizer.load_state_dict({**now, "state": state})
+    optimizer.load_state_dict({**current, "state": state})
 
 
 def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
+    """Return this rank's shard of a state value if it has the parameter's full shape, else all."""
     if not isinstance(value, Tensor):
         return value
     if parameter in store and value.dim() > 0 and value.shape == store.whole_shape(parameter):
@@ -189,8 +208,13 @@ def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
 def shard_state(
     optimizer: Optimizer, store: ParameterStore, values: Callable[[Tensor], Tensor]
 ) -> None:
-    """Keep this rank's part of every state tensor (`values` gives the whole of one), nothing of
-    what it lacks.
+    """Replace every state tensor by this rank's shard, and drop the state of parameters of which
+    this rank stores nothing.
+
+    Args:
+        optimizer: of the parameters.
+        store: of the parameters.
+        values: returns the full values of a state tensor.
     """
     for parameter in parameters_of(optimizer):
         if parameter not in optimizer.state:
@@ -199,35 +223,36 @@ def shard_state(
             del optimizer.state[parameter]
             continue
         state = optimizer.state[parameter]
-        whole = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        state.update(
-            {key: store.shard_like(parameter, values(value)) for key, value in whole.items()}
-        )
+        for key, value in list(state.items()):
+            if isinstance(value, Tensor):
+                state[key] = store.shard_like(parameter, values(value))
 
 
 def unshard_state(optimizer: Optimizer, store: ParameterStore) -> None:
-    """Give every rank the whole state of every parameter. Collective."""
+    """Give every rank the full state of every parameter, on the parameter's device. Collective."""
 
-    def whole(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        return store.gather_like(parameter, tensor).to(
-            parameter.device
-        )  # where the optimizer has it
+    def full(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        return store.gather_like(parameter, tensor).to(parameter.device)
 
-    for parameter, state in _states(optimizer, store, whole):
+    for parameter, state in _states(optimizer, store, full):
         optimizer.state[parameter].update(state)
 
 
-def state_dict_with(optimizer: Optimizer, store: ParameterStore, place: Place) -> dict[str, Any]:
-    """`optimizer.state_dict()` of all stages' parameters, on every rank. Collective.
+def state_dict_with(
+    optimizer: Optimizer, store: ParameterStore, convert: Convert
+) -> dict[str, Any]:
+    """Return `optimizer.state_dict()` of all stages' parameters, on every rank. Collective.
 
     Args:
-        place: gives what stands for a tensor that lies as its parameter does; outside of the stage
-            that owns the parameter it gets an empty one. It is called in the same order on all
-            ranks.
+        optimizer: of the parameters.
+        store: of the parameters.
+        convert: returns the entry for a tensor that is laid out as its parameter. Outside of the
+            stage that owns the parameter it gets an empty tensor. It is called in the same order on
+            all ranks.
     """
     result = optimizer.state_dict()
     numbers = numbers_of(optimizer, result)
-    state = {numbers[parameter]: state for parameter, state in _states(optimizer, store, place)}
+    state = {numbers[parameter]: state for parameter, state in _states(optimizer, store, convert)}
     return {
         **result,
         "state": {number: state[number] for number in numbers.values() if number in state},
@@ -235,52 +260,71 @@ def state_dict_with(optimizer: Optimizer, store: ParameterStore, place: Place) -
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """In the groups' order: the same on every rank, as collectives need it."""
+    """Return the parameters in the order of the groups, which is the same on every rank."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def numbers_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[nn.Parameter, int]:
-    """Parameter -> its number in the optimizer's state dict."""
+    """Return parameter -> its number in the optimizer's state dict."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     return dict(zip(parameters_of(optimizer), numbers, strict=True))
 
 
+class _StateValue(NamedTuple):
+    """One value of a parameter's optimizer state, as the owning rank describes it to the others."""
+
+    # A tensor with dims as a meta tensor, without values; anything else itself, which is the same
+    # on all ranks (step counters, on the host).
+    value: Any
+
+    # Whether it is sharded as the parameter is.
+    is_laid_out_alike: bool
+
+    # Whether it is on the device.
+    is_on_device: bool
+
+
 @torch.no_grad()
 def _states(
-    optimizer: Optimizer, store: ParameterStore, place: Place
+    optimizer: Optimizer, store: ParameterStore, convert: Convert
 ) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-    """(parameter, its state with `place`d tensors) of all that have one, one after the other on all
-    ranks together.
+    """Yield (parameter, its state with converted tensors) for all that have one.
+
+    Collective: all ranks go through the parameters in the same order.
     """
-    states = {p: optimizer.state[p] for p in parameters_of(optimizer) if p in optimizer.state}
-    said = store.said_by_owners(
-        {p: {k: _described(v, p) for k, v in state.items()} for p, state in states.items()}
-    )
-    for parameter in (each for each in parameters_of(optimizer) if each in said):
-        own = optimizer.state.get(parameter, {})
-        state: dict[str, Any] = {}
-        for key, (what, lies_like_it, is_on_device) in said[parameter].items():
-            if not isinstance(what, Tensor) or not what.is_meta:
-                state[key] = own.get(key, what.to(parameter.device) if is_on_device else what)
+    descriptions: dict[nn.Parameter, dict[str, _StateValue]] = {}
+    for parameter in parameters_of(optimizer):
+        if parameter in optimizer.state:
+            state = optimizer.state[parameter]
+            descriptions[parameter] = {k: _described(v, parameter) for k, v in state.items()}
+    of_owners = store.collect_from_owners(descriptions)
+
+    for parameter in parameters_of(optimizer):
+        if parameter not in of_owners:
+            continue
+        local_state = optimizer.state.get(parameter, {})
+        converted: dict[str, Any] = {}
+        for key, (value, is_laid_out_alike, is_on_device) in of_owners[parameter].items():
+            if not isinstance(value, Tensor) or not value.is_meta:
+                default = value.to(parameter.device) if is_on_device else value
+                converted[key] = local_state.get(key, default)
                 continue
-            part = own.get(key, torch.empty(0, dtype=what.dtype))
-            if lies_like_it:
-                state[key] = place(parameter, part)
-            else:  # rows and columns of a factored moment: whole in the owning stage
-                state[key] = store.gather_like(parameter, part, what.shape)
-        yield parameter, state
+
+            local = local_state.get(key, torch.empty(0, dtype=value.dtype))
+            if is_laid_out_alike:
+                converted[key] = convert(parameter, local)
+            else:
+                # Row and column statistics of a factored moment: full in the owning stage.
+                converted[key] = store.gather_like(parameter, local, value.shape)
+        yield parameter, converted
 
 
-def _described(value: Any, parameter: nn.Parameter) -> tuple[Any, bool, bool]:
-    """For other ranks: a tensor of state with dims, without values; or anything else, which is the
-    same on all ranks
-    (step counters travel on the host). Whether it is cut as the parameter is, and whether it is on
-    the device."""
+def _described(value: Any, parameter: nn.Parameter) -> _StateValue:
     if not isinstance(value, Tensor):
-        return value, False, False
-    lies = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return (
-        lies if value.dim() > 0 else value.detach().cpu(),
-        value.shape == parameter.shape,
-        value.device.type != "cpu",
-    )
+        return _StateValue(value, False, False)
+    if value.dim() > 0:
+        description = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    else:
+        description = value.detach().cpu()
+    is_laid_out_alike = value.shape == parameter.shape
+    return _StateValue(description, is_laid_out_alike, value.device.type != "cpu")

@@ -1,8 +1,8 @@
-"""A checkpoint's tensors that are not in memory as a whole: what this process holds of one, and one
-that is on disk.
+"""Tensors of a checkpoint that are not fully in memory: `LocalShards`, of which this process stores
+shards, and `StoredTensor`, which is on disk.
 
-Both have the whole tensor's shape and dtype, and stand in a Lightning checkpoint (nested dicts,
-lists and tuples) like any other; here they are taken out of it and put back.
+Both have the full tensor's shape and dtype, and are leaves of a Lightning checkpoint (nested dicts,
+lists and tuples) like any other; here they are also taken out of it and put back.
 """
 
 import io
@@ -27,11 +27,10 @@ aten = torch.ops.aten
 
 
 class _Elsewhere(Tensor):
-    """A tensor of which this process has the shape and dtype, and gets the values when they are
-    used.
+    """A tensor with shape and dtype, whose values are fetched when they are used.
 
-    `__torch_dispatch__` of a subclass gives its operations values. What torch reads without an
-    operation (memory, NumPy arrays, pickles) is here.
+    `__torch_dispatch__` of a subclass runs operations on the values. Accesses of torch without an
+    operation (to memory, NumPy arrays, pickles) are here.
     """
 
     @staticmethod
@@ -48,18 +47,19 @@ class _Elsewhere(Tensor):
         )
 
     def in_memory(self) -> Tensor:
-        """The full tensor, the same memory at every call."""
+        """Return the full tensor, the same memory at every call."""
         raise NotImplementedError
 
     def whole(self) -> Tensor:
-        """The full tensor, for one use."""
+        """Return the full tensor for one use."""
         raise NotImplementedError
 
     def detach(self) -> Self:
-        """Itself: `Module.state_dict` detaches what it takes."""
+        """Return this tensor: `Module.state_dict` detaches its values."""
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
+    # The method is untyped in torch.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype})"
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -94,9 +94,9 @@ class _Elsewhere(Tensor):
 
 
 def _called_in_full(kind: type["_Elsewhere"], func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func(*args, **kwargs)` gives with full tensors in the place of those of class `kind`.
+    """Return `func(*args, **kwargs)` with full tensors in the place of those of class `kind`.
 
-    An argument that the result may be a view of, or that is changed, is the same memory at every
+    An argument that is changed, or of which the result may be a view, is the same memory at every
     call.
     """
     schema = {argument.name: argument for argument in func._schema.arguments}
@@ -108,18 +108,22 @@ def _called_in_full(kind: type["_Elsewhere"], func: Any, args: Any, kwargs: Any)
 
     arguments = list(schema.values())
     arguments += [None] * (len(args) - len(arguments))
-    positional = [
-        in_full(value, argument) for value, argument in zip(args, arguments, strict=False)
-    ]
-    named = {name: in_full(value, schema.get(name)) for name, value in (kwargs or {}).items()}
+    pairs = zip(args, arguments, strict=False)
+    positional = [in_full(value, argument) for value, argument in pairs]
+    kwargs = kwargs or {}
+    named = {name: in_full(value, schema.get(name)) for name, value in kwargs.items()}
     return func(*positional, **named)
 
 
 class LocalShards(_Elsewhere):
-    """What this process holds of a tensor (or is to write of it).
+    """A tensor of which this process stores, reads or writes shards.
 
     Args:
-        entry: makes the full tensor for code that computes with it; None: nothing may.
+        shape: of the full tensor.
+        dtype: of the full tensor.
+        chunks: the boxes of this process.
+        entry: gathers the full tensor for code that computes with it; None: no code may.
+        device: of the full tensor.
     """
 
     def __init__(
@@ -134,21 +138,33 @@ class LocalShards(_Elsewhere):
         self.entry = entry
 
     def in_memory(self) -> Tensor:
-        """The full tensor, the same memory at every call. Collective: see `LazyEntryGather`."""
+        """Return the full tensor, the same memory at every call.
+
+        Collective: see `LazyEntryGather.full`.
+
+        Raises:
+            CheckpointError: there is no entry.
+        """
         return self._full(keeps=True)
 
     def whole(self) -> Tensor:
-        """The full tensor, for one use. Collective: see `LazyEntryGather`."""
+        """Return the full tensor for one use.
+
+        Collective: see `LazyEntryGather.full`.
+
+        Raises:
+            CheckpointError: there is no entry.
+        """
         return self._full(keeps=False)
 
     def alias(self) -> "LocalShards":
-        """Another object for the same tensor (`tensor.data`)."""
+        """Return another object for the same tensor (`tensor.data`)."""
         return LocalShards(self.shape, self.dtype, self.chunks, self.entry, device=self.device)
 
     def _full(self, keeps: bool) -> Tensor:
         if self.entry is None:
             raise CheckpointError(
-                "a tensor of a checkpoint that is being written in shards was computed with",
+                "code computes with a tensor of a checkpoint that is being written in shards",
                 "do it in on_save_checkpoint",
             )
         return self.entry.full(keeps)
@@ -161,8 +177,7 @@ class LocalShards(_Elsewhere):
             return args[0].alias()
         return _called_in_full(LocalShards, func, args, kwargs)
 
-    # What `torch.distributed.checkpoint` asks of tensors that a process has in pieces
-    # (`_checkpointable.py`).
+    # The protocol of `torch.distributed.checkpoint` for sharded tensors (`_checkpointable.py`)
 
     def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -182,21 +197,15 @@ class LocalShards(_Elsewhere):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(
-            chunk.tensor.detach()
-            for chunk in self.chunks
-            if torch.Size(chunk.offsets) == index.offset
-        )
+        matching = [c for c in self.chunks if torch.Size(c.offsets) == index.offset]
+        return matching[0].tensor.detach()
 
 
 class StoredTensor(_Elsewhere):
-    """A tensor of a checkpoint on disk. Computing with it reads it whole, `fill` reads parts of
-    it.
-    """
+    """A tensor of a checkpoint on disk. Operations on it read all of it, `fill` reads boxes."""
 
-    failure: CheckpointError | None = (
-        None  # why it could not be read: `Module.load_state_dict` makes a text of errors
-    )
+    # Why it could not be read. `Module.load_state_dict` catches errors and joins their texts.
+    failure: CheckpointError | None = None
 
     def __init__(
         self,
@@ -205,21 +214,32 @@ class StoredTensor(_Elsewhere):
         key: str,
         fill: Callable[[str, LocalShards], None],
     ) -> None:
-        """`fill(key, shards)` reads into the shards' memory what they cover of the stored tensor
-        `key`.
+        """Describe a stored tensor.
+
+        Args:
+            shape: of the tensor.
+            dtype: of the tensor.
+            key: of the tensor in its checkpoint.
+            fill: reads the boxes of shards of the tensor with this key into their memory.
         """
-        self.key, self._fill = key, fill
+        self.key = key
+        self._fill = fill
         self._in_memory: Tensor | None = None
 
     def in_memory(self) -> Tensor:
-        """All of it, the same memory at every call."""
+        """Return all of it, the same memory at every call."""
         if self._in_memory is None:
             self._in_memory = self.whole()
         return self._in_memory
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
-        """Read the chunks' boxes into their tensors."""
-        if self._in_memory is not None:  # a hook may have changed it
+        """Read the chunks' boxes into their tensors.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        if self._in_memory is not None:
+            # A hook may have changed it.
             read_chunks(self._in_memory, chunks)
             return
         try:
@@ -229,7 +249,7 @@ class StoredTensor(_Elsewhere):
             raise
 
     def whole(self) -> Tensor:
-        """All of it, in memory of its own, unless `in_memory` was used."""
+        """Return all of it, in new memory unless `in_memory` was called before."""
         if self._in_memory is not None:
             return self._in_memory
         result = torch.empty(self.shape, dtype=self.dtype)
@@ -240,9 +260,8 @@ class StoredTensor(_Elsewhere):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if (
-            func is torch.ops.aten.copy_.default and args[0].is_meta
-        ):  # a parameter that is still to be made
+        if func is torch.ops.aten.copy_.default and args[0].is_meta:
+            # The target has no memory yet.
             return args[0]
         return _called_in_full(StoredTensor, func, args, kwargs)
 
@@ -254,21 +273,25 @@ def read_chunks(source: Tensor, chunks: Sequence[Chunk]) -> None:
         source.fill(chunks)
         return
     for chunk in chunks:
-        box = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-        chunk.tensor.copy_(source[tuple(slice(start, start + size) for start, size in box)])
+        ranges = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+        box = tuple(slice(start, start + size) for start, size in ranges)
+        chunk.tensor.copy_(source[box])
 
 
+# Keys and indices from the root of a checkpoint to a leaf.
 Path = tuple[str | int, ...]
 
 
 def take_shards(checkpoint: Any) -> tuple[Any, dict[Path, str], dict[str, LocalShards]]:
-    """`checkpoint` with None in the place of every `LocalShards`, where each of them was (its key),
-    and key -> shards.
+    """Take all `LocalShards` out of a checkpoint.
 
-    One tensor in several places (a tied weight) has one key. A tensor without elements stays where
-    it is; one that a hook has changed becomes the full tensor.
+    A tensor at several paths (a tied weight) has one key. A tensor without elements stays in the
+    checkpoint; one that a hook has changed is replaced by the full tensor.
+
+    Returns:
+        The checkpoint with None in the place of the shards, path -> key, and key -> shards.
     """
-    places: dict[Path, str] = {}
+    key_of_path: dict[Path, str] = {}
     shards: dict[str, LocalShards] = {}
     keys: dict[int, str] = {}
 
@@ -279,52 +302,62 @@ def take_shards(checkpoint: Any) -> tuple[Any, dict[Path, str], dict[str, LocalS
             return value.in_memory()
         identity = id(value) if value.entry is None else id(value.entry)
         key = keys.setdefault(identity, ".".join(map(str, path)))
-        places[path], shards[key] = key, value
+        key_of_path[path] = key
+        shards[key] = value
         return None
 
-    return _mapped(checkpoint, (), LocalShards, visit), places, shards
+    return _mapped(checkpoint, (), LocalShards, visit), key_of_path, shards
 
 
 def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """`tree` with `change(leaf)` in the place of every leaf of class `kind`."""
+    """Return `tree` with `change(leaf)` in the place of every leaf of class `kind`."""
     return _mapped(tree, (), kind, lambda _, leaf: change(leaf))
 
 
-def to_bytes(rest: Any, places: Mapping[Path, str]) -> bytes | Exception:
-    """What `from_file` reads, or why `rest` cannot be stored."""
+def to_bytes(rest: Any, key_of_path: Mapping[Path, str]) -> bytes | Exception:
+    """Return the bytes for `from_file`, or the error of pickling `rest`.
+
+    Args:
+        rest: a checkpoint without its shards.
+        key_of_path: the paths at which shards were, with their keys.
+    """
     buffer = io.BytesIO()
+    paths = [(list(path), key) for path, key in key_of_path.items()]
     try:
-        torch.save(
-            {"rest": rest, "places": [(list(path), key) for path, key in places.items()]}, buffer
-        )
-    except (
-        Exception
-    ) as error:  # whatever pickle of the user's objects raises; the caller raises it on all ranks
+        torch.save({"rest": rest, "places": paths}, buffer)
+    except Exception as error:
+        # Any error of pickling the user's objects; the caller raises it on all ranks.
         return error
     return buffer.getvalue()
 
 
 def from_file(path: Any, weights_only: bool | None, tensors: Mapping[str, Tensor]) -> Any:
-    """What `to_bytes` stored, as `torch.load(..., weights_only)` reads it, with `tensors` by key
-    where shards were.
+    """Return the checkpoint that `to_bytes` stored, with `tensors` at the paths of its shards.
+
+    Args:
+        path: of the file.
+        weights_only: as of `torch.load`.
+        tensors: by key.
     """
     stored = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
-    for place, key in stored["places"]:
+    for tensor_path, key in stored["places"]:
         owner = stored["rest"]
-        for step in place[:-1]:
+        for step in tensor_path[:-1]:
             owner = owner[step]
-        owner[place[-1]] = tensors[key]
+        owner[tensor_path[-1]] = tensors[key]
     return stored["rest"]
 
 
 def _mapped(value: Any, path: Path, kind: type, change: Callable[[Path, Any], Any]) -> Any:
+    """Return `value` with `change(path, leaf)` in the place of every leaf of class `kind`."""
     if isinstance(value, kind):
         return change(path, value)
     if isinstance(value, dict):
         items = {key: _mapped(item, (*path, key), kind, change) for key, item in value.items()}
         if all(items[key] is item for key, item in value.items()):
             return value
-        copy = value.copy()  # keeps its class (OrderedDict, with the `_metadata` of a state dict)
+        # The copy keeps its class (OrderedDict, with the `_metadata` of a state dict).
+        copy = value.copy()
         copy.update(items)
         return copy
     if type(value) is list:

@@ -1,8 +1,8 @@
-"""The package's console, and names on it: what a user or a file named is text and never a command.
+"""The package's console, and names on it: names from users and files are printed as plain text.
 
-rich reads `[red]` in a string as markup, `:smile:` as an emoji and passes terminal escapes on. A
+rich reads `[red]` in a string as markup, `:smile:` as an emoji, and passes terminal escapes on. A
 parameter, a folder or a note may contain any of these. So every Console of this package is made
-here and takes strings as they are, and every name goes through `plain` before it is drawn.
+here and prints strings unchanged, and every name goes through `plain` first.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _ONE_LINE = str.maketrans({"\n": r"\n", "\t": r"\t"})
 
 
 def make_console(**options: Any) -> Console:
-    """A Console that draws strings character by character.
+    """Return a Console that prints strings character by character.
 
     Args:
         options: other arguments of `rich.console.Console`.
@@ -25,12 +25,12 @@ def make_console(**options: Any) -> Console:
 
 
 def plain(name: object, style: str = "", keeps_lines: bool = False) -> Text:
-    """What a user or a file named, as text that every Console draws character by character.
+    """Return a name from a user or a file as text that every Console prints character by character.
 
     Args:
-        name: its `str` is drawn, with escapes in the place of control characters.
-        style: of the whole text.
-        keeps_lines: a sentence of several lines stays one; in a name line breaks are escaped.
+        name: its `str` is printed, with escapes in the place of control characters.
+        style: of the text.
+        keeps_lines: whether line breaks stay (in sentences), or are escaped (in names).
     """
     text = printable(str(name))
     if not keeps_lines:

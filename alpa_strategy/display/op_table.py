@@ -1,7 +1,7 @@
-"""What `alpa ops` shows: how ops may be sharded, by which rule, and what running them in shards has
-proved.
+"""The table of `alpa ops`: how ops may be sharded, by which rule, and how many runs in shards have
+proved it.
 
-The findings are those of scripts/op_coverage.py, which runs the shards of every op in PyTorch's
+The figures come from scripts/op_coverage.py, which runs the shards of every op in PyTorch's
 operator database on data, forward and backward (docs/op_coverage.json; part of the package in a
 wheel).
 """
@@ -25,44 +25,64 @@ from alpa_strategy.sharding.notation_rules import NOTATION
 from alpa_strategy.sharding.rule_table import FAMILIES, UNTAGGED_POINTWISE
 
 STORED = shipped_folder(FINDINGS) / "op_coverage.json"
-MOST_STRATEGIES = 4  # that are shown of an op whose rule is no fixed line
+# Strategies that are shown of an op whose rule is no fixed line.
+MOST_STRATEGIES = 4
 
 
 @dataclass(frozen=True)
 class OpRow:
-    """What is known of one op."""
+    """A row of the table: one op."""
 
-    op: str  # for example `aten.linear.default`; without an overload, the rule is for all
-    # `notation`, `view`, `pointwise`, `reduction`: the kind of its rule; `replicated`: it has none
+    # For example `aten.linear.default`; without an overload the rule is for all overloads.
+    op: str
+
+    # The kind of its rule: `notation`, `view`, `pointwise`, `reduction`; `replicated`: it has none.
     origin: str
-    rule: str  # the line of index notation; empty where strategies follow from the call's arguments
-    strategies: tuple[str, ...]  # that divide work or data and were run in shards
-    num_proved: int  # runs in shards, forward and backward, that gave the whole result
-    wrong: tuple[str, ...]  # strategies that did not
-    why: str  # it is replicated
+
+    # The line of index notation; empty if strategies follow from the call's arguments.
+    rule: str
+
+    # Strategies that divide work or data and were run in shards.
+    strategies: tuple[str, ...]
+
+    # Number of runs in shards, forward and backward, that gave the full result.
+    num_proved: int
+
+    # Strategies that gave another result.
+    wrong: tuple[str, ...]
+
+    # Why it is replicated; empty if it is not.
+    why: str
 
 
 def op_rows(pattern: str = "*") -> list[OpRow]:
-    """The ops that a glob pattern matches, by name; `linear` is `*linear*`.
+    """Return the ops whose names match a glob pattern; `linear` stands for `*linear*`.
 
     Raises:
-        OptionError: it matches none.
+        OptionError: no op matches.
     """
     rows = _all_rows()
-    wanted = [pattern] if set(pattern) & set("*?[") else [pattern, f"*{pattern}*"]
-    matching = [row for row in rows if any(fnmatchcase(row.op, glob) for glob in wanted)]
+    globs = [pattern]
+    is_glob = bool(set(pattern) & set("*?["))
+    if not is_glob:
+        globs.append(f"*{pattern}*")
+
+    matching = []
+    for row in rows:
+        if any(fnmatchcase(row.op, glob) for glob in globs):
+            matching.append(row)
     if not matching:
         near = did_you_mean(pattern, [row.op for row in rows])
         raise OptionError(
             f"no op matches {pattern!r}",
-            f"{near} Ops are named as in aten.linear.default; one that is not listed runs whole on "
-            "every device, unless register_sharding gives it a rule".lstrip(),
+            f"{near} Ops are named as in aten.linear.default; one that is not listed runs unsharded"
+            " on every device, unless register_sharding gives it a rule".lstrip(),
         )
     return matching
 
 
 def op_table(rows: Sequence[OpRow]) -> RenderableType:
-    """The ops as a table, with what is proved of the whole database below it."""
+    """Return the ops as a table, with the figures of the full database below it."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("op", overflow="fold", ratio=5)
     table.add_column("rule from", overflow="fold")
@@ -76,13 +96,18 @@ def op_table(rows: Sequence[OpRow]) -> RenderableType:
 
 
 def op_data(rows: Sequence[OpRow]) -> list[dict[str, Any]]:
-    """The ops as plain data for JSON."""
-    return [{**vars(row), "proved": bool(row.num_proved) and not row.wrong} for row in rows]
+    """Return the ops as plain data for JSON."""
+    data = []
+    for row in rows:
+        is_proved = bool(row.num_proved) and not row.wrong
+        data.append({**vars(row), "proved": is_proved})
+    return data
 
 
 def rule_lines() -> dict[str, tuple[str, str]]:
-    """The table of rules: op (with or without overload) -> (kind, its line of index notation, empty
-    where that depends on the call).
+    """Return all rules: op (with or without overload) -> (kind, line of index notation).
+
+    The line is empty if it depends on the call.
     """
     lines = {}
     for name, rule in NOTATION.items():
@@ -93,7 +118,7 @@ def rule_lines() -> dict[str, tuple[str, str]]:
 
 @cache
 def _all_rows() -> list[OpRow]:
-    """Every op that has samples in the database, and every rule of ops that have none."""
+    """Return every op that has samples in the database, and every rule of ops without samples."""
     lines = rule_lines()
     rows = []
     sampled = set()
@@ -121,7 +146,7 @@ def _all_rows() -> list[OpRow]:
 
 @cache
 def _stored() -> dict[str, Any]:
-    """The findings of scripts/op_coverage.py."""
+    """Return the figures that scripts/op_coverage.py has stored."""
     return json.loads(Path(STORED).read_text(encoding="utf-8"))
 
 

@@ -1,5 +1,6 @@
-"""Progress: what planning is doing now, and what each phase took. A spinner on a terminal, else a
-line a phase.
+"""Progress: the current phase of planning, and the seconds of each phase.
+
+A spinner on a terminal, and a line when a phase ends.
 """
 
 import resource
@@ -19,8 +20,8 @@ class Progress:
     """Named phases: `phases = Progress()`, then `with phases("capture"): ...`.
 
     Args:
-        enabled: show anything.
-        console: where to; stderr by default, so that a piped result stays clean.
+        enabled: whether to print anything.
+        console: on which to print; by default stderr, so that a piped result stays clean.
     """
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
@@ -29,22 +30,22 @@ class Progress:
         self._open = 0
 
     def say(self, what: RenderableType) -> None:
-        """A line or a table."""
+        """Print a line or a table."""
         if self.enabled:
             is_text = isinstance(what, str)
             self.console.print(plain(what, keeps_lines=True) if is_text else what)
 
     def tell(self, line: str) -> None:
-        """A line that is text, whatever names of files it holds: nothing in it is markup."""
+        """Print a line of text, without markup, whatever names of files it has."""
         self.say(Text(line))
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """One phase, with what it took; an exception passes through and is marked."""
+        """Context of a phase: prints its seconds when it ends, and marks a phase that raised."""
         start = time.perf_counter()
-        spins = (
-            self.enabled and self.console.is_terminal and not self._open
-        )  # rich has one live display at a time
+
+        # rich has one live display at a time.
+        spins = self.enabled and self.console.is_terminal and not self._open
         status = Text.assemble(("alpa", "bold"), " · ", plain(name))
         self._open += 1
         mark = ("✗", "red")
@@ -62,6 +63,8 @@ class Progress:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process has held so far."""
+    """Return the largest resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux, bytes on macOS
+
+    # Bytes on macOS, KiB on Linux.
+    return peak if sys.platform == "darwin" else peak * 1024

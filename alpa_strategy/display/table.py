@@ -1,6 +1,6 @@
-"""The plan as a rich table: what it costs, what it beats, how each parameter lies, what is
-communicated; the same as a
-picture and as a page; and what `alpa plan --tune batch_size` found."""
+"""The plan as a rich table: costs, baselines, the layout of each parameter, and collectives; the
+same as a picture and as a page; and the table of `alpa plan --tune batch_size`.
+"""
 
 import io
 import math
@@ -20,7 +20,10 @@ from alpa_strategy.errors import printable
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Plan, Predicted, StagePlan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
 
+# Columns of the bar of a step's seconds.
 BAR_WIDTH = 40
+
+# By storage placement, and by share of a step's seconds.
 MODE_STYLES = {"R": "dim", "R*": "cyan", "S": "magenta", "G": "green"}
 PART_STYLES = {
     "compute": "blue",
@@ -29,11 +32,13 @@ PART_STYLES = {
     "host": "yellow",
     "waiting": "dim",
 }
-PICTURE_WIDTH = 120  # columns
-_WEB_FONTS = re.compile(
-    r"@font-face \{.*?\}\s*", re.DOTALL
-)  # of rich's pictures: the reader's own do
-# A part of a dotted name that is an index. One of thousands of digits is a name, not a number.
+# Columns of a picture or a page.
+PICTURE_WIDTH = 120
+
+# Fonts that rich's pictures load from the web; the reader's own suffice.
+_WEB_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
+
+# A component of a dotted name that is an index. One of thousands of digits is a name.
 _INDEX = re.compile(r"[0-9]{1,9}")
 _INDEX_IN_NAME = re.compile(rf"(?<![^.]){_INDEX.pattern}(?![^.])")
 Shape = tuple[int, ...]
@@ -48,25 +53,34 @@ MODE_MEANINGS = {
 def plan_table(
     plan: Plan, memory_limit: float | None = None, process_bytes: int = 0
 ) -> RenderableType:
-    """The whole plan; in bytes, where known: `memory_limit`, `process_bytes` (host's, beside the
-    plan's tensors).
+    """Return the full plan.
+
+    Args:
+        plan: to show.
+        memory_limit: bytes per device; None: not known.
+        process_bytes: of host memory that the process takes in addition to the plan's tensors.
     """
-    parts: list[RenderableType] = [_phases(plan, memory_limit), Text()] if plan.phases else []
-    parts += [_headline(plan), _summary(plan, memory_limit, process_bytes)]
+    sections: list[RenderableType] = []
+    if plan.phases:
+        sections += [_phases(plan, memory_limit), Text()]
+    sections += [_headline(plan), _summary(plan, memory_limit, process_bytes)]
     if len(plan.stages) > 1:
-        parts += [Text(), stage_overview(plan)]
-    if (clock := plan_timeline(plan, MAX_DRAWN)) is not None:
-        parts += [Text(), clock]
+        sections += [Text(), stage_overview(plan)]
+    schedule = plan_timeline(plan, MAX_DRAWN)
+    if schedule is not None:
+        sections += [Text(), schedule]
+
     for equal in equal_stages(plan):
         stage = plan.stages[equal[0]]
         if len(plan.stages) > 1:
-            parts += [Text(), _stage_line(equal, [plan.stages[index] for index in equal])]
-        parts += [Text(), _parameters(stage, len(equal) > 1)]
+            sections += [Text(), _stage_line(equal, [plan.stages[index] for index in equal])]
+        sections += [Text(), _parameters(stage, len(equal) > 1)]
         if stage.collectives:
-            parts += [Text(), _collectives(stage)]
-    parts += [Text(), _legend(plan)]
-    parts += [_note(note) for note in plan.notes]
-    return Group(*parts)
+            sections += [Text(), _collectives(stage)]
+
+    sections += [Text(), _legend(plan)]
+    sections += [_note(note) for note in plan.notes]
+    return Group(*sections)
 
 
 def _note(note: str) -> Text:
@@ -74,12 +88,12 @@ def _note(note: str) -> Text:
 
 
 def plan_svg(plan: Plan) -> str:
-    """The table as an SVG picture, which loads nothing from elsewhere."""
+    """Return the table as an SVG picture, which loads nothing from the web."""
     return _WEB_FONTS.sub("", _printed(plan).export_svg(title="alpa"))
 
 
 def plan_html(plan: Plan) -> str:
-    """The table as a page, which loads nothing from elsewhere."""
+    """Return the table as an HTML page, which loads nothing from the web."""
     return _printed(plan).export_html()
 
 
@@ -90,8 +104,11 @@ def _printed(plan: Plan) -> Console:
 
 
 def plan_timing(plan: Plan, peak_rss: float | None = None) -> Text:
-    """Where planning spent its time (`solve 2x4` and `solve 8` together as `solve`), and the memory
-    that it took.
+    """Return a line with the seconds of each planning phase, and the memory that planning took.
+
+    Args:
+        plan: whose `solve 2x4` and `solve 8` are added up as `solve`.
+        peak_rss: bytes; None: not known.
     """
     by_phase: dict[str, float] = defaultdict(float)
     for name, seconds in plan.solver_seconds.items():
@@ -103,12 +120,14 @@ def plan_timing(plan: Plan, peak_rss: float | None = None) -> Text:
     return plain(text + memory, "dim")
 
 
-# Of a step that the host's own time takes at least this share of, the report says so.
+# Share of a step's seconds from which on the host's time is reported as the limit.
 LIMITED_BY_HOST = 0.5
 
 
 def measured_line(prediction: Predicted, measured_seconds: float) -> Text:
-    """One line: predicted against measured seconds per step, and whether the host limits it."""
+    """Return a line with measured and predicted seconds per step, and whether the host limits
+    it.
+    """
     predicted = prediction.step_seconds
     text = Text.assemble(
         ("alpa ", "bold"),
@@ -149,23 +168,23 @@ def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tabl
     table.add_column()
     parts = step_parts(plan)
     line = Text.assemble((format_seconds(p.step_seconds), "bold"))
-    if not plan.is_eager:  # nobody knows what such steps do
+    # The seconds of an eager step are not known.
+    if not plan.is_eager:
         table.add_row("step", line.append("  ").append(_bar(parts)) if parts else line)
     if parts:
-        words = [
-            Text.assemble(("■ ", PART_STYLES[name]), f"{name} {format_seconds(s)}")
-            for name, s in parts.items()
-        ]
+        words = []
+        for name, seconds in parts.items():
+            square = ("■ ", PART_STYLES[name])
+            words.append(Text.assemble(square, f"{name} {format_seconds(seconds)}"))
         table.add_row("", Text("  ").join(words))
+
     memory = Text(format_bytes(p.peak_bytes) + " per device at the peak")
     if memory_limit and math.isfinite(memory_limit):
-        memory.append(
-            f", {p.peak_bytes / memory_limit:.0%} of {format_bytes(memory_limit)}", style="dim"
-        )
+        share = p.peak_bytes / memory_limit
+        memory.append(f", {share:.0%} of {format_bytes(memory_limit)}", style="dim")
     if process_bytes:
-        memory.append(
-            f", {format_bytes(p.peak_bytes + process_bytes)} with the process itself", style="dim"
-        )
+        with_process = format_bytes(p.peak_bytes + process_bytes)
+        memory.append(f", {with_process} with the process itself", style="dim")
     table.add_row("memory", memory)
     if plan.baselines:
         table.add_row("instead", _baselines(plan))
@@ -173,8 +192,9 @@ def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tabl
 
 
 def _baselines(plan: Plan) -> Text:
-    """The named plans that were priced, and how many times the plan's seconds they take."""
-    step, lines = plan.predicted.step_seconds, []
+    """Return the named plans with their seconds, and the ratios of these to the plan's seconds."""
+    step = plan.predicted.step_seconds
+    lines = []
     for name, seconds in plan.baselines.items():
         if seconds is None or not math.isfinite(seconds):
             lines.append(Text.assemble(plain(name), " ", ("does not fit", "red")))
@@ -186,65 +206,71 @@ def _baselines(plan: Plan) -> Text:
 
 
 def _bar(parts: Mapping[str, float]) -> Text:
-    largest = max(parts.values())  # in its units no sum overflows, whatever a file says
+    """Return a bar with a piece for each of the named seconds."""
+    # In units of the largest one no sum overflows, whatever numbers a file has.
+    largest = max(parts.values())
     total = sum(seconds / largest for seconds in parts.values())
-    bar, done, drawn = Text(), 0.0, 0
+    bar = Text()
+    done = 0.0
+    drawn = 0
     for name, seconds in parts.items():
         done += seconds / largest
-        end = round(
-            BAR_WIDTH * done / total
-        )  # of the sum so far: rounding each part would not fill the bar
+
+        # Rounded is the sum so far: rounded pieces might not fill the bar.
+        end = round(BAR_WIDTH * done / total)
         bar.append("━" * (end - drawn), style=PART_STYLES[name])
         drawn = end
     return bar
 
 
 def _phases(plan: Plan, memory_limit: float | None) -> RenderableType:
-    """One row a phase of the iteration, and what it takes altogether."""
+    """Return a table with a row for each phase of the iteration, below their total seconds."""
     table = _plain_table("phase", "layout")
     _add_columns(table, (), ("times", "each", "if it stays", "moving", "together", "memory"))
     for phase in plan.phases:
         seconds = (phase.seconds, phase.staying_seconds, phase.moved_seconds, phase.total_seconds)
-        each = ["" if value is None else format_seconds(value) for value in seconds]
-        memory = Text(
-            format_bytes(phase.peak_bytes),
-            "red" if phase.peak_bytes > (memory_limit or math.inf) else "",
-        )
-        table.add_row(plain(phase.name), plain(phase.layout), str(phase.times), *each, memory)
-    stays = [
-        phase.times * phase.staying_seconds
-        for phase in plan.phases
-        if phase.staying_seconds is not None
-    ]
+        columns = list(map(_optional_seconds, seconds))
+        is_too_large = phase.peak_bytes > (memory_limit or math.inf)
+        memory = Text(format_bytes(phase.peak_bytes), "red" if is_too_large else "")
+        table.add_row(plain(phase.name), plain(phase.layout), str(phase.times), *columns, memory)
+
+    staying_seconds = []
+    for phase in plan.phases:
+        if phase.staying_seconds is not None:
+            staying_seconds.append(phase.times * phase.staying_seconds)
+
     text = Text.assemble(("Iteration", "bold"), f"  {format_seconds(plan.iteration_seconds)}")
-    if len(stays) == len(plan.phases):
-        text.append(
-            f", {format_seconds(sum(stays))} if all parameters stay as they lie for training", "dim"
-        )
+    if len(staying_seconds) == len(plan.phases):
+        total = format_seconds(sum(staying_seconds))
+        text.append(f", {total} if all parameters stay as they lie for training", "dim")
     return Group(text, table)
 
 
-def stage_overview(plan: Plan) -> Table:
-    """One row a stage, seconds of one micro-batch.
+def _optional_seconds(seconds: float | None) -> str:
+    return "" if seconds is None else format_seconds(seconds)
 
-    `remat`: whether, and in how many spans, it recomputes; `idle`: the share of the step in which
-    its devices wait.
+
+def stage_overview(plan: Plan) -> Table:
+    """Return a table with a row for each stage, in seconds of one micro-batch.
+
+    Column `remat`: whether, and in how many recompute segments, it recomputes. Column `idle`: the
+    share of the step in which its devices are idle.
     """
-    clock = plan_timeline(plan)  # with all micro-batches: a few would overstate the ends
+    # With all micro-batches: with a few, warm-up and end would weigh too much.
+    schedule = plan_timeline(plan)
+    recomputes_any = any(stage.remat for stage in plan.stages)
+    names = ["forward", "backward"]
+    if recomputes_any:
+        names.append("remat")
+    names.append("memory")
+    if schedule is not None:
+        names.append("idle")
+
     table = _plain_table("stage")
     table.add_column("layers", overflow="fold", min_width=15)
-    remat = any(stage.remat for stage in plan.stages)
-    names = (
-        "forward",
-        "backward",
-        *(("remat",) if remat else ()),
-        "memory",
-        *(("idle",) if clock else ()),
-    )
     _add_columns(table, ("devices", "mesh"), names)
     for index, stage in enumerate(plan.stages):
-        seconds = (stage.forward_seconds, stage.backward_seconds)
-        # `blocks.0-3`; names of a file are cut to a length that this can go through.
+        # `blocks.0-3`; names of a file are short enough for this pattern.
         layers = re.sub(r"\b([\w.]+\.)(\d+)-\1(\d+)", r"\1\2-\3", printable(stage.layers))
         row: list[RenderableType] = [
             str(index),
@@ -252,74 +278,80 @@ def stage_overview(plan: Plan) -> Table:
             device_range(stage),
             mesh_text(stage.logical_mesh),
         ]
-        row += [format_seconds(each) if each else "" for each in seconds]
-        if remat:
-            row.append(
-                "" if not stage.remat else f"in {len(stage.spans)}" if stage.remat_cuts else "whole"
-            )
+        for seconds in (stage.forward_seconds, stage.backward_seconds):
+            row.append(format_seconds(seconds) if seconds else "")
+        if recomputes_any:
+            row.append(_remat_text(stage))
         row.append(format_bytes(stage.predicted.peak_bytes))
-        if clock:
-            mesh = next(m for m, stages in enumerate(clock.stages) if index in stages)
-            row.append(f"{clock.idle_share(mesh):.0%}")
+        if schedule is not None:
+            mesh = next(m for m, stages in enumerate(schedule.stages) if index in stages)
+            row.append(f"{schedule.idle_share(mesh):.0%}")
         table.add_row(*row)
     return table
 
 
+def _remat_text(stage: StagePlan) -> str:
+    """Return the entry in column `remat`."""
+    if not stage.remat:
+        return ""
+    return f"in {len(stage.spans)}" if stage.remat_cuts else "whole"
+
+
 def _stage_line(indices: Sequence[int], stages: Sequence[StagePlan]) -> Text:
-    """The heading of what one stage, or several equal ones, hold and send."""
-    stage = max(
-        stages, key=lambda each: each.predicted.peak_bytes
-    )  # equal in what they hold, not in what is in flight
-    devices = (
-        f"device{'s' * (math.prod(stage.submesh) > 1)} {device_range(stage)}, "
-        if len(stages) == 1
-        else "each "
-    )
-    name = f"Stage{'s' * (len(stages) > 1)} {index_ranges(indices)}"
-    text = Text.assemble((name, "bold"), f"  {devices}mesh {mesh_text(stage.logical_mesh)}, ")
-    most = "up to " if len(stages) > 1 else ""
-    text.append(
-        f"{format_seconds(stage.predicted.step_seconds)},"
-        f" {most}{format_bytes(stage.predicted.peak_bytes)}"
-    )
+    """Return the heading of the tables of one stage, or of several equal ones."""
+    # Equal stages differ in the activations of micro-batches in flight.
+    stage = max(stages, key=lambda candidate: candidate.predicted.peak_bytes)
+    is_one = len(stages) == 1
+    has_one_device = math.prod(stage.submesh) == 1
+    devices = f"{'device' if has_one_device else 'devices'} {device_range(stage)}, "
+    name = f"{'Stage' if is_one else 'Stages'} {index_ranges(indices)}"
+    mesh = f"{devices if is_one else 'each '}mesh {mesh_text(stage.logical_mesh)}, "
+    text = Text.assemble((name, "bold"), f"  {mesh}")
+
+    seconds = format_seconds(stage.predicted.step_seconds)
+    memory = format_bytes(stage.predicted.peak_bytes)
+    text.append(f"{seconds}, {memory}" if is_one else f"{seconds}, up to {memory}")
     return text.append(recomputes(stage))
 
 
 def _parameters(stage: StagePlan, stands_for_others: bool) -> Table:
+    """Return a table of a stage's parameters, a row for each group with the same storage placement.
+
+    Args:
+        stage: with the parameters.
+        stands_for_others: whether the names of equal stages differ in their indices.
+    """
     groups = parameter_groups(stage.parameter_plans, stage.shapes)
     table = _plain_table()
     table.add_column("parameters", overflow="fold")
     table.add_column("", justify="right", style="dim", no_wrap=True)
-    sized = any(group.shape is not None for group in groups)
-    if sized:
+    has_shapes = any(group.shape is not None for group in groups)
+    if has_shapes:
         _add_columns(table, ("shape",), ("elements",))
-    memory = ["memory"] if any(group.on_host for group in groups) else []
-    _add_columns(
-        table,
-        [f"axis {axis} ({size})" for axis, size in enumerate(stage.logical_mesh)] + memory,
-        (),
-    )
+    axes = [f"axis {axis} ({size})" for axis, size in enumerate(stage.logical_mesh)]
+    _add_columns(table, axes, ())
+    if any(group.on_host for group in groups):
+        _add_columns(table, ("memory",), ())
+
     for group in groups:
         pattern = collapse_indices(group.pattern) if stands_for_others else group.pattern
-        row: list[RenderableType] = [
-            plain(pattern),
-            f"x{len(group.names)}" if len(group.names) > 1 else "",
-        ]
+        count = len(group.names)
+        row: list[RenderableType] = [plain(pattern), f"x{count}" if count > 1 else ""]
         if group.shape is not None:
-            row += [
-                mesh_text(group.shape) or "scalar",
-                format_count(len(group.names) * math.prod(group.shape)),
-            ]
-        elif sized:
+            num_elements = count * math.prod(group.shape)
+            row += [mesh_text(group.shape) or "scalar", format_count(num_elements)]
+        elif has_shapes:
             row += ["", ""]
-        row += [
-            Text(str(mode), style=MODE_STYLES.get(mode.storage.value, "")) for mode in group.modes
-        ]
-        table.add_row(*row, *(["host"] if group.on_host else []))
+        for mode in group.modes:
+            row.append(Text(str(mode), style=MODE_STYLES.get(mode.storage.value, "")))
+        if group.on_host:
+            row.append("host")
+        table.add_row(*row)
     return table
 
 
 def _collectives(stage: StagePlan) -> Table:
+    """Return a table of a stage's collectives, the longest first."""
     table = _plain_table("collective", "axis", "when")
     _add_columns(table, (), ("calls", "bytes", "time per step"))
     for c in sorted(stage.collectives, key=lambda c: (-c.seconds, c.kind)):
@@ -358,9 +390,11 @@ def _legend(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
     plans = [parameter for stage in plan.stages for parameter in stage.parameter_plans.values()]
     used = {mode.storage.value for parameter in plans for mode in parameter.modes}
-    for kind in (kind for kind in MODE_MEANINGS if kind in used):
+    for kind, meaning in MODE_MEANINGS.items():
+        if kind not in used:
+            continue
         letter = kind + ("n" if kind in "SG" else "")
-        table.add_row(Text(letter, style=MODE_STYLES[kind]), Text(MODE_MEANINGS[kind], style="dim"))
+        table.add_row(Text(letter, style=MODE_STYLES[kind]), Text(meaning, style="dim"))
     if any(parameter.on_host for parameter in plans):
         meaning = "in host memory with gradient and optimizer state, on the device while in use"
         table.add_row(Text("host"), Text(meaning, style="dim"))
@@ -371,40 +405,53 @@ def _ratio(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
-# What is said of a plan: parameters of equal fate as one line, stages, the proof
+# Texts about a plan: groups of parameters, stages, the proof
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters with one name pattern, shape and plan. `shape` is None when it is not known."""
+    """Parameters with one name pattern, shape and plan."""
 
+    # Their name, with `*` or ranges in the place of indices.
     pattern: str
+
     names: tuple[str, ...]
+
+    # Storage placement on each mesh axis.
     modes: tuple[ParameterMode, ...]
+
+    # Full shape in the module; None if it is not known.
     shape: Shape | None
+
+    # Whether they are stored in host memory.
     on_host: bool = False
 
 
 def parameter_groups(
     plans: Mapping[str, ParameterPlan], shapes: Mapping[str, Shape]
 ) -> tuple[ParameterGroup, ...]:
-    """Group by name with its indices collapsed, shape and modes, in order of first appearance.
+    """Group parameters by their name without indices, shape and storage, in order of appearance.
 
-    Where one pattern falls into several groups, each shows the indices that it stands for:
+    If one pattern has several groups, each shows the indices for which it stands:
     `blocks.{0-2,5}.fc.weight`.
+
+    Args:
+        plans: by name.
+        shapes: by name, as far as they are known.
     """
     members: dict[tuple[str, Shape | None, tuple[ParameterMode, ...], bool], list[str]] = {}
     for name, plan in plans.items():
-        # In the module's dims: a fused weight [3, n, k] of the step is [3 n, k] to the user.
-        members.setdefault(
-            (collapse_indices(name), shapes.get(name), plan.module_modes, plan.on_host), []
-        ).append(name)
-    patterns, groups = [pattern for pattern, *_ in members], []
+        # With the module's dims: a fused weight [3, n, k] of the step is [3 n, k] to the user.
+        key = (collapse_indices(name), shapes.get(name), plan.module_modes, plan.on_host)
+        members.setdefault(key, []).append(name)
+
+    patterns = [pattern for pattern, *_ in members]
+    groups = []
     for (pattern, shape, modes, on_host), names in members.items():
         if len(names) == 1:
             pattern = names[0]
         elif patterns.count(pattern) > 1:
-            # Only the first index is spelled out: blocks.{0-2}.experts.*
+            # Only the first index is written as a range: blocks.{0-2}.experts.*
             indices = [int(part) for name in names for part in _INDEX_IN_NAME.findall(name)[:1]]
             pattern = pattern.replace("*", f"{{{index_ranges(indices)}}}", 1)
         groups.append(ParameterGroup(pattern, tuple(names), modes, shape, on_host))
@@ -412,41 +459,46 @@ def parameter_groups(
 
 
 def collapse_indices(name: str) -> str:
-    """Every part of a dotted name that is a number becomes `*`."""
-    return ".".join("*" if _INDEX.fullmatch(part) else part for part in name.split("."))
+    """Return a dotted name with `*` in the place of every component that is a number."""
+    return _INDEX_IN_NAME.sub("*", name)
 
 
 def index_ranges(indices: Iterable[int]) -> str:
-    """`0-7,13`."""
+    """Return indices as ranges: `0-7,13`."""
     ranges: list[list[int]] = []
     for index in sorted(set(indices)):
         if ranges and ranges[-1][1] == index - 1:
             ranges[-1][1] = index
         else:
             ranges.append([index, index])
-    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges)
+    texts = []
+    for low, high in ranges:
+        texts.append(f"{low}" if low == high else f"{low}-{high}")
+    return ",".join(texts)
 
 
 def equal_stages(plan: Plan) -> list[list[int]]:
-    """Indices of stages whose parameters (up to the numbers in their names) and collectives are the
-    same, together.
+    """Return groups of stages, by index, whose parameters and collectives are the same up to the
+    numbers in names.
     """
-    found: dict[tuple, list[int]] = {}
+    stages_of_key: dict[tuple, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         groups = parameter_groups(stage.parameter_plans, stage.shapes)
-        held = tuple(
+        parameters = tuple(
             (collapse_indices(g.pattern), len(g.names), g.shape, g.modes, g.on_host) for g in groups
         )
-        said = tuple((c.kind, c.axis, c.phase, c.count, c.num_bytes) for c in stage.collectives)
-        found.setdefault(
-            (stage.logical_mesh, stage.remat, len(stage.spans), held, said), []
-        ).append(index)
-    return list(found.values())
+        collectives = tuple(
+            (c.kind, c.axis, c.phase, c.count, c.num_bytes) for c in stage.collectives
+        )
+        key = (stage.logical_mesh, stage.remat, len(stage.spans), parameters, collectives)
+        stages_of_key.setdefault(key, []).append(index)
+    return list(stages_of_key.values())
 
 
 def step_parts(plan: Plan) -> dict[str, float]:
-    """What a step's seconds go to; `waiting`: a pipeline's busiest stage has nothing to do. Empty
-    where unknown.
+    """Return the seconds of a step by cause; empty if they are not known.
+
+    `waiting` is the time in which a pipeline's busiest stage is idle.
     """
     p = plan.predicted
     parts = {
@@ -464,33 +516,38 @@ def step_parts(plan: Plan) -> dict[str, float]:
 
 
 def mesh_text(shape: Sequence[int]) -> str:
-    """`2 x 4`."""
+    """Return a shape as text: `2 x 4`."""
     return " x ".join(map(str, shape))
 
 
 def recomputes(stage: StagePlan) -> str:
-    """In words, to be appended, and what waits in host memory; empty where nothing does."""
-    spans = f" in {len(stage.spans)} spans" if stage.remat_cuts else ""
-    waiting = f", {len(stage.stored)} ops' results in host memory" if stage.stored else ""
-    return (f", activations recomputed{spans}" if stage.remat else "") + waiting
+    """Return a text to append: whether a stage recomputes activations, and how many results it
+    stores in host memory; empty if neither.
+    """
+    text = ""
+    if stage.remat:
+        spans = f" in {len(stage.spans)} spans" if stage.remat_cuts else ""
+        text += f", activations recomputed{spans}"
+    if stage.stored:
+        text += f", {len(stage.stored)} ops' results in host memory"
+    return text
 
 
 def proof_of(plan: Plan) -> str:
-    """How good the plan is known to be, and among which plans."""
+    """Return how close the plan is proved to be to the optimum, and among which plans."""
     if plan.is_eager:
         is_planned = any(stage.strategies for stage in plan.stages)
-        return "steps as written, " + (
+        return "eager steps, " + (
             "submodules planned" if is_planned else "a replica on each device"
         )
-    count, of_many = (
-        plan.num_microbatches,
-        sum(math.prod(stage.submesh) for stage in plan.stages) > 1,
-    )
-    among = (
-        f" for {count} micro-batch{'es' * (count != 1)}"
-        if plan.is_pipelined
-        else " of one stage" * of_many
-    )
+
+    num_devices = sum(math.prod(stage.submesh) for stage in plan.stages)
+    count = plan.num_microbatches
+    among = ""
+    if plan.is_pipelined:
+        among = f" for {count} micro-batch{'es' if count != 1 else ''}"
+    elif num_devices > 1:
+        among = " of one stage"
     if plan.gap <= 1e-6:
         return f"proved optimal{among}"
     if plan.gap >= 1.0:
@@ -499,11 +556,17 @@ def proof_of(plan: Plan) -> str:
 
 
 def tune_table(found: Mapping[int, Plan | Exception], best: int | None, num_ranks: int) -> Table:
-    """One row a batch size; `num_ranks`: of those that bring a batch each."""
+    """Return a table with a row for each batch size.
+
+    Args:
+        found: batch size -> its plan, or the error of planning.
+        best: the batch size with the most samples per second, if any.
+        num_ranks: number of ranks with a batch of their own.
+    """
     table = Table()
     for name in (
         "data.batch_size",
-        "rows a step",
+        "samples a step",
         "micro-batches",
         "stages",
         "step",
@@ -512,19 +575,21 @@ def tune_table(found: Mapping[int, Plan | Exception], best: int | None, num_rank
     ):
         table.add_column(name, justify="right")
     for size, plan in found.items():
-        rows = size * num_ranks
+        num_samples = size * num_ranks
         if not isinstance(plan, Plan):
             first_line = next(iter(str(plan).splitlines()), type(plan).__name__)
-            table.add_row(str(size), str(rows), plain(first_line[:60]), *[""] * 4, style="dim")
+            cells: list[Any] = [str(size), str(num_samples), plain(first_line[:60]), "", "", "", ""]
+            table.add_row(*cells, style="dim")
             continue
-        seconds, parts = plan.iteration_seconds, plan.num_microbatches
+        seconds = plan.iteration_seconds
+        count = plan.num_microbatches
         table.add_row(
             str(size),
-            str(rows),
-            f"{parts} of {rows // parts}",
+            str(num_samples),
+            f"{count} of {num_samples // count}",
             plain(f"{len(plan.stages)} {plan.schedule}") if len(plan.stages) > 1 else "1",
             format_seconds(seconds),
-            f"{rows / seconds:.4g}",
+            f"{num_samples / seconds:.4g}",
             format_bytes(plan.predicted.peak_bytes),
             style="bold green" if size == best else None,
         )

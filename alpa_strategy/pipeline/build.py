@@ -1,8 +1,8 @@
-"""From a plan's stages to a running `Pipeline`: slices the micro-batched step, lowers this rank's
-stages, connects all.
+"""Builds a `Pipeline` for a plan's stages: slices the step of a micro-batch into stages, lowers
+those of this rank, and connects all.
 
-The stages' meshes, a `ParameterStore` (the caller shards it), then `build_pipeline`, once for each
-shape of batch.
+The caller makes the stages' meshes and a `ParameterStore`, which it shards, and then calls
+`build_pipeline` once for each shape of batch.
 """
 
 import warnings
@@ -20,7 +20,7 @@ from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import batch_layout
-from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.guards import COUNTERS
 from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
@@ -32,24 +32,37 @@ from alpa_strategy.pipeline.executor import Pipeline, PipelineSpec, SharedParame
 from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.stage_program import Span, StageInputs, StageProgram, Values
 from alpa_strategy.pipeline.stage_worker import OwnStage
-from alpa_strategy.runtime.parameters import MeshParameters
+from alpa_strategy.runtime.mesh_parameters import MeshParameters
 from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
 
 @dataclass(frozen=True)
 class StagePlaces:
-    """Where this rank runs its stages: the same for all pipelines of a job, whatever batches they
-    are for.
+    """The devices of this rank's stages, and how programs are made for them: the same for all
+    pipelines of a job.
     """
 
-    meshes: Sequence[MeshComm | None]  # per stage this rank's mesh, None for stages of others
-    randoms: Mapping[int, ShardedRandom]  # this rank's stages -> random streams (`stage_randoms`)
-    device: torch.device  # this rank's
-    cluster: ClusterSpec | None = None  # where given, cross-mesh transfers are chosen by its links
-    compiler: Compiler | None = None  # of the stages, None: they are not compiled
-    group: Any = None  # the ranks that run them; None: all of the job
-    overlaps: bool = True  # see `lower`
+    # For each stage this rank's mesh; None for stages on other ranks.
+    meshes: Sequence[MeshComm | None]
+
+    # Stages on this rank -> random streams (`stage_randoms`).
+    randoms: Mapping[int, ShardedRandom]
+
+    # Of this rank.
+    device: torch.device
+
+    # By whose links cross-mesh transfers are chosen; None: without their costs.
+    cluster: ClusterSpec | None = None
+
+    # Of the stages' programs; None: they are not compiled.
+    compiler: Compiler | None = None
+
+    # The ranks that run the stages; None: all of the job.
+    group: Any = None
+
+    # Whether programs overlap collectives with computation (see `lower`).
+    overlaps: bool = True
 
 
 def build_pipeline(
@@ -61,33 +74,38 @@ def build_pipeline(
     stores: Mapping[int, MeshParameters],
     held: Sequence[Mapping[str, ParameterPlan]] | None = None,
 ) -> Pipeline:
-    """The pipeline that runs `micro` under `stages`. Collective over the whole job.
+    """Return the pipeline that runs `micro` under `stages`. Collective over all ranks that run it.
 
     `Pipeline.step` takes the batch in the order of `micro.graph.batch`, `given` by the numbers of
-    `micro.given`, and returns the values of `micro.graph.escaping`; see `MicroStep` for what
-    prologue and epilogue add to them.
+    `micro.given`, and returns the values of `micro.graph.escaping`; prologue and epilogue of
+    `MicroStep` are not part of it.
 
     Args:
+        module: the user's module.
+        micro: the step of a micro-batch.
         stages: in order, covering the ops of `micro.graph`.
-        schedule: see `PipelineSpec`.
-        stores: this rank's stages -> their parameters.
-        held: per stage, name -> how it holds its parameters, this step's or not; by default those
-            of `stages`.
+        schedule: a name of `schedules.SCHEDULES`.
+        places: the devices of this rank's stages.
+        stores: stages on this rank -> their parameters.
+        held: for each stage, name -> plan of every parameter that it stores, in this step or not;
+            by default those of `stages`.
+
+    Raises:
+        PlanError: the schedule cannot run this number of micro-batches on these meshes.
     """
     graph = micro.graph
     graphs = [slice_stage(graph, *stage.ops) for stage in stages]
     specs = tuple(_stage_spec(micro, g, s) for g, s in zip(graphs, stages, strict=True))
-    shared = _shared(
-        graphs, stages, [stage.parameter_plans for stage in stages] if held is None else held
-    )
+    if held is None:
+        held = [stage.parameter_plans for stage in stages]
+    shared = _shared(graphs, stages, held)
     spec = PipelineSpec(micro, specs, schedule, shared, places.cluster)
-    num_meshes = len({stage_ranks(stage) for stage in stages})
-    orders = actions(schedule, num_meshes, micro.num_microbatches, len(stages) // num_meshes)
-    if any(action.kind == "W" for order in orders for action in order):
+    if _splits_backward(schedule, stages, micro.num_microbatches):
         if places.compiler is not None:
-            reason = f"{schedule} splits the backward, which compiled programs cannot: stages run uncompiled"
-            warnings.warn(f"alpa: compile: {reason}", stacklevel=2)
+            reason = f"{schedule} splits the backward, which compiled programs cannot"
+            warnings.warn(f"alpa: compile: {reason}: stages run uncompiled", stacklevel=2)
         places = replace(places, compiler=None, overlaps=False)
+
     own: dict[int, OwnStage] = {}
     for index, (stage_graph, stage, mesh) in enumerate(
         zip(graphs, stages, places.meshes, strict=True)
@@ -95,57 +113,79 @@ def build_pipeline(
         if mesh is None:
             continue
         program, per_step = _program(index, graph, stage, places, stores[index])
-        # A stage hands over gradients of shared parameters that its own ops do not use here, too.
-        names = {p.name for p in stage_graph.parameters} | {
-            use[1] for s in shared for use in s.uses if use[0] == index
-        }
+        buffers: dict[str, Any] = {COUNTERS: {}}
+        buffers |= {b.name: module.get_buffer(b.name) for b in stage_graph.buffers}
+        names = _names_with_gradients(index, stage_graph, shared)
         own[index] = OwnStage(
             program=program,
             store=stores[index],
             mesh=mesh,
-            parameters={name: module.get_parameter(name) for name in sorted(names)},
-            buffers={
-                COUNTERS: {},
-                **{b.name: module.get_buffer(b.name) for b in stage_graph.buffers},
-            },
+            parameters={name: module.get_parameter(name) for name in names},
+            buffers=buffers,
             per_step=per_step,
         )
     return Pipeline(spec, own, places.device, places.group)
 
 
+def _names_with_gradients(
+    index: int, stage_graph: StepGraph, shared: Sequence[SharedParameter]
+) -> list[str]:
+    """Return the sorted names of the parameters of stage `index`.
+
+    Shared parameters have a gradient on all of their stages, also on those whose ops do not use
+    them.
+    """
+    names = {parameter.name for parameter in stage_graph.parameters}
+    for parameter in shared:
+        names |= {name for use_stage, name, _ in parameter.uses if use_stage == index}
+    return sorted(names)
+
+
+def _splits_backward(schedule: str, stages: Sequence[StagePlan], num_microbatches: int) -> bool:
+    """Whether the schedule has backwards in two halves."""
+    num_meshes = len({stage_ranks(stage) for stage in stages})
+    orders = actions(schedule, num_meshes, num_microbatches, len(stages) // num_meshes)
+    return any(action.kind == "W" for order in orders for action in order)
+
+
 def _program(
     index: int, graph: StepGraph, stage: StagePlan, places: StagePlaces, store: MeshParameters
 ) -> tuple[StageProgram, PerStepValues]:
-    """What runs stage `index` of `graph` for a micro-batch, and what it makes of the parameters
-    once per step.
+    """Return the program of a stage for a micro-batch, and the values that it computes from its
+    parameters once per step.
+
+    Args:
+        index: of the stage.
+        graph: of a micro-batch, all stages.
+        stage: its plan.
+        places: the devices of this rank's stages.
+        store: the stage's parameters.
     """
-    random, mesh = places.randoms[index], places.meshes[index]
+    random = places.randoms[index]
+    mesh = places.meshes[index]
     assert mesh is not None
     lowered = lower_stage(
         graph, stage, mesh, places.device, random, places.compiler, places.overlaps
     )
     per_step = PerStepValues(lowered.per_step_programs)
-    place = {leaf.value: i for i, leaf in enumerate(graph.batch)}
+    index_in_batch = {leaf.value: position for position, leaf in enumerate(graph.batch)}
 
     def run(
         span: StepGraph, program: LoweredStep, regathers: bool, inputs: StageInputs
     ) -> tuple[Values, Values, Values]:
-        """A `SpanProgram`: with inputs by value, what is made once per step, and ZeRO-3's
-        regathering.
-        """
-        rows = [inputs.batch[place[leaf.value]] for leaf in span.batch]
+        """Run the program of a segment: a `SpanProgram` once the first arguments are bound."""
+        samples = [inputs.batch[index_in_batch[leaf.value]] for leaf in span.batch]
         received = [inputs.received[value] for value in span.received]
         parameters = per_step.beside(inputs.parameters, inputs.buffers)
         with store.regather_hooks(stage.ahead_bytes) if regathers else nullcontext():
-            return program(parameters, inputs.buffers, rows, received)
+            return program(parameters, inputs.buffers, samples, received)
 
     spans: list[Span] = []
     used: set[str] = set()
     for span, program in lowered.spans:
         plans = [stage.parameter_plans[p.name] for p in span.parameters]
-        regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(
-            stage.recomputed_ops
-        )
+        gathers_at_use = any(map(is_gathered_at_use, plans))
+        regathers = gathers_at_use or bool(stage.recomputed_ops)
         differentiable = tuple(value for value in program.made if graph.values[value].requires_grad)
         trained = lowered.per_step.parameters_of(span)
         of_span = partial(run, span, program, regathers)
@@ -154,11 +194,23 @@ def _program(
     return StageProgram(spans, graph.loss, random.bookmark if stage.remat else None), per_step
 
 
+def is_gathered_at_use(plan: ParameterPlan) -> bool:
+    """Whether each use of a parameter gathers it, or fetches it from host memory."""
+    return plan.uses_shards or plan.is_fetched
+
+
 def stage_randoms(
     stages: Sequence[StagePlan], meshes: Sequence[MeshComm | None], seed: int
 ) -> dict[int, ShardedRandom]:
-    """This rank's stages -> random streams: on a mesh of one device each stage would else draw as
-    its neighbours do.
+    """Return stages on this rank -> random streams.
+
+    Each stage has a seed of its own: on meshes of one device all stages would else draw the same
+    numbers.
+
+    Args:
+        stages: of the plan.
+        meshes: for each stage this rank's mesh; None for stages on other ranks.
+        seed: of the job.
     """
     return {
         index: ShardedRandom(mesh, seed + 1_000_003 * index, own_stream=len(stages) > 1)
@@ -168,23 +220,33 @@ def stage_randoms(
 
 
 def _stage_spec(micro: MicroStep, graph: StepGraph, stage: StagePlan) -> StageSpec:
+    """Return the description of a stage that every rank has.
+
+    Args:
+        micro: the step of a micro-batch.
+        graph: of the stage.
+        stage: its plan.
+    """
     num_axes = len(stage.logical_mesh)
-    place = {leaf.value: i for i, leaf in enumerate(micro.graph.batch)}
+    index_in_batch = {leaf.value: position for position, leaf in enumerate(micro.graph.batch)}
+    batch: dict[int, Layout] = {}
+    for leaf in graph.batch:
+        layout = value_layout(batch_layout(graph, leaf.batch_dim, num_axes))
+        batch[index_in_batch[leaf.value]] = layout
+
+    buffer_updates: dict[str, int] = {}
+    for buffer in graph.buffers:
+        if buffer.update is not None and buffer.name in micro.sequential_buffers:
+            buffer_updates[buffer.name] = buffer.update
+
     return StageSpec(
         ranks=stage_ranks(stage),
         mesh_shape=stage.logical_mesh,
         received={v: value_layout(stage.received[v]) for v in graph.received},
         sent={v: value_layout(stage.sent[v]) for v in graph.sent},
-        batch={
-            place[leaf.value]: value_layout(batch_layout(graph, leaf.batch_dim, num_axes))
-            for leaf in graph.batch
-        },
+        batch=batch,
         escaping=graph.escaping,
-        buffer_updates={
-            b.name: b.update
-            for b in graph.buffers
-            if b.update is not None and b.name in micro.sequential_buffers
-        },
+        buffer_updates=buffer_updates,
     )
 
 
@@ -193,23 +255,26 @@ def _shared(
     stages: Sequence[StagePlan],
     held: Sequence[Mapping[str, ParameterPlan]],
 ) -> tuple[SharedParameter, ...]:
-    """Trainable parameters of the step that stages on different devices hold, whether all of them
-    use it or not.
+    """Return the trainable parameters of the step that stages on different devices store.
+
+    Args:
+        graphs: of the stages.
+        stages: their plans.
+        held: for each stage, name -> plan of every parameter that it stores, used or not.
     """
-    trained = {
-        given.name: given
-        for graph in graphs
-        for given in graph.parameters
-        if given.meta.requires_grad
-    }
+    trained: dict[str, ParameterInput] = {}
+    for graph in graphs:
+        for given in graph.parameters:
+            if given.meta.requires_grad:
+                trained[given.name] = given
+
     shared: dict[tuple[tuple[int, str, Layout], ...], SharedParameter] = {}
     for given in trained.values():
-        uses = tuple(
-            (index, name, plans[name].layout)
-            for index, plans in enumerate(held)
-            for name in given.names
-            if name in plans
-        )
-        if len({stage_ranks(stages[index]) for index, _, _ in uses}) > 1:
-            shared.setdefault(uses, SharedParameter(given.meta.shape, given.meta.dtype, uses))
+        uses: list[tuple[int, str, Layout]] = []
+        for index, plans in enumerate(held):
+            uses += [(index, name, plans[name].layout) for name in given.names if name in plans]
+        meshes = {stage_ranks(stages[index]) for index, _, _ in uses}
+        if len(meshes) > 1:
+            key = tuple(uses)
+            shared.setdefault(key, SharedParameter(given.meta.shape, given.meta.dtype, key))
     return tuple(shared.values())

@@ -1,9 +1,9 @@
-"""Pipeline: a whole step over all stages. Batch rows to the stages, the schedule, results to all
-ranks.
+"""Pipeline: a step over all stages. It sends the batch's samples to the stages, runs the schedule,
+and sends the results to all ranks.
 
-Every rank of the job makes the same `Pipeline` from the same `PipelineSpec` and calls `step`
-together; only `own`
-(programs, parameters and meshes of the stages that this rank takes part in) differs."""
+Every rank of the job makes the same `Pipeline` from the same `PipelineSpec`, and all call `step`
+together. Only `own` differs: programs, parameters and meshes of the stages on this rank.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from alpa_strategy.microbatch.rules import WHOLE, cut, joined, rows
 from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.stage_program import Values
 from alpa_strategy.pipeline.stage_worker import OwnStage, StageWorker, sends_of
+from alpa_strategy.runtime.mesh_parameters import MeshParameters
 from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import (
     MeshSide,
@@ -34,13 +35,14 @@ from alpa_strategy.sharding.cross_mesh import (
     plan_transfer,
 )
 
-LOOK_AHEAD = 2  # actions for which receives are posted before they are needed
+# Receives are posted this many actions before they are needed.
+LOOK_AHEAD = 2
 
-# Messages' tags: from 0 on the batch's delivery, then the shared gradients, then a range per step
-# with all channels.
+# Tags of messages: from 0 on the delivery of the batch, then the shared gradients, then a range per
+# step with all channels. The last one is gloo's limit.
 FIRST_SHARED_TAG = 1 << 16
 FIRST_CHANNEL_TAG = 1 << 20
-LAST_TAG = (1 << 31) - 1  # of gloo
+LAST_TAG = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -49,40 +51,51 @@ class SharedParameter:
     step.
     """
 
-    shape: tuple[int, ...]  # of the whole parameter, in the dims of its storage layouts
+    # Full shape, with the dims of its storage layouts.
+    shape: tuple[int, ...]
+
     dtype: torch.dtype
-    uses: tuple[
-        tuple[int, str, Layout], ...
-    ]  # (stage, name there, storage layout there); one per mesh is enough
+
+    # (stage, name there, storage layout there). One stage per mesh counts.
+    uses: tuple[tuple[int, str, Layout], ...]
 
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """What every rank knows of the pipeline."""
+    """The description of a pipeline, the same on every rank."""
 
-    micro: (
-        MicroStep  # values at global shapes; every rank has those of `given` whole before the step
-    )
-    stages: tuple[StageSpec, ...]  # in order
-    schedule: str  # a name of `schedules.SCHEDULES`
-    shared: tuple[SharedParameter, ...] = ()  # parameters used on several meshes
-    cluster: ClusterSpec | None = None  # where given, cross-mesh transfers are chosen by its links
+    # The step of a micro-batch, at global shapes. Every rank has the full values of `given` before
+    # the step.
+    micro: MicroStep
+
+    # In order.
+    stages: tuple[StageSpec, ...]
+
+    # A name of `schedules.SCHEDULES`.
+    schedule: str
+
+    # Parameters used on several meshes.
+    shared: tuple[SharedParameter, ...] = ()
+
+    # By whose links cross-mesh transfers are chosen; None: without their costs.
+    cluster: ClusterSpec | None = None
 
 
+# Parameters of this rank with their gradients.
 Gradients = tuple[tuple[nn.Parameter, Tensor], ...]
 
 
 class Pipeline:
-    """See the module's docstring. Collective over the whole job.
+    """Runs steps over all stages. Collective over all ranks that run it.
 
     Args:
         spec: the same on all ranks.
-        own: stage index -> what this rank brings for it.
+        own: stage index -> programs, parameters and mesh, for the stages on this rank.
         device: of this rank's tensors.
         group: the ranks that run it; None: all of the job.
 
     Raises:
-        PlanError: the schedule cannot run so many micro-batches on so many meshes.
+        PlanError: the schedule cannot run this number of micro-batches on these meshes.
     """
 
     def __init__(
@@ -92,38 +105,56 @@ class Pipeline:
         device: torch.device,
         group: Any = None,
     ) -> None:
-        self.spec, self._own, self._device, self._group = spec, dict(own), device, group
+        self.spec = spec
+        self._own = dict(own)
+        self._device = device
+        self._group = group
+        self._rank = rank_in(group)
+        self._world = world_size(group)
         micro = spec.micro
-        self._rank, self._world = rank_in(group), world_size(group)
-        numbers = None if group is None else dist.get_process_group_ranks(group)
-        self._transfer = partial(Transfer, rank=self._rank, device=device, ranks=numbers)
-        # How many ranks bring rows of their own, which follow each other in whole tensors.
+
+        job_ranks = None if group is None else dist.get_process_group_ranks(group)
+        self._transfer = partial(Transfer, rank=self._rank, device=device, ranks=job_ranks)
+
+        # The number of ranks with samples of their own, which are consecutive in global tensors.
         self._num_parts = 1 if micro.graph.batch_scope == "global" else self._world
+
         self.channels = plan_channels(spec.stages, micro.graph.values, micro.given, spec.cluster)
-        self._outbox, self._abandoned = Outbox(), list[Outbox]()
+
+        # Messages of this step, and of steps that have failed.
+        self._outbox = Outbox()
+        self._abandoned: list[Outbox] = []
+
         self._workers = {
             index: StageWorker(index, spec.stages[index], own[index]) for index in sorted(own)
         }
+
+        # All of this rank's stages are on one mesh.
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
-        self._mesh = meshes.index(spec.stages[min(own)].ranks)  # of all of this rank's stages
-        orders = actions(
-            spec.schedule, len(meshes), micro.num_microbatches, len(spec.stages) // len(meshes)
-        )
-        self._actions, self._sends = orders[self._mesh], sends_of(orders)
-        last = {
-            own[action.stage].store: place
-            for place, action in enumerate(self._actions)
-            if action.kind in "BW"
-        }
-        self._last_backward = {
-            place: store for store, place in last.items()
-        }  # of the stages that share a store
+        self._mesh = meshes.index(spec.stages[min(own)].ranks)
+        stages_per_mesh = len(spec.stages) // len(meshes)
+        orders = actions(spec.schedule, len(meshes), micro.num_microbatches, stages_per_mesh)
+        self._actions = orders[self._mesh]
+        self._sends = sends_of(orders)
+
+        # Index of the last backward action of stages that share a store -> this store.
+        last_index: dict[MeshParameters, int] = {}
+        for index, action in enumerate(self._actions):
+            if action.kind in "BW":
+                last_index[own[action.stage].store] = index
+        self._last_backward = {index: store for store, index in last_index.items()}
+
         self._num_steps = 0
         self._connect()
         self._deliveries = [Delivery(spec, ranks, self._world, self._transfer) for ranks in meshes]
-        self._parameters = tuple(
-            {id(p): p for o in own.values() for p in o.parameters.values()}.values()
-        )
+
+        # Each once.
+        parameters: dict[int, nn.Parameter] = {}
+        for stage in own.values():
+            for parameter in stage.parameters.values():
+                parameters[id(parameter)] = parameter
+        self._parameters = tuple(parameters.values())
+
         self._sums = [
             SharedSum(shared, spec, own, self._rank, self._transfer) for shared in spec.shared
         ]
@@ -145,27 +176,32 @@ class Pipeline:
                 )
 
     def set_buffers(self, buffers: Mapping[str, Any]) -> None:
-        """Values with which the next step starts; names that no own stage reads are passed over."""
+        """Set the values with which the next step starts.
+
+        Args:
+            buffers: by name; names that no stage on this rank reads are ignored.
+        """
         for own in self._own.values():
             own.buffers.update({name: buffers[name] for name in own.buffers if name in buffers})
 
     def step(
         self, batch: Sequence[Tensor], given: Values | None = None, loss_scale: float = 1.0
     ) -> tuple[Values, Gradients]:
-        """Forward, backward and reduction of a step over the global batch: the escaping values, on
-        every rank, and this rank's parameters with their new gradients. `.grad`s are left as they
-        were.
+        """Run forward, backward and reduction of a step over the global batch.
 
         Args:
-            batch: this rank's rows of the batch's tensors, in the order of the graph's `batch`.
-            given: the values of `MicroStep.given` for the whole step, whole, on every rank.
+            batch: this rank's samples of the batch's tensors, in the order of the graph's `batch`.
+            given: the full values of `MicroStep.given` for the step, on every rank.
             loss_scale: gradients are those of the loss times this.
+
+        Returns:
+            The escaping values, on every rank, and this rank's parameters with their new gradients.
+            The parameters' `.grad`s are unchanged.
 
         Raises:
             LostRankError: another rank is gone or hangs.
         """
-        # `.grad` may hold what earlier batches have accumulated: it is put aside while this step
-        # makes its own.
+        # `.grad` may have the accumulated gradients of earlier batches: it is set aside.
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -174,13 +210,14 @@ class Pipeline:
             self._run_actions()
             self._outbox.drain()
             values = self._collect()
+            # Memory is freed before more is received.
             for worker in self._workers.values():
-                worker.finish_step()  # before more is received
+                worker.finish_step()
             self._sum_shared()
             gradients = tuple((p, p.grad) for p in self._parameters if p.grad is not None)
         except BaseException:
-            # The next step must not wait for messages that nobody fetches any more; their memory
-            # stays theirs.
+            # The next step must not wait for messages that no rank receives any more, nor free
+            # their memory.
             self._abandoned.append(self._outbox)
             self._outbox = Outbox()
             for worker in self._workers.values():
@@ -192,15 +229,15 @@ class Pipeline:
         return values, gradients
 
     def _start_step(self, batch: Sequence[Tensor], given: Values, loss_scale: float) -> None:
-        """Bring the batch's rows to the stages."""
-        # Every step has tags of its own: messages of one that was broken off stay apart.
+        """Send the batch's samples to the stages."""
+        # Every step has tags of its own, apart from those of a step that has failed.
         num_tags = max(1, 2 * len(self.channels) * self.spec.micro.num_microbatches)
-        first_tag = FIRST_CHANNEL_TAG + self._num_steps * num_tags % (
-            LAST_TAG - FIRST_CHANNEL_TAG - num_tags
-        )
+        num_available = LAST_TAG - FIRST_CHANNEL_TAG - num_tags
+        first_tag = FIRST_CHANNEL_TAG + self._num_steps * num_tags % num_available
         self._num_steps += 1
         deliveries = exchange([(d.transfer, d.sources(batch)) for d in self._deliveries], tag=0)
-        # Made where it is used: a copy would hold up the host at every micro-batch.
+
+        # Made on the device: a copy from the host would block at every micro-batch.
         scale = torch.full((), loss_scale, dtype=torch.float64, device=self._device)
         for index, worker in self._workers.items():
             batches = self._deliveries[self._mesh].batches(index, deliveries[self._mesh], batch)
@@ -208,20 +245,22 @@ class Pipeline:
             worker.start_step(batches, given_values, scale, self._outbox, self._sends, first_tag)
 
     def _run_actions(self) -> None:
-        """The schedule: this mesh's actions one after the other, whatever they are."""
+        """Run this mesh's actions of the schedule one after another."""
         for reduced in self._last_backward.values():
             reduced.reducer.enabled = False
-        for place, action in enumerate(self._actions):
-            # gloo holds a message back until its receive is posted: two actions ahead, it travels
-            # while we compute.
-            first = place + LOOK_AHEAD if place else 0
-            for ahead in self._actions[first : place + LOOK_AHEAD + 1]:
+
+        for index, action in enumerate(self._actions):
+            # gloo delays a message until its receive is posted. Posted two actions ahead, the
+            # message overlaps with computation.
+            first = index + LOOK_AHEAD if index else 0
+            for ahead in self._actions[first : index + LOOK_AHEAD + 1]:
                 self._workers[ahead.stage].post(ahead)
-            store = self._last_backward.get(place)
-            if (
-                store is not None
-            ):  # its gradients are complete with this action: reduced while they are made
+
+            store = self._last_backward.get(index)
+            if store is not None:
+                # Its gradients are complete with this action, and reduced while they are made.
                 store.reducer.enabled = True
+
             worker = self._workers[action.stage]
             match action.kind:
                 case "F":
@@ -235,79 +274,87 @@ class Pipeline:
 
     def _sum_shared(self) -> None:
         """Complete the gradients of parameters used on several meshes, all in one exchange."""
-        wanted = [
-            pair
-            for shared in self._sums
-            for pair in zip(shared.transfers, shared.own_gradients(), strict=True)
-        ]
-        arrived = iter(exchange(wanted, tag=FIRST_SHARED_TAG))
+        messages: list[tuple[Transfer, Sequence[Tensor | None]]] = []
+        for shared in self._sums:
+            messages += zip(shared.transfers, shared.own_gradients(), strict=True)
+        arrived = iter(exchange(messages, tag=FIRST_SHARED_TAG))
         for shared in self._sums:
             shared.add([next(arrived) for _ in shared.transfers])
 
     def _given_values(self, index: int, given: Values) -> list[Values]:
-        """Per micro-batch: this rank's parts of the given values that stage `index` reads."""
-        stage, coordinate = self.spec.stages[index], self._own[index].mesh.coordinate
+        """Return by micro-batch this rank's shards of the given values that stage `index` reads."""
+        stage = self.spec.stages[index]
+        coordinate = self._own[index].mesh.coordinate
+        num_microbatches = self.spec.micro.num_microbatches
         result: list[Values] = []
-        for m in range(self.spec.micro.num_microbatches):
-            found = {}
+        for number in range(num_microbatches):
+            shards = {}
             for value, layout in stage.received.items():
                 if value not in self.spec.micro.given:
                     continue
-                tensor, state = given[value], self.spec.micro.states[value]
+                tensor = given[value]
+                state = self.spec.micro.states[value]
                 if state.kind == "rows":
-                    tensor = cut(
-                        tensor, state, self.spec.micro.num_microbatches, m, self._num_parts
-                    )
+                    tensor = cut(tensor, state, num_microbatches, number, self._num_parts)
                 box = layout.slices(tensor.shape, stage.mesh_shape, coordinate)
-                found[value] = tensor[tuple(slice(*ends) for ends in box)]
-            result.append(found)
+                shards[value] = tensor[tuple(slice(*ends) for ends in box)]
+            result.append(shards)
         return result
 
     def _collect(self) -> Values:
-        """Escaping values of the whole step, from the first rank of the stage that makes them to
-        all ranks.
+        """Return the escaping values of the step on all ranks; the stage that makes one sends
+        it.
         """
         results: Values = {}
         for index, stage in enumerate(self.spec.stages):
             worker = self._workers.get(index)
-            own = (
-                {}
-                if worker is None
-                else {v: self._combined(v, worker.escaped) for v in stage.escaping}
-            )
-            results.update(own if self._world == len(stage.ranks) else self._broadcast(stage, own))
+            local: Values = {}
+            if worker is not None:
+                local = {v: self._combined(v, worker.escaped) for v in stage.escaping}
+            is_everywhere = self._world == len(stage.ranks)
+            results.update(local if is_everywhere else self._broadcast(stage, local))
         return results
 
     def _combined(self, value: int, escaped: Mapping[int, Values]) -> Tensor:
-        parts = [escaped[m][value] for m in range(self.spec.micro.num_microbatches)]
+        """Combine the values of all micro-batches: their sum, or their samples in one tensor.
+
+        Args:
+            value: an escaping value.
+            escaped: by micro-batch, in the order of the forwards.
+        """
+        pieces = [escaped[number][value] for number in range(self.spec.micro.num_microbatches)]
         state = self.spec.micro.states.get(value, WHOLE)
         match state.kind:
             case "sum":
-                return torch.stack(parts).sum(0, dtype=parts[0].dtype)
+                return torch.stack(pieces).sum(0, dtype=pieces[0].dtype)
             case "rows":
-                return joined(parts, state, self._num_parts)
-            case _:  # the same of all, or a buffer's last value
+                return joined(pieces, state, self._num_parts)
+            case _:
+                # Equal in all micro-batches, or a buffer's last value.
                 return list(escaped.values())[-1][value]
 
-    def _broadcast(self, stage: StageSpec, own: Values) -> Values:
-        """All of a stage's values together."""
-        is_source = (
-            self._rank == stage.ranks[0]
-        )  # what escapes is whole on all of the stage's devices: one sends
+    def _broadcast(self, stage: StageSpec, local: Values) -> Values:
+        """Return the escaping values of a stage on all ranks.
+
+        Args:
+            stage: which has the values in full on all of its devices; the first one sends them.
+            local: the values, on ranks of the stage.
+
+        Raises:
+            LostRankError: another rank is gone.
+        """
+        is_source = self._rank == stage.ranks[0]
         results: Values = {}
         for value in stage.escaping:
-            meta, state = (
-                self.spec.micro.graph.values[value],
-                self.spec.micro.states.get(value, WHOLE),
-            )
+            meta = self.spec.micro.graph.values[value]
+            state = self.spec.micro.states.get(value, WHOLE)
             shape = list(meta.shape)
             if state.kind == "rows":
                 shape[state.dim] *= self.spec.micro.num_microbatches
-            tensor = (
-                own[value]
-                if is_source
-                else torch.empty(shape, dtype=meta.dtype, device=self._device)
-            )
+            if is_source:
+                tensor = local[value]
+            else:
+                tensor = torch.empty(shape, dtype=meta.dtype, device=self._device)
             results[value] = tensor.contiguous()
         try:
             broadcast_tensors(results.values(), stage.ranks[0], self._group)
@@ -318,15 +365,21 @@ class Pipeline:
                 f"({first_sentence(str(error))})",
                 "look at the output of the rank that ended first",
             ) from error
-        return own or results
+        return local or results
 
 
-# What all ranks exchange once per step: rows of the batch before it, shared gradients after it
+# Exchanges of all ranks once per step: samples of the batch before it, shared gradients after it
 
 
 class Delivery:
-    """The way of the batch's rows to all stages on one mesh, all micro-batches in one message per
+    """Sends the batch's samples to all stages on one mesh, all micro-batches in one message per
     pair of ranks.
+
+    Args:
+        spec: of the pipeline.
+        ranks: of the mesh.
+        world: number of ranks that run the pipeline.
+        transfer: makes a `Transfer` of plans.
     """
 
     def __init__(
@@ -337,17 +390,19 @@ class Delivery:
         transfer: Callable[..., Transfer],
     ) -> None:
         self._spec = spec
-        self._items: dict[
-            tuple[int, tuple[int, ...], Layout], int
-        ] = {}  # (tensor, mesh, layout) -> first plan
-        self._tensors: list[int] = []  # plan -> tensor of the batch
+        # (index of a tensor in the batch, mesh shape, layout) -> its first plan, which is that of
+        # micro-batch 0.
+        self._items: dict[tuple[int, tuple[int, ...], Layout], int] = {}
+
+        # Plan -> index of its tensor in the batch.
+        self._tensors: list[int] = []
+
         plans: list[TransferPlan] = []
-        graph, count = spec.micro.graph, spec.micro.num_microbatches
-        start = MeshSide(
-            (world,),
-            tuple(range(world)),
-            Layout.parse("R" if graph.batch_scope == "global" else "S0"),
-        )
+        graph = spec.micro.graph
+        count = spec.micro.num_microbatches
+        is_global = graph.batch_scope == "global"
+        loader_layout = Layout.parse("R" if is_global else "S0")
+        start = MeshSide((world,), tuple(range(world)), loader_layout)
         for stage in spec.stages:
             if stage.ranks != ranks:
                 continue
@@ -365,33 +420,44 @@ class Delivery:
         self.transfer = transfer(plans)
 
     def sources(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        """What this rank has of each transfer's tensor: a micro-batch's part of its own rows."""
+        """Return for each plan this rank's samples of the micro-batch."""
         count = self._spec.micro.num_microbatches
         return [
-            cut(batch[position], rows(0), count, i % count)
-            for i, position in enumerate(self._tensors)
+            cut(batch[position], rows(0), count, index % count)
+            for index, position in enumerate(self._tensors)
         ]
 
     def batches(
         self, index: int, tensors: list[Tensor], batch: Sequence[Tensor]
     ) -> list[dict[int, Tensor]]:
-        """Micro-batch -> tensors of stage `index`; `batch` gives those that are the same
-        everywhere.
+        """Return by micro-batch the tensors of a stage, by their index in the batch.
+
+        Args:
+            index: of the stage.
+            tensors: that have arrived, one per plan.
+            batch: of this rank; tensors without a batch dim are taken from it.
         """
         stage = self._spec.stages[index]
         result: list[dict[int, Tensor]] = []
-        for m in range(self._spec.micro.num_microbatches):
-            found = {}
+        for number in range(self._spec.micro.num_microbatches):
+            stage_batch = {}
             for position, layout in stage.batch.items():
                 first = self._items.get((position, stage.mesh_shape, layout))
-                found[position] = batch[position] if first is None else tensors[first + m]
-            result.append(found)
+                tensor = batch[position] if first is None else tensors[first + number]
+                stage_batch[position] = tensor
+            result.append(stage_batch)
         return result
 
 
 class SharedSum:
-    """The sum of one parameter's gradients over the meshes that use it: each hands its own to all
-    others.
+    """Sums one parameter's gradients over the meshes that use it: each sends its own to all others.
+
+    Args:
+        shared: the parameter.
+        spec: of the pipeline.
+        own: the stages on this rank.
+        rank: this one.
+        transfer: makes a `Transfer` of plans.
     """
 
     def __init__(
@@ -404,43 +470,48 @@ class SharedSum:
     ) -> None:
         uses = list({spec.stages[use[0]].ranks: use for use in shared.uses}.values())
         sides = [spec.stages[stage].side(layout) for stage, _, layout in uses]
-        # Few meshes share a parameter (two, where embeddings are tied): all to all is one message
-        # each way.
-        self._order = list(permutations(range(len(uses)), 2))  # (use that sends, use that receives)
+        # (use that sends, use that receives). Few meshes share a parameter (two, if embeddings are
+        # tied): all to all is one message each way.
+        self._order = list(permutations(range(len(uses)), 2))
         self.transfers = [
-            transfer([plan_transfer(shared.shape, shared.dtype, sides[i], sides[j])])
-            for i, j in self._order
+            transfer([plan_transfer(shared.shape, shared.dtype, sides[sender], sides[receiver])])
+            for sender, receiver in self._order
         ]
-        # This rank's use, its parameter, and the local shape in the dims of the storage layout.
-        self._mine: tuple[int, nn.Parameter, tuple[int, ...]] | None = None
-        for i, (stage, name, _) in enumerate(uses):
+
+        # Index of this rank's use, its parameter, and the local shape with the dims of the storage
+        # layout.
+        self._local: tuple[int, nn.Parameter, tuple[int, ...]] | None = None
+        for index, (stage, name, _) in enumerate(uses):
             if stage in own:
-                box = sides[i].boxes(shared.shape)[rank]
-                self._mine = (
-                    i,
-                    own[stage].parameters[name],
-                    tuple(stop - start for start, stop in box),
-                )
+                box = sides[index].boxes(shared.shape)[rank]
+                local_shape = tuple(stop - start for start, stop in box)
+                self._local = (index, own[stage].parameters[name], local_shape)
 
     def own_gradients(self) -> list[list[Tensor | None]]:
-        """What this rank puts into each transfer."""
+        """Return this rank's tensors for each transfer: its gradient, None if it has none."""
         grad = None
-        if self._mine is not None and self._mine[1].grad is not None:
-            grad = self._mine[1].grad.reshape(self._mine[2])
+        if self._local is not None:
+            _, parameter, shape = self._local
+            if parameter.grad is not None:
+                grad = parameter.grad.reshape(shape)
         return [[grad]] * len(self.transfers)
 
     def add(self, arrived: Sequence[list[Tensor]]) -> None:
-        """Add up in the uses' order, the same on all meshes, so that the copies stay equal bit by
-        bit.
+        """Sum the gradients in the order of the uses, the same on all meshes, so that the copies of
+        the parameter stay equal bit by bit.
+
+        Args:
+            arrived: the tensors of each transfer.
         """
-        if self._mine is None:
+        if self._local is None:
             return
-        me, parameter, shape = self._mine
-        parts = {me: parameter.grad.reshape(shape)} if parameter.grad is not None else {}
+        local_use, parameter, shape = self._local
+        gradients: dict[int, Tensor] = {}
+        if parameter.grad is not None:
+            gradients[local_use] = parameter.grad.reshape(shape)
         for (sender, receiver), tensors in zip(self._order, arrived, strict=True):
-            if receiver == me:
-                parts[sender] = tensors[0]
-        if parts:
-            parameter.grad = reduce(torch.add, [parts[use] for use in sorted(parts)]).reshape(
-                parameter.shape
-            )
+            if receiver == local_use:
+                gradients[sender] = tensors[0]
+        if gradients:
+            total = reduce(torch.add, [gradients[use] for use in sorted(gradients)])
+            parameter.grad = total.reshape(parameter.shape)

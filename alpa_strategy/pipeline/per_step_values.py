@@ -1,8 +1,10 @@
-"""Values that a stage makes of its parameters alone (casts, weight norm): computed once per step,
-kept for all its micro-batches. To a micro-batch's autograd they are one node between the parameters
-and their uses, so that gradients
-reach the parameters micro-batch by micro-batch, in the order and precision in which they would
-without this."""
+"""Values that a stage computes from its parameters alone (casts, weight norm): once per step,
+stored for all its micro-batches.
+
+In the autograd graph of a micro-batch they are one node between the parameters and their uses.
+Gradients so reach the parameters micro-batch by micro-batch, in the order and precision in which
+they would if each micro-batch computed the values itself.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,41 +14,53 @@ import torch
 from torch import Tensor
 
 from alpa_strategy.lower.lowered_step import LoweredStep, per_step_name
-from alpa_strategy.runtime.parameters import LazyTensors
+from alpa_strategy.runtime.mesh_parameters import LazyTensors
 
 
 @dataclass(frozen=True)
 class _Made:
-    """What one derivation made: its graph lies between `leaves` and `results`, by name."""
+    """The values that one program has computed."""
 
+    # Detached parameters by name, at which the program's graph ends.
     leaves: dict[str, Tensor]
+
+    # The values by name, with their graph.
     results: dict[str, Tensor]
 
 
 class PerStepValues:
-    """The derivations of a stage (`LoweredStage.per_step_programs`) on this device."""
+    """The values of a stage on this device, made by `LoweredStage.per_step_programs`."""
 
     def __init__(self, programs: Sequence[LoweredStep]) -> None:
-        self._programs = {
-            per_step_name(value): program for program in programs for value in program.made
-        }
+        # By the name of each value that a program makes.
+        self._programs: dict[str, LoweredStep] = {}
+        for program in programs:
+            for value in program.made:
+                self._programs[per_step_name(value)] = program
+
+        # By id of the program.
         self._made: dict[int, _Made] = {}
 
     def forget(self) -> None:
-        """A step has ended: its values go."""
+        """Free the values at the end of a step."""
         self._made.clear()
 
     def beside(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]
     ) -> Mapping[str, Tensor]:
-        """`parameters` and the derived values, each made when it is first asked for: for one run of
-        a program.
+        """Return a mapping with the parameters and the values, for one run of a stage's program.
+
+        Values are computed at their first access.
+
+        Args:
+            parameters: of the stage, by name.
+            buffers: of the stage, by name.
         """
         if not self._programs:
             return parameters
 
-        # Not in the mapping itself: `make` would hold what holds it, and a collection alone would
-        # free a step's values.
+        # Not stored in the mapping itself: `make` would be part of a reference cycle, and the
+        # values would live until a garbage collection.
         values: dict[str, Tensor] = {}
 
         def make(name: str) -> Tensor:
@@ -61,62 +75,73 @@ class PerStepValues:
     def hand_out(
         self, name: str, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """All values of the derivation that makes `name`, as a graph sees them that starts at
+        """Return all values of the program that computes `name`, connected to the graph of
         `parameters`.
+
+        Args:
+            name: of a value.
+            parameters: of the stage, by name.
+            buffers: of the stage, by name.
         """
         program = self._programs[name]
         made = self._made.get(id(program))
         if made is None:
-            given = {name: parameters[name] for name in program.parameter_names}
-            leaves = {
-                name: each.detach().requires_grad_(each.requires_grad)
-                for name, each in given.items()
-            }
-            # What its backward needs is kept as it is, not gathered again for each micro-batch; a
-            # result that an op saves without its graph, which would hold itself.
-            as_it_is = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
-            with torch.enable_grad(), as_it_is:
-                results = program(leaves, buffers, ())[2]
-            made = _Made(
-                leaves, {per_step_name(value): tensor for value, tensor in results.items()}
-            )
+            made = self._computed(program, parameters, buffers)
             self._made[id(program)] = made
+
         trained = [parameters[name] for name, leaf in made.leaves.items() if leaf.requires_grad]
         if not trained or not torch.is_grad_enabled():
             return {name: value.detach() for name, value in made.results.items()}
         return dict(zip(made.results, _Derived.apply(made, *trained), strict=True))
 
+    def _computed(
+        self, program: LoweredStep, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]
+    ) -> _Made:
+        """Run one program on detached parameters."""
+        leaves: dict[str, Tensor] = {}
+        for name in program.parameter_names:
+            parameter = parameters[name]
+            leaves[name] = parameter.detach().requires_grad_(parameter.requires_grad)
+
+        # Saved tensors are stored unchanged, not re-gathered for each micro-batch. They are
+        # detached: a saved result would else refer to its own graph.
+        plain_hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+        with torch.enable_grad(), plain_hooks:
+            results = program(leaves, buffers, ())[2]
+        return _Made(leaves, {per_step_name(value): tensor for value, tensor in results.items()})
+
 
 class _Derived(torch.autograd.Function):
-    """(what was made, its trained parameters) -> the derived values; their graph stays for the next
+    """(computed values, their trained parameters) -> the values. Their graph stays for the next
     micro-batch.
 
-    `is_made_of_parameters` is for `regather`: what is gathered of these values is gathered again.
+    `is_made_of_parameters` lets the backward re-gather what is gathered of these values.
     """
 
     @staticmethod
     def forward(ctx: Any, made: _Made, *trained: Tensor) -> tuple[Tensor, ...]:
-        ctx.made, ctx.is_made_of_parameters = made, True
+        ctx.made = made
+        ctx.is_made_of_parameters = True
         ctx.set_materialize_grads(False)
-        handed = tuple(value.detach() for value in made.results.values())
-        plain = [
-            h
-            for h, value in zip(handed, made.results.values(), strict=True)
-            if not value.requires_grad
-        ]
-        ctx.mark_non_differentiable(*plain)
-        return handed
+
+        results = list(made.results.values())
+        outputs = tuple(value.detach() for value in results)
+        pairs = zip(outputs, results, strict=True)
+        ctx.mark_non_differentiable(*[out for out, value in pairs if not value.requires_grad])
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         results = ctx.made.results.values()
-        pairs = [
-            (value, grad) for value, grad in zip(results, grads, strict=True) if grad is not None
-        ]
         leaves = [leaf for leaf in ctx.made.leaves.values() if leaf.requires_grad]
-        if not pairs:
+        values: list[Tensor] = []
+        value_grads: list[Tensor] = []
+        for value, grad in zip(results, grads, strict=True):
+            if grad is not None:
+                values.append(value)
+                value_grads.append(grad)
+        if not values:
             return (None,) * (1 + len(leaves))
-        values, given = zip(*pairs, strict=True)
         return None, *torch.autograd.grad(
-            values, leaves, given, retain_graph=True, allow_unused=True
+            values, leaves, value_grads, retain_graph=True, allow_unused=True
         )

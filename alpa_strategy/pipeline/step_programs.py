@@ -1,15 +1,14 @@
-"""A plan on this rank, and what runs captured steps under it.
+"""A plan on this rank, and the programs that run captured steps under it.
 
-`PlanRuntime` holds the meshes, random streams and parameters of this rank's stages, for as long as
-the module lies in shards. For each captured step it makes a `StepProgram`, whatever the number of
-stages:
+`PlanRuntime` has the meshes, random streams and parameters of this rank's stages, for as long as
+the module is sharded. For each captured step it makes a `StepProgram`:
 
-- direct: one stage, the whole batch at once. The values carry their autograd graph, and the
-  backward of the loss runs
-  it as on one device: hooks on it are called.
-- pipelined: stages or micro-batches. Backward included, a step is one call of a `Pipeline`; the
-  backward of the loss finds the gradients there and only hands them over.
-- whole: what the stages cannot run, a last smaller batch perhaps. Every rank computes all of it.
+- direct: one stage, the full batch at once. The values have an autograd graph, and the backward of
+  the loss runs it as on one device: hooks on it are called.
+- pipelined: several stages or micro-batches. Backward included, a step is one call of a `Pipeline`;
+  the backward of the loss only passes the gradients to the parameters.
+- global: a batch that the stages cannot run, such as a smaller last one. Every rank computes all of
+  it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,38 +27,47 @@ from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.ir.graph import ParameterInput, StepGraph, run_step
 from alpa_strategy.ir.guards import COUNTERS
-from alpa_strategy.ir.plan import Plan, stage_ranks
+from alpa_strategy.ir.plan import Plan, StagePlan, stage_ranks
 from alpa_strategy.lower.codegen import lower
 from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
-from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms
+from alpa_strategy.pipeline.build import (
+    StagePlaces,
+    build_pipeline,
+    is_gathered_at_use,
+    stage_randoms,
+)
 from alpa_strategy.pipeline.executor import Gradients, Pipeline
 from alpa_strategy.pipeline.stage_program import Values
 from alpa_strategy.runtime.parameters import ParameterStore
 
-ONE_STAGE_SCHEDULE = (
-    "1F1B"  # micro-batches without a pipeline: each one's backward follows its forward
-)
-
+# Of micro-batches without a pipeline: the backward of each one follows its forward.
+ONE_STAGE_SCHEDULE = "1F1B"
 
 # Leaves of this rank's batch, in the order of `pytree.tree_leaves`.
 Leaves = Sequence[Any]
-# What runs a captured step here: (the batch, the counters' values) -> the step's escaping
-# values by number, whole on every rank; the loss can be differentiated.
+
+# Runs a captured step: (leaves of the batch, values of the counters) -> the step's escaping values
+# by number, full on every rank; the loss can be differentiated.
 StepProgram = Callable[[Leaves, Mapping[str, int]], Values]
 
 
 class PlanRuntime:
-    """See the file's docstring. Collective.
+    """Runs captured steps under a plan. All methods but those for checkpoints are collective.
 
     Args:
-        module: holds whole parameters until `store` is sharded; the Parameter objects stay.
+        module: its parameters are full until `store` is sharded; the Parameter objects stay.
         parameters: of the step that was planned.
+        plan: of the parameters.
+        device: of this rank.
+        cluster: by whose links transfers between stages are chosen; None: without their costs.
+        seed: of the job, the same on all ranks.
+        loss_scale: returns the factor of the loss (half precision). Gradients that a pipeline
+            computes need it before the backward.
+        backend: of the process groups.
         compile: arguments of `torch.compile`; None: programs of training steps are not compiled.
-        seed: the job's, the same on all ranks.
-        loss_scale: what the loss will be scaled by (half precision): gradients that a step makes
-            need it early.
-        replica: runs the plan, beside others that hold the same; None: all of the job runs it.
+        replica: the ranks that run the plan, next to others with the same parameters; None: all
+            ranks of the job run it.
     """
 
     def __init__(
@@ -75,67 +83,89 @@ class PlanRuntime:
         compile: Mapping[str, Any] | None = None,
         replica: Replica | None = None,
     ) -> None:
-        self._group = group = None if replica is None else replica.group
-        self.module, self._plan, self.loss_scale = module, plan, loss_scale
-        self._seed, self.num_steps = seed, 0  # both go into checkpoints
+        group = None if replica is None else replica.group
+        self._group = group
+        self.module = module
+        self._plan = plan
+        self.loss_scale = loss_scale
+
+        # Both are part of checkpoints.
+        self._seed = seed
+        self.num_steps = 0
+
         stages = plan.stages
-        meshes = build_stage_meshes(
-            [(s.logical_mesh, stage_ranks(s)) for s in stages], backend, group=group
-        )
+        shapes_and_ranks = [(stage.logical_mesh, stage_ranks(stage)) for stage in stages]
+        meshes = build_stage_meshes(shapes_and_ranks, backend, group=group)
         compiler = None if compile is None else Compiler(compile)
         self._places = StagePlaces(
             meshes, stage_randoms(stages, meshes, seed), device, cluster, compiler, group
         )
-        job_mesh = (
-            meshes[0]
-            if len(stages) == 1
-            else build_mesh((world_size(group),), backend, group=group)
-        )
+        if len(stages) == 1:
+            job_mesh = meshes[0]
+        else:
+            job_mesh = build_mesh((world_size(group),), backend, group=group)
         assert job_mesh is not None
-        if plan.is_pipelined:  # what only a prologue or epilogue reads lies whole on every rank
-            held = {name for stage in stages for name in stage.parameter_plans}
-            parameters = [given for given in parameters if not held.isdisjoint(given.names)]
+
+        if plan.is_pipelined:
+            # Parameters that only a prologue or epilogue reads are unsharded on every rank.
+            planned = {name for stage in stages for name in stage.parameter_plans}
+            parameters = [given for given in parameters if not planned.isdisjoint(given.names)]
         copies = (0, 1) if replica is None else (replica.index, replica.count)
         self.store = ParameterStore(module, parameters, stages, meshes, job_mesh, copies=copies)
 
     def training_program(self, step: StepGraph, plan: Plan) -> StepProgram:
-        """What runs a training step under its plan, which has the parameters where they lie."""
-        places, of_stage = self._places, self.store.of_stage
+        """Return the program of a training step.
+
+        Args:
+            step: that was captured.
+            plan: of the step, with the parameters in the layouts of this runtime's plan.
+        """
         if not self._plan.is_pipelined:
-            stage, mesh = plan.stages[0], places.meshes[0]
-            assert mesh is not None
-            of_stage[0].will_read(step.dtypes_read)
-            overlaps = not self._plan.is_eager  # else the user's own code may differentiate twice
-            lowered = lower(
-                step,
-                stage,
-                mesh,
-                places.device,
-                places.randoms[0],
-                places.compiler,
-                overlaps=overlaps,
-            )
-            plans = stage.parameter_plans.values()
-            regathers = any(plan.uses_shards or plan.is_fetched for plan in plans) or bool(
-                stage.recomputed_ops
-            )
+            return self._direct_program(step, plan.stages[0])
 
-            def direct(leaves: Leaves, counters: Mapping[str, int]) -> Values:
-                buffers = step_buffers(self.module, step, counters)
-                with of_stage[0].regather_hooks(stage.ahead_bytes) if regathers else nullcontext():
-                    inputs = of_stage[0].step_inputs(stage.ahead_bytes)
-                    return lowered(inputs, buffers, _rows_at_place(step, leaves, mesh))[0]
-
-            return direct
+        places = self._places
+        of_stage = self.store.of_stage
         schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
         micro = microbatch(step, plan.num_microbatches, world_size(self._group))
-        for index, held in of_stage.items():
-            held.will_read(slice_stage(micro.graph, *plan.stages[index].ops).dtypes_read)
+        for index, mesh_parameters in of_stage.items():
+            stage_graph = slice_stage(micro.graph, *plan.stages[index].ops)
+            mesh_parameters.will_read(stage_graph.dtypes_read)
         held_plans = [stage.parameter_plans for stage in self._plan.stages]
         pipeline = build_pipeline(
             self.module, micro, plan.stages, schedule, places, of_stage, held_plans
         )
         return partial(self._pipelined, step, micro, pipeline)
+
+    def _direct_program(self, step: StepGraph, stage: StagePlan) -> StepProgram:
+        """Return the program of a step with one stage and one micro-batch."""
+        places = self._places
+        mesh = places.meshes[0]
+        assert mesh is not None
+        parameters = self.store.of_stage[0]
+        parameters.will_read(step.dtypes_read)
+
+        # In an eager plan the user's own code may differentiate twice.
+        overlaps = not self._plan.is_eager
+        lowered = lower(
+            step,
+            stage,
+            mesh,
+            places.device,
+            places.randoms[0],
+            places.compiler,
+            overlaps=overlaps,
+        )
+        plans = stage.parameter_plans.values()
+        gathers_at_use = any(map(is_gathered_at_use, plans))
+        regathers = gathers_at_use or bool(stage.recomputed_ops)
+
+        def direct(leaves: Leaves, counters: Mapping[str, int]) -> Values:
+            buffers = step_buffers(self.module, step, counters)
+            with parameters.regather_hooks(stage.ahead_bytes) if regathers else nullcontext():
+                inputs = parameters.step_inputs(stage.ahead_bytes)
+                return lowered(inputs, buffers, _samples_of_mesh(step, leaves, mesh))[0]
+
+        return direct
 
     def _pipelined(
         self,
@@ -145,26 +175,40 @@ class PlanRuntime:
         leaves: Leaves,
         counters: Mapping[str, int],
     ) -> Values:
+        """Run a step by a `Pipeline`, with its prologue and epilogue."""
         buffers = step_buffers(self.module, step, counters)
-        # A pipeline updates its buffers itself, micro-batch by micro-batch: it must not write into
-        # the module's.
-        pipeline.set_buffers(
-            {name: b.clone() if isinstance(b, Tensor) else b for name, b in buffers.items()}
-        )
+
+        # A pipeline updates its buffers itself, micro-batch by micro-batch: it gets copies.
+        copies = dict(buffers)
+        for name, buffer in buffers.items():
+            if isinstance(buffer, Tensor):
+                copies[name] = buffer.clone()
+        pipeline.set_buffers(copies)
+
         values: Values = {}
         if micro.prologue is not None:
             values |= self._compute_whole(micro.prologue, buffers, leaves, values)[0]
         given = {value: values[source] for value, source in micro.given.items()}
         scale = self.loss_scale()
-        found, gradients = pipeline.step(batch_rows(micro.graph, leaves), given, scale)
-        values |= found
+        escaping, gradients = pipeline.step(batch_rows(micro.graph, leaves), given, scale)
+        values |= escaping
         if micro.epilogue is not None:
             values |= self._compute_whole(micro.epilogue, buffers, leaves, values)[0]
         return values | {step.loss: hand_over(values[step.loss], gradients, scale)}
 
     def compute_whole(self, step: StepGraph, leaves: Leaves, counters: Mapping[str, int]) -> Values:
-        """All of a step on every rank, which keeps its parts of the gradients."""
-        scale, buffers = self.loss_scale(), step_buffers(self.module, step, counters)
+        """Compute all of a step on every rank; each keeps its shards of the gradients.
+
+        Args:
+            step: that was captured.
+            leaves: of this rank's batch.
+            counters: by name.
+
+        Returns:
+            The step's escaping values by number; the backward of the loss gives the gradients.
+        """
+        scale = self.loss_scale()
+        buffers = step_buffers(self.module, step, counters)
         values, parameters = self._compute_whole(step, buffers, leaves, {}, trains=True)
         loss = values[step.loss]
         trained = {name: leaf for name, leaf in parameters.items() if leaf.requires_grad}
@@ -187,29 +231,38 @@ class PlanRuntime:
         values: Values,
         trains: bool = False,
     ) -> tuple[Values, dict[str, Tensor]]:
-        """What `part` makes of the global batch and of whole parameters, and these, to
-        differentiate by. Collective.
+        """Compute `part` of a step on every rank, from the global batch and full parameters.
 
-        Every rank does all of it, with random numbers that are the same on all of them and others
-        at every step; the rank's own go on after it. values: what `part` receives.
+        Collective. The random numbers are the same on all ranks, and others at every step; the
+        rank's own generators are unchanged.
+
+        Args:
+            part: a graph of the step.
+            buffers: by name.
+            leaves: of this rank's batch.
+            values: that `part` receives.
+            trains: whether to record a graph for the gradients of the parameters.
+
+        Returns:
+            The escaping values of `part`, and the full parameters by name.
         """
         parameters = {}
         for given in part.parameters:
             leaf = self.store.gather(self.module.get_parameter(given.name)).detach()
             parameters[given.name] = leaf.requires_grad_(trains and given.meta.requires_grad)
-        rows = _global_rows(part, leaves, self.store.mesh)
-        # By default fork_rng touches every GPU of the node, with a warning; the others belong to
-        # other ranks.
-        here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices=here), torch.set_grad_enabled(trains):
-            torch.manual_seed(
-                (self._seed * 1_000_003 + self.num_steps) % 2**63
-            )  # a seed of its own may be large
-            found = run_step(part, parameters, buffers, rows, values)
-        return {value: found[value] for value in part.escaping}, parameters
+        samples = _global_samples(part, leaves, self.store.mesh)
+
+        # By default fork_rng uses every GPU of the node, with a warning; the others belong to other
+        # ranks.
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(trains):
+            # The user's seed may be large.
+            torch.manual_seed((self._seed * 1_000_003 + self.num_steps) % 2**63)
+            all_values = run_step(part, parameters, buffers, samples, values)
+        return {value: all_values[value] for value in part.escaping}, parameters
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's random streams, for a checkpoint: plain data."""
+        """Return the state of this rank's random streams for a checkpoint, as plain data."""
         randoms = {
             str(stage): random.state_dict() for stage, random in self._places.randoms.items()
         }
@@ -221,55 +274,66 @@ class PlanRuntime:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken; nothing is done where that was on other meshes, or
-        of another kind.
+        """Restore the random streams from `state_dict`. Does nothing if that was of other
+        meshes.
         """
         if state.get("devices") != self._devices():
             return
-        self._seed, self.num_steps = state["seed"], state.get("num_steps", 0)
+        self._seed = state["seed"]
+        self.num_steps = state.get("num_steps", 0)
         for stage, random in self._places.randoms.items():
             random.load_state_dict(state["randoms"][str(stage)])
 
     def _devices(self) -> list[list[int]]:
-        """Where every stage runs: the streams of one place mean nothing in another."""
-        return [
-            [s.first_device, *s.submesh, 0, *s.logical_mesh, *s.devices] for s in self._plan.stages
-        ]
+        """Return the devices of every stage: random streams are valid on the same meshes only."""
+        devices = []
+        for stage in self._plan.stages:
+            mesh = (*stage.submesh, 0, *stage.logical_mesh)
+            devices.append([stage.first_device, *mesh, *stage.devices])
+        return devices
 
 
 def hand_over(loss: Tensor, gradients: Gradients, scale: float) -> Tensor:
-    """The loss, with a backward that adds `gradients`, which are those of the loss times `scale`,
-    to `.grad`s.
+    """Return the loss with a backward that adds `gradients` to the parameters' `.grad`s.
+
+    Args:
+        loss: without a graph.
+        gradients: of the loss times `scale`; complete.
+        scale: of the gradients.
     """
-    # An input that wants a gradient makes it differentiable on a rank without parameters too.
-    return _PassGradient.apply(
-        torch.zeros((), device=loss.device, requires_grad=True), loss, gradients, scale
-    )
+    # An input that requires grad makes the loss differentiable on a rank without parameters too.
+    anchor = torch.zeros((), device=loss.device, requires_grad=True)
+    return _PassGradient.apply(anchor, loss, gradients, scale)
 
 
 class _PassGradient(torch.autograd.Function):
-    """Gradients pass by the parameters' own graph nodes, whose hooks would take them for parts yet
-    to be reduced.
+    """(anchor, loss, gradients, their scale) -> the loss.
+
+    The gradients bypass the parameters' `AccumulateGrad` nodes, whose hooks would reduce them.
     """
 
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, loss: Tensor, gradients: Gradients, known_scale: float
     ) -> Tensor:
-        ctx.gradients, ctx.known_scale = gradients, known_scale
+        ctx.gradients = gradients
+        ctx.known_scale = known_scale
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[None, None, None, None]:
         if ctx.gradients is None:
             raise RuntimeMismatchError(
-                "backward ran twice through one pipelined step, whose gradients were handed over by"
-                " the first",
+                "backward ran twice through one pipelined step, whose gradients were passed to the"
+                " parameters by the first",
                 "call backward once per training step, or plan with num_stages=1 and"
                 " num_microbatches=1",
             )
-        gradients, ctx.gradients = list(ctx.gradients), None
-        while gradients:  # one by one, so that not all are there twice
+        gradients = list(ctx.gradients)
+        ctx.gradients = None
+
+        # One by one, so that not all are in memory twice.
+        while gradients:
             parameter, gradient = gradients.pop()
             scaled = gradient * (scale / ctx.known_scale).to(gradient)
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
@@ -277,43 +341,52 @@ class _PassGradient(torch.autograd.Function):
 
 
 def step_buffers(module: nn.Module, step: StepGraph, counters: Mapping[str, int]) -> dict[str, Any]:
-    """What a program of `step` takes as buffers: the module's by name, and the counters."""
-    held = {b.name: attrgetter(b.name)(module) for b in step.buffers}
-    return {**held, **{name: held[name].clone() for name in step.kept_buffers}, COUNTERS: counters}
+    """Return the buffers of a program of `step`: the module's by name, and the counters."""
+    buffers: dict[str, Any] = {b.name: attrgetter(b.name)(module) for b in step.buffers}
+    for name in step.kept_buffers:
+        buffers[name] = buffers[name].clone()
+    buffers[COUNTERS] = counters
+    return buffers
 
 
 def batch_rows(step: StepGraph, leaves: Leaves) -> list[Tensor]:
-    """The batch's tensor leaves in `step.batch` order: this rank's rows, or all of them
+    """Return the batch's tensors in the order of `step.batch`: this rank's samples, or all of them
     (`batch_scope="global"`).
     """
     return [leaves[given.leaf] for given in step.batch]
 
 
-def _rows_at_place(step: StepGraph, leaves: Leaves, mesh: MeshComm) -> list[Tensor]:
-    """The rows of this rank's place in the mesh: of another rank where devices lie in an order of
-    their own.
+def _samples_of_mesh(step: StepGraph, leaves: Leaves, mesh: MeshComm) -> list[Tensor]:
+    """Return the samples that belong to this rank's coordinate in the mesh.
+
+    They are another rank's if the devices of the mesh are not in the order of the ranks.
+    Collective.
     """
-    rows = batch_rows(step, leaves)
+    samples = batch_rows(step, leaves)
     if step.batch_scope == "global" or mesh.is_in_order:
-        return rows
+        return samples
     exchanged = []
-    for leaf, tensor in zip(step.batch, rows, strict=True):
+    for leaf, tensor in zip(step.batch, samples, strict=True):
         is_batched = leaf.batch_dim is not None
         exchanged.append(mesh.exchange_rows(tensor) if is_batched else tensor)
     return exchanged
 
 
-def _global_rows(part: StepGraph, leaves: Leaves, mesh: MeshComm) -> list[Tensor]:
-    """The tensors of the global batch that `part` reads. Collective where the ranks bring rows of
-    their own.
+def _global_samples(part: StepGraph, leaves: Leaves, mesh: MeshComm) -> list[Tensor]:
+    """Return the tensors of the global batch that `part` reads. Collective.
 
-    mesh: of all ranks.
+    Args:
+        part: a graph of the step.
+        leaves: of this rank's batch.
+        mesh: of all ranks.
     """
-    rows, axis = _rows_at_place(part, leaves, mesh), mesh.whole
+    samples = _samples_of_mesh(part, leaves, mesh)
     if part.batch_scope == "global":
-        return rows
-    pairs = zip(part.batch, rows, strict=True)
-    return [
-        own if leaf.batch_dim is None else axis.all_gather(own, 0, len(own) * axis.size)
-        for leaf, own in pairs
-    ]
+        return samples
+    gathered = []
+    for leaf, local in zip(part.batch, samples, strict=True):
+        if leaf.batch_dim is None:
+            gathered.append(local)
+        else:
+            gathered.append(mesh.whole.all_gather(local, 0, len(local) * mesh.whole.size))
+    return gathered

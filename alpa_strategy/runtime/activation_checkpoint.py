@@ -1,10 +1,9 @@
-"""Forwards of modules of which autograd keeps the inputs alone: in the backward they run again
-(PyTorch's checkpoint).
+"""Activation checkpointing of modules in eager steps: autograd saves the inputs of a module alone,
+and the backward recomputes its forward (PyTorch's `checkpoint`).
 
-The second run finds what the first one found: random numbers, buffers, attributes, and the
-containers in them. What it changes of these is taken back, so that statistics are updated once.
-What it cannot have as it was (a weight that was changed in between) is an error. Works on steps as
-they are written, which nobody has captured.
+The recomputation starts from the state in which the first forward started: random numbers, buffers,
+attributes, and the containers in them. Its changes to these are undone, so that statistics are
+updated once. What cannot be restored (a weight that was changed in between) is an error.
 """
 
 import random
@@ -27,66 +26,104 @@ from alpa_strategy.capture.python_state import framework_attributes, patched, ve
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
 from alpa_strategy.units import format_bytes
 
+_MODULE_LISTS = (nn.ModuleList, nn.ModuleDict)
+
 
 def modules_to_checkpoint(
     root: nn.Module, remat: bool | tuple[str, ...] | None
 ) -> dict[str, nn.Module]:
-    """By name, the outermost modules that `PlanOptions.remat` means in a step as it is written.
+    """Return, by name, the outermost modules that `PlanOptions.remat` selects in an eager step.
 
-    `True` and None mean the items of lists of modules, those of inner lists instead of these.
+    Args:
+        root: the module that is trained; names are relative to it.
+        remat: patterns of module names. True and None select the items of lists of modules, and the
+            items of inner lists instead of those that contain them.
 
     Raises:
-        OptionError: what is asked for is not there.
+        OptionError: a pattern matches no module, or True finds no list with items to recompute.
     """
-    lists = (nn.ModuleList, nn.ModuleDict)
-    called = {k: m for k, m in root.named_modules() if k and not isinstance(m, lists)}
+    callable_modules = {
+        name: module
+        for name, module in root.named_modules()
+        if name and not isinstance(module, _MODULE_LISTS)
+    }
+
+    names: list[str] = []
+    unmatched: list[str] = []
     if isinstance(remat, tuple):
-        matching = {name: [k for k in called if fnmatchcase(k, name)] for name in remat}
-        names, unmet = (
-            [k for own in matching.values() for k in own],
-            [repr(n) for n in remat if not matching[n]],
-        )
+        for pattern in remat:
+            matching = [name for name in callable_modules if fnmatchcase(name, pattern)]
+            names += matching
+            if not matching:
+                unmatched.append(repr(pattern))
     else:
-        owners = (m for m in root.modules() if isinstance(m, (*lists, nn.Sequential)))
-        # A layer without parts keeps no more than what it is given.
-        items = {
-            m for owner in owners for m in owner.children() if next(m.children(), None) is not None
-        }
-        names = [k for k, m in called.items() if m in items and items.isdisjoint(m.children())]
-        unmet = ["True"] if remat and not names else []
-    if unmet:
+        names = _names_of_list_items(root, callable_modules)
+        if remat and not names:
+            unmatched.append("True")
+
+    if unmatched:
         raise OptionError(
-            f"remat={unmet[0]} names no module, and a step that runs as it is written has nothing"
-            " else to make again",
+            f"remat={unmatched[0]} names no module, and a step that runs eagerly has nothing else"
+            " to recompute",
             'name modules that are called, such as "blocks.*" (True names the items of ModuleLists'
             " and Sequentials)",
         )
-    return {k: called[k] for k in names if not any(k.startswith(f"{other}.") for other in names)}
+
+    outermost: dict[str, nn.Module] = {}
+    for name in names:
+        is_inside_another = any(name.startswith(f"{other}.") for other in names)
+        if not is_inside_another:
+            outermost[name] = callable_modules[name]
+    return outermost
+
+
+def _names_of_list_items(root: nn.Module, callable_modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the innermost items of lists of modules that have submodules.
+
+    A layer without submodules is left out: autograd saves no more in it than its inputs.
+    """
+    items: set[nn.Module] = set()
+    for container in root.modules():
+        if not isinstance(container, (*_MODULE_LISTS, nn.Sequential)):
+            continue
+        for item in container.children():
+            has_submodules = next(item.children(), None) is not None
+            if has_submodules:
+                items.add(item)
+
+    return [
+        name
+        for name, module in callable_modules.items()
+        if module in items and items.isdisjoint(module.children())
+    ]
 
 
 class ModuleCheckpoint:
-    """See the file's docstring. Modules run as they do in evaluation, and where autograd does not
-    watch.
+    """Recomputes the forwards of modules in the backward.
+
+    Modules run unchanged in evaluation, under `no_grad` and inside functions of torch.func.
 
     Args:
-        root: what is trained; None: nothing is.
-        room: says which modules run again; None: all.
+        root: the module that is trained; None: nothing is trained, and nothing recomputed.
+        budget: decides which modules are recomputed; None: all.
     """
 
     def __init__(
-        self, root: nn.Module | None = None, room: "ActivationBudget | None" = None
+        self, root: nn.Module | None = None, budget: "ActivationBudget | None" = None
     ) -> None:
-        self._root, self._room = root, room
+        self._root = root
+        self._budget = budget
 
     def installed(self, modules: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
-        """Context in which the forwards of modules, by name, are ours."""
+        """Context in which the forwards of `modules`, by name, are checkpointed."""
         return patched(
-            (m, "forward", partial(self._forward, name, m, m.forward))
-            for name, m in modules.items()
+            (module, "forward", partial(self._forward, name, module, module.forward))
+            for name, module in modules.items()
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()  # a copy of the module is nobody's
+        # A copy of the module (deepcopy, pickle) is not trained by this run: it recomputes nothing.
+        return type(self), ()
 
     @torch.compiler.disable
     def _forward(
@@ -98,270 +135,396 @@ class ModuleCheckpoint:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if (of_copy := forward_of_copy(module)) is not None:
-            return of_copy(*args, **kwargs)
-        is_function = (
-            torch._C._functorch.peek_interpreter_stack() is not None
-        )  # whose tensors are no one's to keep
-        if (
-            self._root is None
-            or not self._root.training
-            or not torch.is_grad_enabled()
-            or is_function
-        ):
+        copy_forward = forward_of_copy(module)
+        if copy_forward is not None:
+            return copy_forward(*args, **kwargs)
+
+        if not self._is_in_training_step():
             return forward(*args, **kwargs)
-        given = (*args, *kwargs.values())
-        if self._room is not None and not self._room.is_short_for(name, given):
-            return self._room.learn(name, forward(*args, **kwargs), given)
-        start = ForwardSnapshot(name, module, given)
-        unique = list(
-            {id(value): value for value in given}.values()
-        )  # code asks whether `query is key`
-        places = [next(i for i, value in enumerate(unique) if value is each) for each in given]
+
+        arguments = (*args, *kwargs.values())
+        if self._budget is not None and not self._budget.is_short_for(name, arguments):
+            return self._budget.learn(name, forward(*args, **kwargs), arguments)
+
+        # Each distinct object is passed to `checkpoint` once: modules may test `query is key`.
+        snapshot = ForwardSnapshot(name, module, arguments)
+        unique: list[Any] = []
+        index_of_id: dict[int, int] = {}
+        for value in arguments:
+            if id(value) not in index_of_id:
+                index_of_id[id(value)] = len(unique)
+                unique.append(value)
+        indices = [index_of_id[id(value)] for value in arguments]
 
         def run(*unique: Any) -> Any:
-            again = [unique[place] for place in places]
-            with start.entered():
-                return forward(
-                    *again[: len(args)], **dict(zip(kwargs, again[len(args) :], strict=True))
-                )
+            values = [unique[index] for index in indices]
+            positional = values[: len(args)]
+            named = dict(zip(kwargs, values[len(args) :], strict=True))
+            with snapshot.entered():
+                return forward(*positional, **named)
 
         return checkpoint(run, *unique, use_reentrant=False)
 
+    def _is_in_training_step(self) -> bool:
+        """Whether autograd records this forward for the backward of a training step."""
+        if self._root is None or not self._root.training or not torch.is_grad_enabled():
+            return False
+        # Tensors inside a function of torch.func cannot be saved for a later recomputation.
+        return torch._C._functorch.peek_interpreter_stack() is None
+
 
 def forward_of_copy(module: nn.Module) -> Callable[..., Any] | None:
-    """What a forward of ours is to run instead, a partial with `module` among its arguments, where
-    that is called as a
-    shallow copy's, which has it with all other attributes (a learner of MAML)."""
+    """Return the forward to run instead if a shallow copy of `module` is being called, else None.
+
+    A shallow copy (a learner of MAML) has all attributes of `module`, the forward that was
+    installed there included: a partial with `module` among its arguments. To be called from such a
+    forward: the called module is looked up in the stack of Python frames.
+    """
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
         frame = frame.f_back
+
     called = module if frame is None else frame.f_locals["self"]
-    is_copy = called is not module and module in getattr(vars(called).get("forward"), "args", ())
+    if called is module:
+        return None
+
+    installed_forward = vars(called).get("forward")
+    is_copy = module in getattr(installed_forward, "args", ())
     return partial(type(called).forward, called) if is_copy else None
 
 
 class ActivationBudget:
-    """Which modules run again so that what a pass (a forward and its backward) keeps fits: the
-    first, as few as do.
+    """Decides which modules are recomputed so that one pass (a forward and its backward) fits in
+    memory: the first ones in the order of their calls, as few as suffice.
 
-    What a module keeps is in proportion to what it is given, as in the first of its kind, which did
-    not run again. What the pass keeps outside of the modules is known from the first backward on;
-    until then half the room is left for it.
+    Bytes saved in a module are taken as proportional to the bytes of its inputs. The factor is
+    measured at the first call of each kind of module, which is not recomputed. Bytes saved outside
+    of the modules are measured in the first backward; until then half of the budget is reserved for
+    them.
 
     Args:
-        num_bytes: for what autograd keeps.
+        root: the module that is trained; its parameters and buffers are not counted.
+        modules: those that may be recomputed, by name.
+        num_bytes: the budget for all that autograd saves for the backward.
     """
 
     def __init__(self, root: nn.Module, modules: Mapping[str, nn.Module], num_bytes: float) -> None:
-        self._num_bytes, self._has_told = num_bytes, False
-        self._kinds = {k: (type(m), *(p.shape for p in m.parameters())) for k, m in modules.items()}
+        self._num_bytes = num_bytes
+        self._has_reported = False
         self._tensors = [*root.parameters(), *root.buffers()]
-        self._shares: dict[Any, float] = {}  # by kind: bytes kept for each byte given
-        self._given: dict[str, int] = {}  # bytes, at the last call
-        self._outside: tuple[float, int] | None = (
-            None  # bytes, and those that the modules were given then
-        )
-        self._begin()
 
-    def _begin(self) -> None:
-        self._to_come, self._again = (
-            set(self._kinds),
-            dict[str, float](),
-        )  # with the bytes that are made again
-        self._kept = self._inputs = (
-            0.0  # bytes, of modules that do not run again, and of those that do
-        )
-        self._before: list[tuple[Tensor, int]] = []  # what the module is given that runs now
+        # Modules of one class with parameters of the same shapes are of one kind.
+        self._kinds: dict[str, Any] = {}
+        for name, module in modules.items():
+            shapes = (parameter.shape for parameter in module.parameters())
+            self._kinds[name] = (type(module), *shapes)
 
-    def is_short_for(self, name: str, given: Iterable[Any]) -> bool:
-        """Whether a module is to run again: if not, those that are still to come could not all keep
-        what they do.
+        # By kind: bytes saved for the backward per byte of input.
+        self._saved_per_input_byte: dict[Any, float] = {}
+
+        # By name: bytes of a module's inputs at its last call.
+        self._input_bytes: dict[str, int] = {}
+
+        # Bytes saved outside of the modules, of the pass with the largest inputs, and the bytes of
+        # all modules' inputs in it.
+        self._outside_bytes: float | None = None
+        self._outside_input_bytes = 0
+
+        self._start_pass()
+
+    def _start_pass(self) -> None:
+        # Names of modules that have not been called in this pass.
+        self._pending = set(self._kinds)
+
+        # Modules that are recomputed in this pass, and the bytes that each of them does not save.
+        self._recomputed: dict[str, float] = {}
+
+        # Bytes saved in modules that are not recomputed, and bytes of inputs of those that are.
+        self._saved_bytes = 0.0
+        self._recomputed_input_bytes = 0.0
+
+        # Inputs of the module that runs now, with their versions.
+        self._input_versions: list[tuple[Tensor, int]] = []
+
+    def is_short_for(self, name: str, arguments: Iterable[Any]) -> bool:
+        """Return whether module `name` has to be recomputed because the budget is too small for it
+        and all modules that are still to be called.
+
+        The first call in a pass decides. A module with arguments other than tensors, numbers and
+        strings is not recomputed: it may change them.
         """
-        leaves = tree_leaves(given)
-        if name not in self._to_come or not all(
-            isinstance(each, Tensor | float | int | str | None) for each in leaves
-        ):
-            return (
-                name in self._again
-            )  # the first call decided; what else than tensors it is given, it may change
-        self._to_come.remove(name)
-        size = self._given[name] = sum(each.nbytes for each in leaves if isinstance(each, Tensor))
-        if (share := self._shares.get(self._kinds[name])) is None:
-            self._before = [(each, version_of(each)) for each in leaves if isinstance(each, Tensor)]
+        leaves = tree_leaves(arguments)
+        is_plain = all(isinstance(leaf, Tensor | float | int | str | None) for leaf in leaves)
+        if name not in self._pending or not is_plain:
+            return name in self._recomputed
+
+        self._pending.remove(name)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        self._input_bytes[name] = num_bytes
+
+        ratio = self._saved_per_input_byte.get(self._kinds[name])
+        if ratio is None:
+            self._input_versions = [(tensor, version_of(tensor)) for tensor in tensors]
             return False
-        to_come = (
-            (self._given.get(k, size), self._shares.get(self._kinds[k], share))
-            for k in self._to_come
-        )
-        needed = (
-            self._kept
-            + self._inputs
-            + size * (1 + share)
-            + sum(given * (1 + share) for given, share in to_come)
-        )
-        room = self._num_bytes / 2 if self._outside is None else self._num_bytes - self._outside[0]
-        if is_short := needed > room:
-            self._again[name], self._inputs = size * share, self._inputs + size
+
+        needed = self._saved_bytes + self._recomputed_input_bytes + num_bytes * (1 + ratio)
+        needed += self._pending_bytes(num_bytes, ratio)
+        if self._outside_bytes is None:
+            available = self._num_bytes / 2
         else:
-            self._kept += size * (1 + share)
+            available = self._num_bytes - self._outside_bytes
+
+        is_short = needed > available
+        if is_short:
+            self._recomputed[name] = num_bytes * ratio
+            self._recomputed_input_bytes += num_bytes
+        else:
+            self._saved_bytes += num_bytes * (1 + ratio)
         return is_short
 
-    def learn(self, name: str, output: Any, given: Iterable[Any]) -> Any:
-        """The output of a module that does not run again, looked at."""
-        kind, size, before, self._before = (
-            self._kinds[name],
-            self._given.get(name, 0),
-            self._before,
-            [],
-        )
-        keeps_them = all(
-            version_of(each) == version for each, version in before
-        )  # else it cannot run again
-        if kind not in self._shares and size and keeps_them:
-            self._shares[kind] = kept_bytes(output, given, self._tensors) / size
-            self._kept += size * (1 + self._shares[kind])
+    def _pending_bytes(self, default_input_bytes: int, default_ratio: float) -> float:
+        """Bytes that modules not yet called save if they are not recomputed.
+
+        The defaults stand for what is not known of a module yet.
+        """
+        total = 0.0
+        for name in self._pending:
+            num_bytes = self._input_bytes.get(name, default_input_bytes)
+            ratio = self._saved_per_input_byte.get(self._kinds[name], default_ratio)
+            total += num_bytes * (1 + ratio)
+        return total
+
+    def learn(self, name: str, output: Any, arguments: Iterable[Any]) -> Any:
+        """Measure the bytes saved in a module that was not recomputed, and return its `output`."""
+        kind = self._kinds[name]
+        num_bytes = self._input_bytes.get(name, 0)
+        input_versions = self._input_versions
+        self._input_versions = []
+
+        # A module that changes its inputs in place cannot be recomputed: its kind stays unknown.
+        leaves_inputs = all(version_of(tensor) == version for tensor, version in input_versions)
+        if kind not in self._saved_per_input_byte and num_bytes and leaves_inputs:
+            ratio = kept_bytes(output, arguments, self._tensors) / num_bytes
+            self._saved_per_input_byte[kind] = ratio
+            self._saved_bytes += num_bytes * (1 + ratio)
         return output
 
     def ends_in(self, loss: Tensor) -> str | None:
-        """The pass ends in the backward of a loss. What is to be said of it, once."""
-        was_known, given = self._outside is not None, sum(self._given.values())
-        if self._outside is None or given > self._outside[1]:
-            self._outside = max(0.0, kept_bytes(loss, (), self._tensors) - self._kept), given
-        again, largest = list(self._again), max(self._again.values(), default=0.0)
-        needed = self._outside[0] + self._inputs + max(self._kept, largest)
-        self._begin()
-        if not (was_known and again) or self._has_told:
+        """End the pass in the backward of `loss`.
+
+        Returns:
+            A line for the log that reports how many modules are recomputed; None when there is
+            nothing new to report.
+        """
+        was_known = self._outside_bytes is not None
+        input_bytes = sum(self._input_bytes.values())
+        if self._outside_bytes is None or input_bytes > self._outside_input_bytes:
+            all_saved = kept_bytes(loss, (), self._tensors)
+            self._outside_bytes = max(0.0, all_saved - self._saved_bytes)
+            self._outside_input_bytes = input_bytes
+
+        recomputed = list(self._recomputed)
+        largest = max(self._recomputed.values(), default=0.0)
+        needed = self._outside_bytes + self._recomputed_input_bytes
+        needed += max(self._saved_bytes, largest)
+        self._start_pass()
+
+        if not was_known or not recomputed or self._has_reported:
             return None
-        self._has_told = True
+        self._has_reported = True
         return (
             f"a step's backward needs {format_bytes(needed)}, parameters leave"
-            f" {format_bytes(self._num_bytes)} for it: "
-            f"{len(again)} of {len(self._kinds)} modules run again in it, from {again[0]} to"
-            f" {again[-1]}"
+            f" {format_bytes(self._num_bytes)} for it:"
+            f" {len(recomputed)} of {len(self._kinds)} modules are recomputed in it, from"
+            f" {recomputed[0]} to {recomputed[-1]}"
         )
 
 
 def kept_bytes(results: Any, until: Any, apart: Iterable[Tensor]) -> int:
-    """Bytes that autograd keeps for the backward of `results` down to `until`, beside these and the
-    memory of `apart`.
+    """Return the bytes that autograd has saved for the backward of `results`.
 
-    What hooks have put in the place of tensors (what runs again, parameters in parts) does not
-    count.
+    What hooks of saved tensors put in the place of tensors (recomputed activations, sharded
+    parameters) is not counted.
+
+    Args:
+        results: tensors, or containers of them, at which the backward starts.
+        until: tensors, or containers of them, at which it ends. Their memory is not counted.
+        apart: tensors whose memory is not counted either.
     """
-    ends = [each for each in tree_leaves(until) if isinstance(each, Tensor)]
-    seen: set[Any] = {None, *(each.grad_fn for each in ends)}
-    waiting: set[Any] = {
-        each.grad_fn for each in tree_leaves(results) if isinstance(each, Tensor)
-    } - seen
-    own, found = set(apart), dict[int, int]()
+    ends = [leaf for leaf in tree_leaves(until) if isinstance(leaf, Tensor)]
+    visited: set[Any] = {None, *(end.grad_fn for end in ends)}
+    starts: set[Any] = {leaf.grad_fn for leaf in tree_leaves(results) if isinstance(leaf, Tensor)}
+    waiting = starts - visited
+
+    uncounted = set(apart)
+    storage_bytes: dict[int, int] = {}
     while waiting:
         node = waiting.pop()
-        seen.add(node)
-        waiting |= {before for before, _ in node.next_functions} - seen
-        for name in (name for name in dir(node) if name.startswith("_raw_saved_")):
-            with suppress(RuntimeError):  # an earlier backward has dropped it
-                saved = (getattr(each, "data", None) for each in tree_leaves(getattr(node, name)))
-                kept = (t for t in saved if isinstance(t, Tensor) and t.layout is torch.strided)
-                # A parameter whose data was exchanged since then (ZeRO-2) is known by itself.
-                storages = [t.untyped_storage() for t in kept if own.isdisjoint((t, t._base))]
-                found |= {storage._cdata: storage.nbytes() for storage in storages}
+        visited.add(node)
+        waiting |= {previous for previous, _ in node.next_functions} - visited
+        storage_bytes |= _saved_storages(node, uncounted)
+
     known = {
-        each.untyped_storage()._cdata for each in (*ends, *own) if each.layout is torch.strided
+        tensor.untyped_storage()._cdata
+        for tensor in (*ends, *uncounted)
+        if tensor.layout is torch.strided
     }
-    return sum(size for storage, size in found.items() if storage not in known)
+    return sum(num_bytes for storage, num_bytes in storage_bytes.items() if storage not in known)
 
 
-def _spaces(module: nn.Module) -> Iterator[dict[str, Any]]:
-    for each in module.modules():
-        yield from (vars(each), each._buffers)
+def _saved_storages(node: Any, uncounted: set[Tensor]) -> dict[int, int]:
+    """Return the bytes of the memory that one node of autograd's graph has saved for the backward.
 
+    Args:
+        node: of the graph.
+        uncounted: tensors that are left out.
 
-def _as_it_is(module: nn.Module, arguments: Iterable[Any]) -> Callable[[], None]:
-    """What lets all that a module's tree and other objects hold, and random numbers to come, be as
-    now; no tensors.
+    Returns:
+        Address of the storage -> its bytes, of dense tensors.
     """
-    skipped, seen = (
-        framework_attributes(),
-        set(map(id, module.modules())),
-    )  # whose own attributes are `_spaces`
-    attributes = (
-        value for space in _spaces(module) for key, value in space.items() if key not in skipped
-    )
-    values = [
-        v for v in (*attributes, *arguments) if not isinstance(v, Tensor | int | float | str | None)
-    ]
+    storage_bytes: dict[int, int] = {}
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        # RuntimeError: an earlier backward has freed what the node saved.
+        with suppress(RuntimeError):
+            saved = [getattr(leaf, "data", None) for leaf in tree_leaves(getattr(node, name))]
+            tensors = [value for value in saved if isinstance(value, Tensor)]
+            dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
+
+            # A parameter whose data was exchanged since then (ZeRO-2) is known by the tensor alone,
+            # not by its memory.
+            counted = [tensor for tensor in dense if uncounted.isdisjoint((tensor, tensor._base))]
+            storages = [tensor.untyped_storage() for tensor in counted]
+            storage_bytes |= {storage._cdata: storage.nbytes() for storage in storages}
+    return storage_bytes
+
+
+def _namespaces(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the attributes and the buffers of every module in the tree, as dicts by name."""
+    for submodule in module.modules():
+        yield from (vars(submodule), submodule._buffers)
+
+
+def _record_state(module: nn.Module, arguments: Iterable[Any]) -> Callable[[], None]:
+    """Record the Python state of a module's tree, of `arguments` and of random number generators.
+
+    Tensors are not recorded.
+
+    Returns:
+        A function that restores this state.
+    """
+    skipped = framework_attributes()
+    values: list[Any] = []
+    for namespace in _namespaces(module):
+        values += [value for name, value in namespace.items() if name not in skipped]
+    values += arguments
+    values = [v for v in values if not isinstance(v, Tensor | int | float | str | None)]
     values += [random.random.__self__, np.random.rand.__self__]  # type: ignore[attr-defined]
-    kept: list[Any] = [KeptNames("", space, dict(space)) for space in _spaces(module)]
-    kept += [each for value in values for each in kept_in(value, "", seen)]
 
-    def put_all_back() -> None:
-        for each in kept:
-            each.restore()
+    recorded: list[Any] = [KeptNames("", names, dict(names)) for names in _namespaces(module)]
 
-    return put_all_back
+    # The namespaces above have the modules' own attributes already.
+    visited = set(map(id, module.modules()))
+    for value in values:
+        recorded += kept_in(value, "", visited)
+
+    def restore() -> None:
+        for item in recorded:
+            item.restore()
+
+    return restore
 
 
 class ForwardSnapshot:
-    """Where a forward of a module began, to begin there again."""
+    """The state in which a module's forward started, from which it can be recomputed.
 
-    def __init__(self, name: str, module: nn.Module, given: tuple[Any, ...]) -> None:
-        self._name, self._module, self._has_begun = name, module, False
-        self._given = [each for each in given if not isinstance(each, Tensor)]
-        self._put_back = _as_it_is(module, self._given)
-        self._values = {t: t.detach().clone() for t in self._own_tensors()}
-        leaves = (each for each in tree_leaves(given) if isinstance(each, Tensor))
-        self._versions = WeakIdKeyDictionary({t: version_of(t) for t in (*self._values, *leaves)})
+    Args:
+        name: of the module, for messages.
+        module: whose forward is about to run.
+        arguments: of this forward, positional and by keyword.
+    """
 
-    def _own_tensors(self) -> list[Tensor]:
-        """Buffers, and attributes that are tensors of no graph."""
-        values = (value for space in _spaces(self._module) for value in space.values())
-        return [value for value in values if isinstance(value, Tensor) and not value.requires_grad]
+    def __init__(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self._name = name
+        self._module = module
+        self._has_run = False
+        self._other_arguments = [value for value in arguments if not isinstance(value, Tensor)]
+        self._restore = _record_state(module, self._other_arguments)
+
+        # Values of buffers and of other tensors of the module.
+        self._values = {tensor: tensor.detach().clone() for tensor in self._state_tensors()}
+
+        # Versions of tensors that have to be unchanged when the forward is recomputed.
+        inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        versions = {tensor: version_of(tensor) for tensor in (*self._values, *inputs)}
+        self._versions = WeakIdKeyDictionary(versions)
+
+    def _state_tensors(self) -> list[Tensor]:
+        """Return the buffers, and the attributes that are tensors without a graph."""
+        tensors: list[Tensor] = []
+        for namespace in _namespaces(self._module):
+            for value in namespace.values():
+                if isinstance(value, Tensor) and not value.requires_grad:
+                    tensors.append(value)
+        return tensors
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Context of a run: of the first, or of one that begins again.
+        """Context of one forward: the first, or a recomputation, whose changes are undone.
 
         Raises:
-            RuntimeMismatchError: something that it cannot have back was changed since then.
+            RuntimeMismatchError: a tensor that cannot be restored was changed since the first
+                forward.
         """
-        if not self._has_begun:
-            self._has_begun = True
+        if not self._has_run:
+            self._has_run = True
             yield
-            self._keep_changed()
-            self._check()
+            self._drop_superfluous()
+            self._check_unchanged()
             return
-        self._check()
-        put_back_now = _as_it_is(self._module, self._given)
-        self._put_back()
-        again = {id(t): self._values.get(t, t).clone() for t in self._own_tensors()}
-        for space in _spaces(self._module):
-            space.update(
-                {key: again[id(value)] for key, value in space.items() if id(value) in again}
-            )
+
+        self._check_unchanged()
+        restore_current = _record_state(self._module, self._other_arguments)
+        self._restore()
+        copies: dict[int, Tensor] = {}
+        for tensor in self._state_tensors():
+            copies[id(tensor)] = self._values.get(tensor, tensor).clone()
+        for namespace in _namespaces(self._module):
+            replaced = {
+                n: copies[id(value)] for n, value in namespace.items() if id(value) in copies
+            }
+            namespace.update(replaced)
         try:
             yield
         finally:
-            put_back_now()
+            restore_current()
 
-    def _check(self) -> None:
+    def _check_unchanged(self) -> None:
         if any(version_of(tensor) != version for tensor, version in self._versions.items()):
             raise RuntimeMismatchError(
-                f"what {self._name} computes with is changed in place before its backward, for"
-                " which it runs again",
-                "change a copy, or change it after the backward, or let all be kept (remat=False)",
+                f"a tensor that {self._name} computes with is changed in place before its backward,"
+                " which recomputes it",
+                "change a copy, or change it after the backward, or save all activations"
+                " (remat=False)",
             )
 
-    def _keep_changed(self) -> None:
-        """Values are kept of what the first run has changed, and of vectors: norms update their
-        statistics unseen.
+    def _drop_superfluous(self) -> None:
+        """Store either the value or the version of each tensor after the first forward.
+
+        Values are kept of tensors that this forward changed, and of vectors: norms update their
+        statistics without a new version.
         """
         for tensor in list(self._values):
-            is_kept = tensor.ndim < 2 or version_of(tensor) != self._versions[tensor]
-            del (self._versions if is_kept else self._values)[tensor]
-        for (
-            each
-        ) in self._module.modules():  # not `parameters()`: these may have to be gathered for it
-            self._versions.update(
-                {p: p._version for p in dict.values(each._parameters) if p is not None}
-            )
+            needs_value = tensor.ndim < 2 or version_of(tensor) != self._versions[tensor]
+            if needs_value:
+                del self._versions[tensor]
+            else:
+                del self._values[tensor]
+
+        # `parameters()` could gather sharded parameters: `dict.values` reads them as they are.
+        for submodule in self._module.modules():
+            for parameter in dict.values(submodule._parameters):
+                if parameter is not None:
+                    self._versions[parameter] = parameter._version

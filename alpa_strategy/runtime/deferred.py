@@ -1,11 +1,10 @@
-"""Recorder: a mode under which big tensors are made without memory, and what would be in them is
-written down.
+"""Deferred initialization: under the mode `Recorder`, large tensors have no memory, and the ops
+that would compute their values are recorded.
 
-Under `recording()`, a tensor of `min_bytes` or more becomes a meta tensor; the ops on it are
+Under `recording()`, a tensor of `min_bytes` or more becomes a meta tensor, and the ops on it are
 recorded, in place or not. Random ops draw their numbers into memory that is freed at once, so that
-generators go on as on a single device;
-`whole` makes a tensor later, from the states that they had. Small tensors are real: they may be
-read by Python.
+generators advance as on a single device; `whole` makes a tensor later, from the states that the
+generators had. Small tensors are real: Python may read them.
 """
 
 import hashlib
@@ -28,11 +27,15 @@ from torch.utils._python_dispatch import (
 
 from alpa_strategy.errors import CaptureError
 
+# Tensors from this size on are deferred.
 MIN_BYTES = 64 * 2**10
-COPIED_BYTES = 2**20  # given data up to this size is copied, so that it may change afterwards
-# Ops that change their arguments 3 and 4 when argument 5 is true, which their schemas do not say.
+
+# The user's data up to this size is copied, so that it may change afterwards.
+COPIED_BYTES = 2**20
+
+# Ops that change their arguments 3 and 4 when argument 5 is true, which their schemas leave out.
 NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
-# In-place ops whose result does not depend on what was there.
+# In-place ops whose result does not depend on the previous contents.
 _DRAWN = (
     "normal_",
     "uniform_",
@@ -48,27 +51,39 @@ OVERWRITING = frozenset({*_DRAWN, "zero_", "fill_", "copy_"})
 
 @dataclass(frozen=True)
 class View:
-    """A recorded tensor: how it lies in storage number `storage`."""
+    """A recorded tensor: its layout in a recorded storage."""
 
+    # Number of the storage.
     storage: int
+
+    # Elements per dim, and elements of the storage between two neighbours of a dim.
     size: tuple[int, ...]
     stride: tuple[int, ...]
+
+    # Elements of the storage before its first one.
     offset: int
+
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class RealTensor:
-    """A real tensor that an op reads: data of the user's, or a small tensor that is not worth
-    deferring.
-    """
+    """A real tensor that an op reads: the user's data, or a small tensor that is not deferred."""
 
     tensor: Tensor
+
+    # Its version when it was recorded.
     version: int
+
+    # Whether `tensor` is a copy; else it is the user's own, which has to stay unchanged.
     is_copy: bool = True
 
     def value(self) -> Tensor:
-        """The tensor; CaptureError when it was changed after it had been read."""
+        """Return the tensor.
+
+        Raises:
+            CaptureError: it was changed after it had been recorded.
+        """
         if self.tensor._version != self.version:
             raise CaptureError(
                 f"a tensor of shape {list(self.tensor.shape)} that initialises a parameter was"
@@ -83,60 +98,71 @@ class RealTensor:
 class RecordedOp:
     """One recorded op."""
 
+    # The op, and its arguments with a `View` or a `RealTensor` in the place of each tensor.
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    reads: tuple[int, ...]  # storages whose contents it needs
-    writes: dict[int, bool]  # storage -> whether all of it is overwritten (and nothing of it read)
-    # the tensors that it makes, in order of the leaves that it returns; None for one in storage
-    # that was there before
+
+    # Storages whose contents it needs.
+    reads: tuple[int, ...]
+
+    # Storage -> whether all of it is overwritten (and nothing of it read).
+    writes: dict[int, bool]
+
+    # The tensors that it makes, in the order of the leaves that it returns; None for one in a
+    # storage that existed before.
     results: tuple[View | None, ...]
-    default_dtype: (
-        torch.dtype
-    )  # torch's when it ran: what a factory makes that is not told, and numbers become
-    random: Sequence[Tensor] = ()  # of an op that draws numbers, the states of `generators_of` it
+
+    # Torch's default dtype when it ran: of factories without a dtype, and of Python's numbers.
+    default_dtype: torch.dtype
+
+    # Of an op that draws random numbers, the states of its generators (see `generators_of`).
+    random: Sequence[Tensor] = ()
 
     def text(self) -> str:
-        """What is the same on all ranks: everything but numbers drawn and data given."""
-        plain = pytree.tree_map_only(
-            RealTensor, lambda g: (tuple(g.tensor.shape), g.tensor.dtype), (self.args, self.kwargs)
-        )
-        plain = pytree.tree_map_only(
-            torch.device, lambda device: device.type, plain
-        )  # not which GPU of its node
+        """Return a description that is the same on all ranks: without drawn numbers and data."""
+        plain = pytree.tree_map_only(RealTensor, _shape_and_dtype, (self.args, self.kwargs))
+        # Ranks have different GPUs of their node.
+        plain = pytree.tree_map_only(torch.device, lambda device: device.type, plain)
         plain = pytree.tree_map_only(torch.Generator, lambda _: "generator", plain)
         return f"{self.func}{plain}{self.results}{self.default_dtype}"
 
 
+def _shape_and_dtype(data: RealTensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(data.tensor.shape), data.tensor.dtype
+
+
 class Recorder(TorchDispatchMode):
-    """Makes and remembers deferred tensors: the ops on them in order, and how to run those that one
-    tensor needs.
+    """Records the ops on deferred tensors in order, and runs those that one tensor needs.
 
     Args:
-        device: where tensors really lie that are asked for without a device, or on `meta`.
-        min_bytes: smaller tensors are made as they are.
+        device: of the real tensors of those that are created without a device, or on `meta`.
+        min_bytes: smaller tensors are not deferred.
     """
 
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES) -> None:
         super().__init__()
         self.device, self.min_bytes = device, min_bytes
         self.lines: list[RecordedOp] = []
-        self._writers: dict[int, list[int]] = defaultdict(
-            list
-        )  # storage -> the lines that write to it, ascending
-        self._num_bytes: dict[int, int] = {}  # storage -> its size
-        self._devices: dict[int, torch.device] = {}  # storage -> where it is really to lie
-        self._numbers: dict[int, int] = {}  # storage's address -> its number
-        self._earlier_writes: dict[
-            int, int
-        ] = {}  # storage -> writes to what a tensor in it had been in before
-        self._storages: list[
-            torch.UntypedStorage
-        ] = []  # kept, so that no other storage gets the same key
+        # Address of a meta storage -> its number. All else is by this number.
+        self._numbers: dict[int, int] = {}
+
+        # The lines that write to a storage, ascending.
+        self._writers: dict[int, list[int]] = defaultdict(list)
+
+        # Size of a storage, and the device of its real memory.
+        self._num_bytes: dict[int, int] = {}
+        self._devices: dict[int, torch.device] = {}
+
+        # Number of writes to the storages in which tensors of this one were before.
+        self._earlier_writes: dict[int, int] = {}
+
+        # Keeps the meta storages alive, so that no other gets the same address.
+        self._storages: list[torch.UntypedStorage] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Tensors made in this context are deferred. Within itself it does nothing."""
+        """Context in which tensors are deferred. Nested in itself it does nothing."""
         if self in _get_current_dispatch_mode_stack():
             yield
             return
@@ -144,54 +170,60 @@ class Recorder(TorchDispatchMode):
             yield
 
     def is_deferred(self, tensor: Tensor) -> bool:
-        """Whether this recorder can say what is in a meta tensor."""
+        """Whether this recorder can compute the values of a meta tensor."""
         number = self._numbers.get(_key(tensor)) if tensor.is_meta else None
-        return number is not None and any(
-            self.lines[i].writes[number] for i in self._writers[number]
-        )
+        if number is None:
+            return False
+        return any(self.lines[index].writes[number] for index in self._writers[number])
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The real tensor that a deferred one stands for, made anew at every call; a real one as it
-        is.
+        """Return the real tensor that a deferred one stands for, computed anew at every call.
+
+        A real tensor is returned as it is.
+
+        Raises:
+            CaptureError: a meta tensor is not deferred, or data that was recorded has changed.
         """
         if not tensor.is_meta:
             return tensor
         if not self.is_deferred(tensor):
             raise CaptureError(
-                f"nothing says what is in a meta tensor of shape {list(tensor.shape)}",
+                f"the values of a meta tensor of shape {list(tensor.shape)} are not known",
                 "build the module in configure_model, or give its modules a reset_parameters"
                 " method",
             )
         view = self._describe(tensor)
-        with (
-            torch.no_grad(),
-            _disable_current_modes(),
-        ):  # all memory but its own is freed on the way
-            return _view_of(self._contents({view.storage})[view.storage], view)
+        with torch.no_grad(), _disable_current_modes():
+            # All other memory is freed while the ops run.
+            contents = self._contents({view.storage})
+            return _view_of(contents[view.storage], view)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """False when a deferred tensor was changed in place while nothing was recorded (and that
-        can be seen).
+        """Return False if a deferred tensor was changed in place while nothing was recorded, as far
+        as its version shows.
         """
         number = self._numbers.get(_key(tensor))
         return number is None or tensor._version <= self._num_writes(number)
 
     def new_data(self, tensor: Tensor, before: int) -> None:
-        """`tensor.data = ...` gave the tensor another storage than `before`: its version goes on
-        counting.
+        """Record that `tensor.data = ...` gave the tensor another storage, though its version goes
+        on counting.
+
+        Args:
+            tensor: with its new storage.
+            before: address of the storage that it had before.
         """
-        old, new = self._numbers.get(before), self._numbers.get(_key(tensor))
+        old = self._numbers.get(before)
+        new = self._numbers.get(_key(tensor))
         if old is not None and new is not None and old != new:
             self._earlier_writes[new] = self._earlier_writes.get(new, 0) + self._num_writes(old)
 
     def _num_writes(self, number: int) -> int:
-        """At least as many changes as tensors that are now in this storage can have seen while they
-        were recorded.
-        """
+        """Return an upper bound of the recorded changes of any tensor that is now in a storage."""
         return len(self._writers[number]) + self._earlier_writes.get(number, 0)
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        """Where the real tensor of a meta tensor will lie."""
+        """Return the device of the real tensor that a meta tensor stands for."""
         return self._devices.get(self._numbers.get(_key(tensor), -1), self.device)
 
     def _describe(self, tensor: Tensor) -> View:
@@ -207,7 +239,12 @@ class Recorder(TorchDispatchMode):
         )
 
     def _adopt(self, tensor: Tensor, device: torch.device | None = None) -> None:
-        """Give a meta tensor's storage a number."""
+        """Give a meta tensor's storage a number.
+
+        Args:
+            tensor: on the meta device.
+            device: of the real memory, by default the recorder's.
+        """
         storage = tensor.untyped_storage()
         number = self._numbers[_key(tensor)] = len(self._storages)
         self._storages.append(storage)
@@ -217,12 +254,11 @@ class Recorder(TorchDispatchMode):
     # What the mode does with an op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs `func` for real, or records it and gives meta tensors."""
+        """Run `func` on real tensors, or record it and return meta tensors."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            tensors = [
-                leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
-            ]
+            leaves = pytree.tree_leaves((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if not any(tensor.is_meta for tensor in tensors):
                 if not self._makes_big_tensor(func, args, kwargs, tensors):
                     return func(*args, **_on_real_device(kwargs, self.device))
@@ -234,36 +270,42 @@ class Recorder(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
     ) -> bool:
         """Whether an op on real `tensors`, or on none, makes a tensor that is to be deferred."""
-        if tensors:  # only what goes to the device of a deferred tensor
-            return _asks_for_meta(kwargs) and any(
-                tensor.nbytes >= self.min_bytes for tensor in tensors
-            )
+        if tensors:
+            # Only if it moves one to the device of a deferred tensor.
+            is_large = any(tensor.nbytes >= self.min_bytes for tensor in tensors)
+            return _is_for_meta(kwargs) and is_large
+
         if not any("Tensor" in str(result.type) for result in func._schema.returns):
             return False
-        # On the meta device: how large the result would be, without making it.
-        made = pytree.tree_leaves(func(*args, **_meta_kwargs(func, kwargs)))
-        return any(
-            isinstance(t, Tensor) and t.untyped_storage().nbytes() >= self.min_bytes for t in made
-        )
+
+        # The op on the meta device shows how large the results would be.
+        for leaf in pytree.tree_leaves(func(*args, **_meta_kwargs(func, kwargs))):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() >= self.min_bytes:
+                return True
+        return False
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an op and return meta tensors; run it on real ones if it cannot be recorded."""
         try:
             result = func(*pytree.tree_map(_to_meta, args), **_meta_kwargs(func, kwargs))
-        except (NotImplementedError, RuntimeError):  # its results cannot be known without data
+        except (NotImplementedError, RuntimeError):
+            # The shapes of its results depend on data.
             return self._run_for_real(func, args, kwargs)
+
         written = _written(func, args, kwargs)
         if any(not tensor.is_meta for tensor, _ in written):
             return self._run_for_real(func, args, kwargs)
+
         line = self._line(func, args, kwargs, result, written)
         if torch.Tag.nondeterministic_seeded in func.tags:
+            # Generators advance as on a single device; the drawn numbers are freed at once.
             states = [generator.get_state() for generator in generators_of(kwargs, self.device)]
-            with (
-                torch.no_grad(),
-                _disable_current_modes(),
-            ):  # as a single device would, into memory freed at once
+            with torch.no_grad(), _disable_current_modes():
                 self._execute(line, self._contents(set(line.reads)))
             line.random = states
-        if line.writes:  # a view is found again by its storage
+
+        # An op without writes makes a view, which is known by its storage.
+        if line.writes:
             for storage in line.writes:
                 self._writers[storage].append(len(self.lines))
             self.lines.append(line)
@@ -277,16 +319,31 @@ class Recorder(TorchDispatchMode):
         result: Any,
         written: list[tuple[Tensor, bool]],
     ) -> RecordedOp:
-        given, named = pytree.tree_map(self._argument, (args, _on_real_device(kwargs, self.device)))
-        views = [leaf for leaf in pytree.tree_leaves((given, named)) if isinstance(leaf, View)]
+        """Return the record of an op.
+
+        Args:
+            func: the op.
+            args: of the call.
+            kwargs: of the call.
+            result: of the op on the meta device.
+            written: see `_written`.
+        """
+        real_kwargs = _on_real_device(kwargs, self.device)
+        positional, named = pytree.tree_map(self._argument, (args, real_kwargs))
+        leaves = pytree.tree_leaves((positional, named))
+        views = [leaf for leaf in leaves if isinstance(leaf, View)]
+
         writes: dict[int, bool] = {}
         unread: set[int] = set()
-        for tensor, whole in written:
+        for tensor, is_overwritten in written:
             view = self._describe(tensor)
-            only_target = whole and sum(other.storage == view.storage for other in views) == 1
-            writes[view.storage] = only_target and tensor.nbytes == self._num_bytes[view.storage]
+            num_uses = sum(other.storage == view.storage for other in views)
+            only_target = is_overwritten and num_uses == 1
+            is_all_of_it = tensor.nbytes == self._num_bytes[view.storage]
+            writes[view.storage] = only_target and is_all_of_it
             if only_target:
                 unread.add(view.storage)
+
         of_first = self._devices[views[0].storage] if views else torch.device("cpu")
         device = named.get("device") or of_first
         results: list[View | None] = []
@@ -300,21 +357,24 @@ class Recorder(TorchDispatchMode):
                 writes[view.storage] = True
         reads = tuple(dict.fromkeys(view.storage for view in views if view.storage not in unread))
         return RecordedOp(
-            func, given, named, reads, writes, tuple(results), torch.get_default_dtype()
+            func, positional, named, reads, writes, tuple(results), torch.get_default_dtype()
         )
 
     def _argument(self, leaf: Any) -> Any:
+        """Return the record of one leaf of an op's arguments."""
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.is_meta:
             return self._describe(leaf)
         is_copy = leaf.untyped_storage().nbytes() <= COPIED_BYTES
-        given = leaf.detach().clone() if is_copy else leaf
-        return RealTensor(given, given._version, is_copy)
+        data = leaf.detach().clone() if is_copy else leaf
+        return RealTensor(data, data._version, is_copy)
 
     def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op on the tensors that deferred ones stand for. What it changes in place must be
-        real itself.
+        """Run an op on the tensors that deferred ones stand for.
+
+        Raises:
+            CaptureError: it changes a deferred tensor in place.
         """
         for tensor, _ in _written(func, args, kwargs):
             if tensor.is_meta:
@@ -327,31 +387,32 @@ class Recorder(TorchDispatchMode):
         args, kwargs = pytree.tree_map_only(Tensor, self.whole, (args, kwargs))
         return func(*args, **_on_real_device(kwargs, self.device))
 
-    # Running the part of the ops that some storages need
+    # Running the ops that some storages need
 
     def _needed(self, storages: Iterable[int]) -> list[int]:
-        """Lines without which `storages` would not be what they are at the end, ascending."""
+        """Return the indices of the lines that determine the contents of `storages`, ascending."""
         needed: set[int] = set()
-        seen: set[tuple[int, int]] = set()
+        visited: set[tuple[int, int]] = set()
         waiting = [(storage, len(self.lines)) for storage in storages]
         while waiting:
             storage, end = waiting.pop()
             writers = self._writers[storage]
             last = bisect_left(writers, end)
-            if (storage, last) in seen:
+            if (storage, last) in visited:
                 continue
-            seen.add((storage, last))
+            visited.add((storage, last))
             for index in reversed(writers[:last]):
                 line = self.lines[index]
                 if index not in needed:
                     needed.add(index)
                     waiting += [(read, index) for read in line.reads if read != storage]
-                if line.writes[storage]:  # all of it: what was there before does not matter
+                if line.writes[storage]:
+                    # It overwrites everything: earlier writes do not matter.
                     break
         return sorted(needed)
 
     def _contents(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
-        """Storage -> what the ops so far have left in it."""
+        """Return storage -> its real memory after all ops so far, for the `wanted` ones."""
         indices = self._needed(wanted)
         last_use: dict[int, int] = {}
         for index in indices:
@@ -364,7 +425,8 @@ class Recorder(TorchDispatchMode):
             for storage in {*line.reads, *line.writes}:
                 if last_use[storage] == index and storage not in wanted:
                     storages.pop(storage, None)
-        for storage in wanted - storages.keys():  # nothing was ever written there
+        # Nothing was ever written to these.
+        for storage in wanted - storages.keys():
             storages[storage] = self._allocate(storage)
         return storages
 
@@ -372,36 +434,37 @@ class Recorder(TorchDispatchMode):
         return torch.UntypedStorage(self._num_bytes[storage], device=self._devices[storage])
 
     def _execute(self, line: RecordedOp, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Run a recorded op on real memory, and add the storages that it makes to `storages`."""
+
         def real(leaf: Any) -> Any:
             if isinstance(leaf, View):
-                if leaf.storage not in storages:  # this op overwrites all of it
+                if leaf.storage not in storages:
+                    # This op overwrites all of it.
                     storages[leaf.storage] = self._allocate(leaf.storage)
                 return _view_of(storages[leaf.storage], leaf)
             return leaf.value() if isinstance(leaf, RealTensor) else leaf
 
         args, kwargs = pytree.tree_map(real, (line.args, line.kwargs))
-        made = [
-            leaf
-            for leaf in pytree.tree_leaves(self._call(line, args, kwargs))
-            if isinstance(leaf, Tensor)
-        ]
-        for result, tensor in zip(line.results, made, strict=True):
+        leaves = pytree.tree_leaves(self._call(line, args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for result, tensor in zip(line.results, tensors, strict=True):
             if result is None or result.storage in storages:
                 continue
-            # A meta kernel may have said other strides than the real one gives; views were recorded
-            # by the former's.
+            # The meta kernel may have given other strides than the real one; views were recorded
+            # with the former.
             if tensor.stride() != result.stride or tensor.storage_offset() != result.offset:
                 tensor = _view_of(self._allocate(result.storage), result).copy_(tensor)
             storages[result.storage] = tensor.untyped_storage()
 
     def _call(self, line: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the op with the default dtype and the generators' states of its recording."""
         with ExitStack() as stack:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(line.default_dtype)
-            # No states yet: it draws for the first time, and moves the generators on.
-            for generator, state in zip(
-                generators_of(kwargs, self.device), line.random, strict=False
-            ):
+
+            # Without recorded states it draws for the first time, and advances the generators.
+            generators = generators_of(kwargs, self.device)
+            for generator, state in zip(generators, line.random, strict=False):
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
             return line.func(*args, **kwargs)
@@ -409,32 +472,29 @@ class Recorder(TorchDispatchMode):
     # The same script on all ranks
 
     def digest(self) -> str:
-        """Hash of the ops, without the numbers that they draw and the data that they were given."""
+        """Return a hash of the ops, without the numbers that they draw and the data they read."""
         content = hashlib.sha256()
         for line in self.lines:
             content.update(line.text().encode())
         return content.hexdigest()[:16]
 
     def rank_dependent(self) -> list[Tensor]:
-        """What may differ between ranks that ran the same code: random states and small data, in
-        the ops' order. They may be written to, by `.data`.
+        """Return the tensors that may differ between ranks that ran the same code, in the order of
+        the ops: random states and small data. They may be written to, by `.data`.
 
-        Data that is only referred to (a file that every rank reads) is taken to be the same.
+        Data that is not copied (a file that every rank reads) is taken to be the same.
         """
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for line in self.lines:
-            found += line.random
-            given = [
-                leaf
-                for leaf in pytree.tree_leaves((line.args, line.kwargs))
-                if isinstance(leaf, RealTensor)
-            ]
-            found += [each.value() for each in given if each.is_copy]
-        return found
+            tensors += line.random
+            for leaf in pytree.tree_leaves((line.args, line.kwargs)):
+                if isinstance(leaf, RealTensor) and leaf.is_copy:
+                    tensors.append(leaf.value())
+        return tensors
 
 
 class _RealDeviceView(TorchFunctionMode):
-    """Python sees deferred tensors on their real device: much code does nothing for meta tensors
+    """Shows Python deferred tensors on their real device: much code does nothing for meta tensors
     (`nn.init`, ...).
     """
 
@@ -453,30 +513,31 @@ class _RealDeviceView(TorchFunctionMode):
             before = _key(target)
             if target.is_meta == data.is_meta:
                 func(target, data)
-            else:  # which `data = ...` refuses; the object stays the same
-                torch._C._swap_tensor_impl(
-                    target, data.detach().requires_grad_(target.requires_grad)
-                )
+            else:
+                # `data = ...` refuses that. The Python object stays the same.
+                replacement = data.detach().requires_grad_(target.requires_grad)
+                torch._C._swap_tensor_impl(target, replacement)
             self._recorder.new_data(target, before)
             return None
         return func(*args, **(kwargs or {}))
 
 
 def _key(tensor: Tensor) -> int:
-    with (
-        torch._C.DisableTorchFunction()
-    ):  # a lazy module's parameters refuse to be asked before they have a shape
+    """Return the address of a tensor's storage."""
+    # The parameters of a lazy module refuse this function before they have a shape.
+    with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()._cdata
 
 
 def _to_meta(leaf: Any) -> Any:
+    """Return a meta tensor like a real one with dims; other leaves as they are."""
     if isinstance(leaf, Tensor) and not leaf.is_meta and leaf.dim() > 0:
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
     return leaf
 
 
 def _meta_kwargs(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for running `func` on meta tensors: no numbers are drawn there."""
+    """Return keyword arguments to run `func` on meta tensors, where no numbers are drawn."""
     result = {name: pytree.tree_map(_to_meta, value) for name, value in kwargs.items()}
     if "generator" in result:
         result["generator"] = None
@@ -485,21 +546,21 @@ def _meta_kwargs(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _asks_for_meta(kwargs: dict[str, Any]) -> bool:
-    asked = kwargs.get("device")
-    return asked is not None and torch.device(asked).type == "meta"
+def _is_for_meta(kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "meta"
 
 
 def _on_real_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Keyword arguments with `device` where they say meta."""
-    return {**kwargs, "device": device} if _asks_for_meta(kwargs) else kwargs
+    """Return the keyword arguments with `device` in the place of the meta device."""
+    return {**kwargs, "device": device} if _is_for_meta(kwargs) else kwargs
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, bool]]:
-    """(tensor that the op changes in place, whether without reading it)."""
-    found = []
+    """Return pairs of a tensor that the op changes in place, and whether it does not read it."""
+    written = []
     if func._schema.name in NORMS and args[5]:
-        found = [(statistic, False) for statistic in args[3:5] if statistic is not None]
+        written = [(statistic, False) for statistic in args[3:5] if statistic is not None]
     overwrites = func._schema.name.partition("::")[2] in OVERWRITING
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -507,19 +568,21 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for tensor in pytree.tree_leaves(value):
             if isinstance(tensor, Tensor):
-                found.append((tensor, overwrites or argument.is_out))
-    return found
+                written.append((tensor, overwrites or argument.is_out))
+    return written
 
 
 def generators_of(kwargs: Mapping[str, Any], device: torch.device) -> list[torch.Generator]:
-    """The generators that a random op may draw from: the one that is passed to it, or the default
-    ones.
+    """Return the generators that a random op may draw from: the one that is passed to it, or the
+    default ones.
     """
-    if (own := kwargs.get("generator")) is not None:
-        return [own]
+    passed = kwargs.get("generator")
+    if passed is not None:
+        return [passed]
     if device.type != "cuda":
         return [torch.default_generator]
-    torch.cuda.init()  # before it there are none
+    # CUDA's generators exist from here on.
+    torch.cuda.init()
     return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
 
 

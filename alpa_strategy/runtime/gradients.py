@@ -1,12 +1,13 @@
 """The once-per-step reduction of gradients: in buckets, while the backward still runs.
 
 A gradient that is Partial on some axes is all-reduced there (data parallel) or reduce-scattered to
-its owner (ZeRO). Gradients of one kind share buckets, in the order in which the backward makes
-them; a bucket starts when its last gradient is there, and buckets start in one fixed order, the
-same on all devices. The first backward only observes:
-which parameters get gradients, and when, is then agreed upon between the devices. Another step may
-use others: what has no gradient in it keeps none, as on one device (optimizers pass it over), and
-what is new gets buckets of its own.
+the devices that store it (ZeRO). Gradients of one kind share buckets, in the order in which the
+backward makes them. A bucket starts when its last gradient is there, and buckets start in one fixed
+order, the same on all devices.
+
+The first backward only observes: which parameters get gradients, and when, is then agreed between
+the devices. A later step may use other parameters. One without a gradient in it has none
+afterwards, as on one device (optimizers skip it), and new ones get buckets of their own.
 """
 
 import math
@@ -24,9 +25,8 @@ from alpa_strategy.ir.placement import chunk_sizes
 from alpa_strategy.options import bucket_limit
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter
 
-Completed = Callable[
-    [Sequence[nn.Parameter]], None
-]  # gradients of these are complete, others not yet
+# Is called with parameters whose gradients are complete, while others are still reduced.
+Completed = Callable[[Sequence[nn.Parameter]], None]
 
 
 class GradientReducer:
@@ -34,41 +34,59 @@ class GradientReducer:
 
     Args:
         mesh: the mesh of the stage.
-        parameters: all trainable ones, in one order on all devices; those with nothing to reduce as
-            well.
-        bucket_bytes: a bucket is closed when it holds so many bytes, or an eighth of all.
+        parameters: all trainable ones, in the same order on all devices; also those with nothing to
+            reduce.
+        bucket_bytes: a bucket is closed when it has this many bytes, or an eighth of all.
     """
 
     def __init__(
         self, mesh: MeshComm, parameters: Sequence[ShardedParameter], bucket_bytes: int
     ) -> None:
-        self._mesh, self._scale = mesh, 1.0
+        self._mesh = mesh
         self._parameters = tuple(parameters)
         self._bucket_bytes = bucket_bytes
-        self._buckets: list[_Bucket] | None = None  # None until the devices have agreed
-        self._rest: list[ShardedParameter] = []  # used, but not in a bucket
+
+        # By what sums are multiplied.
+        self._scale = 1.0
+
+        # None until the devices have agreed on the gradients.
+        self._buckets: list[_Bucket] | None = None
+
+        # Parameters with a gradient that is in no bucket, and parameters without a gradient so far.
+        self._rest: list[ShardedParameter] = []
         self._unused: list[ShardedParameter] = []
-        self._only_somewhere: frozenset[str] = (
-            frozenset()
-        )  # gradients that some devices had and others not
-        # the next backward ends with the reduction: not for a micro-batch before a step's last
+
+        # Names of parameters of which some devices have gradients and others have not.
+        self._only_somewhere: frozenset[str] = frozenset()
+
+        # Whether the next backward ends with the reduction: false for all micro-batches of a step
+        # but the last.
         self.enabled = True
         self.reset()
 
     def reset(self) -> None:
         """Forget a backward that was interrupted."""
+        # Names of complete local gradients, in the order of the backward.
         self._seen: dict[str, None] = {}
         self._num_started = 0
-        self.held: frozenset[str] = frozenset()  # more is still added to these
+
+        # Names of parameters to whose gradients more will be added.
+        self.held: frozenset[str] = frozenset()
+
         for bucket in self._buckets or ():
             bucket.running = None
-        for each in self._parameters:
-            each.is_taken = False
-            each.sparse_rows = None
+        for sharded in self._parameters:
+            sharded.is_taken = False
+            sharded.sparse_rows = None
 
     def mark_ready(self, name: str) -> None:
-        """The local gradient of `name` is complete (called by a hook of the backward); may start
-        collectives.
+        """Record that the local gradient of `name` is complete, and start the buckets that are
+        full.
+
+        Called by hooks of the backward.
+
+        Raises:
+            RuntimeMismatchError: the gradient was complete before in this step.
         """
         if not self.enabled or name in self.held:
             return
@@ -83,123 +101,162 @@ class GradientReducer:
             return
         while self._num_started < len(self._buckets):
             bucket = self._buckets[self._num_started]
-            if not all(each.name in self._seen for each in bucket.parameters):
+            is_full = all(sharded.name in self._seen for sharded in bucket.parameters)
+            if not is_full:
                 return
             bucket.start()
             self._num_started += 1
 
     def finish(self, completed: Completed | None = None) -> None:
-        """Reduce what is left, wait, hand every gradient to its owner; `completed` is told of each
-        bucket's.
+        """Reduce the remaining gradients, wait for all, and store every one in its parameter.
+
+        Args:
+            completed: called with the parameters of each bucket when it is done.
         """
         if not self.enabled:
             return
         if self._buckets is None:
             self._agree()
         assert self._buckets is not None
-        new = [each for each in self._unused if each.has_gradient]
-        if new:  # all devices run the same step: they all see this
-            self._unused = [each for each in self._unused if each not in new]
+
+        # All devices run the same step: they all have the same new gradients.
+        new = [sharded for sharded in self._unused if sharded.has_gradient]
+        if new:
+            self._unused = [sharded for sharded in self._unused if sharded not in new]
             self._build(new)
-        for bucket in self._buckets[self._num_started :]:  # gradients that no hook announced
+
+        # Buckets with gradients that no hook has announced.
+        for bucket in self._buckets[self._num_started :]:
             bucket.start()
         _run(self._buckets, completed)
-        for each in self._rest:
-            if each.has_gradient and (each.plan.is_fetched or each.is_used_in_place):
+
+        for sharded in self._rest:
+            is_complete = sharded.plan.is_fetched or sharded.is_used_in_place
+            if sharded.has_gradient and is_complete:
                 continue
-            if each.has_gradient or each.name in self._only_somewhere:
-                each.put_gradient(each.to_use.gradients(each.take_gradient()))
+            if sharded.has_gradient or sharded.name in self._only_somewhere:
+                sharded.put_gradient(sharded.to_use.gradients(sharded.take_gradient()))
         self.reset()
 
     def _agree(self) -> None:
-        """Find out which gradients exist on any device, and take the first device's order for
-        all.
+        """Find out which gradients exist on any device, and build buckets in the order in which the
+        first device made them. Collective.
         """
         self._buckets = []
-        if not self._parameters:  # a stage of frozen layers
+        if not self._parameters:
+            # A stage of frozen layers.
             return
-        here = [int(each.has_gradient) for each in self._parameters]
-        table = torch.tensor(
-            [here, [1 - there for there in here]], device=self._parameters[0].device
-        )
+
+        is_here = [int(sharded.has_gradient) for sharded in self._parameters]
+        is_missing = [1 - here for here in is_here]
+        table = torch.tensor([is_here, is_missing], device=self._parameters[0].device)
         used, missing = self._mesh.whole.all_reduce(table, "max").tolist()
-        found = {
-            each.name: both for each, *both in zip(self._parameters, used, missing, strict=True)
-        }
-        self._only_somewhere = frozenset(name for name, both in found.items() if all(both))
+
+        used_names: set[str] = set()
+        only_somewhere: set[str] = set()
+        for sharded, is_used, lacks in zip(self._parameters, used, missing, strict=True):
+            if is_used:
+                used_names.add(sharded.name)
+            if is_used and lacks:
+                only_somewhere.add(sharded.name)
+        self._only_somewhere = frozenset(only_somewhere)
+
         in_order = self._in_order(self._parameters)
-        self._unused = [each for each in in_order if not found[each.name][0]]
-        self._build(each for each in in_order if found[each.name][0])
+        self._unused = [sharded for sharded in in_order if sharded.name not in used_names]
+        self._build(sharded for sharded in in_order if sharded.name in used_names)
 
     def _in_order(self, parameters: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-        """As the first device's backward came to them; what it has not seen comes last.
-        Collective.
+        """Sort parameters by when the first device's backward made their gradients; those without a
+        gradient there come last. Collective.
         """
-        seen = {name: i for i, name in enumerate(self._seen)}
-        is_first = not any(self._mesh.coordinate)
-        order = [
-            seen.get(each.name, len(seen) + i) if is_first else -1
-            for i, each in enumerate(parameters)
-        ]
-        table = torch.tensor(order, device=parameters[0].device)
-        order = self._mesh.whole.all_reduce(table, "max").tolist()
-        return [parameters[i] for i in sorted(range(len(order)), key=order.__getitem__)]
+        is_first_device = not any(self._mesh.coordinate)
+        positions = [-1] * len(parameters)
+        if is_first_device:
+            seen = {name: index for index, name in enumerate(self._seen)}
+            for index, sharded in enumerate(parameters):
+                positions[index] = seen.get(sharded.name, len(seen) + index)
+
+        # -1 of all other devices is smaller than the first device's.
+        table = torch.tensor(positions, device=parameters[0].device)
+        positions = self._mesh.whole.all_reduce(table, "max").tolist()
+        indices = sorted(range(len(positions)), key=positions.__getitem__)
+        return [parameters[index] for index in indices]
 
     def _build(self, parameters: Iterable[ShardedParameter]) -> None:
-        """Add buckets, gradients of one kind together; order them by when their last gradient
-        comes.
+        """Add buckets of gradients of one kind each, ordered by when their last gradient is
+        made.
         """
         parameters = list(parameters)
-        limit = bucket_limit(sum(each.used_bytes for each in parameters), self._bucket_bytes)
-        closed: list[tuple[int, _Bucket]] = []
+        all_bytes = sum(sharded.used_bytes for sharded in parameters)
+        limit = bucket_limit(all_bytes, self._bucket_bytes)
+
+        # By kind: (position, parameter) of the bucket that is not full yet. Closed ones have the
+        # position of their last gradient.
         open_buckets: dict[tuple, list[tuple[int, ShardedParameter]]] = {}
+        closed: list[tuple[int, _Bucket]] = []
 
         def close(key: tuple) -> None:
             members = open_buckets.pop(key)
-            bucket = _Bucket([each for _, each in members], self._only_somewhere, self._scale)
-            closed.append((members[-1][0], bucket))
+            last_position, _ = members[-1]
+            bucket_parameters = [sharded for _, sharded in members]
+            bucket = _Bucket(bucket_parameters, self._only_somewhere, self._scale)
+            closed.append((last_position, bucket))
 
-        for position, each in enumerate(parameters):
-            sums = each.to_use.gradient_sums
-            if not sums:  # it needs more than sums, or nothing
-                self._rest.append(each)
+        for position, sharded in enumerate(parameters):
+            sums = sharded.to_use.gradient_sums
+            if not sums:
+                # Its gradient needs no sum, or another collective than sums.
+                self._rest.append(sharded)
                 continue
-            kinds = tuple((each_sum.axis, each_sum.dim is None) for each_sum in sums)
-            key = (each.reduce_dtype, each.device, kinds)
-            open_buckets.setdefault(key, []).append((position, each))
-            if sum(member.used_bytes for _, member in open_buckets[key]) >= limit:
+            kinds = tuple((gradient_sum.axis, gradient_sum.dim is None) for gradient_sum in sums)
+            key = (sharded.reduce_dtype, sharded.device, kinds)
+            members = open_buckets.setdefault(key, [])
+            members.append((position, sharded))
+            if sum(member.used_bytes for _, member in members) >= limit:
                 close(key)
         for key in list(open_buckets):
             close(key)
+
+        closed.sort(key=lambda item: item[0])
         assert self._buckets is not None
-        self._buckets += [bucket for _, bucket in sorted(closed, key=lambda item: item[0])]
+        self._buckets += [bucket for _, bucket in closed]
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """How ranks with steps of their own average gradients."""
+    """How ranks average the gradients of steps of their own."""
 
-    mesh: MeshComm  # of all of them
-    # the largest of some numbers over all ranks, in a group of its own: others may have started
-    # more buckets
+    # All of these ranks.
+    mesh: MeshComm
+
+    # Returns the elementwise maximum of integers over all ranks. Uses a group of its own, because
+    # ranks may have started different buckets.
     agree: Callable[[Sequence[int]], list[int]]
 
 
+# Kinds of gradients on a rank; the largest of all ranks is the kind of their sum.
+_NO_GRADIENT = 0
+_SPARSE = 1
+_DENSE = 2
+
+
 class ReplicaReducer(GradientReducer):
-    """The mean over ranks that each run a step of their own: gradients may be made by some of them
-    alone, in any order, several times in a backward (reentrant checkpoints), by several backwards
-    of a step.
+    """Averages gradients over ranks that each run a step of their own.
+
+    Gradients may be made on some ranks alone, in any order, several times in a backward (reentrant
+    checkpoints), and by several backwards of a step.
     """
 
     def __init__(
         self, replicas: Replicas, parameters: Sequence[ShardedParameter], bucket_bytes: int
     ) -> None:
         super().__init__(replicas.mesh, parameters, bucket_bytes)
-        self._scale, self._agree_on = 1.0 / math.prod(replicas.mesh.shape), replicas.agree
-        self._buckets, self._unused = (
-            [],
-            list(self._parameters),
-        )  # a bucket is made when somebody has a gradient for it
+        self._scale = 1.0 / math.prod(replicas.mesh.shape)
+        self._agree_on = replicas.agree
+
+        # A bucket is made when any rank has a gradient for it.
+        self._buckets = []
+        self._unused = list(self._parameters)
 
     @property
     def has_begun(self) -> bool:
@@ -207,75 +264,103 @@ class ReplicaReducer(GradientReducer):
         return bool(self._seen)
 
     def mark_ready(self, name: str) -> None:
-        """See GradientReducer. What comes after a bucket has left goes in a second one."""
+        """Record that the local gradient of `name` is complete, as `GradientReducer` does.
+
+        A gradient that is made once more after its bucket has started goes into a second one.
+        """
         if name not in self._seen:
             super().mark_ready(name)
 
     def finish(self, completed: Completed | None = None) -> None:
-        """See GradientReducer; what no rank has a gradient for keeps the one that it has."""
+        """Reduce the remaining gradients, wait for all, and store every one in its parameter.
+
+        A parameter for which no rank has a gradient keeps the gradient that it has.
+
+        Args:
+            completed: called with the parameters of each bucket when it is done.
+        """
         if not self.enabled or not self._parameters:
             return
         assert self._buckets is not None
-        here = [each.is_taken or each.has_local_gradient for each in self._parameters]
-        late = [
-            each.is_taken and each.has_local_gradient for each in self._parameters
-        ]  # made after its bucket left
-        # 0: no gradient, 1: a sparse one, 2: a dense one; the largest of all ranks is what their
-        # sum is.
-        kinds = [
-            is_there * (1 if each.is_sparse else 2)
-            for is_there, each in zip(here, self._parameters, strict=True)
-        ]
-        largest = self._agree_on([*kinds, *late])
-        agreed = list(
-            zip(self._parameters, largest[: len(kinds)], largest[len(kinds) :], strict=True)
-        )
-        needed = {each.name for each, kind, _ in agreed if kind}
-        late_ones = [each for each, _, is_late in agreed if is_late]
-        late_gradients = [each.take_gradient() for each in late_ones]
-        # Those of earlier steps first, as ranks that had all of a bucket have started it: all then
-        # agree on new ones.
-        running = self._start(self._buckets, needed)
-        if new := [each for each in self._unused if each.name in needed]:
-            self._unused = [each for each in self._unused if each.name not in needed]
-            known = len(self._buckets)
+
+        kinds, is_late = self._agree_on_kinds()
+        agreed = list(zip(self._parameters, kinds, strict=True))
+        required = {sharded.name for sharded, kind in agreed if kind}
+        late = [s for s, flag in zip(self._parameters, is_late, strict=True) if flag]
+        late_gradients = [sharded.take_gradient() for sharded in late]
+
+        # Buckets of earlier steps come first, because ranks that had all gradients of one have
+        # started it. Then all ranks agree on new ones.
+        running = self._start(self._buckets, required)
+        new = [sharded for sharded in self._unused if sharded.name in required]
+        if new:
+            self._unused = [s for s in self._unused if s.name not in required]
+            num_known = len(self._buckets)
             self._build(self._in_order(new))
-            running += self._start(self._buckets[known:], needed)
-        # Late gradients are added to what the buckets bring, and sparse ones get another form: not
-        # complete yet.
-        _run(running, None if late_ones or 1 in largest[: len(kinds)] else completed)
-        for each in self._rest:  # one rank
-            if each.has_local_gradient:
-                each.put_gradient(each.take_gradient())
-        for each, grad in zip(late_ones, late_gradients, strict=True):
-            each.add_gradient(grad)
-        if late_ones:
-            again = _Bucket(late_ones, {each.name for each in late_ones}, self._scale)
-            again.start()
-            _run([again])
-        for each in (each for each, kind, _ in agreed if kind == 1):
-            self._make_sparse(each)
+            running += self._start(self._buckets[num_known:], required)
+
+        # Late gradients are added to the sums, and sparse ones are converted: gradients are not
+        # complete when their buckets are.
+        are_complete = not late and _SPARSE not in kinds
+        _run(running, completed if are_complete else None)
+
+        # In no bucket if there is one rank alone.
+        for sharded in self._rest:
+            if sharded.has_local_gradient:
+                sharded.put_gradient(sharded.take_gradient())
+
+        for sharded, grad in zip(late, late_gradients, strict=True):
+            sharded.add_gradient(grad)
+        if late:
+            second = _Bucket(late, {sharded.name for sharded in late}, self._scale)
+            second.start()
+            _run([second])
+
+        for sharded, kind in agreed:
+            if kind == _SPARSE:
+                self._make_sparse(sharded)
         self.reset()
 
-    def _make_sparse(self, each: ShardedParameter) -> None:
-        """A gradient that was sparse on every rank that made one has the rows of all of them, as
-        under DDP.
+    def _agree_on_kinds(self) -> tuple[list[int], list[int]]:
+        """Return for each parameter the kind of its summed gradient, and whether on any rank the
+        gradient was made once more after its bucket had started. Collective.
         """
-        rows = each.sparse_rows
-        if rows is None:  # none was made here
-            rows = torch.zeros(each.shape[:1], dtype=torch.bool, device=each.parameter.device)
-        each.make_sparse(self._mesh.whole.all_reduce(rows.int(), "max").bool())
+        kinds: list[int] = []
+        is_late: list[int] = []
+        for sharded in self._parameters:
+            has_local = sharded.has_local_gradient
+            if not (sharded.is_taken or has_local):
+                kinds.append(_NO_GRADIENT)
+            else:
+                kinds.append(_SPARSE if sharded.is_sparse else _DENSE)
+            is_late.append(sharded.is_taken and has_local)
 
-    def _start(self, buckets: "Sequence[_Bucket]", needed: Set[str]) -> "list[_Bucket]":
-        """Those that hold what is needed, all of them started."""
-        running = [
-            bucket
-            for bucket in buckets
-            if not needed.isdisjoint(each.name for each in bucket.parameters)
-        ]
-        for bucket in running:  # one that has left already has all that it needs
+        largest = self._agree_on([*kinds, *is_late])
+        return largest[: len(kinds)], largest[len(kinds) :]
+
+    def _make_sparse(self, sharded: ShardedParameter) -> None:
+        """Make a summed gradient sparse that was sparse on every rank that made one.
+
+        It has the indices of all ranks, as under DDP. Collective.
+        """
+        rows = sharded.sparse_rows
+        if rows is None:
+            # This rank has made no gradient.
+            device = sharded.parameter.device
+            rows = torch.zeros(sharded.shape[:1], dtype=torch.bool, device=device)
+        sharded.make_sparse(self._mesh.whole.all_reduce(rows.int(), "max").bool())
+
+    def _start(self, buckets: "Sequence[_Bucket]", required: Set[str]) -> "list[_Bucket]":
+        """Start those of `buckets` that have a required gradient, and return these."""
+        running = []
+        for bucket in buckets:
+            names = [sharded.name for sharded in bucket.parameters]
+            if required.isdisjoint(names):
+                continue
+            running.append(bucket)
             if bucket.running is None:
-                bucket.needed = needed
+                # One that has started already has all that it needs.
+                bucket.needed = required
                 bucket.start()
         return running
 
@@ -283,150 +368,188 @@ class ReplicaReducer(GradientReducer):
 def average(
     parameters: Iterable[nn.Parameter], axis: AxisComm, device: torch.device, bucket_bytes: int
 ) -> None:
-    """Let complete gradients become their mean over `axis`, whose devices hold the same parts.
-    Collective over it.
+    """Replace complete gradients by their mean over `axis`, whose devices store the same shards.
 
-    As DDP has it, one that some lack is zero there, and what none has a gradient for keeps none.
+    As under DDP, a gradient that some devices lack is zero there, and a parameter without a
+    gradient on any device keeps none. Collective over `axis`.
 
     Args:
-        device: of the collectives; some gradients may lie in host memory.
+        parameters: in the same order on all devices.
+        axis: between the replicas.
+        device: of the collectives; some gradients may be in host memory.
+        bucket_bytes: a bucket is closed when it has this many bytes.
     """
-    here = list(parameters)
-    there = (
-        all_reduce_max([p.grad is not None for p in here], axis.group)
-        if axis.size > 1
-        else [0] * len(here)
-    )
-    buckets: dict[tuple[torch.dtype, int], list[nn.Parameter]] = {}
-    total = 0
-    for p in (p for p, is_there in zip(here, there, strict=True) if is_there and p.numel()):
-        buckets.setdefault((p.dtype, total // bucket_bytes), []).append(p)
-        total += p.numel() * p.element_size()
-    begun: list[tuple[list[nn.Parameter], tuple[int, ...], Pending]] = []
-    for bucket in buckets.values():
-        flat = _flat(
-            [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket], 1 / axis.size
-        ).to(device)
+    averaged: list[tuple[list[nn.Parameter], tuple[int, ...], Pending]] = []
+    for bucket in _buckets_to_average(list(parameters), axis, bucket_bytes):
+        flat = _flat(list(map(_gradient_or_zeros, bucket)), 1 / axis.size).to(device)
         sizes = chunk_sizes(flat.numel(), axis.size)
-        begun.append(
-            (bucket, sizes, axis.start_exchange(flat, sizes, [sizes[axis.index]] * axis.size))
-        )
-        for p in bucket:  # it is in what is under way: not twice in memory
+        pending = axis.start_exchange(flat, sizes, [sizes[axis.index]] * axis.size)
+        averaged.append((bucket, sizes, pending))
+
+        # The gradients are in the exchange: not twice in memory.
+        for p in bucket:
             p.grad = None
+
     gathered: list[tuple[list[nn.Parameter], Pending]] = []
-    for bucket, sizes, pending in begun:
-        # In one order, where an all_reduce's depends on the place in the bucket: copies of a
-        # parameter on several ranks of a replica, which lie at other places there, stay the same
-        # bit by bit.
-        own = reduce(torch.add, pending.wait().view(axis.size, sizes[axis.index]))
-        gathered.append((bucket, axis.start_all_gather(own, 0, sum(sizes))))
+    for bucket, sizes, pending in averaged:
+        # Summed in one order. An all_reduce's order depends on the offset in the bucket: copies of
+        # a parameter on several ranks of a replica are at different offsets there, and would not
+        # stay equal bit by bit.
+        local = reduce(torch.add, pending.wait().view(axis.size, sizes[axis.index]))
+        gathered.append((bucket, axis.start_all_gather(local, 0, sum(sizes))))
+
     for bucket, pending in gathered:
-        for p, part in zip(bucket, pending.wait().split([p.numel() for p in bucket]), strict=True):
-            p.grad = part.view(p.shape).to(p.device)
+        means = pending.wait().split([p.numel() for p in bucket])
+        for p, mean in zip(bucket, means, strict=True):
+            p.grad = mean.view(p.shape).to(p.device)
+
+
+def _gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _buckets_to_average(
+    parameters: list[nn.Parameter], axis: AxisComm, bucket_bytes: int
+) -> list[list[nn.Parameter]]:
+    """Divide the parameters with a gradient on any device into buckets of one dtype. Collective."""
+    is_anywhere = [0] * len(parameters)
+    if axis.size > 1:
+        is_anywhere = all_reduce_max([p.grad is not None for p in parameters], axis.group)
+
+    buckets: dict[tuple[torch.dtype, int], list[nn.Parameter]] = {}
+    total_bytes = 0
+    for p, has_gradient in zip(parameters, is_anywhere, strict=True):
+        if has_gradient and p.numel():
+            buckets.setdefault((p.dtype, total_bytes // bucket_bytes), []).append(p)
+            total_bytes += p.numel() * p.element_size()
+    return list(buckets.values())
 
 
 def _run(buckets: "list[_Bucket]", completed: Completed | None = None) -> None:
-    """Wait for buckets that have started; all devices go through them in the same order."""
+    """Wait for buckets that have started; all devices advance them in the same order."""
     while buckets:
         running = []
         for bucket in buckets:
             if bucket.advance():
                 running.append(bucket)
-            elif completed is not None and (
-                running or bucket is not buckets[-1]
-            ):  # others are under way
-                completed([each.parameter for each in bucket.parameters])
+                continue
+            others_in_flight = bool(running) or bucket is not buckets[-1]
+            if completed is not None and others_in_flight:
+                completed([sharded.parameter for sharded in bucket.parameters])
         buckets = running
 
 
 class _Bucket:
-    """Gradients that go through the same collectives together; `needed`: those that are there after
-    it in any case.
+    """Gradients that go through the same collectives together.
 
-    scale: what their sums are multiplied by.
+    Args:
+        parameters: of these gradients.
+        needed: names of the parameters that have a gradient afterwards, with a local one or not.
+        scale: by what the sums are multiplied.
     """
 
     def __init__(
         self, parameters: list[ShardedParameter], needed: Collection[str], scale: float
     ) -> None:
-        self.parameters, self.needed, self._scale = parameters, needed, scale
-        # Per collective what each gradient wants of it: the same axis, dims of their own.
-        self._collectives = list(
-            zip(*(each.to_use.gradient_sums for each in parameters), strict=True)
-        )
+        self.parameters = parameters
+        self.needed = needed
+        self._scale = scale
+
+        # Per collective the sums of all gradients: over the same axis, each along a dim of its own.
+        sums = (sharded.to_use.gradient_sums for sharded in parameters)
+        self._collectives = list(zip(*sums, strict=True))
+
+        # The reduction, stopped while a collective is in flight; None before `start`.
         self.running: Iterator[None] | None = None
 
     def start(self) -> None:
-        """Start the first collective; takes the local gradients."""
+        """Take the local gradients, and start the first collective."""
         self.running = self._reduce()
         next(self.running)
 
     def advance(self) -> bool:
-        """Wait for the collective under way and start the next; False when there was none left."""
+        """Wait for the collective in flight and start the next one.
+
+        Returns:
+            False if there was no next one: the gradients are stored in their parameters.
+        """
         assert self.running is not None
         return next(self.running, False) is None
 
     def _reduce(self) -> Iterator[None]:
-        """One collective after the other; stops while each is under way, and hands the gradients
-        over in the end.
+        """Run one collective after another, and store the gradients in their parameters in the end.
+
+        Yields:
+            None while a collective is in flight.
         """
-        # What an earlier backward has reduced, and this one does not add to, stays as it is.
-        is_there = [each.has_local_gradient or each.name in self.needed for each in self.parameters]
-        both = list(zip(self.parameters, is_there, strict=True))
-        grads = [each.take_gradient() if there else each.no_gradient() for each, there in both]
-        for wanted in self._collectives:
-            axis, shapes = wanted[0].axis, [grad.shape for grad in grads]
-            dims = [each.dim for each in wanted if each.dim is not None]
+        # A gradient that an earlier backward has reduced, and to which this one does not add, stays
+        # as it is.
+        grads = []
+        is_reduced = []
+        for sharded in self.parameters:
+            takes_part = sharded.has_local_gradient or sharded.name in self.needed
+            is_reduced.append(takes_part)
+            grads.append(sharded.take_gradient() if takes_part else sharded.no_gradient())
+
+        for sums in self._collectives:
+            axis = sums[0].axis
+            shapes = [grad.shape for grad in grads]
+            dims = [gradient_sum.dim for gradient_sum in sums if gradient_sum.dim is not None]
             if not dims:
                 pending = axis.start_all_reduce(_flat(grads, self._scale))
+                sizes = [shape.numel() for shape in shapes]
             else:
                 pending = axis.start_reduce_scatter(_rows(grads, dims, axis.size, self._scale))
-                cuts = list(zip(shapes, dims, strict=True))
-                columns = [chunk_shape(shape, dim, axis.size, 0).numel() for shape, dim in cuts]
-                shapes = [chunk_shape(shape, dim, axis.size, axis.index) for shape, dim in cuts]
-            grads = []  # they are in what is under way: not twice in memory
+                # Chunks are padded to the size of the first.
+                splits = list(zip(shapes, dims, strict=True))
+                sizes = [chunk_shape(shape, dim, axis.size, 0).numel() for shape, dim in splits]
+                shapes = [chunk_shape(shape, dim, axis.size, axis.index) for shape, dim in splits]
+
+            # The gradients are in the collective's input: not twice in memory.
+            grads = []
             yield
-            sizes = columns if dims else [shape.numel() for shape in shapes]
-            parts = pending.wait().split(sizes)
-            grads = [
-                part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)
-            ]
-        for (each, there), grad in zip(both, grads, strict=True):
-            if there:
-                each.put_gradient(grad)
+            for flat, shape in zip(pending.wait().split(sizes), shapes, strict=True):
+                grads.append(flat[: shape.numel()].view(shape))
+
+        for sharded, takes_part, grad in zip(self.parameters, is_reduced, grads, strict=True):
+            if takes_part:
+                sharded.put_gradient(grad)
 
 
 def _flat(grads: Sequence[Tensor], scale: float) -> Tensor:
-    """[elements] of all of them, multiplied by `scale`."""
+    """Return all elements of the gradients in one dim, multiplied by `scale`."""
     if scale == 1.0:
         return torch.cat([grad.reshape(-1) for grad in grads])
-    flat = grads[0].new_empty(sum(grad.numel() for grad in grads))
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        torch.mul(
-            grad, scale, out=part.view(grad.shape)
-        )  # in the one pass that copies, as DDP does
+
+    sizes = [grad.numel() for grad in grads]
+    flat = grads[0].new_empty(sum(sizes))
+    for grad, piece in zip(grads, flat.split(sizes), strict=True):
+        # Scaled in the pass that copies, as DDP does.
+        torch.mul(grad, scale, out=piece.view(grad.shape))
     return flat
 
 
 def _rows(grads: Sequence[Tensor], dims: Sequence[int], count: int, scale: float) -> Tensor:
-    """[count, elements]: one row per device, its chunks of all gradients * scale, each padded to
-    the largest chunk.
+    """Return [count, elements]: a row for each device, with its chunks of all gradients.
+
+    Args:
+        grads: all gradients.
+        dims: of each gradient the dim that is split over the devices.
+        count: number of devices. Each chunk is padded to the size of the largest.
+        scale: by what the gradients are multiplied.
     """
-    columns = [
-        chunk_shape(grad.shape, dim, count, 0).numel()
-        for grad, dim in zip(grads, dims, strict=True)
-    ]
-    rows = grads[0].new_zeros((count, sum(columns)))
-    for grad, dim, column in zip(grads, dims, rows.split(columns, 1), strict=True):
-        for row, part in zip(
-            column, grad.split(chunk_sizes(grad.shape[dim], count), dim), strict=True
-        ):
-            torch.mul(part, scale, out=row[: part.numel()].view(part.shape))
+    splits = list(zip(grads, dims, strict=True))
+    widths = [chunk_shape(grad.shape, dim, count, 0).numel() for grad, dim in splits]
+    rows = grads[0].new_zeros((count, sum(widths)))
+    for (grad, dim), columns in zip(splits, rows.split(widths, 1), strict=True):
+        chunks = grad.split(chunk_sizes(grad.shape[dim], count), dim)
+        for row, chunk in zip(columns, chunks, strict=True):
+            torch.mul(chunk, scale, out=row[: chunk.numel()].view(chunk.shape))
     return rows
 
 
 def chunk_shape(shape: torch.Size, dim: int, count: int, index: int) -> torch.Size:
-    """Shape of chunk `index` of `count` along `dim`; the first is the largest."""
+    """Return the shape of chunk `index` of `count` along `dim`; the first is the largest."""
     sizes = list(shape)
     sizes[dim] = chunk_sizes(shape[dim], count)[index]
     return torch.Size(sizes)

@@ -1,12 +1,13 @@
-"""The C library's allocator, where tensors lie in host memory: freed blocks are kept, as far as the
-plan has room.
+"""The C library's allocator, if tensors are in host memory: freed blocks are kept for reuse as far
+as the plan leaves memory headroom.
 
-glibc gives a large freed block back to the system, and the next step pays a page fault for every 4
-KB of it: a step was seen to take 1.7 x as long. Where blocks are kept, the next tensor of the same
-size often does not fit where one was: PyTorch wants multiples of 64 bytes, for which glibc looks
-for more than it frees (its bug 14581). Data parallelism held
-1.1 x what is alive, recomputation and ZeRO-3 1.8 to 2.1 x. So a thread looks at how much the
-process holds, and where that is more than it may, all that is free goes back at once.
+glibc returns a large freed block to the system, and the next step pays a page fault for every 4 KB
+of it: steps took up to 1.7 x as long. If blocks are kept instead, the next tensor of the same size
+often does not fit where one was: PyTorch wants multiples of 64 bytes, for which glibc looks for
+more than it frees (its bug 14581). Measured memory was 1.1 x the live bytes under data parallelism,
+and
+1.8 to 2.1 x with recomputation or ZeRO-3. So a thread polls the memory of the process, and returns
+all free blocks at once when it exceeds the limit.
 """
 
 import ctypes
@@ -25,30 +26,50 @@ from torch.optim import Optimizer
 
 from alpa_strategy.ir.plan import Plan
 
-TIGHT = 0.5  # of the limit: kept blocks were seen to hold up to twice what is alive
-LEAST_BYTES = (
-    50 * 10**6
-)  # planned: what freed blocks add to less is little beside what Python itself holds
-LARGE_BYTES = 250 * 10**6  # planned: what such a plan keeps in vain would be much
-# bytes held for each that is planned: 1.1 to 1.2 were seen in most plans, up to 1.5 in some
+# A plan is tight from this share of the limit on: kept blocks took up to as much again as live
+# ones.
+TIGHT = 0.5
+
+# Planned bytes below which freed blocks do not matter: they are few compared with Python's own.
+LEAST_BYTES = 50 * 10**6
+
+# Planned bytes from which the blocks that a plan keeps in vain would be much.
+LARGE_BYTES = 250 * 10**6
+
+# Resident bytes per planned byte: 1.1 to 1.2 were measured in most plans, up to 1.5 in some.
 KEPT_BLOCKS = 1.25
-PAGE_FAULTS = (
-    0.15  # of a step's seconds at least, where blocks are given back: up to 0.35 were seen
-)
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-# Bytes from which blocks are given back (glibc allows no more than 32 MB), and that are kept at a
-# heap's end.
-GIVEN_BACK, KEPT = (2**20, 2**25), (2**25, 2**30)
-LOOK_SECONDS = 0.004  # between two looks at what the process holds; one takes 20 microseconds
+
+# Share of a step's seconds that page faults take at least, if blocks are returned to the system: up
+# to 0.35 was measured.
+PAGE_FAULTS = 0.15
+
+# Options of `mallopt`, from malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+
+# (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD) in bytes: blocks from the first size on have memory of their
+# own, which is returned when they are freed (glibc allows at most 32 MB); a free heap's end is
+# returned from the second size on.
+GIVEN_BACK = (2**20, 2**25)
+KEPT = (2**25, 2**30)
+
+# Seconds between two polls of the process's memory; one takes 20 microseconds.
+LOOK_SECONDS = 0.004
+
+# Name of the thread that polls.
 THREAD = "alpa-free-memory"
-HELD = 1.2  # bytes for each that is planned, from which on free memory is given back
-SLACK = 0.05  # of what is planned: held once more before it is given back again
+
+# Resident bytes per planned byte from which on free blocks are returned.
+HELD = 1.2
+
+# Share of the planned bytes by which memory has to grow before free blocks are returned again.
+SLACK = 0.05
 
 
 @contextmanager
 def tuned(device: torch.device) -> Iterator[None]:
-    """Around what shards a module: what planning took is given back; freed blocks are kept with
-    tensors on the host.
+    """Context of the sharding of a module: frees what planning used, and from then on keeps freed
+    blocks if tensors are in host memory.
     """
     if device.type == "cpu":
         keep_freed(True)
@@ -56,7 +77,8 @@ def tuned(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         trim()
     elif device.type == "cuda":
-        torch.cuda.empty_cache()  # its blocks have other sizes than training wants
+        # Blocks of the planning have other sizes than those of training.
+        torch.cuda.empty_cache()
 
 
 def enforce_memory_plan(
@@ -66,81 +88,106 @@ def enforce_memory_plan(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
 ) -> Callable[[], object]:
-    """Until what is returned is called, or `owner` is gone, give free memory back where this
-    process holds as much as
-    it may besides itself: what is planned, or the limit where that is not far away.
+    """Start a thread that returns free blocks to the system when the process exceeds its memory.
 
-    Nothing is done where the limit has room for all that may be kept and little is planned, nor
-    without glibc.
+    The bound is the planned bytes, or the limit if that is not far away, in addition to what the
+    process takes without tensors. No thread is started without glibc, nor if the limit has enough
+    headroom for all blocks that may be kept and these are few.
+
+    Args:
+        owner: the thread ends when this object is freed.
+        plan: whose predicted peak bytes count.
+        limit_bytes: of tensors, for this process.
+        module: of the tensors that the process has now.
+        optimizers: of the other tensors that it has now.
+
+    Returns:
+        A function that ends the thread.
     """
+    ended = threading.Event()
     peak = plan.predicted.peak_bytes
     is_tight = peak > TIGHT * limit_bytes
-    is_whole = all(p.is_whole for stage in plan.stages for p in stage.parameter_plans.values())
-    # Activations of steps as written are in no plan: only the limit can be held to.
-    keeps_little = peak < LARGE_BYTES or (not plan.is_pipelined and is_whole) or plan.is_eager
-    slack, ended = int(SLACK * peak), threading.Event()
-    if _glibc("malloc_trim") is None or (keeps_little and not is_tight):
+    if _glibc("malloc_trim") is None or (_keeps_few_blocks(plan) and not is_tight):
         return ended.set
-    itself = max(0, _held_bytes(psutil.Process()) - _tensor_bytes(module, optimizers))
-    most = itself + int(limit_bytes if is_tight else HELD * peak) - slack
-    threading.Thread(
-        target=_trim_beyond, args=(most, slack, ended), name=THREAD, daemon=True
-    ).start()
+
+    slack = int(SLACK * peak)
+    without_tensors = max(0, _held_bytes(psutil.Process()) - _tensor_bytes(module, optimizers))
+    tensor_bytes = limit_bytes if is_tight else HELD * peak
+    bound = without_tensors + int(tensor_bytes) - slack
+    arguments = (bound, slack, ended)
+    threading.Thread(target=_trim_beyond, args=arguments, name=THREAD, daemon=True).start()
     return weakref.finalize(owner, ended.set)
 
 
-def _trim_beyond(most: int, slack: int, ended: threading.Event) -> None:
-    """Until `ended`, wherever more than `most` bytes are held, or `slack` more than were alive at
-    the last time.
+def _keeps_few_blocks(plan: Plan) -> bool:
+    """Whether freed blocks of a plan are few, or the plan has no figure to compare them with."""
+    if plan.predicted.peak_bytes < LARGE_BYTES:
+        return True
+    if plan.is_eager:
+        # Activations of eager steps are in no plan: only the limit can be enforced.
+        return True
+    is_unsharded = all(p.is_whole for stage in plan.stages for p in stage.parameter_plans.values())
+    return is_unsharded and not plan.is_pipelined
+
+
+def _trim_beyond(bound: int, slack: int, ended: threading.Event) -> None:
+    """Poll until `ended`, and trim whenever the process has more than `bound` bytes.
+
+    If more than that are in use, it trims only after `slack` more bytes than after the last trim.
     """
-    process, allowed = psutil.Process(), most
+    process = psutil.Process()
+    allowed = bound
     while not ended.wait(LOOK_SECONDS):
-        held = _held_bytes(process)
-        if held > allowed:
+        resident = _held_bytes(process)
+        if resident > allowed:
             trim()
-            allowed = max(most, _held_bytes(process) + slack)
-        elif held < most:
-            allowed = most
+            allowed = max(bound, _held_bytes(process) + slack)
+        elif resident < bound:
+            allowed = bound
 
 
 def _held_bytes(process: psutil.Process) -> int:
-    """Resident memory, pages of files apart: the system takes those and gives them back as it
-    likes.
+    """Return the resident bytes without pages of files, which the system drops when it needs
+    them.
     """
     info = process.memory_info()
     return info.rss - info.shared
 
 
 def keep_freed(keep: bool) -> None:
-    """Whether freed blocks are kept from now on, in this process; nothing is done without glibc.
+    """Set whether this process keeps freed blocks from now on. Does nothing without glibc.
 
-    The user's `MALLOC_MMAP_THRESHOLD_` in the environment wins.
+    The user's `MALLOC_MMAP_THRESHOLD_` in the environment takes precedence.
     """
     mallopt = _glibc("mallopt")
     if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        from_bytes, kept_bytes = KEPT if keep else GIVEN_BACK
-        mallopt(M_MMAP_THRESHOLD, from_bytes)
-        mallopt(M_TRIM_THRESHOLD, kept_bytes)
+        mmap_threshold, trim_threshold = KEPT if keep else GIVEN_BACK
+        mallopt(M_MMAP_THRESHOLD, mmap_threshold)
+        mallopt(M_TRIM_THRESHOLD, trim_threshold)
 
 
 def trim() -> None:
-    """Give back all free memory that glibc holds."""
+    """Return all free memory of glibc's allocator to the system."""
     malloc_trim = _glibc("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
 
 
-@cache  # each CDLL brings a class of its own, which a garbage collection alone frees
+# Cached: each CDLL makes a class of its own, which only the garbage collector frees.
+@cache
 def _glibc(name: str) -> Any:
-    """A function of glibc's; None with another C library."""
+    """Return a function of glibc; None with another C library."""
     return getattr(ctypes.CDLL(None), name, None)
 
 
 def process_bytes(module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> int:
-    """What this process takes of the host's memory beside tensors: Python, libraries and their
-    pages. 0 on GPUs.
+    """Return the bytes of host memory that this process takes without tensors: Python, libraries
+    and their pages. 0 on GPUs.
 
-    The process's tensors are those of the module and of the optimizers.
+    Args:
+        module: of the process's tensors.
+        optimizers: of the process's other tensors.
+        device: of the training.
     """
     if device.type != "cpu":
         return 0
@@ -148,7 +195,9 @@ def process_bytes(module: nn.Module, optimizers: Sequence[Optimizer], device: to
 
 
 def _tensor_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-    states = (state for optimizer in optimizers for state in optimizer.state.values())
-    state = (value for values in states for value in values.values() if isinstance(value, Tensor))
-    tensors = (*module.parameters(), *module.buffers(), *state)
+    """Return the bytes of parameters, buffers and optimizer states."""
+    tensors = [*module.parameters(), *module.buffers()]
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -1,8 +1,8 @@
-"""An optimizer's step in parts: what has its gradient is stepped while gradients of other buckets
-are still summed.
+"""An optimizer's step bucket by bucket: parameters whose gradients are complete are stepped while
+the gradients of other buckets are still reduced.
 
-What is seen is one step: the gradients that it used are back when it ends, its hooks and schedulers
-are called once.
+The user sees one step: when it ends, the gradients that it used are back, and its hooks and
+schedulers have been called once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,72 +17,86 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre
 
 
 class StepByBucket:
-    """Steps some of an optimizer's parameters ahead of the others, between a backward and the
+    """Steps some parameters of an optimizer before the others, between a backward and the
     optimizer's own step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+
+        # Parameters that are stepped already, with the gradients that were used.
         self._stepped: list[tuple[nn.Parameter, Tensor]] = []
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """New values for `parameters` from their gradients, which the optimizer's own step does not
-        see again.
-        """
-        wanted = set(parameters)
-        every = {
-            p: p.grad
-            for group in self._optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        }
-        for p in every.keys() - wanted:
-            p.grad = None
-        type(self._optimizer).step(
-            self._optimizer
-        )  # not the object's own: schedulers have wrapped that to count calls
-        for p, grad in every.items():
-            p.grad = None if p in wanted else grad
-        self._stepped += [(p, grad) for p, grad in every.items() if p in wanted]
+        """Step `parameters`, and hide their gradients from the optimizer's own step."""
+        selected = set(parameters)
+        gradients: dict[nn.Parameter, Tensor] = {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    gradients[parameter] = parameter.grad
+
+        for parameter in gradients.keys() - selected:
+            parameter.grad = None
+
+        # The class's method: schedulers have wrapped the object's own to count its calls.
+        type(self._optimizer).step(self._optimizer)
+
+        for parameter, grad in gradients.items():
+            if parameter in selected:
+                parameter.grad = None
+                self._stepped.append((parameter, grad))
+            else:
+                parameter.grad = grad
 
     def end(self) -> None:
-        """The optimizer's own step is done: all gradients are seen again."""
-        for p, grad in self._stepped:
-            p.grad = grad
+        """Put all gradients back, after the optimizer's own step."""
+        for parameter, grad in self._stepped:
+            parameter.grad = grad
         self._stepped.clear()
 
 
 def can_step_in_parts(optimizer: Optimizer) -> bool:
-    """Whether steps of some parameters each are the same as one of all: state and counters of
-    torch's own optimizers
-    are each parameter's, and nobody listens to the step."""
-    wrapped = vars(optimizer).get("step")
-    listens = (
+    """Return whether steps of some parameters each give the same result as one step of all.
+
+    True for torch's own optimizers, whose state and counters are per parameter, as long as no hook
+    of the step is registered.
+    """
+    is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim.")
+    has_hooks = (
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or _global_pre
         or _global_post
     )
-    is_own = type(optimizer).__module__.startswith("torch.optim.") and not listens
-    return is_own and (wrapped is None or hasattr(wrapped, "_wrapped_by_lr_sched"))
+    if not is_torch_optimizer or has_hooks:
+        return False
+
+    # Only schedulers may have wrapped the object's step.
+    wrapped = vars(optimizer).get("step")
+    return wrapped is None or hasattr(wrapped, "_wrapped_by_lr_sched")
 
 
 @contextmanager
 def fused(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Context in which torch's optimizers make a step in one kernel, where their user left open how
-    they make it.
+    """Context in which torch's optimizers step in one fused kernel, if their user has not chosen an
+    implementation.
     """
-    known = [each for each in optimizers if type(each) in (Adam, AdamW, SGD)]
-    groups = [
-        (each.state, group) for each in known for group in each.param_groups if _is_open(group)
-    ]
+    groups: list[tuple[Mapping[Any, Any], dict[str, Any]]] = []
+    for optimizer in optimizers:
+        if type(optimizer) not in (Adam, AdamW, SGD):
+            continue
+        for group in optimizer.param_groups:
+            if _may_be_fused(group):
+                groups.append((optimizer.state, group))
+
     for states, group in groups:
         group["fused"] = True
         for parameter in group["params"]:
             state = states.get(parameter, {})
-            if isinstance(
-                count := state.get("step"), Tensor
-            ):  # the kernel reads it where the parameter lies
+            count = state.get("step")
+            if isinstance(count, Tensor):
+                # The kernel reads the step count on the parameter's device.
                 state["step"] = count.to(parameter.device, torch.float32)
     try:
         yield
@@ -91,6 +105,9 @@ def fused(optimizers: Iterable[Optimizer]) -> Iterator[None]:
             group["fused"] = None
 
 
-def _is_open(group: Mapping[str, Any]) -> bool:
-    is_said = group["fused"] is not None or group["foreach"] is not None or group["differentiable"]
-    return not is_said and all(p.is_floating_point() for p in group["params"])
+def _may_be_fused(group: Mapping[str, Any]) -> bool:
+    """Whether the user left the implementation open, and the fused kernel has the dtypes."""
+    is_chosen = group["fused"] is not None or group["foreach"] is not None
+    if is_chosen or group["differentiable"]:
+        return False
+    return all(parameter.is_floating_point() for parameter in group["params"])

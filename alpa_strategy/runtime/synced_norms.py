@@ -1,5 +1,6 @@
-"""SyncBatchNorm on any device, in steps as written: captured ones have the whole batch's statistics
-anyway.
+"""SyncBatchNorm on any device, in eager steps.
+
+Captured steps need none of this: their statistics are those of the global batch.
 """
 
 from collections.abc import Callable
@@ -16,43 +17,63 @@ from alpa_strategy.lower.local_ops import batch_norm_sync
 def synced(
     module: nn.Module, every: bool, ranks: Callable[[], AxisComm]
 ) -> list[tuple[Any, str, Callable[..., Tensor]]]:
-    """For `patched`: the SyncBatchNorms of all ranks, or `every` BatchNorm, train with the
-    statistics of all `ranks`.
+    """Return replacements (for `patched`) of the forwards of batch norms that synchronize their
+    training statistics over all ranks.
 
-    Forwards are classes', and modules stay as they are: copies of them, stored or averaged, know
-    nothing of ranks.
+    The forwards of the classes are replaced, and the modules are not changed: copies of them,
+    stored or averaged, run without communication.
+
+    Args:
+        module: whose batch norms are synchronized.
+        every: every BatchNorm instead of SyncBatchNorms that name no process group.
+        ranks: returns the ranks; called only if there is a batch norm to synchronize.
     """
     kind = _BatchNorm if every else nn.SyncBatchNorm
-    norms = {
-        n
-        for n in module.modules()
-        if isinstance(n, kind) and getattr(n, "process_group", None) is None
-    }
-    comm = ranks() if norms else None
+    norms: set[nn.Module] = set()
+    for submodule in module.modules():
+        if isinstance(submodule, kind) and getattr(submodule, "process_group", None) is None:
+            norms.add(submodule)
+    if not norms:
+        return []
+    comm = ranks()
 
-    def of(kind: type[_BatchNorm]) -> Callable[[Any, Tensor], Tensor]:
-        own = kind.forward
-        return lambda norm, x: (
-            _forward(norm, x, comm) if comm and norm.training and norm in norms else own(norm, x)
-        )
+    def synced_forward(norm_class: type[_BatchNorm]) -> Callable[[Any, Tensor], Tensor]:
+        local_forward = norm_class.forward
 
-    return [(kind, "forward", of(kind)) for kind in (_BatchNorm, nn.SyncBatchNorm) if norms]
+        def forward(norm: Any, x: Tensor) -> Tensor:
+            is_synced = norm.training and norm in norms
+            return _forward(norm, x, comm) if is_synced else local_forward(norm, x)
+
+        return forward
+
+    classes = (_BatchNorm, nn.SyncBatchNorm)
+    return [(norm_class, "forward", synced_forward(norm_class)) for norm_class in classes]
 
 
 def _forward(norm: Any, x: Tensor, ranks: AxisComm) -> Tensor:
-    """x: [n, C, ...] on each rank."""
+    """Return the normalized `x`, with the statistics of all ranks, and update the running ones.
+
+    Args:
+        norm: the module, a `_BatchNorm`.
+        x: [n, C, ...] on each rank; n may differ.
+        ranks: over which statistics are summed.
+    """
     norm._check_input_dim(x)
     momentum = norm.momentum
     if norm.track_running_stats:
         norm.num_batches_tracked.add_(1)
-        momentum = 1.0 / float(norm.num_batches_tracked) if momentum is None else momentum
-    kept: list[Any] = (
-        [norm.running_mean, norm.running_var] if norm.track_running_stats else [None, None]
-    )
-    y, *running = batch_norm_sync(
-        [ranks], x, norm.weight, norm.bias, kept[0], kept[1], momentum or 0.0, norm.eps
+        if momentum is None:
+            # The running statistics are the mean over all batches.
+            momentum = 1.0 / float(norm.num_batches_tracked)
+
+    tracked: list[Any] = [None, None]
+    if norm.track_running_stats:
+        tracked = [norm.running_mean, norm.running_var]
+    mean, var = tracked
+    y, *updated = batch_norm_sync(
+        [ranks], x, norm.weight, norm.bias, mean, var, momentum or 0.0, norm.eps
     )
     with torch.no_grad():
-        for old, new in zip(kept, running, strict=False):
+        for old, new in zip(tracked, updated, strict=False):
             old.copy_(new)
     return y

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alpa_strategy.runtime.eager_fully_shard import LazyEntryGather
+from alpa_strategy.runtime.on_demand_gather import OnDemandGather
 
 FINISH, PAUSE, UNITS = -1, -3, 6
 
@@ -25,11 +25,11 @@ class Talk:
         self.num_started, self.ahead, self.num_under_way = 0, 0, 0
         self.num_said = 0
         self.group, said = dist.new_group(), dist.new_group()
-        self.on_demand = LazyEntryGather(
+        self.on_demand = OnDemandGather(
             self.start, lambda unit, ahead: unit != 5 and len(ahead) < depth, said
         )
-        spoken = self.on_demand._said
-        self.on_demand._said = lambda *args: (
+        spoken = self.on_demand._exchange
+        self.on_demand._exchange = lambda *args: (
             setattr(self, "num_said", self.num_said + 1),
             spoken(*args),
         )[1]

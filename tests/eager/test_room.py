@@ -152,7 +152,7 @@ def test_what_does_not_fit_runs_again(pool, tmp_path, parallel: str) -> None:
         assert found[rank]["bytes"][0] < every
     assert again[0]["bytes"][-1] < every / 5
     ((line,), nothing) = (each["said"] for each in found)
-    assert "of 6 modules run again in it, from blocks.0 to blocks." in line
+    assert "of 6 modules are recomputed in it, from blocks.0 to blocks." in line
     assert not nothing
 
 

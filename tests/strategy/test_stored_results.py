@@ -21,7 +21,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.errors import PlanError
 from alpa_strategy.planner.plan_check import check_plan
-from alpa_strategy.runtime.host_parameters import StoredTensors
+from alpa_strategy.runtime.host_link import StoredTensors
 
 SIZES = {"vocab_size": 64, "d_model": 64, "d_hidden": 128, "num_layers": 4, "seq_len": 64}
 HOST = {"link_bandwidth": 25e9, "memory_bytes": 1e12, "memory_bandwidth": 100e9}
