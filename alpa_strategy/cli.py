@@ -56,13 +56,14 @@ EXIT_USER_ERROR = 2
 # What overrides of `alpa plan` may begin with besides a recipe's keys: the cluster's fields, and
 # the recipe's `strategy` by another name.
 PLAN_KEYS = ("cluster", "plan")
+# Functions of recipes/searches.py.
 SEARCHES = (
     "mcmc",
     "greedy",
     "exhaustive",
     "megatron",
     "flexflow-like",
-)  # functions of recipes/searches.py
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.fix:
             console.print(Text.assemble(("what to do: ", "bold"), error.fix))
         return EXIT_USER_ERROR
-    except BrokenPipeError:  # `alpa show plan.json | head`
+    except BrokenPipeError:
+        # `alpa show plan.json | head`.
         sys.stderr.close()
         return 0
 
@@ -239,7 +241,8 @@ def _train(arguments: argparse.Namespace) -> int:
                 ]
             )
         )
-    return 130 if trainer.interrupted else 0  # as a shell says it of Ctrl-C
+    # As a shell says it of Ctrl-C.
+    return 130 if trainer.interrupted else 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -255,7 +258,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     with _writing(arguments.output or "plan.json"):
-        pass  # an impossible path is told before the planning
+        # An impossible path is told before the planning.
+        pass
     to_cluster, overrides = _split_overrides(arguments.overrides)
     cluster, console = ClusterSpec.load(arguments.cluster, to_cluster), make_console()
     recipe = load_recipe(arguments.recipe, overrides)
@@ -379,7 +383,8 @@ def _rare_collections() -> Iterator[None]:
     planning.
     """
     thresholds = gc.get_threshold()
-    gc.freeze()  # what is imported is no garbage, and there is much of it
+    # What is imported is no garbage, and there is much of it.
+    gc.freeze()
     gc.set_threshold(100_000)
     try:
         yield

@@ -21,15 +21,19 @@ import yaml
 
 from alpa_strategy.errors import UNPRINTABLE
 
-MAX_BYTES = 64 << 20  # a plan of 100,000 ops has 20 MB
+# A plan of 100,000 ops has 20 MB.
+MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
 MAX_YAML_BYTES = 1 << 20
-MAX_YAML_VALUES = 100_000  # with what aliases repeat: a few lines can stand for a billion
-MAX_DIGITS = 19  # of a whole number: 64 bits
+# With what aliases repeat: a few lines can stand for a billion.
+MAX_YAML_VALUES = 100_000
+# Of a whole number: 64 bits.
+MAX_DIGITS = 19
 # The folders of a checkout, as package data in a wheel (see setup.py).
 RECIPES = "recipes"
 CLUSTERS = "configs/clusters"
-FINDINGS = "docs"  # op_coverage.json alone
+# Op_coverage.json alone.
+FINDINGS = "docs"
 _WHOLE_NUMBER = re.compile(r"[-+]?[0-9_]+")
 
 
@@ -72,7 +76,8 @@ def read_yaml(path: str | Path) -> Any:
 
     text = _text(Path(path), MAX_YAML_BYTES)
     try:
-        data = yaml.load(text, Loader=yaml.BaseLoader)  # every value as its text
+        # Every value as its text.
+        data = yaml.load(text, Loader=yaml.BaseLoader)
         if isinstance(data, str):
             raise BadFileError("is one value, not a mapping of keys to values")
         _check_values(data, MAX_YAML_VALUES, MAX_DIGITS, takes_control_characters=False)
@@ -130,9 +135,8 @@ def _text(path: Path, max_bytes: int) -> str:
     if not is_possible(path):
         raise BadFileError("has a name that no file can have")
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise BadFileError(
-            "is no ordinary file"
-        )  # opening a pipe waits for somebody to write into it
+        # Opening a pipe waits for somebody to write into it.
+        raise BadFileError("is no ordinary file")
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:

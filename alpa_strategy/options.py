@@ -17,19 +17,21 @@ if TYPE_CHECKING:
     from alpa_strategy.cost.model import OpCosts
 
 PARALLEL_NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor")
-SELECTIVE = "selective"  # a value of `remat`
+# A value of `remat`.
+SELECTIVE = "selective"
 ILP, PROPAGATION = SOLVERS = ("ilp", "propagation")
 BATCH_SCOPES = ("auto", "rank", "global", "replica")
 CAPTURES = ("auto", "require", "never", "submodules")
+# Of torch.compile's arguments; the others follow from what is compiled.
 COMPILE_NAMES = (
     "backend",
     "mode",
     "options",
-)  # of torch.compile's arguments; the others follow from what is compiled
-BUCKET_BYTES = 25 * 2**20  # gradients reduced at once; costs are worked out for this size
-CHECK_REPLICAS_EVERY = (
-    50  # steps: a digest of a training's parameters costs a thousandth of them or less
 )
+# Gradients reduced at once; costs are worked out for this size.
+BUCKET_BYTES = 25 * 2**20
+# Steps: a digest of a training's parameters costs a thousandth of them or less.
+CHECK_REPLICAS_EVERY = 50
 # Even a small model's gradients are reduced while its backward runs: in several buckets, none below
 # this size.
 SEVERAL_BUCKETS, LEAST_BUCKET_BYTES = 8, 2**20
@@ -155,7 +157,8 @@ class PlanOptions:
     def digest(self) -> str:
         """Hash of every option: two option sets with the same digest ask for the same plan."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given["batch_scope"] = self.rows  # a plan is for rows, whatever else may come
+        # A plan is for rows, whatever else may come.
+        given["batch_scope"] = self.rows
         given["costs"] = None if self.costs is None else self.costs.name
         # As before there were the last two.
         given = {
@@ -182,23 +185,24 @@ def compile_options(value: object) -> dict[str, Any] | None:
             " 'max-autotune-no-cudagraphs'}",
         )
     check_names(value, COMPILE_NAMES, "unknown option of compile")
+    # A replay may overwrite what is still being sent.
     if value.get("mode") in (
         "reduce-overhead",
         "max-autotune",
-    ):  # a replay may overwrite what is still being sent
+    ):
         raise OptionError(
             f"compile's mode {value['mode']!r} records CUDA graphs, whose results do not outlive"
             " the next call",
             "use 'max-autotune-no-cudagraphs', or none",
         )
     for name in value:
-        try:  # nothing is compiled yet
+        try:
+            # Nothing is compiled yet.
             torch.compile(
                 bucket_limit, **{"backend": value.get("backend", "inductor"), name: value[name]}
             )
-        except (
-            Exception
-        ) as error:  # of many kinds; Inductor's goes on with the hundreds of options that it knows
+        # Of many kinds; Inductor's goes on with the hundreds of options that it knows.
+        except Exception as error:
             said = str(error).partition("\n")[0].partition(", known options")[0]
             raise OptionError(
                 f"compile={dict(value)!r}: {said}", "give what torch.compile takes"
@@ -472,16 +476,17 @@ class OptimizerInfo:
     # bytes of optimizer state per parameter element, in the dtype that the optimizer has (Adam on
     # fp32: 8, on bf16: 4)
     state_bytes: float = 8.0
-    element_wise: bool = True  # True when its update of a shard equals the shard of its update
-    name: str = "Adam"  # class name, for messages
+    # True when its update of a shard equals the shard of its update.
+    element_wise: bool = True
+    # Class name, for messages.
+    name: str = "Adam"
     # True when it updates every parameter by its own gradient alone: a stage of a pipeline has only
     # its own parameters
     parameter_wise: bool = True
     # bytes of a gradient's element where it is reduced and accumulated; None: the parameter's own
     gradient_itemsize: int | None = None
-    moved_bytes: float | None = (
-        None  # that a step reads and writes per element; None: all once, as fused kernels do
-    )
+    # That a step reads and writes per element; None: all once, as fused kernels do.
+    moved_bytes: float | None = None
     # bytes per byte of gradient that a step of all parameters at once makes (`foreach` on GPUs)
     scratch: float = 0.0
     # seconds of its Python in a step, and for each parameter in it, beside what it moves; 0 where
@@ -507,16 +512,14 @@ class Limits:
     plan_timeout_seconds: float = 3600.0
     collective_timeout_seconds: float = 1800.0
     bucket_bytes: int = BUCKET_BYTES
-    capture: str = (
-        "auto"  # one of CAPTURES: whether steps that cannot be captured run as they are written
-    )
+    # One of CAPTURES: whether steps that cannot be captured run as they are written.
+    capture: str = "auto"
     check_replicas_every: int = CHECK_REPLICAS_EVERY
     check_gradients: bool = False
     verbose: bool = True
     async_checkpoint: bool = False
-    replicas: int | None = (
-        None  # that the devices are divided into; None: each is one, whose steps run as written
-    )
+    # That the devices are divided into; None: each is one, whose steps run as written.
+    replicas: int | None = None
     master_weights: bool = False
 
     @classmethod

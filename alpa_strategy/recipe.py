@@ -37,7 +37,8 @@ from alpa_strategy.strategy import OPTION_NAMES, AlpaStrategy
 _TARGET_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 TARGET = "_target_"
 SECTIONS = ("model", "data", "trainer", "strategy")
-KEYS = (*SECTIONS, "seed")  # of a recipe, and what overrides may begin with
+# Of a recipe, and what overrides may begin with.
+KEYS = (*SECTIONS, "seed")
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises OptionError: no file, a YAML mistake (with its line), an unknown key (with the nearest),
     a wrong type.
     """
-    path = find_named(path, RECIPES) or Path(path)  # neither: `read_yaml` says what there is
+    # Neither: `read_yaml` says what there is.
+    path = find_named(path, RECIPES) or Path(path)
     content = read_yaml(path)
     check_names(content, KEYS, f"{path}: unknown key")
     merged = _merge(path, content, overrides, KEYS)
@@ -143,9 +145,8 @@ def build_trainer(recipe: Recipe) -> lightning.Trainer:
     arguments = {
         key: _instantiate(recipe, value, f"trainer.{key}") for key, value in recipe.trainer.items()
     }
-    if (
-        arguments.get("strategy") is None
-    ):  # else `trainer.strategy=ddp`: the recipe's own options are for ours alone
+    # Else `trainer.strategy=ddp`: the recipe's own options are for ours alone.
+    if arguments.get("strategy") is None:
         arguments["strategy"] = _call(
             AlpaStrategy, dict(recipe.strategy), f"{recipe.path}: strategy"
         )
@@ -221,7 +222,8 @@ def _import_file(name: str, file: Path) -> types.ModuleType:
             f"{error.filename}, line {error.lineno}: {error.msg}", "correct the Python file"
         ) from None
     except BaseException:
-        del sys.modules[key]  # a second attempt shall see the error again, not half a module
+        # A second attempt shall see the error again, not half a module.
+        del sys.modules[key]
         raise
     return module
 
@@ -250,7 +252,8 @@ def _merge(
             # As OmegaConf reads a file: `1e-3` is a number there, `null` is None.
             parsed = OmegaConf.from_dotlist([f"value={value}"])
             OmegaConf.update(config, key, parsed["value"], merge=True, force_add=True)
-        except Exception as error:  # OmegaConf and YAML each have their own family of errors
+        except Exception as error:
+            # OmegaConf and YAML each have their own family of errors.
             raise OptionError(
                 f"override {text!r}: {_first_line(error)}", "write key=value with a YAML value"
             ) from None
@@ -260,7 +263,8 @@ def _merge(
         raise OptionError(
             f"{path}: {_first_line(error)}", "define it, or give it as key=value"
         ) from None
-    assert isinstance(merged, dict)  # as its content was
+    # As its content was.
+    assert isinstance(merged, dict)
     for section in SECTIONS:
         if not isinstance(merged.get(section) or {}, dict):
             raise OptionError(
@@ -302,9 +306,8 @@ def _check_call(
         )
     try:
         hints = typing.get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
-    except (
-        Exception
-    ):  # annotations of user classes may not resolve; the constructor still checks its arguments
+    # Annotations of user classes may not resolve; the constructor still checks its arguments.
+    except Exception:
         return
     for key, value in arguments.items():
         if key in hints and not _fits(value, hints[key]):
@@ -322,7 +325,8 @@ def _fits(value: Any, hint: Any) -> bool:
     """
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(_fits(value, option) for option in typing.get_args(hint))
-    if hint is float:  # YAML reads `1` as a whole number where 1.0 is meant; `true` is neither
+    # YAML reads `1` as a whole number where 1.0 is meant; `true` is neither.
+    if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)

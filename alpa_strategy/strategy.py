@@ -154,24 +154,22 @@ class AlpaStrategy(ParallelJob):
         precision_plugin: Any = None,
         **unknown: Any,
     ) -> None:
-        given = dict(
-            locals()
-        )  # the options by name: what each may be is said once, in `options.py`
+        # The options by name: what each may be is said once, in `options.py`.
+        given = dict(locals())
         check_names(unknown, OPTION_NAMES, "unknown option of AlpaStrategy")
         self.options = PlanOptions.from_user(
             **{f.name: given[f.name] for f in fields(PlanOptions) if f.name in given}
         )
         self.limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits)})
-        asks_for_written(self.options, self.limits)  # told now where that cannot be
+        # Told now where that cannot be.
+        asks_for_written(self.options, self.limits)
         submodule_options(
             self.options, self.limits, math.prod(logical_mesh or (1,)) * (replicas or 1)
         )
-        self._submodules: tuple[int, PlanOptions] | None = (
-            None  # see `submodule_options`; known with the devices
-        )
-        self._compiled_in: Any = (
-            None  # Dynamo's context, where the Trainer is given what `torch.compile` made
-        )
+        # See `submodule_options`; known with the devices.
+        self._submodules: tuple[int, PlanOptions] | None = None
+        # Dynamo's context, where the Trainer is given what `torch.compile` made.
+        self._compiled_in: Any = None
         super().__init__(
             collective_timeout_seconds,
             accelerator=accelerator,
@@ -184,7 +182,8 @@ class AlpaStrategy(ParallelJob):
         self._plan_file = None if plan is None else Path(plan)
         self._plan_dir = None if plan_dir is None else Path(plan_dir)
         self._cluster = ClusterSpec.load(cluster) if isinstance(cluster, str | Path) else cluster
-        select_backend(backend)  # there is one of this name
+        # There is one of this name.
+        select_backend(backend)
         self._backend = backend
         self._verbose = verbose
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
@@ -275,9 +274,8 @@ class AlpaStrategy(ParallelJob):
             divide(self.limits.replicas) if self.limits.replicas is not None and fitting else None
         )
         if replica is not None:
-            options = replace(
-                options, batch_scope="global"
-            )  # of a replica's batch, which each of its ranks has
+            # Of a replica's batch, which each of its ranks has.
+            options = replace(options, batch_scope="global")
         return Job(
             num_nodes=self.num_nodes,
             devices_per_node=self.num_processes,
@@ -419,7 +417,8 @@ class AlpaStrategy(ParallelJob):
     def on_validation_start(self) -> None:
         if self._signals is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
             self._signals.meet(PAUSES)
-            self._signals.check_together()  # ranks go through an evaluation together
+            # Ranks go through an evaluation together.
+            self._signals.check_together()
         self._session.start_evaluation(self._module)
 
     on_test_start = on_predict_start = on_validation_start
@@ -455,7 +454,8 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if self._share is not None:  # else the Trainer lets workers draw by the rank's number
+        # Else the Trainer lets workers draw by the rank's number.
+        if self._share is not None:
             _auto_add_worker_init_fn(dataloader, self._share.index)
         return self._checkpoints.process_dataloader(watch(dataloader))
 
@@ -550,9 +550,8 @@ class AlpaStrategy(ParallelJob):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if group is None:
             self._meet()
-        if (
-            self.run is not None and self.run.peers and group in (None, dist.group.WORLD)
-        ):  # as the module's own gives
+        # As the module's own gives.
+        if self.run is not None and self.run.peers and group in (None, dist.group.WORLD):
             return stacked(tensor if sync_grads else tensor.detach(), self._across)
         return super().all_gather(tensor, group, sync_grads)
 
@@ -587,7 +586,8 @@ class AlpaStrategy(ParallelJob):
         """Called after exceptions too: no collectives here."""
         self.stop_watching()
         self._session.close(self.interrupted)
-        self._hooks.close()  # after what was put around the same hooks
+        # After what was put around the same hooks.
+        self._hooks.close()
         if not self.interrupted:
             self._checkpoints.close(interrupted=False)
         with self._session.deferred_init.recording():

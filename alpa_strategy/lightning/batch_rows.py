@@ -71,9 +71,8 @@ class RecordedCollate:
         self._found = torch.zeros(1 + MAX_LEAVES, dtype=torch.int16).share_memory_()
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name.startswith("__") or name == "collate"
-        ):  # copying and unpickling ask before there is anything
+        # Copying and unpickling ask before there is anything.
+        if name.startswith("__") or name == "collate":
             raise AttributeError(name)
         return getattr(self.collate, name)
 
@@ -82,9 +81,8 @@ class RecordedCollate:
             return self.collate(samples)
         count = len(samples)
         known = int(self._found[0]) - 1
-        probe = (
-            self._with_more(samples) if known < 0 else None
-        )  # first: a collate function may change its samples
+        # First: a collate function may change its samples.
+        probe = self._with_more(samples) if known < 0 else None
         batch = self.collate(samples)
         tensors = list(_tensors_in(batch).values())
         if known == len(tensors):
@@ -118,9 +116,8 @@ class RecordedCollate:
             with isolate_rng(include_cuda=False), fields_kept(owner, collate, collate.__call__):
                 first, second = ([copy.deepcopy(samples[i]) for i in order] for _ in range(2))
                 return self.collate(first), self.collate(second)
-        except (
-            Exception
-        ):  # what it says of its own samples is for the real call to raise; here nothing is known
+        # What it says of its own samples is for the real call to raise; here nothing is known.
+        except Exception:
             return None
 
 
@@ -143,9 +140,8 @@ def _kinds_in(batch: Any, probe: Any, again: Any, count: int) -> list[Kind]:
         for path, kind in found.items()
         if kind == "rows" and leaves[path].layout is torch.strided
     ]
-    rows = [
-        path for path in rows if torch.equal(more[path], repeated[path])
-    ]  # others are drawn at random
+    # Others are drawn at random.
+    rows = [path for path in rows if torch.equal(more[path], repeated[path])]
     if not _joint_rows(leaves, rows) <= _joint_rows(more, rows):
         found |= {path: "own" for path in rows if _moved(leaves[path], more[path][1 : 1 + count])}
     return list(found.values())
@@ -211,9 +207,8 @@ def _shares(leaf: Tensor, more: Tensor) -> bool:
 
 def watch(loader: Any) -> Any:
     """`loader`, whose collate function will find out what is rows."""
-    if (
-        isinstance(loader, DataLoader) and loader.batch_sampler is not None
-    ):  # else it collates no samples
+    # Else it collates no samples.
+    if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         collate = loader.collate_fn
         if collate is not default_collate and not isinstance(collate, RecordedCollate):
             loader.collate_fn = RecordedCollate(collate)
@@ -227,15 +222,13 @@ class BatchHooks:
 
     def __init__(self) -> None:
         self._watching = ExitStack()
-        self.kinds: tuple[Kind, ...] | None = (
-            None  # of all leaves that transfer hooks give, () if unknown; None: none
-        )
+        # Of all leaves that transfer hooks give, () if unknown; None: none.
+        self.kinds: tuple[Kind, ...] | None = None
         # attributes and buffers, by the last part of their names, that a hook stores which reads
         # the batch -> the hook
         self.stored: dict[str, str] = {}
-        self.are_tried = (
-            True  # transfer hooks, or there are none: what theirs set or fill could not be put back
-        )
+        # Transfer hooks, or there are none: what theirs set or fill could not be put back.
+        self.are_tried = True
 
     def watch(self, module: Any) -> None:
         """Look at hooks of the module and callbacks; try those of transfers when the next training
@@ -261,7 +254,8 @@ class BatchHooks:
             if not (is_transfer or is_user_code(hook)):
                 continue
             stores = stored_names(hook)
-            first = 1 if is_transfer or owner is module else 3  # after self, trainer, module
+            # After self, trainer, module.
+            first = 1 if is_transfer or owner is module else 3
             self.are_tried &= not (is_transfer and stores)
             if is_user_code(hook) and reads_parameters(hook, first, -1):
                 self.stored |= dict.fromkeys(stores, f"{type(owner).__name__}.{name}")
@@ -282,15 +276,13 @@ class BatchHooks:
         def first(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if waiting and module.trainer.training:
                 waiting.clear()
-                if (
-                    module._on_before_batch_transfer is first
-                ):  # others may have put theirs around it since
+                # Others may have put theirs around it since.
+                if module._on_before_batch_transfer is first:
                     self.close()
                 try:
                     self.kinds = _tried(module, owners, names, batch)
-                except (
-                    Exception
-                ) as error:  # what it says of the batch itself is for the real call to raise
+                # What it says of the batch itself is for the real call to raise.
+                except Exception as error:
                     rank_zero_info(
                         f"alpa: {names} cannot be tried on more rows: {type(error).__name__}:"
                         f" {error}"
@@ -334,7 +326,8 @@ def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[Kind
 
     base, more, half = made(range(count)), made(_more_rows(count)), (count + 1) // 2
     found = _kinds_in(base, more, made(_more_rows(count), times=2), count)
-    if "own" in given:  # it was not there with more rows
+    # It was not there with more rows.
+    if "own" in given:
         found = ["own" if kind == "same" else kind for kind in found]
     other = _tensors_in(made([count - 1] * half + [*range(half, count)]))
     rows = [
@@ -406,7 +399,8 @@ def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
                     fields_kept(each, *(getattr(each, name, None) for name in _TRANSFER_HOOKS))
                 )
             yield changed
-    finally:  # a hook that fails may have changed them as well
+    finally:
+        # A hook that fails may have changed them as well.
         for tensor, data, old in tensors:
             # By their bytes: changes through `.data` leave no trace in versions.
             if tensor.data_ptr() != data.data_ptr() or bool(digest(tensor) != digest(old)):
@@ -570,7 +564,8 @@ def check_own_numbers(
     from alpa_strategy.microbatch.states import where_rows_meet
 
     used, later = set(step.consumers), names_in(own_hooks(module, UPDATE_HOOKS))
-    parts = dict(module.named_modules())  # these, methods and classes are no numbers of rows
+    # These, methods and classes are no numbers of rows.
+    parts = dict(module.named_modules())
     owners = [
         (g, type(parts.get(g.label.rpartition(".")[0])))
         for g in step.attributes
@@ -641,10 +636,11 @@ def _computes_with(
     if not names | in_hooks:
         return ""
     if not in_hooks:
+        # Of the user's code, that was not written for so many rows.
         with (
             patched(patches),
             suppress(Exception),
-        ):  # of the user's code, that was not written for so many rows
+        ):
             if replace(again(others), logs=()).graph_digest == replace(step, logs=()).graph_digest:
                 return ""
     used = " or ".join(sorted(names | in_hooks))

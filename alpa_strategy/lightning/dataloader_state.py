@@ -46,16 +46,18 @@ def set_random_state(state: dict[str, Any]) -> None:
 class Pass:
     """One iteration over a loader, as far as it has come."""
 
-    start: dict[str, Any] | None = None  # random state before the iteration began; None: as it is
-    num_drawn: int = 0  # batches that were taken from it
-    num_ahead: int = 0  # of those, how many the Trainer has not used yet
-    before_last: dict[str, Any] | None = (
-        None  # random state before the last was taken, where that is known
-    )
-    epoch: int | None = (
-        None  # which one it is, counted from 0 (and its sampler's); None: what the Trainer says
-    )
-    now: dict[str, Any] | None = None  # random state with which the training goes on
+    # Random state before the iteration began; None: as it is.
+    start: dict[str, Any] | None = None
+    # Batches that were taken from it.
+    num_drawn: int = 0
+    # Of those, how many the Trainer has not used yet.
+    num_ahead: int = 0
+    # Random state before the last was taken, where that is known.
+    before_last: dict[str, Any] | None = None
+    # Which one it is, counted from 0 (and its sampler's); None: what the Trainer says.
+    epoch: int | None = None
+    # Random state with which the training goes on.
+    now: dict[str, Any] | None = None
 
 
 class ResumableLoader:
@@ -75,7 +77,8 @@ class ResumableLoader:
         self.__dict__.update(_loader=loader, _epoch=epoch, _resume=resume, _at=None)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # isinstance(self, DataLoader) holds where it holds inside
+    # Isinstance(self, DataLoader) holds where it holds inside.
+    def __class__(self) -> type:
         return type(self._loader)
 
     def __getattr__(self, name: str) -> Any:
@@ -87,7 +90,8 @@ class ResumableLoader:
         else:
             setattr(self._loader, name, value)
 
-    def __reduce__(self) -> Any:  # what is stored or copied is the loader, at no position
+    # What is stored or copied is the loader, at no position.
+    def __reduce__(self) -> Any:
         return _itself, (self._loader,)
 
     def __len__(self) -> int:
@@ -104,9 +108,8 @@ class ResumableLoader:
             set_random_state(state)
         self._at = Pass(random_state(), epoch=self._epoch() if again.epoch is None else again.epoch)
         batches = iter(self._loader)
-        if (
-            again.start is None and resume is not None
-        ):  # there is nothing to replay: the pass begins anew
+        # There is nothing to replay: the pass begins anew.
+        if again.start is None and resume is not None:
             resume = Pass(now=random_state())
         for _ in range(again.num_drawn - again.num_ahead):
             next(batches, None)
@@ -152,19 +155,19 @@ VERSION = 1
 class Resume:
     """What this rank takes up from a checkpoint."""
 
-    passes: tuple[Pass, ...]  # per training dataloader
-    run: (
-        dict[str, Any] | None
-    )  # `Run.state_dict()`, None where the ranks are not those that wrote it
-    is_of_other_ranks: bool = False  # the passes are the rest of an epoch that others shared
+    # Per training dataloader.
+    passes: tuple[Pass, ...]
+    # `Run.state_dict()`, None where the ranks are not those that wrote it.
+    run: dict[str, Any] | None
+    # The passes are the rest of an epoch that others shared.
+    is_of_other_ranks: bool = False
 
 
 def rank_state(trainer: Any, run: dict[str, Any] | None) -> dict[str, Any]:
     """This rank's part of the state."""
     loop = trainer.fit_loop
-    at = (
-        loop.epoch_loop.batch_progress.current
-    )  # an interrupted step's batch was drawn, and not trained on
+    # An interrupted step's batch was drawn, and not trained on.
+    at = loop.epoch_loop.batch_progress.current
     ahead = len(getattr(loop._data_fetcher, "batches", ())) + at.ready - at.processed
     flattened = [] if loop._combined_loader is None else loop._combined_loader.flattened
     positions = [loader.position(ahead) for loader in flattened if type(loader) is ResumableLoader]

@@ -38,15 +38,15 @@ class DeferredInit:
     """
 
     def __init__(self) -> None:
-        self.was_needed = (
-            False  # whether the module of the running training was built without memory
-        )
-        self._device = torch.device("cpu")  # this rank's
-        self._recorder: Recorder | None = None  # as long as there is something to make
+        # Whether the module of the running training was built without memory.
+        self.was_needed = False
+        # This rank's.
+        self._device = torch.device("cpu")
+        # As long as there is something to make.
+        self._recorder: Recorder | None = None
         self._loaded: dict[nn.Parameter, Tensor] = {}
-        self._waiting: dict[
-            nn.Parameter, Tensor
-        ] = {}  # parameter with a placeholder -> its deferred tensor
+        # Parameter with a placeholder -> its deferred tensor.
+        self._waiting: dict[nn.Parameter, Tensor] = {}
 
     @property
     def is_pending(self) -> bool:
@@ -173,7 +173,8 @@ class DeferredInit:
         deferred.
         """
         if isinstance(tensor, nn.Parameter):
-            if tensor in self._loaded:  # read into its shard later
+            # Read into its shard later.
+            if tensor in self._loaded:
                 return torch.empty((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
             tensor = self._waiting.get(tensor, tensor)
         if self._recorder is None or not tensor.is_meta:
@@ -251,7 +252,8 @@ class DeferredInit:
             return made[id(tensor)]
 
         for child in module.modules():
-            for name, value in list(vars(child).items()):  # its dict of buffers is one of them
+            # Its dict of buffers is one of them.
+            for name, value in list(vars(child).items()):
                 leaves = (
                     pytree.tree_leaves(value)
                     if isinstance(value, Tensor | list | tuple | dict)
@@ -269,7 +271,8 @@ def is_on_meta(module: nn.Module | None) -> bool:
 def move_real_tensors(module: nn.Module, device: torch.device) -> None:
     """`module.to(device)`, without what is on the meta device."""
     if is_on_meta(module):
-        _update_properties(module, device=device)  # what `self.device` gives
+        # What `self.device` gives.
+        _update_properties(module, device=device)
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     else:
         module.to(device)

@@ -80,7 +80,8 @@ def why_written(
         isinstance(callback, StochasticWeightAveraging) for callback in module.trainer.callbacks
     )
     has_norms = any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
-    if not job.may_run_eagerly and averages and has_norms:  # at its end: better to know it now
+    # At its end: better to know it now.
+    if not job.may_run_eagerly and averages and has_norms:
         return CaptureError(
             "StochasticWeightAveraging ends with an epoch for BatchNorm's statistics, not captured"
         )
@@ -200,17 +201,18 @@ class EagerRun(ShardedRun):
         if job.device.type == "cpu":
             self._adapted.callback(enforce_memory_plan(self, plan, limit, module, optimizers))
         if optimizers and world_size() > 1:
-            every = module.trainer.strategy._layer_sync is not None  # Trainer(sync_batchnorm=True)
+            # Trainer(sync_batchnorm=True).
+            every = module.trainer.strategy._layer_sync is not None
             norms = synced(
                 module,
                 every,
                 lambda: build_mesh((world_size(),), job.backend, own_group="norms").axes[0],
             )
             self._adapted.enter_context(patched(norms))
-        self._shares_buffers = (
-            next(module.buffers(), None) is not None
-        )  # as DDP: not where only a step makes some
-        self.buffers_differ = self._shares_buffers  # perhaps
+        # As DDP: not where only a step makes some.
+        self._shares_buffers = next(module.buffers(), None) is not None
+        # Perhaps.
+        self.buffers_differ = self._shares_buffers
         if store.sharded_parameters and optimizers:
             self._reads = _ShardedGradientReads(store)
             keeps = not any(each.uses_shards for each in parameter_plans)
@@ -225,9 +227,8 @@ class EagerRun(ShardedRun):
             self._adapted.enter_context(
                 compiled_as_written(module, job.compile, job.limits.bucket_bytes)
             )
-        remat = (
-            None if job.options.remat == (SELECTIVE,) else job.options.remat
-        )  # which is for captured steps
+        # Which is for captured steps.
+        remat = None if job.options.remat == (SELECTIVE,) else job.options.remat
         chooses = remat is None and job.compile is None
         modules = modules_to_checkpoint(module, remat) if optimizers and (remat or chooses) else {}
         self._room = (
@@ -340,7 +341,8 @@ class _ShardedGradientReads(TorchFunctionMode):
             )
         if func == _SETS_GRAD and args[1] is not None and args[0] in self._store.sharded_parameters:
             kept, part = args[0].data, self._store.shard_like(*args)
-            set_data([(args[0], part)])  # whose shape its gradient has
+            # Whose shape its gradient has.
+            set_data([(args[0], part)])
             func(args[0], part)
             set_data([(args[0], kept)])
             return None

@@ -39,19 +39,15 @@ class FullParameters:
 
     def __init__(self, store: ParameterStore) -> None:
         self.store = store
-        self._parts: list[
-            tuple[nn.Parameter, Tensor, Tensor | None]
-        ] = []  # parameter, its part, its gradient's part
-        self._gathered: dict[
-            nn.Parameter, int
-        ] = {}  # where the data lies that a parameter was given
-        self._replaced: list[
-            Callable[[], None]
-        ] = []  # what brings data into the parts, after the backward
+        # Parameter, its part, its gradient's part.
+        self._parts: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
+        # Where the data lies that a parameter was given.
+        self._gathered: dict[nn.Parameter, int] = {}
+        # What brings data into the parts, after the backward.
+        self._replaced: list[Callable[[], None]] = []
         self.is_entered = False
-        self.on_use: list[
-            EagerFullyShard
-        ] = []  # as long as one is active, parameters are as good as whole
+        # As long as one is active, parameters are as good as whole.
+        self.on_use: list[EagerFullyShard] = []
         # Called before the ranks gather, where hooks of a checkpoint may still wait for others.
         self.before_gather: Callable[[], None] = lambda: None
 
@@ -71,7 +67,8 @@ class FullParameters:
             awaits_backward: of a step whose forward is over: it uses what the forward did, unless
                 that is changed in place (`p.data = ...` leaves it alone).
         """
-        if self.is_active:  # the first to enter takes what is changed
+        # The first to enter takes what is changed.
+        if self.is_active:
             yield
             return
         self._gather(with_gradients)
@@ -96,7 +93,8 @@ class FullParameters:
             with on_use.suspended():
                 yield
             return
-        if not self.is_entered and not self._parts:  # nothing is whole: every step comes here
+        # Nothing is whole: every step comes here.
+        if not self.is_entered and not self._parts:
             yield
             return
         self._take_changes(is_stepping)
@@ -131,10 +129,11 @@ class FullParameters:
                     )
                 elif with_gradients and (copy := store.summed_later(parameter)) is not None:
                     whole_grad = None if copy.grad is None else copy.grad.view(whole.shape)
+                # A gradient must have its parameter's shape.
                 parameter.grad, parameter.data = (
                     None,
                     whole,
-                )  # a gradient must have its parameter's shape
+                )
                 parameter.grad = whole_grad
         self._parts, self._gathered = parts, {p: p.data.data_ptr() for p, _, _ in parts}
 
@@ -184,7 +183,8 @@ def shapes_only(store: ParameterStore) -> Iterator[None]:
         for parameter, data in shards:
             shape = store.whole_shape(parameter)
             if data.shape != shape:
-                parameter.data = data.new_zeros(()).expand(shape)  # strides of 0
+                # Strides of 0.
+                parameter.data = data.new_zeros(()).expand(shape)
     try:
         yield
     finally:
@@ -194,7 +194,8 @@ def shapes_only(store: ParameterStore) -> Iterator[None]:
 def _put(tensors: list[tuple[nn.Parameter, Tensor, Tensor | None]]) -> None:
     """Give parameters their data and gradients."""
     for parameter, _, _ in tensors:
-        parameter.grad = None  # of another shape than the data that comes
+        # Of another shape than the data that comes.
+        parameter.grad = None
     set_data((parameter, data) for parameter, data, _ in tensors)
     for parameter, _, grad in tensors:
         parameter.grad = grad
@@ -214,7 +215,8 @@ _HOOKS = (
     "on_save_checkpoint",
     "on_train_end",
 )
-_LOOKING = (WeightAveraging, StochasticWeightAveraging)  # of Lightning's own callbacks
+# Of Lightning's own callbacks.
+_LOOKING = (WeightAveraging, StochasticWeightAveraging)
 _PARAMETER_WORDS = re.compile(
     r"(^|_)(param(eter)?s?|weights?|bias(es)?|grads?|gradients?|state_dict|deepcopy)(_|$)"
 )
@@ -252,9 +254,8 @@ def unshard_for_hooks(
 
     def seen_whole(owner: Any, name: str) -> Callable[..., Any]:
         hook = getattr(owner, name)
-        if (
-            name == "optimizer_step"
-        ):  # it may call its closure, the step and its backward, by itself
+        # It may call its closure, the step and its backward, by itself.
+        if name == "optimizer_step":
             hook = partial(_with_closure, hook, whole.suspended(is_stepping=True))
         sees_gradients = name in _GRADIENT_HOOKS or "grad" in names_in([(owner, name)])
         return whole.entered(sees_gradients, name in ("on_before_backward", "on_before_zero_grad"))(
@@ -312,17 +313,18 @@ def check_backward(module: LightningModule) -> None:
 def _looks(hook: Callable[..., Any], module: nn.Module) -> bool:
     """Whether a hook, of the module or another's own, may look at parameters."""
     owner = getattr(hook, "__self__", None)
-    if isinstance(
-        owner, (*_LOOKING, BaseFinetuning)
-    ):  # which compares values: parts of two parameters may be equal
+    # Which compares values: parts of two parameters may be equal.
+    if isinstance(owner, (*_LOOKING, BaseFinetuning)):
         return True
-    if not is_user_code(hook):  # most are Lightning's
+    # Most are Lightning's.
+    if not is_user_code(hook):
         return False
     names, held = (
         mentioned_names(hook),
         {**getattr(owner, "__dict__", {}), **getattr(owner, "_modules", {})},
     )
-    called = {*names, "forward", "__call__"}  # `self.ema.update(self.net)`, `self.ema(self.net)`
+    # `self.ema.update(self.net)`, `self.ema(self.net)`.
+    called = {*names, "forward", "__call__"}
     names = names.union(
         *(
             mentioned_names(f)
@@ -330,7 +332,8 @@ def _looks(hook: Callable[..., Any], module: nn.Module) -> bool:
             for f in functions_of(held[name], called)
         )
     )
-    own = {path.rpartition(".")[2] for path, _ in module.named_parameters()}  # `self.gamma`
+    # `self.gamma`.
+    own = {path.rpartition(".")[2] for path, _ in module.named_parameters()}
     own |= {name for name, value in held.items() if isinstance(value, nn.Parameter)}
     return not own.isdisjoint(names) or any(map(_PARAMETER_WORDS.search, names - _NOT_PARAMETERS))
 
@@ -347,7 +350,8 @@ def use_whole_norms(plugin: Any, whole: FullParameters) -> AbstractContextManage
 
     def clip(optimizer: Optimizer, clip_val: float) -> None:
         parameters = plugin.main_params(optimizer)
-        if whole.is_entered:  # for a hook that sees gradients so
+        # For a hook that sees gradients so.
+        if whole.is_entered:
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
         else:
             clip_by_norm(whole.store, float(clip_val), parameters)
@@ -418,7 +422,8 @@ def gradient_norm(
     norms = [
         torch.linalg.vector_norm(grad, norm_type, dtype=dtype).double() for grad, dtype in precise
     ]
-    device = store.device  # where collectives are; some gradients may lie in host memory
+    # Where collectives are; some gradients may lie in host memory.
+    device = store.device
     own = torch.stack(
         [torch.zeros((), dtype=torch.float64, device=device), *(norm.to(device) for norm in norms)]
     )

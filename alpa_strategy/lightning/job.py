@@ -32,30 +32,37 @@ class Job:
 
     num_nodes: int
     devices_per_node: int
-    replica: (
-        Replica | None
-    )  # of this rank, where captured steps are run by replicas; None: by all ranks
-    submodules: tuple[int, PlanOptions] | None  # see `submodule_options`
-    device: torch.device  # this rank's
+    # Of this rank, where captured steps are run by replicas; None: by all ranks.
+    replica: Replica | None
+    # See `submodule_options`.
+    submodules: tuple[int, PlanOptions] | None
+    # This rank's.
+    device: torch.device
     options: PlanOptions
-    compile: (
-        dict[str, Any] | None
-    )  # arguments of `torch.compile` for the stages' programs; None: they are not compiled
-    limits: Limits  # timeouts and sizes that no plan depends on
-    backend: str  # library of the collectives: `auto`, `torch` or `deepspeed`
-    folder: Path  # `.alpa`: measurements below `costs`
-    plan_folder: Path  # the plan store
-    plan_file: Path | None  # a plan to use instead
-    cluster: ClusterSpec | None  # declared costs, or None to measure
-    context: Callable[
-        [], AbstractContextManager[None]
-    ]  # around `training_step` (autocast of the precision plugin)
-    log_context: Callable[
-        [], AbstractContextManager[None]
-    ]  # around logging instead, where a captured step ran
-    hooks: BatchHooks  # what they make of a loader's batch
-    plans: RunPlans  # of this run of the Trainer, and of the run that it resumes
-    progress: Progress  # shows phases, lines and tables, where this rank shows anything
+    # Arguments of `torch.compile` for the stages' programs; None: they are not compiled.
+    compile: dict[str, Any] | None
+    # Timeouts and sizes that no plan depends on.
+    limits: Limits
+    # Library of the collectives: `auto`, `torch` or `deepspeed`.
+    backend: str
+    # `.alpa`: measurements below `costs`.
+    folder: Path
+    # The plan store.
+    plan_folder: Path
+    # A plan to use instead.
+    plan_file: Path | None
+    # Declared costs, or None to measure.
+    cluster: ClusterSpec | None
+    # Around `training_step` (autocast of the precision plugin).
+    context: Callable[[], AbstractContextManager[None]]
+    # Around logging instead, where a captured step ran.
+    log_context: Callable[[], AbstractContextManager[None]]
+    # What they make of a loader's batch.
+    hooks: BatchHooks
+    # Of this run of the Trainer, and of the run that it resumes.
+    plans: RunPlans
+    # Shows phases, lines and tables, where this rank shows anything.
+    progress: Progress
 
     @property
     def group(self) -> Any:
@@ -107,12 +114,12 @@ def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] |
     ):
         return {} if calls else None
     backend = getattr(context or contexts[0], "callback", None)
-    while (
-        inner := getattr(backend, "_torchdynamo_orig_backend", None)
-    ) is not None:  # Dynamo's own around it
+    # Dynamo's own around it.
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
     config = getattr(backend, "config", None)
-    if isinstance(config, dict):  # Inductor's; see `options.compile_options`
+    # Inductor's; see `options.compile_options`.
+    if isinstance(config, dict):
         return {"options": {**config, "triton.cudagraphs": False}}
     return (
         {} if isinstance(backend, CatchErrorsWrapper) or backend is None else {"backend": backend}
@@ -142,9 +149,8 @@ def compiled_as_written(
     parts = [module, *module.children(), *(item for each in lists for item in each.children())]
     ddp: Any = SimpleNamespace(bucket_bytes_cap=max(bucket_bytes, LEAST_BUCKET_BYTES))
     with torch._dynamo.config.patch(suppress_errors=True), DDP._inside_ddp_forward(ddp):
-        for part in (
-            parts
-        ):  # Dynamo passes over calls of torch.nn's own, but for those that it gets wrapped
+        # Dynamo passes over calls of torch.nn's own, but for those that it gets wrapped.
+        for part in parts:
             call = partial(part._call_impl) if isinstance(part, nn.Sequential) else part._call_impl
             part._compiled_call_impl = torch.compile(call, **options)
         try:

@@ -63,7 +63,8 @@ def refuse_alpa(kind: type, error: Callable[[], Exception]) -> None:
     def constructor(*args: Any, **kwargs: Any) -> None:
         try:
             strategy = signature.bind_partial(*args, **kwargs).arguments.get("strategy")
-        except TypeError:  # its own error is the better one
+        except TypeError:
+            # Its own error is the better one.
             strategy = None
         if _is_alpa(strategy):
             raise error()

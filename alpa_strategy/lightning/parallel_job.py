@@ -49,7 +49,8 @@ from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 CHILD_POLL_SECONDS = 0.5
 # Loads all that runs captured steps.
 STEP_MODULE = "alpa_strategy.lightning.run"
-REPORT_SECONDS = 6.0  # that the other ranks have to say what they know and to end by themselves
+# That the other ranks have to say what they know and to end by themselves.
+REPORT_SECONDS = 6.0
 
 
 class Launcher(_SubprocessScriptLauncher):
@@ -118,7 +119,8 @@ def watch_children(
     for rank, (child, code) in enumerate(zip(children, codes, strict=True), start=first_rank):
         if code is not None and code != 0:
             how = f"ended with exit code {code}"
-            if code < 0:  # some signals have no name
+            # Some signals have no name.
+            if code < 0:
                 name = next(
                     (each.name for each in signal.Signals if each == -code), f"signal {-code}"
                 )
@@ -135,9 +137,8 @@ def watch_children(
             child.kill()
             child.wait()
     discard_unfinished()
-    os.kill(
-        os.getpid(), signal.SIGKILL
-    )  # the main thread may hang in a collective, where no exception reaches it
+    # The main thread may hang in a collective, where no exception reaches it.
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _load_step_module() -> None:
@@ -156,7 +157,8 @@ def _say_once(error: AlpaError, rank: int) -> None:
     (ALPA_TRACEBACK=1 shows them): in full by rank 0, whose error is that of all ranks where they
     agreed on it."""
     before = sys.excepthook
-    if rank > 0:  # now: rank 0 says all of it, last
+    # Now: rank 0 says all of it, last.
+    if rank > 0:
         print(
             f"rank {rank} ends: {type(error).__name__}: {error.problem.splitlines()[0]}",
             file=sys.stderr,
@@ -192,7 +194,8 @@ class ParallelJob(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if self.num_processes * self.num_nodes == 1:  # nothing to launch: works in a notebook too
+        # Nothing to launch: works in a notebook too.
+        if self.num_processes * self.num_nodes == 1:
             return
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -211,15 +214,15 @@ class ParallelJob(DDPStrategy):
         """Join the job's process group, and watch the other ranks."""
         self.set_world_ranks()
         self.interrupted = False
-        if self.world_size == 1:  # random numbers go on as under a plain Trainer
+        # Random numbers go on as under a plain Trainer.
+        if self.world_size == 1:
             return
         reset_seed()
         assert self.cluster_environment is not None
         assert self._timeout is not None
         store: dict[str, Any] = {}
-        is_torchruns = (
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        )  # the store of its agent
+        # The store of its agent.
+        is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if is_torchruns and not dist.is_initialized():
             place = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
             store = {"store": fresh_store(*place, self._timeout.total_seconds())}
@@ -283,7 +286,8 @@ class ParallelJob(DDPStrategy):
 
     def take_signals(self, trainer: Any) -> None:
         """Before the Trainer registers its handlers: what signals do concerns all ranks."""
-        if self._watch is not None:  # on one rank Lightning's own handlers do
+        # On one rank Lightning's own handlers do.
+        if self._watch is not None:
             self._signals = JobSignals(trainer, self._watch)
             self._signals.install()
 
@@ -300,7 +304,8 @@ class ParallelJob(DDPStrategy):
 # Signals
 
 
-END_SECONDS = 5.0  # schedulers kill after 10 to 30; some of that passes until every rank knows
+# Schedulers kill after 10 to 30; some of that passes until every rank knows.
+END_SECONDS = 5.0
 INTERRUPT_SECONDS = 2.0
 CHILD_SECONDS = 1.0
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -330,17 +335,21 @@ class JobSignals:
         self._trainer, self._watch = trainer, watch
         self._connector = trainer._signal_connector
         self._requeue = self._connector._slurm_sigusr_handler_fn
-        self._asked: int | None = None  # the signal by which the job ends
+        # The signal by which the job ends.
+        self._asked: int | None = None
         self._requeued, self._interrupted = threading.Event(), False
-        self._is_alone = False  # at a pause to which others do not come
+        # At a pause to which others do not come.
+        self._is_alone = False
         self._timers: list[threading.Timer] = []
-        self._taken = ExitStack()  # what stands in the place of Lightning's and the process's own
+        # What stands in the place of Lightning's and the process's own.
+        self._taken = ExitStack()
         self._old_interrupt: Any = None
 
     def install(self) -> None:
         """Take the place of what Lightning would do. Before it registers its handlers."""
         if threading.current_thread() is not threading.main_thread():
-            return  # nor does Lightning get signals there
+            # Nor does Lightning get signals there.
+            return
         taken = [
             (self._connector, "_sigterm_notifier_fn", self._ask),
             (self._connector, "_slurm_sigusr_handler_fn", lambda *_: self._requeued.set()),
@@ -352,9 +361,8 @@ class JobSignals:
             ),
         ]
         self._taken.enter_context(patched(taken))
-        self._watch.on_told = lambda word: self._begin_to_end(
-            int(word), interrupts=True
-        )  # as if Ctrl+C came here, too
+        # As if Ctrl+C came here, too.
+        self._watch.on_told = lambda word: self._begin_to_end(int(word), interrupts=True)
         heard, rung = socket.socketpair()
         rung.setblocking(False)
         listener = threading.Thread(
@@ -362,12 +370,12 @@ class JobSignals:
         )
         listener.start()
         self._taken.callback(listener.join, 1.0)
-        self._taken.callback(rung.close)  # ends the listener
+        # Ends the listener.
+        self._taken.callback(rung.close)
         before = signal.set_wakeup_fd(rung.fileno(), warn_on_full_buffer=False)
         self._taken.callback(signal.set_wakeup_fd, before)
-        if (
-            signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        ):  # else the user's own, or ignored
+        # Else the user's own, or ignored.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._old_interrupt = signal.signal(signal.SIGINT, self._on_interrupt)
             self._taken.callback(self._give_interrupt_back)
 
@@ -378,9 +386,8 @@ class JobSignals:
         self._taken.close()
 
     def _give_interrupt_back(self) -> None:
-        self._connector._original_handlers[signal.SIGINT] = (
-            self._old_interrupt
-        )  # what its teardown restores
+        # What its teardown restores.
+        self._connector._original_handlers[signal.SIGINT] = self._old_interrupt
         if signal.getsignal(signal.SIGINT) == self._on_interrupt:
             signal.signal(signal.SIGINT, self._old_interrupt)
 
@@ -423,8 +430,10 @@ class JobSignals:
             self._connector.received_sigterm = True
             raise SIGTERMException
         if interrupts:
-            self._asked = self._asked or signal.SIGINT  # what comes late is no second Ctrl+C
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does once it shuts down
+            # What comes late is no second Ctrl+C.
+            self._asked = self._asked or signal.SIGINT
+            # As Lightning does once it shuts down.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             raise KeyboardInterrupt
 
     def check_together(self) -> None:

@@ -56,13 +56,16 @@ from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LEAST_BYTES, PAGE_FAU
 from alpa_strategy.sharding.strategies import localize, op_strategies
 from alpa_strategy.units import format_bytes, format_seconds
 
-STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
+# Seconds for timing ops of micro-batches, where pipelines are looked at.
+STAGES_BUDGET = 3.0
+# Seconds for timing ops: of the training step, and of what is pinned to its plan.
 FIRST_BUDGET, LATER_BUDGET = (
     3.0,
     1.0,
-)  # seconds for timing ops: of the training step, and of what is pinned to its plan
+)
 
-LIKELY_PER_DEVICE, LIKELY_COUNTS = 4, 3  # numbers of micro-batches whose shapes are timed
+# Numbers of micro-batches whose shapes are timed.
+LIKELY_PER_DEVICE, LIKELY_COUNTS = 4, 3
 
 
 def capture(
@@ -160,7 +163,8 @@ def _with_numbers(
             **numbers_now(found.numbers, module, batch),
         }
         return found if is_same_step(step, found, known) else step
-    except Exception:  # the user's code may be written for plain numbers only
+    except Exception:
+        # The user's code may be written for plain numbers only.
         return step
 
 
@@ -238,7 +242,8 @@ def find_or_make_plan(
 
     def follow(running: Plan) -> Plan:
         """See `replan`."""
-        table = OpTable.load(job.folder / "costs" / "ops.json")  # as it is: nothing is timed
+        # As it is: nothing is timed.
+        table = OpTable.load(job.folder / "costs" / "ops.json")
         costs = (
             RooflineCosts(cluster.device, table, job.options.compile) if cluster.measured else None
         )
@@ -257,7 +262,8 @@ def find_or_make_plan(
         return work().with_notes_of(step.notes).to_dict()
 
     data = rank_zero.result_of(with_current_notes, "planning")
-    if rank_in(job.group) == 0:  # which writes them into checkpoints
+    # Which writes them into checkpoints.
+    if rank_in(job.group) == 0:
         job.plans.add(data)
     return Plan.from_dict(data)
 
@@ -271,7 +277,8 @@ def _of_resumed_run(wanted: Fingerprint, step: StepGraph, job: Job, task: PlanTa
             _check_computes(plan, step, job)
             job.progress.say("alpa: the plan is the checkpoint's")
             return plan
-    except PlanError as error:  # somebody edited it, or a rule has changed since
+    except PlanError as error:
+        # Somebody edited it, or a rule has changed since.
         why = error.problem
     job.plans.report_new_plan(wanted, why)
     return None
@@ -292,11 +299,13 @@ def _stored(wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], P
             _check_computes(plan, step, job)
             job.progress.say(f"alpa: plan {store.path(plan.fingerprint)}")
             return plan
-        except PlanError as error:  # somebody edited it, or a rule has changed since
+        except PlanError as error:
+            # Somebody edited it, or a rule has changed since.
             why = f"the stored one cannot be used: {error.problem}"
     job.progress.say(f"alpa: making a plan: {why}")
     plan = make().with_notes_of(step.notes)
-    _check_computes(plan, step, job)  # the planner's own are held to it, too
+    # The planner's own are held to it, too.
+    _check_computes(plan, step, job)
     try:
         job.progress.say(f"alpa: plan stored in {store.put(plan)}")
     except OSError as error:
@@ -341,7 +350,8 @@ def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) 
         budget = FIRST_BUDGET if pinned is None else LATER_BUDGET
         shapes = logical_shapes(task.options, task.cluster)
         calls = set().union(*(local_calls(task.step, shape) for shape in shapes))
-        whole = {op.call for op in task.step.ops}  # seldom chosen, and known by their parts
+        # Seldom chosen, and known by their parts.
+        whole = {op.call for op in task.step.ops}
         costs = _timed(calls, task, job, budget, later=whole)
 
     costed = replace(task, costs=costs, stage_costs=partial(_measured_stage_costs, task, job))

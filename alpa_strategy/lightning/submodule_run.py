@@ -66,9 +66,8 @@ class SubmoduleRun(ShardedRun):
         module, job = given.module, given.job
         assert job.submodules is not None
         count, options = job.submodules
-        self._joins = (
-            job.replica is None and job.options.batch_scope != "global"
-        )  # each rank loads rows of its own
+        # Each rank loads rows of its own.
+        self._joins = job.replica is None and job.options.batch_scope != "global"
         self._replica = replica = divide(count)
         limit, seed = device_limit(job), broadcast_object(torch.initial_seed()) + replica.index
         job = replace(job, replica=replica, options=replace(options, memory_limit=limit))
@@ -121,7 +120,8 @@ class SubmoduleRun(ShardedRun):
         programs = [Program(part, self._placed, plan) for part in parts]
         self._forwards = Forwards(programs, job, recorded is None)
         self._adapted.enter_context(self._forwards.installed(module))
-        every = module.trainer.strategy._layer_sync is not None  # Trainer(sync_batchnorm=True)
+        # Trainer(sync_batchnorm=True).
+        every = module.trainer.strategy._layer_sync is not None
         self._adapted.enter_context(patched(synced(module, every, lambda: replica.across)))
 
     # A training step
@@ -152,7 +152,8 @@ class SubmoduleRun(ShardedRun):
                 return step()
         finally:
             self.peers = None
-            self.buffers_differ = self.syncs and self.module.automatic_optimization  # as DDP has it
+            # As DDP has it.
+            self.buffers_differ = self.syncs and self.module.automatic_optimization
 
     def _of_replica(self, batch: Any) -> Any:
         """The batch of all ranks of the replica, which draw the same random numbers from here on.
@@ -196,9 +197,8 @@ class SubmoduleRun(ShardedRun):
     @contextmanager
     @override
     def stepping(self) -> Iterator[None]:
-        if (
-            not self.module.automatic_optimization
-        ):  # perhaps after `loss.backward()`; a mean's mean is itself
+        # Perhaps after `loss.backward()`; a mean's mean is itself.
+        if not self.module.automatic_optimization:
             self.finish_backward()
         with self.whole.suspended(True), self._in_parts():
             yield
@@ -253,10 +253,11 @@ class Program:
         self.path, self._step, self._output, root = part.path, part.step, part.output, placed.module
         self._run, self._device = placed.training_program(part.step, plan), placed.store.device.type
         self._key, self._trained = shape_key(part.given), _trained(part.given)
+        # Leaves of others.
         self._hooks, self._before = (
             hooks_in(root.get_submodule(part.path)),
             [None] * part.first,
-        )  # leaves of others
+        )
 
     def serves(self, given: Any) -> bool:
         """Whether it is for inputs (args, kwargs) like these, and for the submodule as it is
@@ -295,10 +296,13 @@ class Forwards:
         self, programs: Sequence[Program] = (), job: Job | None = None, records: bool = False
     ) -> None:
         self._programs = programs
-        self.recorded = list[Call]() if records else None  # callers first
-        self._places: dict[Any, int] = {}  # of recorded calls, by what they are
+        # Callers first.
+        self.recorded = list[Call]() if records else None
+        # Of recorded calls, by what they are.
+        self._places: dict[Any, int] = {}
         self._callers: list[int] = []
-        self.is_active = False  # True in a step, and in its backward, where forwards may run again
+        # True in a step, and in its backward, where forwards may run again.
+        self.is_active = False
         self._device = "cpu" if job is None else job.device.type
         with nullcontext() if job is None else job.context():
             self._casts = _casts(self._device)
@@ -333,9 +337,8 @@ class Forwards:
     ) -> Any:
         if (of_copy := forward_of_copy(module)) is not None:
             return of_copy(*args, **kwargs)
-        if (
-            not self.is_active or torch._C._functorch.peek_interpreter_stack() is not None
-        ):  # not tensors of a program
+        # Not tensors of a program.
+        if not self.is_active or torch._C._functorch.peek_interpreter_stack() is not None:
             return forward(*args, **kwargs)
         given = (args, kwargs) if _casts(self._device) == self._casts else None
         if self.recorded is None:
@@ -353,7 +356,8 @@ class Forwards:
         """The number of the recorded call that is like this one."""
         key: tuple[str, Any] = path, None
         usable = None
-        with suppress(Exception):  # of many kinds: what cannot be compared, or sent to other ranks
+        # Of many kinds: what cannot be compared, or sent to other ranks.
+        with suppress(Exception):
             to_meta = partial(torch.empty_like, device="meta")
             found = pytree.tree_map_only(
                 Tensor, lambda x: to_meta(x, requires_grad=x.requires_grad), given
@@ -364,7 +368,8 @@ class Forwards:
         place = self._places.setdefault(key, len(recorded))
         if place == len(recorded):
             recorded.append(Call(path, usable, self._callers[-1] if self._callers else None))
-        for leaf in _trained(usable):  # in this call or another one
+        # In this call or another one.
+        for leaf in _trained(usable):
             pytree.tree_leaves(recorded[place].given)[leaf].requires_grad_(True)
         return place
 
