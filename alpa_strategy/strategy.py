@@ -45,12 +45,12 @@ from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ENDS, PAUSES, ParallelJob
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL, REPLICAS
+from alpa_strategy.option_values import compile_options
 from alpa_strategy.options import (
     BUCKET_BYTES,
     CHECK_REPLICAS_EVERY,
     Limits,
     PlanOptions,
-    compile_options,
 )
 from alpa_strategy.planner.eager_plan import asks_for_written, submodule_options
 from alpa_strategy.schedules import Orders, Schedule
