@@ -1,7 +1,7 @@
 """Readers of option values: each validates and freezes what a user wrote for one option.
 
-A reader raises a TypeError, ValueError, KeyError or AttributeError for a value that its option cannot
-have. `read_option` turns these into an OptionError.
+A reader raises a TypeError, ValueError, KeyError or AttributeError for a value that its option
+cannot have. `read_option` turns these into an OptionError.
 """
 
 import re

@@ -134,11 +134,12 @@ class PlanOptions:
     @property
     def asks_for_pipeline(self) -> bool:
         """Whether a pinned option requires a pipeline or micro-batches."""
-        return (
-            (self.num_stages or 1) > 1
-            or (self.num_microbatches or 1) > 1
-            or self.schedule is not None
-        )
+        if self.schedule is not None:
+            return True
+
+        num_stages = self.num_stages or 1
+        num_microbatches = self.num_microbatches or 1
+        return max(num_stages, num_microbatches) > 1
 
     @property
     def rows(self) -> str:
