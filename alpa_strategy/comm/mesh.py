@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -312,12 +312,17 @@ class MeshComm:
     whole: AxisComm
     ranks: tuple[int, ...]  # of the job (of the replica), row-major
 
+    @cached_property
+    def is_in_order(self) -> bool:
+        """Whether devices have their places in the order of ranks."""
+        return self.ranks == tuple(sorted(self.ranks))
+
     def exchange_rows(self, rows: Tensor) -> Tensor:
         """This rank's `rows`, the job's chunk of its number -> the chunk of its place; of equal
         size. Collective.
         """
         rank = self.ranks[self.whole.index]
-        if self.ranks == tuple(sorted(self.ranks)):
+        if self.is_in_order:
             return rows
         count = rows.numel()
         sent = [count * (place == rank) for place in range(len(self.ranks))]

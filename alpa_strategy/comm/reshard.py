@@ -89,6 +89,11 @@ class Reshard:
             _sums(self.backward_steps, mesh),
         )
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether values and gradients stay as they are: an axis of one device, say."""
+        return self._cast is None and not (self.forward_steps or self.backward_steps)
+
     def __call__(self, tensor: Tensor, coming: Pending | None = None) -> Tensor:
         """tensor: the local tensor under `src.value` -> the local tensor under `dst.value`.
 

@@ -91,7 +91,12 @@ def check_optimizers(optimizers: Iterable[Any]) -> None:
 
 def is_overridden(owner: Any, name: str, base: type) -> bool:
     """Whether `owner` has a hook `name` that differs from that of `base`."""
-    hook = getattr(owner, name, None)
+    # Runs at every step, so no bound method is made.
+    instance_attributes = owner.__dict__
+    if name in instance_attributes:
+        hook = instance_attributes[name]
+    else:
+        hook = getattr(type(owner), name, None)
     return hook is not None and getattr(hook, "__func__", hook) is not getattr(base, name, None)
 
 
@@ -143,6 +148,17 @@ def own_hooks(module: Any, names: Iterable[str]) -> list[tuple[Any, str]]:
             if is_overridden(owner, name, base):
                 hooks.append((owner, name))
     return hooks
+
+
+def has_own_hooks(module: Any, trainer: Any, names: Iterable[str]) -> bool:
+    """Whether the module or a callback overrides one of the hooks `names`; fast, for every step."""
+    for name in names:
+        if is_overridden(module, name, LightningModule):
+            return True
+        for callback in trainer.callbacks:
+            if is_overridden(callback, name, Callback):
+                return True
+    return False
 
 
 def names_in(hooks: Iterable[tuple[Any, str]]) -> frozenset[str]:

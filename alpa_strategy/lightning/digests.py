@@ -28,9 +28,8 @@ REPLICA = (
     "each sample, and the same value of what belongs to no sample on every rank"
 )
 GRADIENT = "the gradient of "
-_WIDTH = (
-    4096  # words of 8 bytes: bytes that change places within a row of so many change the digest
-)
+# Words of 8 bytes: bytes that change places within a row of so many change the digest.
+_WIDTH = 4096
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -45,7 +44,8 @@ def digest(tensor: Tensor) -> Tensor:
         padded[: data.numel()] = data
         data = padded
     places = torch.arange(1, 2 * _WIDTH, 2, device=data.device) * _ODD
-    return (data.view(torch.int64).view(-1, _WIDTH).sum(0) * places).sum()  # modulo 2^64
+    # Modulo 2^64.
+    return (data.view(torch.int64).view(-1, _WIDTH).sum(0) * places).sum()
 
 
 class ReplicatedInputCheck:
@@ -75,7 +75,8 @@ class ReplicatedInputCheck:
         if not self._leaves or world_size(self._group) == 1:
             return
         leaves = pytree.tree_leaves(batch)
-        own = torch.stack([digest(leaves[index]) for index in self._leaves])  # [leaves]
+        # [leaves].
+        own = torch.stack([digest(leaves[index]) for index in self._leaves])
         found = own.new_empty(world_size(self._group), len(own))
         self._under_way = found, dist.all_gather(list(found), own, self._group, async_op=True)
 
@@ -89,12 +90,12 @@ class ReplicatedInputCheck:
         if self._under_way is None:
             return
         (found, work), self._under_way = self._under_way, None
-        with (
-            torch.cuda.stream(torch.cuda.Stream()) if found.is_cuda else nullcontext()
-        ):  # not behind the forward
+        # Not behind the forward.
+        with torch.cuda.stream(torch.cuda.Stream()) if found.is_cuda else nullcontext():
             work.wait()
             found = found.cpu()
-        unequal = (found != found[0]).any(0)  # [leaves]
+        # [leaves].
+        unequal = (found != found[0]).any(0)
         if bool(unequal.any()):
             first = int(unequal.int().argmax())
             values = found[:, first].tolist()
@@ -157,17 +158,15 @@ class ReplicaChecksum:
             first = [
                 [column.index(text) for text in column] for column in zip(*places, strict=True)
             ]
-            self._first = torch.tensor(
-                first, device=device
-            ).T  # [ranks, names]: the first rank with the same part
+            # [ranks, names]: the first rank with the same part.
+            self._first = torch.tensor(first, device=device).T
 
     def due(self, step: int) -> bool:
         """Whether step number `step` (from 1) is checked."""
         if self._first.numel() == 0:
             return False
-        return step % self._every == 0 or (
-            step < self._every and step & (step - 1) == 0
-        )  # 1, 2, 4, 8, ...
+        # 1, 2, 4, 8, ...
+        return step % self._every == 0 or (step < self._every and step & (step - 1) == 0)
 
     def compare(self, when: str) -> None:
         """RuntimeMismatchError, on all ranks, that names what differs."""
@@ -219,9 +218,8 @@ class ReplicaChecksum:
 # Gradients of a step: whether they are finite, and where not first
 
 
-Seen = tuple[
-    bool, str | None, str | None, bool
-]  # loss is bad, first bad own gradient, first bad sum, batch is bad
+# Loss is bad, first bad own gradient, first bad sum, batch is bad.
+Seen = tuple[bool, str | None, str | None, bool]
 
 
 class GradientCheck:
@@ -229,13 +227,17 @@ class GradientCheck:
     `report`.
     """
 
-    copies: ReplicaChecksum  # compares gradients of what several ranks hold
+    # Compares gradients of what several ranks hold.
+    copies: ReplicaChecksum
 
     def __init__(self, divided: bool) -> None:
         self._divided = divided
-        self.batch: Any = None  # of the step under way
-        self.losses: list[Tensor] = []  # of the step under way
-        self._own: list[tuple[str, Tensor]] = []  # in the backward's order, each micro-batch's
+        # Of the step under way.
+        self.batch: Any = None
+        # Of the step under way.
+        self.losses: list[Tensor] = []
+        # In the backward's order, each micro-batch's.
+        self._own: list[tuple[str, Tensor]] = []
         self._was_finite = True
 
     def look(self, name: str, used: Tensor) -> None:

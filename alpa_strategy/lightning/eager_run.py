@@ -308,7 +308,7 @@ class EagerRun(ShardedRun):
     @override
     def finish_backward(self) -> None:
         with nullcontext() if self.on_use is None else self.on_use.suspended():
-            self.store.finish_backward(self.steps_by_bucket())
+            self.store.finish_backward(self.step_completed)
         if self.on_use is not None and not self.on_use.is_active:
             self.on_use.drop()
 

@@ -11,7 +11,7 @@ agrees on overflow, without having them whole.
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -81,22 +81,21 @@ class FullParameters:
             _put(self._parts)
             self._parts = []
 
-    @contextmanager
-    def suspended(self, is_stepping: bool = False) -> Iterator[None]:
-        """As outside of this context, what was changed so far included: for a checkpoint that is
+    def suspended(self, is_stepping: bool = False) -> AbstractContextManager[None]:
+        """To be entered at once. As outside of this context, what was changed so far included: for a checkpoint that is
         saved inside.
 
         is_stepping: gradients and values may be others afterwards, which are then whole. Collective
         in the context.
         """
-        if (on_use := next((each for each in self.on_use if each.is_active), None)) is not None:
-            with on_use.suspended():
-                yield
-            return
-        # Nothing is whole: every step comes here.
-        if not self.is_entered and not self._parts:
-            yield
-            return
+        for each in self.on_use:
+            if each.is_active:
+                return each.suspended()
+        is_idle = not self.is_entered and not self._parts
+        return nullcontext() if is_idle else self._suspended(is_stepping)
+
+    @contextmanager
+    def _suspended(self, is_stepping: bool) -> Iterator[None]:
         self._take_changes(is_stepping)
         is_entered, parts, is_renewed = self.is_entered, self._parts, False
         whole = [(parameter, parameter.data, parameter.grad) for parameter, _, _ in parts]

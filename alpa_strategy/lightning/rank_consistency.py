@@ -6,6 +6,7 @@ step's collectives.
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from operator import is_
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -13,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.non_tensor_inputs import may_be_unread, register_batch_types
 from alpa_strategy.comm.collectives import RankZero, all_gather_object, all_reduce_max, world_size
 from alpa_strategy.errors import RuntimeMismatchError, UnlikeStepsError
 from alpa_strategy.ir.user_code import mentioned_names
 
 MEET_SECONDS = 60.0
-MAX_SHAPES = 64  # of batches, of which programs are kept
+# Of batches, of which programs are kept.
+MAX_SHAPES = 64
 SAME_SHAPES = (
     "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to"
     " one length: the "
@@ -92,19 +93,6 @@ class StepConsensus:
             )
 
 
-def shape_key(batch: Any) -> tuple[Any, ...]:
-    """Equal for batches that one program may serve."""
-    register_batch_types(batch)
-    leaves, spec = pytree.tree_flatten(batch)
-    return (spec, *map(_described, leaves))
-
-
-def _described(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype
-    return type(leaf).__qualname__ if may_be_unread(leaf) else leaf
-
-
 def shapes_text(batch: Any) -> str:
     """The shapes of the batch's tensors, for people."""
     return ", ".join(
@@ -143,7 +131,7 @@ class ParameterChangeDetector:
             if id(p) not in left_out
         ]
         self._owners = [
-            (path, child, tuple(child._parameters.items()))
+            (path, child, tuple(child._parameters), tuple(child._parameters.values()))
             for path, child in module.named_modules()
         ]
         self._members = [
@@ -164,12 +152,20 @@ class ParameterChangeDetector:
         for name, parameter, trains in self._flags:
             if parameter.requires_grad is not trains:
                 return f"{name} was {'frozen' if trains else 'unfrozen'}"
-        for path, child, before in self._owners:
+        for path, child, names, parameters in self._owners:
             now = child._parameters
-            if len(now) != len(before) or any(
-                name not in now or now[name] is not p for name, p in before
-            ):
+            if not now and not names:
+                continue
+            if tuple(now) == names and all(map(is_, now.values(), parameters)):
+                continue
+            # Another order of the same ones is no change.
+            ids_before = dict(zip(names, map(id, parameters), strict=True))
+            if ids_before != {name: id(parameter) for name, parameter in now.items()}:
                 return f"the parameters of {path or 'the module'} were replaced"
-        is_same = all(tuple(now.values()) == before for now, before in self._members)
-        is_same = is_same or set(self._module.parameters()) == self._all
-        return None if is_same else "submodules with parameters were added or replaced"
+        for children, before in self._members:
+            if tuple(children.values()) == before:
+                continue
+            # Submodules were replaced, perhaps by ones without parameters.
+            is_same = set(self._module.parameters()) == self._all
+            return None if is_same else "submodules with parameters were added or replaced"
+        return None

@@ -7,14 +7,13 @@ import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
@@ -27,7 +26,7 @@ from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.ir.plan import Predicted
 from alpa_strategy.lightning import step_effects
-from alpa_strategy.lightning.checks import own_hooks
+from alpa_strategy.lightning.checks import has_own_hooks
 from alpa_strategy.lightning.digests import ReplicatedInputCheck
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
@@ -38,7 +37,8 @@ from alpa_strategy.lightning.planning import (
     find_or_make_plan,
     job_cluster,
 )
-from alpa_strategy.lightning.rank_consistency import MAX_SHAPES, StepConsensus, shape_key
+from alpa_strategy.lightning.rank_consistency import MAX_SHAPES, StepConsensus
+from alpa_strategy.lightning.shape_key import keyed_leaves, shape_key
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 from alpa_strategy.microbatch.rules import MicrobatchPlacement
 from alpa_strategy.microbatch.states import rows_of_ranks, sums_over_rows
@@ -50,7 +50,8 @@ from alpa_strategy.runtime.host_memory import enforce_memory_plan, tuned
 from alpa_strategy.runtime.step_by_bucket import fused
 
 MEASURED_STEPS = range(5, 25)
-_SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")  # before the Trainer clears them
+# Before the Trainer clears them.
+_SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")
 # Shapes that are captured where steps may run as they are written: two (a last batch may be
 # shorter), and one more each so many steps. Where they come faster, captures would take longer than
 # the steps that they serve.
@@ -58,7 +59,8 @@ MANY_SHAPES, STEPS_PER_SHAPE = 10, 200
 # The same for what a step reads besides shapes: values of attributes and buffers, paths that Python
 # takes.
 CHANGES = 8
-MAX_PROGRAMS = 16  # of one batch shape
+# Of one batch shape.
+MAX_PROGRAMS = 16
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,10 @@ class CapturedStep:
 
     step: StepGraph
     program: StepProgram
-    leaves: ReplicatedInputCheck  # what must be the same in the batches of all ranks
-    own_rows: Mapping[int, MicrobatchPlacement]  # see `rows_of_ranks`
+    # What must be the same in the batches of all ranks.
+    leaves: ReplicatedInputCheck
+    # See `rows_of_ranks`.
+    own_rows: Mapping[int, MicrobatchPlacement]
 
 
 class Run(ShardedRun):
@@ -92,7 +96,8 @@ class Run(ShardedRun):
             RankZero(job.limits.plan_timeout_seconds),
         )
         self._rank_zero, replica = rank_zero, job.replica
-        if replica is not None:  # others draw other numbers
+        # Others draw other numbers.
+        if replica is not None:
             seed, self._rank_zero = (
                 seed + replica.index,
                 RankZero(job.limits.plan_timeout_seconds, replica.group),
@@ -131,7 +136,8 @@ class Run(ShardedRun):
             )
             self._placed = PlanRuntime(module, step.parameters, plan, *place)
             super().__init__(given, info, plan, self._placed.store, limit, values, buffers)
-            if plan.fingerprint.batch == step.batch_digest:  # else the resumed run's first batch
+            # Else the resumed run's first batch.
+            if plan.fingerprint.batch == step.batch_digest:
                 job.plans.planned_batch = batch_shapes(step)
             program = self._program(step)
         if job.device.type == "cpu":
@@ -142,7 +148,8 @@ class Run(ShardedRun):
         self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
         self._keep(shape_key(batch), step, program, batch)
         self._num_changes = 0
-        self._numbers: list[Place] = []  # that change
+        # That change.
+        self._numbers: list[Place] = []
         self._step_starts: list[float] = []
         self._loop_clock = LoopClock()
 
@@ -155,36 +162,37 @@ class Run(ShardedRun):
         """
         self.take_buffers()
         self._measure()
-        captured, counters = self._captured_step(batch, batch_idx)
+        key, leaves = keyed_leaves(batch)
+        captured, counters = self._captured_step(key, batch, batch_idx)
         captured.leaves.begin(batch)
         self._clear_gradients(batch_idx)
-        with self.in_step():  # a pipeline's backward is in it
-            values = captured.program(batch, counters)
+        # A pipeline's backward is in it.
+        with self.in_step():
+            values = captured.program(leaves, counters)
         self._loop_clock.leave()
         self._placed.num_steps += 1
-        captured.leaves.finish()  # long there: the forward has taken its time
+        # Long there: the forward has taken its time.
+        captured.leaves.finish()
         step, own = captured.step, step_effects.own_rows_of(values, captured.own_rows)
         step_effects.verify(step, values)
         step_effects.write_buffers(self.module, step, values)
-        for each in step.stored:  # a validation may have set another (`self.phase = "train"`)
+        # A validation may have set another (`self.phase = "train"`).
+        for each in step.stored:
             each.namespace[each.name] = each.value
-        leaves = pytree.tree_leaves(batch)
-        with (
-            self._job.log_context()
-        ):  # the default dtype and autocast under which the user's step would have logged
+        # The default dtype and autocast under which the user's step would have logged.
+        with self._job.log_context():
             step_effects.update_metrics_and_log(
                 self.module, step, values, leaves, counters, self.metrics
             )
         step_effects.append_to_lists(self.module, step, own, leaves, counters)
-        self.buffers_differ = self._job.replica is not None and self.syncs  # as DDP has it
+        # As DDP has it.
+        self.buffers_differ = self._job.replica is not None and self.syncs
         return step_effects.materialize_output(step.output, own, leaves, counters)
 
-    @contextmanager
     @override
-    def in_step(self) -> Iterator[None]:
+    def in_step(self) -> Any:
         self._loop_clock.enter()
-        with super().in_step():
-            yield
+        return super().in_step()
 
     @override
     def stepped(self) -> None:
@@ -193,9 +201,10 @@ class Run(ShardedRun):
 
     @override
     def finish_backward(self) -> None:
-        if not self.plan.is_pipelined:  # gradients of a pipeline were complete before it
+        # Gradients of a pipeline were complete before it.
+        if not self.plan.is_pipelined:
             self.store.finish_backward(
-                None if self._job.replica is not None else self.steps_by_bucket()
+                None if self._job.replica is not None else self.step_completed
             )
         if self._job.replica is not None and self.syncs:
             average(
@@ -205,21 +214,24 @@ class Run(ShardedRun):
                 self._job.limits.bucket_bytes,
             )
 
-    @contextmanager
     @override
-    def stepping(self) -> Iterator[None]:
-        with super().stepping(), fused(self._to_fuse):
+    def stepping(self) -> AbstractContextManager[None]:
+        stepping = super().stepping()
+        return self._fused_in(stepping) if self._to_fuse else stepping
+
+    @contextmanager
+    def _fused_in(self, stepping: AbstractContextManager[None]) -> Iterator[None]:
+        with stepping, fused(self._to_fuse):
             yield
 
     def _clear_gradients(self, batch_idx: int) -> None:
         """The Trainer clears the last gradients after the step: where nobody looks at them in
         between they go now, and
         need no memory beside its activations, or its own gradients."""
-        begins = batch_idx % self.module.trainer.accumulate_grad_batches == 0
-        if begins and not own_hooks(self.module, _SEE_GRADIENTS):
-            for (
-                parameter
-            ) in self.store.parameters:  # the module's own take half a millisecond to find
+        begins = batch_idx % self._trainer.accumulate_grad_batches == 0
+        if begins and not has_own_hooks(self.module, self._trainer, _SEE_GRADIENTS):
+            # The module's own take half a millisecond to find.
+            for parameter in self.store.parameters:
                 parameter.grad = None
 
     def _loss_scale(self) -> float:
@@ -234,18 +246,23 @@ class Run(ShardedRun):
     def _counters(self, step: StepGraph, batch: Any, batch_idx: int) -> dict[str, Any]:
         """The values of the counters and of the numbers that change."""
         return {
-            **step_counters(self.module.trainer, batch_idx),
+            **step_counters(self._trainer, batch_idx),
             **numbers_now(step.numbers, self.module, batch),
         }
 
-    def _captured_step(self, batch: Any, batch_idx: int) -> tuple[CapturedStep, dict[str, Any]]:
+    def _captured_step(
+        self, key: Hashable, batch: Any, batch_idx: int
+    ) -> tuple[CapturedStep, dict[str, Any]]:
         """What runs this batch, and its counters; captured, planned and lowered now where nothing
         fits. Collective.
+
+        Args:
+            key: of the batch, `shape_key`.
 
         Raises:
             CaptureError: (on all ranks) there is no one step of all ranks, or too many come.
         """
-        key, may_differ = shape_key(batch), self._job.may_run_eagerly
+        may_differ = self._job.may_run_eagerly
         known = self._captured.get(key, [])
         index, counters, changed = self._fitting(known, batch, batch_idx)
         numbers = (
@@ -298,9 +315,8 @@ class Run(ShardedRun):
         one that would.
         """
         changed: str | None = None
-        for index, step in reversed(
-            [(index, captured.step) for index, captured in enumerate(steps)]
-        ):
+        for index in reversed(range(len(steps))):
+            step = steps[index].step
             other = changed_value(step.attributes)
             if other is None and not leaves_hold(step.leaves, batch):
                 other = "a value in the batch that is no tensor"
@@ -350,10 +366,11 @@ class Run(ShardedRun):
         parameters.
         """
         made_for = self.plan.fingerprint
+        # Else it means other ops.
         if (made_for.graph, made_for.batch) == (
             step.graph_digest,
             step.batch_digest,
-        ):  # else it means other ops
+        ):
             return self._placed.training_program(step, self.plan)
         smaller = plan_on_smaller_batch(step, self._job.plans.planned_batch, self.plan)
         if smaller is not None:
@@ -397,15 +414,15 @@ class Run(ShardedRun):
         if count > MEASURED_STEPS.stop:
             return
         if self._job.device.type == "cuda" and count in (MEASURED_STEPS.start, MEASURED_STEPS.stop):
-            torch.cuda.synchronize(self._job.device)  # the host may be steps ahead
+            # The host may be steps ahead.
+            torch.cuda.synchronize(self._job.device)
         self._step_starts.append(time.perf_counter())
         self._loop_clock.end_step()
         if count == MEASURED_STEPS.stop:
             starts = self._step_starts[MEASURED_STEPS.start :]
             seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
-            if (
-                self._job.device.type == "cuda"
-            ):  # single starts are the host's; both ends were waited for
+            # Single starts are the host's; both ends were waited for.
+            if self._job.device.type == "cuda":
                 seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
             predicted = self._predicted()
             self._job.progress.say(measured_line(predicted, seconds))

@@ -45,19 +45,20 @@ class Session:
 
     def __init__(self, make_job: Callable[[], Job], checkpoints: Checkpoints) -> None:
         self._make_job, self._checkpoints = make_job, checkpoints
-        self.run: ShardedRun | None = (
-            None  # of a training or of an evaluation; None while the module is whole
-        )
-        self.plan: Plan | None = None  # that of the last run
-        self.process_bytes = (
-            0  # of the host's memory, what this process took beside its tensors when that run began
-        )
+        # Of a training or of an evaluation; None while the module is whole.
+        self.run: ShardedRun | None = None
+        # That of the last run.
+        self.plan: Plan | None = None
+        # Of the host's memory, what this process took beside its tensors when that run began.
+        self.process_bytes = 0
         self.deferred_init = DeferredInit()
         self._why_written: CaptureError | None = None
-        self._told: CaptureError | None = None  # of these, what the user knows
+        # Of these, what the user knows.
+        self._told: CaptureError | None = None
         self._is_accumulating = self._stays_local = False
         self._shards_for_evaluation = False
-        self._calls: Sequence[Call] | None = None  # of submodules, that a run has recorded
+        # Of submodules, that a run has recorded.
+        self._calls: Sequence[Call] | None = None
         self._loop: EvaluationLoop | None = None
 
     # Training
@@ -116,7 +117,8 @@ class Session:
         self._why_written = self._why_written or why_written(
             module, optimizers, job, resumes_written
         )
-        with isolate_rng(include_cuda=job.device.type == "cuda"):  # measuring draws
+        # Measuring draws.
+        with isolate_rng(include_cuda=job.device.type == "cuda"):
             run: ShardedRun | None = None
             if self._why_written is None:
                 try:
@@ -203,7 +205,8 @@ class Session:
             yield
         finally:
             self._stays_local = False
-            self.run.sync(True)  # perhaps another one than before
+            # Perhaps another one than before.
+            self.run.sync(True)
 
     @contextmanager
     def stepping(self, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
@@ -288,7 +291,8 @@ class Session:
 
     def end_evaluation(self) -> None:
         """The loop has ended; what was sharded for it alone is whole again."""
-        if self.run is not None:  # first: ranks that have batches left may need this one's parts
+        # First: ranks that have batches left may need this one's parts.
+        if self.run is not None:
             self.run.end_evaluation()
         if self._loop is not None:
             self._loop.end()
@@ -333,7 +337,8 @@ class Session:
         """The Trainer is done, or an exception has ended it. No communication."""
         self._shards_for_evaluation, self._why_written, self._calls = False, None, None
         if self.run is not None and self.deferred_init.was_needed and not interrupted:
-            return  # it stays in shards
+            # It stays in shards.
+            return
         if self.run is not None:
             self.run.close()
         self.run = None
@@ -376,7 +381,6 @@ def _show_plan(run: "ShardedRun", job: Job, process_bytes: int = 0) -> None:
                 "alpa: losses, gradients and logs of a step are one device's on the batches of all"
                 " ranks"
             )
-        if (
-            job.submodules is None or run.plan.stages[0].strategies
-        ):  # else it shows which can be planned
+        # Else it shows which can be planned.
+        if job.submodules is None or run.plan.stages[0].strategies:
             job.progress.say(plan_table(run.plan, process_bytes=process_bytes))

@@ -7,7 +7,7 @@ as they are written.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -23,7 +23,7 @@ from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_grou
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.batch_rows import UPDATE_HOOKS
-from alpa_strategy.lightning.checks import own_hooks
+from alpa_strategy.lightning.checks import has_own_hooks
 from alpa_strategy.lightning.digests import GRADIENT, GradientCheck, ReplicaChecksum
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
 from alpa_strategy.lightning.full_parameters import (
@@ -46,8 +46,10 @@ from alpa_strategy.units import format_bytes
 class RunInputs:
     """A module whose parameters are whole, or not made yet, and what it is to be trained with."""
 
-    module: Any  # the LightningModule; its Parameter objects stay
-    optimizers: tuple[Optimizer, ...]  # made on the whole parameters; none: for an evaluation
+    # The LightningModule; its Parameter objects stay.
+    module: Any
+    # Made on the whole parameters; none: for an evaluation.
+    optimizers: tuple[Optimizer, ...]
     job: Job
     # context around what shards the module; gives what makes all of a parameter or of optimizer
     # state
@@ -65,7 +67,8 @@ class ShardedRun(ABC):
         buffers: of which all ranks are to hold the same, as they do of parameters.
     """
 
-    _placed: PlanRuntime | None = None  # what runs programs, where there are any
+    # What runs programs, where there are any.
+    _placed: PlanRuntime | None = None
 
     def __init__(
         self,
@@ -80,6 +83,8 @@ class ShardedRun(ABC):
         module, optimizers, job = given.module, given.optimizers, given.job
         self.module, self.optimizers, self.plan, self.store = module, optimizers, plan, store
         self._job, self.say = job, job.progress.say
+        # The module's own property takes microseconds.
+        self._trainer = module.trainer
         check = (
             GradientCheck(divided=not plan.is_eager)
             if job.limits.check_gradients and optimizers
@@ -90,31 +95,34 @@ class ShardedRun(ABC):
         for optimizer in optimizers:
             shard_state(optimizer, store, values)
         self.whole = FullParameters(store)
-        self.on_use: EagerFullyShard | None = None  # for a step that runs as it is written
+        # For a step that runs as it is written.
+        self.on_use: EagerFullyShard | None = None
         self._evaluates: EagerFullyShard | None = None
         self._evaluation = ExitStack()
         self._optimizer_info, self._limit = optimizer_info, limit
-        self.syncs = True  # what `sync` was last given
+        # What `sync` was last given.
+        self.syncs = True
         self.metrics = MetricStates(job.replica)
         self._parameters = ParameterChangeDetector(
             module, toggled(module, optimizers) if plan.is_eager else ()
         )
-        self.buffers_differ = plan.is_eager  # perhaps
+        # Perhaps.
+        self.buffers_differ = plan.is_eager
         self._num_updates = 0
         self.copies = ReplicaChecksum(
             store, module, buffers, job.limits.check_replicas_every, job.device
         )
         if check is not None:
             check.copies = ReplicaChecksum(store, module, (), 1, job.device, GRADIENT)
-        self._adapted = ExitStack()  # see `adapt_trainer`
-        self._adapted.enter_context(
-            store.listening(False)
-        )  # as DDP, to nothing outside of a step, as in an evaluation
+        # See `adapt_trainer`.
+        self._adapted = ExitStack()
+        # As DDP, to nothing outside of a step, as in an evaluation.
+        self._adapted.enter_context(store.listening(False))
         self._by_bucket = [StepByBucket(each) for each in optimizers]
-        self.calls: Sequence[Call] | None = None  # of submodules, recorded for the run that follows
-        self.peers: Any = (
-            None  # values of the step under way are exchanged with theirs: a group for `reduce`
-        )
+        # Of submodules, recorded for the run that follows.
+        self.calls: Sequence[Call] | None = None
+        # Values of the step under way are exchanged with theirs: a group for `reduce`.
+        self.peers: Any = None
 
     @abstractmethod
     def training_step(self, batch: Any, batch_idx: int, eager_step: Callable[[], Any]) -> Any:
@@ -151,11 +159,17 @@ class ShardedRun(ABC):
         if self._placed is not None:
             self._placed.load_state_dict(state)
 
-    def steps_by_bucket(self) -> StepByBucket | None:
-        """What steps the optimizer's parameters as soon as their gradients are complete, None where
-        somebody may look
-        at the gradients, or change them, before the step."""
-        trainer, plugin = self.module.trainer, self.module.trainer.precision_plugin
+    def step_completed(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let the optimizer step parameters whose gradients are complete, while others are not.
+
+        Nothing is done where somebody may look at the gradients, or change them, before the step.
+        """
+        stepper = self._stepper()
+        if stepper is not None:
+            stepper(parameters)
+
+    def _stepper(self) -> StepByBucket | None:
+        trainer, plugin = self._trainer, self._trainer.precision_plugin
         is_one = self.module.automatic_optimization and len(self.optimizers) == 1 and self.syncs
         looks = self._gradient_check, trainer.gradient_clip_val, getattr(plugin, "scaler", None)
         is_known = type(plugin).__module__.startswith(("lightning.", "alpa_strategy."))
@@ -163,10 +177,9 @@ class ShardedRun(ABC):
             each is not None for each in looks
         ):
             return None
-        is_unseen = can_step_in_parts(self.optimizers[0]) and not own_hooks(
-            self.module, UPDATE_HOOKS
-        )
-        return self._by_bucket[0] if is_unseen else None
+        if has_own_hooks(self.module, self._trainer, UPDATE_HOOKS):
+            return None
+        return self._by_bucket[0] if can_step_in_parts(self.optimizers[0]) else None
 
     def sync(self, enabled: bool) -> None:
         """Whether the next backward completes gradients; else they stay local, as more are added to
@@ -178,7 +191,7 @@ class ShardedRun(ABC):
         if not self.plan.is_pipelined and self.on_use is None:
             # One device's step: who looks after every batch (to clip, say) finds what it would
             # there.
-            looks = not self.plan.is_eager and bool(own_hooks(self.module, ("on_after_backward",)))
+            looks = not self.plan.is_eager and has_own_hooks(self.module, ("on_after_backward",))
             self.store.sync(enabled or looks)
 
     def leave_steps(self) -> None:
@@ -198,15 +211,16 @@ class ShardedRun(ABC):
         ]
         return [(p, self.store.gather_like(p, grad)) for p, grad in grads]
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_step(self) -> Any:
         """Around code of a step, of its backward or of an optimizer's closure: it sees whole
-        parameters.
+        parameters. A context manager, and a decorator.
         """
-        with (
-            self.store.listening(True),
-            nullcontext() if self.on_use is None else self.on_use.in_use(for_backward=True),
-        ):
+        listening = self.store.listening(True)
+        return listening if self.on_use is None else self._in_use(self.on_use)
+
+    @contextmanager
+    def _in_use(self, on_use: EagerFullyShard) -> Iterator[None]:
+        with self.store.listening(True), on_use.in_use(for_backward=True):
             yield
 
     def meet(self) -> None:
@@ -223,17 +237,14 @@ class ShardedRun(ABC):
         if self.on_use is not None:
             self.on_use.on_demand.finish()
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around an optimizer's step; `stepped` follows within it."""
-        if (
-            self.store.awaits_finish
-        ):  # after `loss.backward()` in a step that runs its own backward passes
+    def stepping(self) -> AbstractContextManager[None]:
+        """Around an optimizer's step, to be entered at once; `stepped` follows within it."""
+        # After `loss.backward()` in a step that runs its own backward passes.
+        if self.store.awaits_finish:
             self.end_of_backward()
             self.finish_backward()
             self.check_gradients()
-        with self.whole.suspended(True):
-            yield
+        return self.whole.suspended(True)
 
     def stepped(self) -> None:
         """An optimizer has stepped. Collective at the steps at which copies are compared."""
@@ -251,9 +262,8 @@ class ShardedRun(ABC):
         if (check := self._gradient_check) is not None:
             check.batch = check.batch if batch is None else batch
             if loss is not None:
-                check.losses.append(
-                    loss.detach()
-                )  # looked at later: sums over devices may be under way
+                # Looked at later: sums over devices may be under way.
+                check.losses.append(loss.detach())
 
     def check_gradients(self) -> None:
         """Where that is asked for, and they are complete. Collective."""
@@ -261,9 +271,8 @@ class ShardedRun(ABC):
             return
         if self._job.replica is not None and not self.syncs:
             return
-        if (
-            getattr(self.module.trainer.precision_plugin, "scaler", None) is None
-        ):  # which looks for itself
+        # Which looks for itself.
+        if getattr(self.module.trainer.precision_plugin, "scaler", None) is None:
             gradients = {self.store.name_of(p): p.grad for p in self.store.parameters}
             self._gradient_check.finish(gradients, self._num_updates + 1)
 
@@ -281,9 +290,8 @@ class ShardedRun(ABC):
 
     def start_evaluation(self) -> None:
         """Begin a loop over evaluation batches. Collective."""
-        if (
-            self._job.options.batch_scope == "global" and self._job.replica is None
-        ):  # every rank brings all rows
+        # Every rank brings all rows.
+        if self._job.options.batch_scope == "global" and self._job.replica is None:
             for _, metric in outermost_metrics(self.module):
                 self.metrics.make_global(metric)
         else:
@@ -377,7 +385,8 @@ class ShardedRun(ABC):
         for optimizer in self.optimizers:
             unshard_state(optimizer, self.store)
         self.store.unshard()
-        self.whole.store = all_whole()  # a step may be under way, whose hooks see parameters by it
+        # A step may be under way, whose hooks see parameters by it.
+        self.whole.store = all_whole()
 
     def close(self) -> None:
         """Give the hooks back. No communication."""

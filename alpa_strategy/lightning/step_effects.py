@@ -113,12 +113,15 @@ def _exception_of(check: Check) -> Exception | None:
         return None
     try:
         return kind(check.text or check.source)
-    except TypeError:  # a class of the user's that wants something else
+    except TypeError:
+        # A class of the user's that wants something else.
         return None
 
 
 def write_buffers(module: nn.Module, step: StepGraph, values: Mapping[int, Tensor]) -> None:
     """Store the step's new buffer values (BatchNorm statistics) in the module."""
+    if not step.buffers:
+        return
     with torch.no_grad():
         for buffer in step.buffers:
             if buffer.update is not None:
@@ -137,7 +140,8 @@ def leave_logs(trainer: Any, steps: Sequence[StepGraph]) -> None:
             and item.meta.sync.group == GLOBAL
             and item.meta.name in logged
         ):
-            own = logged[item.meta.name]  # Lightning wants the same arguments as before
+            # Lightning wants the same arguments as before.
+            own = logged[item.meta.name]
             item.meta.sync.should, item.meta.sync.group = (
                 bool(own.get("sync_dist")),
                 own.get("sync_dist_group"),
@@ -185,14 +189,21 @@ def update_metrics_and_log(
             key: materialize_output(item, values, leaves, counters) for key, item in log.kwargs
         }
         value = materialize_output(value, values, leaves, counters)
-        if metrics.replica is None:
-            kwargs |= {
-                "sync_dist": True,
-                "sync_dist_group": GLOBAL,
-            }  # else Lightning asks the user for sync_dist=True
-        elif kwargs.get("sync_dist"):
-            kwargs |= {"sync_dist_group": REPLICAS}
+        kwargs |= _sync_arguments(kwargs, metrics.replica)
         module.log(log.name, value, **kwargs)
+
+
+def _sync_arguments(kwargs: Mapping[str, Any], replica: Replica | None) -> dict[str, Any]:
+    """What a `self.log` call is given besides the user's arguments `kwargs`.
+
+    Values of all ranks' rows need no reduction, but where epochs' means are logged Lightning asks
+    the user for `sync_dist=True`. A log of steps alone is spared its copies.
+    """
+    if replica is not None:
+        return {"sync_dist_group": REPLICAS} if kwargs.get("sync_dist") else {}
+    if kwargs.get("sync_dist") or kwargs.get("on_epoch"):
+        return {"sync_dist": True, "sync_dist_group": GLOBAL}
+    return {}
 
 
 def _metric_value(metric: Any, ref: MetricRef, last: Any) -> Any:
@@ -235,7 +246,8 @@ class MetricStates:
             if isinstance(each, Metric) and id(each) not in self._global
         ]
         if changed and isinstance(metric, MetricCollection):
-            metric.values()  # metrics that share one state (compute groups) get one each
+            # Metrics that share one state (compute groups) get one each.
+            metric.values()
         for each in changed:
             self._global[id(each)] = each, each.sync_on_compute, each.process_group
             if each.sync_on_compute and each.update_called and world_size(self._group) > 1:
@@ -268,15 +280,17 @@ def _set_sync(metric: Metric, sync: bool) -> None:
 
 def _keep_synced(metric: Metric) -> None:
     """Every rank's state becomes that of all ranks."""
-    metric.sync()  # lists become one tensor there, which `update` could not append to
+    # Lists become one tensor there, which `update` could not append to.
+    metric.sync()
     for name, default in metric._defaults.items():
         state = getattr(metric, name)
         if isinstance(default, list) and not isinstance(state, list):
             setattr(metric, name, [state])
+    # Else `update` refuses, and `compute` brings the old state back.
     metric._is_synced, metric._cache = (
         False,
         None,
-    )  # else `update` refuses, and `compute` brings the old state back
+    )
 
 
 def _keep_part(metric: Metric, num_ranks: int, rank: int) -> None:

@@ -34,7 +34,7 @@ from alpa_strategy.lightning.dataloader_state import random_state, set_random_st
 from alpa_strategy.lightning.eager_run import parameter_inputs
 from alpa_strategy.lightning.job import Job, device_limit
 from alpa_strategy.lightning.planning import check_optimizer, find_or_make_plan, job_cluster
-from alpa_strategy.lightning.rank_consistency import shape_key
+from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 from alpa_strategy.lightning.step_effects import REPLICAS, materialize_output
 from alpa_strategy.pipeline.step_programs import PlanRuntime
@@ -275,7 +275,7 @@ class Program:
     def __call__(self, given: Any) -> Any:
         with torch._C.DisableTorchFunction(), torch.autocast(self._device, enabled=False):
             batch = pytree.tree_map_only(Tensor, Tensor.contiguous, [self._before, given])
-            return materialize_output(self._output, self._run(batch, {}))
+            return materialize_output(self._output, self._run(pytree.tree_leaves(batch), {}))
 
 
 def _trained(given: Any) -> set[int]:

@@ -509,7 +509,11 @@ class _Writer:
             sums, cast = value in self.wide, None
             if value in self.casts and self.layouts[self.casts[value]] == source:
                 variable, cast = f"v{self.casts[value]}", meta.dtype
-            self.namespace[function] = Reshard(source, target, meta.shape, self.mesh, sums, cast)
+            reshard = Reshard(source, target, meta.shape, self.mesh, sums, cast)
+            if reshard.is_idle:
+                self.copies[key] = variable
+                return variable
+            self.namespace[function] = reshard
             note = f"[{dual_layout_to_str(source)}] -> [{dual_layout_to_str(target)}]"
             code, is_early = f"{name} = {function}({variable})", value in self.prefetched
             is_own = value in self.parameters and is_gather(source, target)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import world_size
@@ -43,9 +42,11 @@ ONE_STAGE_SCHEDULE = (
 )
 
 
-# What runs a captured step here: (this rank's batch, the counters' values) -> the step's escaping
+# Leaves of this rank's batch, in the order of `pytree.tree_leaves`.
+Leaves = Sequence[Any]
+# What runs a captured step here: (the batch, the counters' values) -> the step's escaping
 # values by number, whole on every rank; the loss can be differentiated.
-StepProgram = Callable[[Any, Mapping[str, int]], Values]
+StepProgram = Callable[[Leaves, Mapping[str, int]], Values]
 
 
 class PlanRuntime:
@@ -119,11 +120,11 @@ class PlanRuntime:
                 stage.recomputed_ops
             )
 
-            def direct(batch: Any, counters: Mapping[str, int]) -> Values:
+            def direct(leaves: Leaves, counters: Mapping[str, int]) -> Values:
                 buffers = step_buffers(self.module, step, counters)
                 with of_stage[0].regather_hooks(stage.ahead_bytes) if regathers else nullcontext():
                     inputs = of_stage[0].step_inputs(stage.ahead_bytes)
-                    return lowered(inputs, buffers, _rows_at_place(step, batch, mesh))[0]
+                    return lowered(inputs, buffers, _rows_at_place(step, leaves, mesh))[0]
 
             return direct
         schedule = plan.schedule if len(plan.stages) > 1 else ONE_STAGE_SCHEDULE
@@ -141,7 +142,7 @@ class PlanRuntime:
         step: StepGraph,
         micro: MicroStep,
         pipeline: Pipeline,
-        batch: Any,
+        leaves: Leaves,
         counters: Mapping[str, int],
     ) -> Values:
         buffers = step_buffers(self.module, step, counters)
@@ -152,21 +153,21 @@ class PlanRuntime:
         )
         values: Values = {}
         if micro.prologue is not None:
-            values |= self._compute_whole(micro.prologue, buffers, batch, values)[0]
+            values |= self._compute_whole(micro.prologue, buffers, leaves, values)[0]
         given = {value: values[source] for value, source in micro.given.items()}
         scale = self.loss_scale()
-        found, gradients = pipeline.step(batch_rows(micro.graph, batch), given, scale)
+        found, gradients = pipeline.step(batch_rows(micro.graph, leaves), given, scale)
         values |= found
         if micro.epilogue is not None:
-            values |= self._compute_whole(micro.epilogue, buffers, batch, values)[0]
+            values |= self._compute_whole(micro.epilogue, buffers, leaves, values)[0]
         return values | {step.loss: hand_over(values[step.loss], gradients, scale)}
 
-    def compute_whole(self, step: StepGraph, batch: Any, counters: Mapping[str, int]) -> Values:
+    def compute_whole(self, step: StepGraph, leaves: Leaves, counters: Mapping[str, int]) -> Values:
         """All of a step on every rank, which keeps its parts of the gradients."""
         scale, buffers = self.loss_scale(), step_buffers(self.module, step, counters)
-        values, leaves = self._compute_whole(step, buffers, batch, {}, trains=True)
+        values, parameters = self._compute_whole(step, buffers, leaves, {}, trains=True)
         loss = values[step.loss]
-        trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        trained = {name: leaf for name, leaf in parameters.items() if leaf.requires_grad}
         grads = torch.autograd.grad(
             loss, list(trained.values()), torch.full_like(loss, scale), allow_unused=True
         )
@@ -182,7 +183,7 @@ class PlanRuntime:
         self,
         part: StepGraph,
         buffers: Mapping[str, Any],
-        batch: Any,
+        leaves: Leaves,
         values: Values,
         trains: bool = False,
     ) -> tuple[Values, dict[str, Tensor]]:
@@ -192,11 +193,11 @@ class PlanRuntime:
         Every rank does all of it, with random numbers that are the same on all of them and others
         at every step; the rank's own go on after it. values: what `part` receives.
         """
-        leaves = {}
+        parameters = {}
         for given in part.parameters:
             leaf = self.store.gather(self.module.get_parameter(given.name)).detach()
-            leaves[given.name] = leaf.requires_grad_(trains and given.meta.requires_grad)
-        rows = _global_rows(part, batch, self.store.mesh)
+            parameters[given.name] = leaf.requires_grad_(trains and given.meta.requires_grad)
+        rows = _global_rows(part, leaves, self.store.mesh)
         # By default fork_rng touches every GPU of the node, with a warning; the others belong to
         # other ranks.
         here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -204,8 +205,8 @@ class PlanRuntime:
             torch.manual_seed(
                 (self._seed * 1_000_003 + self.num_steps) % 2**63
             )  # a seed of its own may be large
-            found = run_step(part, leaves, buffers, rows, values)
-        return {value: found[value] for value in part.escaping}, leaves
+            found = run_step(part, parameters, buffers, rows, values)
+        return {value: found[value] for value in part.escaping}, parameters
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's random streams, for a checkpoint: plain data."""
@@ -281,20 +282,19 @@ def step_buffers(module: nn.Module, step: StepGraph, counters: Mapping[str, int]
     return {**held, **{name: held[name].clone() for name in step.kept_buffers}, COUNTERS: counters}
 
 
-def batch_rows(step: StepGraph, batch: Any) -> list[Tensor]:
+def batch_rows(step: StepGraph, leaves: Leaves) -> list[Tensor]:
     """The batch's tensor leaves in `step.batch` order: this rank's rows, or all of them
     (`batch_scope="global"`).
     """
-    leaves = pytree.tree_leaves(batch)
     return [leaves[given.leaf] for given in step.batch]
 
 
-def _rows_at_place(step: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
+def _rows_at_place(step: StepGraph, leaves: Leaves, mesh: MeshComm) -> list[Tensor]:
     """The rows of this rank's place in the mesh: of another rank where devices lie in an order of
     their own.
     """
-    rows = batch_rows(step, batch)
-    if step.batch_scope == "global":
+    rows = batch_rows(step, leaves)
+    if step.batch_scope == "global" or mesh.is_in_order:
         return rows
     exchanged = []
     for leaf, tensor in zip(step.batch, rows, strict=True):
@@ -303,13 +303,13 @@ def _rows_at_place(step: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
     return exchanged
 
 
-def _global_rows(part: StepGraph, batch: Any, mesh: MeshComm) -> list[Tensor]:
+def _global_rows(part: StepGraph, leaves: Leaves, mesh: MeshComm) -> list[Tensor]:
     """The tensors of the global batch that `part` reads. Collective where the ranks bring rows of
     their own.
 
     mesh: of all ranks.
     """
-    rows, axis = _rows_at_place(part, batch, mesh), mesh.whole
+    rows, axis = _rows_at_place(part, leaves, mesh), mesh.whole
     if part.batch_scope == "global":
         return rows
     pairs = zip(part.batch, rows, strict=True)

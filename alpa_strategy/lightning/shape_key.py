@@ -1,0 +1,49 @@
+"""Which batches one program may serve: those with equal keys, made of containers and shapes.
+
+A key is made of every batch, so the usual containers are walked here, some times as fast as by
+`torch.utils._pytree`. What else torch or a user has registered as a container is left to it.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from alpa_strategy.capture.non_tensor_inputs import may_be_unread, register_batch_types
+
+# Values of these types are leaves, whatever is registered.
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def shape_key(batch: Any) -> Hashable:
+    """Equal for batches that one program may serve."""
+    return keyed_leaves(batch)[0]
+
+
+def keyed_leaves(batch: Any) -> tuple[Hashable, list[Any]]:
+    """`shape_key(batch)`, and the batch's leaves in the order of `pytree.tree_leaves`."""
+    leaves: list[Any] = []
+    return _key(batch, leaves), leaves
+
+
+def _key(value: Any, leaves: list[Any]) -> Hashable:
+    """The key of a part of a batch; adds its leaves to `leaves`."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return (kind, *[_key(item, leaves) for item in value])
+    if kind is dict:
+        return (kind, tuple(value), *[_key(item, leaves) for item in value.values()])
+    if isinstance(value, Tensor) or kind in _PLAIN:
+        leaves.append(value)
+        return _leaf_key(value)
+    register_batch_types(value)
+    parts, spec = pytree.tree_flatten(value)
+    leaves += parts
+    return (spec, *map(_leaf_key, parts))
+
+
+def _leaf_key(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    return type(leaf).__qualname__ if may_be_unread(leaf) else leaf
