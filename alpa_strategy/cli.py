@@ -97,7 +97,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # argparse ends a list of positionals at the first option: `alpa plan R --cluster C key=value`
     # leaves `key=value` in `rest`.
     takes_overrides = hasattr(arguments, "overrides")
-    unknown = [text for text in rest if text.startswith("-")] if takes_overrides else rest
+    unknown = rest
+    if takes_overrides:
+        unknown = [text for text in rest if text.startswith("-")]
     if unknown:
         parser.error(
             f"unrecognized arguments: {' '.join(unknown)} (a recipe's are written"

@@ -222,7 +222,10 @@ def _read(name: str, value: object) -> Any:
     Raises:
         OptionError: the option cannot have this value.
     """
-    return None if value is None and name in _SOLVED else read_option(name, value)
+    if value is None and name in _SOLVED:
+        return None
+
+    return read_option(name, value)
 
 
 # Options whose value None means "solve it".
