@@ -102,9 +102,12 @@ class EvaluationLoop:
         if self._apart is None:
             following, needs = zip(*all_gather_object((own, needed)), strict=True)
             if len(set(following)) > 1:
-                missed = min(each for each in following if each is not None)
-                ranks = [rank for rank, each in enumerate(following) if each != missed]
-                self._apart = f"ranks {ranks} have no batch of dataloader {missed} in this evaluation, the others have"
+                missed = min(loader for loader in following if loader is not None)
+                ranks = [rank for rank, loader in enumerate(following) if loader != missed]
+                self._apart = (
+                    f"ranks {ranks} have no batch of dataloader {missed} in this evaluation, the"
+                    " others have"
+                )
             needed = any(needs)
         if self._apart is not None and needed:
             raise RuntimeMismatchError(

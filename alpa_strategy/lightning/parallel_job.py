@@ -116,7 +116,8 @@ def watch_children(
 
     # A rank that raises an error reports it itself, and the others report that they end because of
     # it. A rank that a signal killed cannot.
-    was_killed = any(code is not None and code < 0 for code in codes)
+    exit_codes = [code for code in codes if code is not None]
+    was_killed = any(code < 0 for code in exit_codes)
     if not was_killed and ending.wait(REPORT_SECONDS):
         return
 
@@ -463,9 +464,10 @@ class JobSignals:
             ends, interrupts, requeues = flags[:3]
             trains, pauses, over = flags[3:]
 
-            self._is_alone = point == PAUSES and (trains or over)
             if point == PAUSES:
+                self._is_alone = trains or over
                 return
+            self._is_alone = False
 
         if trains and over:
             # All ranks are here: those that pause have synchronized once more.

@@ -79,8 +79,7 @@ def capture(
         batch: this rank's batch.
         batch_idx: its index in the epoch.
         job: the job.
-        numbers: numbers that have changed since the last capture. They become inputs of the step if
-            that does not change the step otherwise.
+        numbers: numbers that changed since the last capture, to become inputs of the step.
 
     Raises:
         CaptureError: the step cannot be captured.
@@ -91,10 +90,9 @@ def capture(
         module.trainer, batch, job.hooks, job.may_run_eagerly, job.group
     )
     is_joint = job.options.rows == "rank" and world_size() > 1
-    own = {}
+    own: dict[Any, Any] = {}
     if is_joint:
         own = batch_rows.own_leaves(kinds or {}, batch)
-
     captured = partial(
         capture_step,
         module,

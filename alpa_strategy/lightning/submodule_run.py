@@ -1,16 +1,15 @@
-"""SubmoduleRun: steps run as they are written, but for submodules, whose forwards are planned
-programs.
+"""SubmoduleRun: eager steps that call planned programs as the forwards of submodules.
 
-The ranks of a replica run the user's step alike, on the same rows and random numbers, and divide
-the work of the programs. Gradients are complete when they are made, and averaged over replicas, as
-under DDP with a rank for each. The first step runs whole and shows which submodules can be planned.
+The ranks of a replica run the user's step on the same samples and random numbers, and divide the
+work of the programs. Gradients are complete as soon as the backward has computed them, and are
+averaged over replicas, as under DDP with one rank per replica. The first step runs unsharded and
+records the submodules that can be planned.
 """
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -48,14 +47,15 @@ from alpa_strategy.runtime.synced_norms import synced
 
 
 class SubmoduleRun(ShardedRun):
-    """See the file's docstring. Collective.
+    """A run with planned submodules; see the file's docstring. Making one is collective.
 
     Args:
-        why: why the step itself is not captured.
+        given: the module, its optimizers and the job.
+        why: the reason for which the step itself is not captured.
         recorded: calls of submodules in the first step; None: this run records them.
 
     Raises:
-        CaptureError: `why`, where no submodule can be planned either.
+        CaptureError: `why`, if no submodule can be planned either.
     """
 
     _placed: PlanRuntime
@@ -63,61 +63,58 @@ class SubmoduleRun(ShardedRun):
     def __init__(
         self, given: RunInputs, why: CaptureError, recorded: Sequence[Call] | None
     ) -> None:
-        module, job = given.module, given.job
+        module = given.module
+        job = given.job
         assert job.submodules is not None
-        count, options = job.submodules
-        # Each rank loads rows of its own.
+        num_replicas, options = job.submodules
+        # Whether each rank loads samples of its own.
         self._joins = job.replica is None and job.options.batch_scope != "global"
-        self._replica = replica = divide(count)
-        limit, seed = device_limit(job), broadcast_object(torch.initial_seed()) + replica.index
+        self._replica = replica = divide(num_replicas)
+        limit = device_limit(job)
+        seed = broadcast_object(torch.initial_seed()) + replica.index
         job = replace(job, replica=replica, options=replace(options, memory_limit=limit))
+
         infos = [inspect_optimizer([optimizer]) for optimizer in given.optimizers]
-        info = max(infos, key=lambda each: each.state_bytes)
+        info = max(infos, key=lambda info: info.state_bytes)
         info = replace(info, element_wise=all(each.element_wise for each in infos))
         inputs = {each.name: each for each in parameter_inputs(module, trains=True)}
         plan = plan_eager([*inputs.values()], job.options, infos, job.step_devices, limit, why)
-        parts, cluster = list[Call](), None
+
+        calls: list[Call] = []
+        cluster = None
         if recorded is not None:
-            graph, parts = _captured(module, recorded, job, why)
-            cluster, whole, notes = job_cluster(job), plan.stages[0], plan.notes
-            names = {name for each in graph.parameters for name in each.names}
-            rest = [each for name, each in inputs.items() if name not in names]
-            taken = plan_eager(
-                rest, job.options, infos, job.step_devices, limit, why
-            ).predicted.peak_bytes
-            pins = tuple(
-                pin
-                for pin in options.placements
-                if any(fnmatchcase(name, pin[0]) for name in names)
-            )
-            if unmet := [pattern for pattern, _ in {*options.placements} - {*pins}]:
-                rank_zero_info(
-                    f"alpa: placements of {', '.join(unmet)}: whole, as nothing is planned that"
-                    " uses them"
-                )
-            beside = replace(
-                job, options=replace(options, memory_limit=max(limit - taken, 1.0), placements=pins)
-            )
-            found = find_or_make_plan(
-                graph, beside, cluster, info, RankZero(job.limits.plan_timeout_seconds)
-            )
-            modes = whole.parameter_plans | found.stages[0].parameter_plans
-            # Nothing is begun ahead: the user's code is in between.
-            stage = replace(
-                found.stages[0], parameter_plans=modes, shapes=whole.shapes, ahead_bytes=0
-            )
-            plan = replace(
-                found, stages=(stage,), schedule=plan.schedule, notes=(*notes, *found.notes)
-            )
-            inputs |= {each.name: each for each in graph.parameters}
+            graph, calls = _captured(module, recorded, job, why)
+            cluster = job_cluster(job)
+            names = {name for parameter in graph.parameters for name in parameter.names}
+            others = [parameter for name, parameter in inputs.items() if name not in names]
+            plan_of_others = plan_eager(others, job.options, infos, job.step_devices, limit, why)
+            free_bytes = limit - plan_of_others.predicted.peak_bytes
+            job_of_calls = _job_of_calls(job, options, names, free_bytes)
+            rank_zero = RankZero(job.limits.plan_timeout_seconds)
+            plan_of_calls = find_or_make_plan(graph, job_of_calls, cluster, info, rank_zero)
+            plan = _combined(plan, plan_of_calls)
+            inputs |= {parameter.name: parameter for parameter in graph.parameters}
+
         check_optimizer(info, plan.stages)
-        place = job.device, cluster, seed, lambda: 1.0, job.backend, job.compile, replica
         with tuned(job.device), given.sharding(module) as values:
-            self._placed = PlanRuntime(module, [*inputs.values()], plan, *place)
+            self._placed = PlanRuntime(
+                module,
+                [*inputs.values()],
+                plan,
+                job.device,
+                cluster,
+                seed,
+                lambda: 1.0,
+                job.backend,
+                job.compile,
+                replica,
+            )
             super().__init__(replace(given, job=job), info, plan, self._placed.store, limit, values)
+
         self._metrics = [metric for _, metric in outermost_metrics(module)]
+        # The user's code between the programs.
         self._glue = UnshardOnAccess(self.store)
-        programs = [Program(part, self._placed, plan) for part in parts]
+        programs = [Program(call, self._placed, plan) for call in calls]
         self._forwards = Forwards(programs, job, recorded is None)
         self._adapted.enter_context(self._forwards.installed(module))
         # Trainer(sync_batchnorm=True).
@@ -131,16 +128,16 @@ class SubmoduleRun(ShardedRun):
         self.take_buffers()
         for metric in self._metrics:
             self.metrics.make_global(metric)
-        step = partial(
-            eager_step.func, self._of_replica(batch), *eager_step.args[1:], **eager_step.keywords
-        )
-        own = self.module.log
+        full_batch = self._of_replica(batch)
+        step = partial(eager_step.func, full_batch, *eager_step.args[1:], **eager_step.keywords)
+        module_log = self.module.log
 
         def log(*args: Any, **kwargs: Any) -> None:
-            own(*args, **{**kwargs, "sync_dist_group": kwargs.get("sync_dist_group") or REPLICAS})
+            kwargs["sync_dist_group"] = kwargs.get("sync_dist_group") or REPLICAS
+            module_log(*args, **kwargs)
 
         plugin = self.module.trainer.precision_plugin
-        clip = self._in_parts()(plugin.clip_gradients)
+        clip = self._sharded_access()(plugin.clip_gradients)
         changed = [(self.module, "log", log), (plugin, "clip_gradients", clip)]
         self.peers = REPLICAS
         try:
@@ -152,11 +149,12 @@ class SubmoduleRun(ShardedRun):
                 return step()
         finally:
             self.peers = None
-            # As DDP has it.
+            # As under DDP.
             self.buffers_differ = self.syncs and self.module.automatic_optimization
 
     def _of_replica(self, batch: Any) -> Any:
-        """The batch of all ranks of the replica, which draw the same random numbers from here on.
+        """Return the joint batch of the replica's ranks, and equalize their random states.
+
         Collective.
         """
         axis = self.store.mesh.whole
@@ -165,23 +163,21 @@ class SubmoduleRun(ShardedRun):
         set_random_state(all_gather_object(random_state(), self._replica.group)[0])
         return batch_rows.of_replica(self.module.trainer, batch, self._job.hooks, axis, self._joins)
 
-    def _in_parts(self) -> Any:
-        """Context, or decorator, of code that knows of parts."""
+    def _sharded_access(self) -> Any:
+        """Return a context, or decorator, of code that works on shards: nothing is gathered."""
         return patched([(self._glue, "sees", False)])
 
     @override
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        with (
-            super().in_step(),
-            patched([(self._forwards, "is_active", True), (self._glue, "sees", True)]),
-        ):
+        active = patched([(self._forwards, "is_active", True), (self._glue, "sees", True)])
+        with super().in_step(), active:
             yield
 
     @override
     def finish_backward(self) -> None:
         if self.syncs:
-            with self._in_parts():
+            with self._sharded_access():
                 average(
                     self.store.parameters,
                     self._replica.across,
@@ -191,16 +187,17 @@ class SubmoduleRun(ShardedRun):
 
     @override
     def check_gradients(self) -> None:
-        with self._in_parts():
+        with self._sharded_access():
             super().check_gradients()
 
     @contextmanager
     @override
     def stepping(self) -> Iterator[None]:
-        # Perhaps after `loss.backward()`; a mean's mean is itself.
+        # With manual optimization, `loss.backward()` may have run before. Averaging twice changes
+        # nothing.
         if not self.module.automatic_optimization:
             self.finish_backward()
-        with self.whole.suspended(True), self._in_parts():
+        with self.whole.suspended(True), self._sharded_access():
             yield
 
     @override
@@ -219,7 +216,12 @@ class SubmoduleRun(ShardedRun):
 def _captured(
     module: Any, recorded: Sequence[Call], job: Job, why: CaptureError
 ) -> tuple[StepGraph, list[Call]]:
-    """What is planned, as rank 0 finds it out; the same on every rank. Collective."""
+    """Return the graph of the submodules' calls that can be planned, and these calls. Collective.
+
+    Raises:
+        CaptureError: `why`, if there are none.
+        RuntimeMismatchError: the ranks' submodules differ.
+    """
     with job.progress("capture"):
         rank_zero = RankZero(job.limits.plan_timeout_seconds)
         calls, others = rank_zero.result_of(
@@ -311,19 +313,17 @@ class Forwards:
         return type(self), ()
 
     def installed(self, root: nn.Module) -> AbstractContextManager[None]:
-        """Context in which the forwards of submodules are ours."""
+        """Return a context in which the forwards of submodules are replaced."""
         paths = {program.path for program in self._programs}
-        modules = {
-            k: m for k, m in root.named_modules() if k and not isinstance(m, torch.jit.ScriptModule)
-        }
-        own = {
-            k: m
-            for k, m in modules.items()
-            if k in paths or (self.recorded is not None and [*m.parameters()])
-        }
-        return patched(
-            (m, "forward", partial(self._forward, k, m, m.forward)) for k, m in own.items()
-        )
+        patches = []
+        for path, module in root.named_modules():
+            if not path or isinstance(module, torch.jit.ScriptModule):
+                continue
+            is_recorded = self.recorded is not None and any(True for _ in module.parameters())
+            if path in paths or is_recorded:
+                forward = partial(self._forward, path, module, module.forward)
+                patches.append((module, "forward", forward))
+        return patched(patches)
 
     @torch.compiler.disable
     def _forward(
@@ -335,17 +335,20 @@ class Forwards:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if (of_copy := forward_of_copy(module)) is not None:
-            return of_copy(*args, **kwargs)
-        # Not tensors of a program.
+        copied_forward = forward_of_copy(module)
+        if copied_forward is not None:
+            return copied_forward(*args, **kwargs)
+        # Programs cannot compute with the tensors of torch.func's transforms.
         if not self.is_active or torch._C._functorch.peek_interpreter_stack() is not None:
             return forward(*args, **kwargs)
+
         given = (args, kwargs) if _casts(self._device) == self._casts else None
         if self.recorded is None:
-            program = next(
-                (p for p in self._programs if given and p.path == path and p.serves(given)), None
-            )
-            return forward(*args, **kwargs) if program is None else program(given)
+            for program in self._programs if given else ():
+                if program.path == path and program.serves(given):
+                    return program(given)
+            return forward(*args, **kwargs)
+
         self._callers.append(self._record(self.recorded, path, given))
         try:
             return forward(*args, **kwargs)
@@ -353,28 +356,40 @@ class Forwards:
             self._callers.pop()
 
     def _record(self, recorded: list[Call], path: str, given: Any) -> int:
-        """The number of the recorded call that is like this one."""
+        """Return the index of the recorded call with the same signature; record it if new.
+
+        Args:
+            recorded: the recorded calls.
+            path: path of the submodule.
+            given: inputs (args, kwargs); None: they cannot be planned.
+        """
         key: tuple[str, Any] = path, None
-        usable = None
-        # Of many kinds: what cannot be compared, or sent to other ranks.
+        inputs = None
+        # Inputs that cannot be compared, or sent to other ranks, raise errors of many types. Such a
+        # call is recorded without inputs.
         with suppress(Exception):
             to_meta = partial(torch.empty_like, device="meta")
-            found = pytree.tree_map_only(
+            on_meta = pytree.tree_map_only(
                 Tensor, lambda x: to_meta(x, requires_grad=x.requires_grad), given
             )
-            pickle.dumps(found)
-            if hash(kind := shape_key(given)) and given:
-                key, usable = (path, kind), found
-        place = self._places.setdefault(key, len(recorded))
-        if place == len(recorded):
-            recorded.append(Call(path, usable, self._callers[-1] if self._callers else None))
-        # In this call or another one.
-        for leaf in _trained(usable):
-            pytree.tree_leaves(recorded[place].given)[leaf].requires_grad_(True)
-        return place
+            pickle.dumps(on_meta)
+            signature = shape_key(given)
+            if hash(signature) and given:
+                key = path, signature
+                inputs = on_meta
+
+        index = self._indices.setdefault(key, len(recorded))
+        if index == len(recorded):
+            caller = self._callers[-1] if self._callers else None
+            recorded.append(Call(path, inputs, caller))
+        # An input requires a gradient if it does in any call.
+        for leaf in _trained(inputs):
+            pytree.tree_leaves(recorded[index].given)[leaf].requires_grad_(True)
+        return index
 
 
 def _casts(device: str) -> tuple[bool, torch.dtype, torch.dtype]:
+    """Return whether autocast is on, its dtype, and the default dtype."""
     return (
         torch.is_autocast_enabled(device),
         torch.get_autocast_dtype(device),
