@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ from alpa_strategy.lightning.planning import check_optimizer, find_or_make_plan,
 from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 from alpa_strategy.lightning.step_effects import REPLICAS, materialize_output
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.pipeline.step_programs import PlanRuntime
 from alpa_strategy.planner.eager_plan import plan_eager
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
@@ -238,72 +240,129 @@ def _captured(
             "the ranks' submodules are not the same", "build the same module on every rank"
         )
     assert job.replica is not None
+    problem = " ".join(why.problem.split())
+    paths = ", ".join(dict.fromkeys(call.path for call in calls))
     rank_zero_info(
-        f"alpa: the step runs as it is written in {job.replica.count} replicas"
-        f" ({' '.join(why.problem.split())}), as "
-        "under DDP with a rank for each; planned are"
-        f" {', '.join(dict.fromkeys(call.path for call in calls))}{text}"
+        f"alpa: the step runs eagerly in {job.replica.count} replicas ({problem}), as under DDP"
+        f" with one rank per replica; planned are {paths}{text}"
     )
     return graph, parts
 
 
-class Program:
-    """What runs calls of a submodule that are like the one which it was made for."""
+def _job_of_calls(job: Job, options: PlanOptions, names: set[str], free_bytes: float) -> Job:
+    """Return the job with the options for planning the submodules' calls.
 
-    def __init__(self, part: Call, placed: PlanRuntime, plan: Plan) -> None:
-        assert part.step is not None
-        self.path, self._step, self._output, root = part.path, part.step, part.output, placed.module
-        self._run, self._device = placed.training_program(part.step, plan), placed.store.device.type
-        self._key, self._trained = shape_key(part.given), _trained(part.given)
-        # Leaves of others.
-        self._hooks, self._before = (
-            hooks_in(root.get_submodule(part.path)),
-            [None] * part.first,
+    Args:
+        job: the job.
+        options: the user's options.
+        names: names of the calls' parameters; pins of other parameters are dropped, and logged.
+        free_bytes: bytes per device that the other parameters leave free.
+    """
+    pins = []
+    unused = set()
+    for pattern, modes in options.placements:
+        if any(fnmatchcase(name, pattern) for name in names):
+            pins.append((pattern, modes))
+        else:
+            unused.add(pattern)
+    if unused:
+        rank_zero_info(
+            f"alpa: placements of {', '.join(unused)}: not sharded, as no planned submodule uses"
+            " them"
         )
 
+    options = replace(options, memory_limit=max(free_bytes, 1.0), placements=tuple(pins))
+    return replace(job, options=options)
+
+
+def _combined(plan: Plan, plan_of_calls: Plan) -> Plan:
+    """Return the plan of the calls with the parameters and notes of the module's eager `plan`."""
+    stage = plan.stages[0]
+    stage_of_calls = plan_of_calls.stages[0]
+    # Nothing is prefetched: the user's code runs between the programs.
+    combined_stage = replace(
+        stage_of_calls,
+        parameter_plans=stage.parameter_plans | stage_of_calls.parameter_plans,
+        shapes=stage.shapes,
+        ahead_bytes=0,
+    )
+    notes = (*plan.notes, *plan_of_calls.notes)
+    return replace(plan_of_calls, stages=(combined_stage,), schedule=plan.schedule, notes=notes)
+
+
+class Program:
+    """Runs the calls of a submodule that have the same signature as the recorded one.
+
+    Args:
+        call: the recorded call.
+        runtime: the runtime of the plan.
+        plan: the plan.
+    """
+
+    def __init__(self, call: Call, runtime: PlanRuntime, plan: Plan) -> None:
+        assert call.step is not None
+        self.path = call.path
+        self._step = call.step
+        self._output = call.output
+        self._run = runtime.training_program(call.step, plan)
+        self._device = runtime.store.device.type
+        self._key = shape_key(call.given)
+        self._trained = _trained(call.given)
+        self._hooks = hooks_in(runtime.module.get_submodule(call.path))
+        # Stand for the inputs of earlier calls in the graph.
+        self._before = [None] * call.first
+
     def serves(self, given: Any) -> bool:
-        """Whether it is for inputs (args, kwargs) like these, and for the submodule as it is
+        """Whether it can compute the forward for inputs (args, kwargs), with the submodule's state
         now.
         """
-        if (
-            shape_key(given) != self._key
-            or not _trained(given) <= self._trained
-            or any(self._hooks)
-        ):
+        if shape_key(given) != self._key or any(self._hooks):
             return False
+        if not _trained(given) <= self._trained:
+            return False
+
         is_same = changed_value(self._step.attributes) is None
         return is_same and leaves_hold(self._step.leaves, [self._before, given])
 
     def __call__(self, given: Any) -> Any:
+        """Return the submodule's output for the inputs (args, kwargs)."""
         with torch._C.DisableTorchFunction(), torch.autocast(self._device, enabled=False):
             batch = pytree.tree_map_only(Tensor, Tensor.contiguous, [self._before, given])
-            return materialize_output(self._output, self._run(pytree.tree_leaves(batch), {}))
+            leaves = pytree.tree_leaves(batch)
+            return materialize_output(self._output, self._run(leaves, {}))
 
 
 def _trained(given: Any) -> set[int]:
-    """The places of tensors that want gradients."""
-    return {
-        i
-        for i, x in enumerate(pytree.tree_leaves(given))
-        if isinstance(x, Tensor) and x.requires_grad
-    }
+    """Return the indices of the leaves that require gradients."""
+    indices = set()
+    for index, leaf in enumerate(pytree.tree_leaves(given)):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            indices.add(index)
+    return indices
 
 
 class Forwards:
-    """Forwards of submodules: as they are written, recorded or not, or as a program does them.
-    Copies are inactive.
+    """Forwards of submodules: eager, eager and recorded, or computed by a program.
+
+    Copies and pickles are inactive.
+
+    Args:
+        programs: the programs.
+        job: the job; None: inactive.
+        records: whether calls are recorded.
     """
 
     def __init__(
         self, programs: Sequence[Program] = (), job: Job | None = None, records: bool = False
     ) -> None:
         self._programs = programs
-        # Callers first.
+        # Recorded calls, callers before callees; None: calls are not recorded.
         self.recorded = list[Call]() if records else None
-        # Of recorded calls, by what they are.
-        self._places: dict[Any, int] = {}
+        # Path and signature of a recorded call -> its index.
+        self._indices: dict[Any, int] = {}
+        # Indices of the calls that are running, outermost first.
         self._callers: list[int] = []
-        # True in a step, and in its backward, where forwards may run again.
+        # True in a step and in its backward, which may recompute forwards.
         self.is_active = False
         self._device = "cpu" if job is None else job.device.type
         with nullcontext() if job is None else job.context():
