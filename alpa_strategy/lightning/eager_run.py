@@ -144,7 +144,7 @@ def _recomputes_batch_norms(module: Any) -> bool:
 
 def parameter_inputs(module: nn.Module, trains: bool) -> list[ParameterInput]:
     """Return every parameter once, with all its names; without gradients if not `trains`."""
-    inputs = []
+    inputs: list[ParameterInput] = []
     for tensor, names in names_by_tensor(module):
         if isinstance(tensor, nn.Parameter):
             requires_grad = tensor.requires_grad and trains

@@ -191,8 +191,9 @@ class ShardedRun(ABC):
         if not self.plan.is_pipelined and self.on_use is None:
             # One device's step: who looks after every batch (to clip, say) finds what it would
             # there.
-            looks = not self.plan.is_eager and has_own_hooks(self.module, ("on_after_backward",))
-            self.store.sync(enabled or looks)
+            hooks = ("on_after_backward",)
+            is_read = not self.plan.is_eager and has_own_hooks(self.module, self._trainer, hooks)
+            self.store.sync(enabled or is_read)
 
     def leave_steps(self) -> None:
         """The next step is another run's, in the midst of an epoch."""
