@@ -187,16 +187,20 @@ class Checkpoints:
 
     @property
     def resumed(self) -> Mapping[str, Any]:
-        """`ShardedRun.state_dict` of the training that is taken up, empty where none is."""
-        return {} if self._resume is None else self._resume.run or {}
+        """The `ShardedRun.state_dict` of the resumed training; empty if there is none."""
+        if self._resume is None:
+            return {}
+
+        return self._resume.run or {}
 
     @property
     def resumes_an_epoch_of_other_ranks(self) -> bool:
-        """Whether the middle of an epoch is taken up whose rows other ranks shared."""
+        """Whether the run continues an epoch whose samples another number of ranks shared."""
         return self._resume is not None and self._resume.is_of_other_ranks
 
     def restore(self, run: Any, optimizers: Sequence[Optimizer]) -> None:
-        """The run is sharded: read this rank's parts, and continue its random streams.
+        """Read this rank's shards from the checkpoint, and continue its random streams.
+
         Collective.
         """
         self._run = run
@@ -209,7 +213,7 @@ class Checkpoints:
         run.load_state_dict(self.resumed)
 
     def restore_parameters(self, store: ParameterStore) -> None:
-        """Read this rank's parts of the parameters that wait for it. Collective."""
+        """Read this rank's shards of the parameters that the checkpoint has. Collective."""
         if self.parameters_to_load:
             on_all_ranks(
                 lambda: sharded_state_dict.load_parameters(self.parameters_to_load, store),
@@ -226,7 +230,7 @@ class Checkpoints:
             on_all_ranks(
                 lambda: sharded_state_dict.restore_state(optimizer, stored, store), lambda _: None
             )
-            # On the device, or in host memory.
+            # Each state is placed as its parameter, on the device or in host memory.
             for parameter, state in optimizer.state.items():
                 moved = {
                     key: move_data_to_device(value, parameter.device)
@@ -235,8 +239,8 @@ class Checkpoints:
                 state.update({key: value for key, value in moved.items() if key != "step"})
 
     def process_dataloader(self, loader: Any) -> Any:
-        """A training dataloader that knows its position, and takes up that of the checkpoint."""
-        # None: somebody asks for it before any fit.
+        """Return a training dataloader with a known position, from that of the checkpoint on."""
+        # Users may require a dataloader before any fit.
         if self._trainer is None or not self._trainer.training:
             return loader
         resume = self._resume

@@ -115,9 +115,10 @@ class DeferredInit:
         self._make_others(module)
 
         is_training = trainer.state.fn == TrainerFn.FITTING
-        stays_full = not is_on_meta(module) or world_size() == 1
-        if not stays_full and not is_training:
-            stays_full = fits(module)
+        if not is_on_meta(module) or world_size() == 1:
+            stays_full = True
+        else:
+            stays_full = not is_training and fits(module)
         if stays_full:
             self._put_placeholders(module)
             self._finish()

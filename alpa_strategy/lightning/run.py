@@ -52,14 +52,16 @@ from alpa_strategy.runtime.step_by_bucket import fused
 MEASURED_STEPS = range(5, 25)
 # Before the Trainer clears them.
 _SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")
-# Shapes that are captured where steps may run as they are written: two (a last batch may be
-# shorter), and one more each so many steps. Where they come faster, captures would take longer than
-# the steps that they serve.
-MANY_SHAPES, STEPS_PER_SHAPE = 10, 200
-# The same for what a step reads besides shapes: values of attributes and buffers, paths that Python
-# takes.
+# Number of shapes that are captured if steps may run eagerly: two (a last batch may be shorter),
+# one more per STEPS_PER_SHAPE steps, at most MANY_SHAPES. If new shapes come faster, captures take
+# longer than the steps that they serve.
+MANY_SHAPES = 10
+STEPS_PER_SHAPE = 200
+
+# The same for changes of attributes, buffers and paths of Python that a step depends on.
 CHANGES = 8
-# Of one batch shape.
+
+# Largest number of programs for one batch shape.
 MAX_PROGRAMS = 16
 
 
@@ -91,17 +93,15 @@ class Run(ShardedRun):
         self, given: RunInputs, batch: Any, batch_idx: int, resumed: Mapping[str, Any] | None
     ) -> None:
         module, job = given.module, given.job
-        seed, rank_zero = (
-            broadcast_object(torch.initial_seed()),
-            RankZero(job.limits.plan_timeout_seconds),
-        )
-        self._rank_zero, replica = rank_zero, job.replica
-        # Others draw other numbers.
+        seed = broadcast_object(torch.initial_seed())
+        timeout = job.limits.plan_timeout_seconds
+        rank_zero = RankZero(timeout)
+        self._rank_zero = rank_zero
+        replica = job.replica
+        # Other replicas draw other random numbers.
         if replica is not None:
-            seed, self._rank_zero = (
-                seed + replica.index,
-                RankZero(job.limits.plan_timeout_seconds, replica.group),
-            )
+            seed += replica.index
+            self._rank_zero = RankZero(timeout, replica.group)
         self._to_fuse = given.optimizers if job.compile is not None else ()
         with fused(self._to_fuse):
             info = inspect_optimizer(given.optimizers)
@@ -125,16 +125,10 @@ class Run(ShardedRun):
         limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
         buffers = step.buffers if replica is None else ()
         with tuned(job.device), given.sharding(module) as values, job.progress("lower"):
-            place = (
-                job.device,
-                self._cluster,
-                seed,
-                self._loss_scale,
-                job.backend,
-                job.compile,
-                replica,
+            devices = (job.device, self._cluster, seed, self._loss_scale)
+            self._placed = PlanRuntime(
+                module, step.parameters, plan, *devices, job.backend, job.compile, replica
             )
-            self._placed = PlanRuntime(module, step.parameters, plan, *place)
             super().__init__(given, info, plan, self._placed.store, limit, values, buffers)
             # Else the resumed run's first batch.
             if plan.fingerprint.batch == step.batch_digest:
@@ -225,9 +219,10 @@ class Run(ShardedRun):
             yield
 
     def _clear_gradients(self, batch_idx: int) -> None:
-        """The Trainer clears the last gradients after the step: where nobody looks at them in
-        between they go now, and
-        need no memory beside its activations, or its own gradients."""
+        """Clear the last step's gradients before the forward, if no hook reads them until then.
+
+        The Trainer clears them after it, when they would add to the memory of activations.
+        """
         begins = batch_idx % self._trainer.accumulate_grad_batches == 0
         if begins and not has_own_hooks(self.module, self._trainer, _SEE_GRADIENTS):
             # The module's own take half a millisecond to find.
@@ -341,10 +336,15 @@ class Run(ShardedRun):
             found |= {*last.step.numbers, *changed_numbers(last.step, self.module, batch)}
         places = sorted(found, key=str)
         values = numbers_now(places, self.module, batch)
-        everywhere = all_gather_object(values, self._job.group)
-        same = [p for p in places if len({repr(each.get(str(p))) for each in everywhere}) == 1]
-        self._numbers = [p for p in places if p in same and type(values[str(p)]) in (int, float)]
-        return tuple(self._numbers)
+        values_of_ranks = all_gather_object(values, self._job.group)
+        numbers = []
+        for place in places:
+            name = str(place)
+            texts = {repr(of_rank.get(name)) for of_rank in values_of_ranks}
+            if len(texts) == 1 and type(values[name]) in (int, float):
+                numbers.append(place)
+        self._numbers = numbers
+        return tuple(numbers)
 
     def _keep(
         self, key: Hashable, step: StepGraph, program: StepProgram, batch: Any

@@ -378,7 +378,8 @@ class Forwards:
         for path, module in root.named_modules():
             if not path or isinstance(module, torch.jit.ScriptModule):
                 continue
-            is_recorded = self.recorded is not None and any(True for _ in module.parameters())
+            has_parameters = next(module.parameters(), None) is not None
+            is_recorded = self.recorded is not None and has_parameters
             if path in paths or is_recorded:
                 forward = partial(self._forward, path, module, module.forward)
                 patches.append((module, "forward", forward))
