@@ -386,7 +386,7 @@ def _tuned(
     Raises:
         AlpaError: the recipe has no batch size, or no batch size has a plan.
     """
-    from alpa_strategy.planner.planner import best_batch, tune_batch
+    from alpa_strategy.planner.batch_size import best_batch, tune_batch
 
     recipe = load_recipe(arguments.recipe, overrides)
     batch_size = recipe.data.get("batch_size")

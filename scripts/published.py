@@ -87,7 +87,7 @@ of the line rate between nodes) were fitted by coordinate descent on the sources
 source; no constant belongs to a row. The forms themselves were chosen with all of these sources in view.
 
 What a program did that ours does not is in `published_rows.PROGRAMS` and priced as it did it: gathers ahead of their
-use, gradients in fp32, a fused loss, sequence-parallel activations gathered again. `fit`: predicted to need at most the
+use, gradients in fp32, a fused loss, sequence-parallel activations re-gathered. `fit`: predicted to need at most the
 device's memory. Errors are of the step's seconds; rank is Spearman's of tokens/s."""
 HEADER = [
     "source",

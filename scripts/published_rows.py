@@ -29,7 +29,7 @@ class Program:
             stages of a pipeline that are cut by time and not by blocks.
         recomputes_blocks: "selective" recomputation is that of whole blocks, evenly spaced; HFU /
             MFU tells how many.
-        gathers_again: sequence-parallel activations are kept in shards and gathered again in the
+        gathers_again: sequence-parallel activations are kept in shards and re-gathered in the
             backward.
         flops: how tokens/s follow from published FLOP/s (`measured_seconds`).
         fused_casts: float8 products scale and cast in kernels of their own library's, whatever else
