@@ -332,12 +332,12 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     ),
     "remat": (
         _remat,
-        "is neither true or false nor names",
+        "is neither true, false nor names",
         'write true, false, "selective", or names of ops or modules',
     ),
     "offload": (
         _offload,
-        "is neither true or false nor names",
+        "is neither true, false nor names",
         "write true, false, or names of parameters",
     ),
     "costs": (_costs, "", ""),

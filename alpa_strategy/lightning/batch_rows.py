@@ -1,13 +1,11 @@
-"""Which leaves of a batch are rows, one for each sample: as the loader's collation shows, not as
-sizes suggest.
+"""Finds the leaves of a batch that have a batch dim, by trials of the loader's collation.
 
-`default_collate` stacks samples, so all its tensors are rows. Any other collate function is tried
-on its first samples
-twice and one of them three times: what has so many rows more then has one row a sample, if whole
-numbers in it do not change with what else is in the batch, as indices of rows do. That happens
-where batches are made (in the loader's worker), to samples that were loaded anyway, and leaves its
-random numbers and attributes as they were. Hooks around the transfer to the device are tried in the
-same way on the first batch; what hooks store is known by reading their code.
+`default_collate` stacks samples, so all its tensors have a batch dim. Any other collate function is
+tried on its first samples, each of them twice and one three times. A leaf that grows by the same
+number has a batch dim, unless its integers depend on the other samples (indices of samples do).
+A trial runs where batches are made (in the loader's worker), on samples that were loaded anyway,
+and restores random numbers and attributes. Hooks around the transfer to the device are tried in the
+same way on the first batch. Attributes that hooks store are found in their code.
 """
 
 import copy
@@ -40,8 +38,11 @@ from alpa_strategy.lightning.digests import REPLICA, digest
 from alpa_strategy.lightning.rank_consistency import SAME_SHAPES
 
 Kind = Literal["rows", "same", "own"]
-"""Of a leaf, a tensor or a number that is no item of a list: one row a sample; the same whatever the samples; made of
-this batch's samples in another way."""
+"""The kind of a leaf, a tensor or a number that is no item of a list.
+
+rows: it has a batch dim; same: it does not depend on the samples; own: it depends on this batch's
+samples in another way.
+"""
 
 MAX_LEAVES = 4096
 _BATCH_SIZE = re.compile("batch(?!es)|^bsz?$", re.IGNORECASE)
@@ -53,7 +54,7 @@ _TRANSFER_HOOKS = (
     "on_after_batch_transfer",
 )
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-# Between a step and the update of its weights.
+# Hooks between a step and the update of its weights.
 UPDATE_HOOKS = ("on_before_backward", "backward", *AFTER_BACKWARD)
 
 
@@ -99,11 +100,10 @@ class RecordedCollate:
     def kinds(self) -> tuple[Kind, ...] | None:
         """Of every leaf; None where that is not known."""
         count = int(self._found[0]) - 1
-        return (
-            None
-            if count < 0
-            else tuple(_KINDS[kind] for kind in self._found[1 : 1 + count].tolist())
-        )
+        if count < 0:
+            return None
+
+        return tuple(_KINDS[kind] for kind in self._found[1 : 1 + count].tolist())
 
     def _with_more(self, samples: list[Any]) -> tuple[Any, Any] | None:
         """Two batches of the same samples, more than once, which differ where random numbers are
@@ -131,10 +131,9 @@ def _more_rows(count: int) -> list[int]:
 def _kinds_in(batch: Any, probe: Any, again: Any, count: int) -> list[Kind]:
     """Of every leaf of `batch`, made of `count` samples; probe, again: of `_more_rows` of them."""
     leaves, more, repeated = (_tensors_in(each) for each in (batch, probe, again))
-    found: dict[Any, Kind] = {
-        path: _kind(leaf, more[path], count) if path in more else "own"
-        for path, leaf in leaves.items()
-    }
+    found: dict[Any, Kind] = {}
+    for path, leaf in leaves.items():
+        found[path] = _kind(leaf, more[path], count) if path in more else "own"
     rows = [
         path
         for path, kind in found.items()
@@ -174,14 +173,14 @@ def _counts(leaf: Tensor) -> bool:
 
 def _kind(leaf: Tensor, more: Tensor, count: int) -> Kind:
     if leaf.shape[:1] == (count,) and more.shape == (len(_more_rows(count)), *leaf.shape[1:]):
-        # As far as the number of rows, whatever that is: indices of rows, also at random.
-        reaches = (
-            _counts(leaf)
-            and leaf.numel() > 0
-            and bool(leaf.max() < count <= more.max() < len(_more_rows(count)))
-        )
+        # Values that reach up to the number of samples are indices of samples, also random ones.
+        reaches = False
+        if _counts(leaf) and leaf.numel() > 0:
+            reaches = bool(leaf.max() < count <= more.max() < len(_more_rows(count)))
         return "own" if reaches or _shares(leaf, more) else "rows"
-    return "same" if leaf.shape == more.shape and bool((leaf == more).all()) else "own"
+
+    is_same = leaf.shape == more.shape and bool((leaf == more).all())
+    return "same" if is_same else "own"
 
 
 def _moved(leaf: Tensor, now: Tensor) -> bool:
@@ -235,14 +234,14 @@ class BatchHooks:
         batch comes.
         """
         self.close()
-        self.kinds, self.stored, self.are_tried = None, {}, True
+        self.kinds = None
+        self.stored = {}
+        self.are_tried = True
         if world_size() == 1:
             return
-        owners = [
-            each
-            for each in (module, getattr(module.trainer, "datamodule", None))
-            if each is not None
-        ]
+
+        data = getattr(module.trainer, "datamodule", None)
+        owners = [module] if data is None else [module, data]
         hooks = [
             (owner, n)
             for owner in owners
@@ -587,8 +586,14 @@ def check_own_numbers(
     by_place = not (is_guess and may_run_eagerly)
     own_step = functools.partial(again, batch, world_size=1)
     if not text and (line := where_rows_meet(step, world_size(), by_place, own_step)) is not None:
-        text = f"rows are taken by their places in the batch ({line}), where the batch of all ranks has others"
-        guess = f"the loader yields batches, not samples: what meets here may be rows or a sequence's steps ({line})"
+        text = (
+            f"rows are taken by their places in the batch ({line}), where the batch of all ranks"
+            " has others"
+        )
+        guess = (
+            "the loader yields batches, not samples: what meets here may be rows or a sequence's"
+            f" steps ({line})"
+        )
         text = text if by_place else guess
     if text and may_run_eagerly:
         raise NotRowsError(text, REPLICA)
@@ -630,13 +635,15 @@ def _computes_with(
         is_number = is_read and type(part) is int and part == rows
         if is_number or is_list(part):
             names.add(f"the batch's {pytree.keystr(path)}")
-        return step.batch_size if is_number else part * world_size() if is_list(part) else part
+        if is_number:
+            return step.batch_size
+        return part * world_size() if is_list(part) else part
 
     others = pytree.tree_map_with_path(of_all, batch, is_leaf=is_list)
     if not names | in_hooks:
         return ""
     if not in_hooks:
-        # Of the user's code, that was not written for so many rows.
+        # The user's code may not work for `n` times the samples.
         with (
             patched(patches),
             suppress(Exception),

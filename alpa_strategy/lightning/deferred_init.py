@@ -7,6 +7,7 @@ after the other, sharded, and the rest is freed.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,8 @@ class DeferredInit:
             return
 
         self._loaded = {module.get_parameter(name): tensor for name, tensor in loaded.items()}
-        on_all_ranks(lambda: self._reset(module), lambda _: None)
+        # No rank needs the others' results, only their errors.
+        on_all_ranks(partial(self._reset, module), lambda _: None)
         _synchronize(self._recorder)
         self._make_others(module)
 

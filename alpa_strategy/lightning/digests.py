@@ -66,9 +66,13 @@ class ReplicatedInputCheck:
         paths = [path for path, _ in pytree.tree_flatten_with_path(batch)[0]]
         used = set(step.consumers)
         self._all = step.batch_scope == "global"
-        read = [leaf for leaf in step.batch if leaf.value in used]
-        self._leaves = [leaf.leaf for leaf in read if self._all or leaf.batch_dim is None]
-        self.names = [pytree.keystr(paths[leaf]) or "the batch" for leaf in self._leaves]
+        self._leaves: list[int] = []
+        self.names: list[str] = []
+        for leaf in step.batch:
+            is_replicated = self._all or leaf.batch_dim is None
+            if leaf.value in used and is_replicated:
+                self._leaves.append(leaf.leaf)
+                self.names.append(pytree.keystr(paths[leaf.leaf]) or "the batch")
         self._in_flight: tuple[Tensor, Any] | None = None
         self._group = group
 
