@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -43,6 +44,7 @@ from alpa_strategy.sharding.redistribute import reshard_table
 
 MAX_TABLE_ENTRIES = 10_000_000
 MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
+TOGETHER_ENTRIES = 2_000_000  # of one table at all prices that are solved together
 # The last axis of `parts`: seconds of a micro-batch and once per step; bytes always and per
 # micro-batch in flight, boundary in, boundary out, largest short-lived; where every layer is
 # recomputed alone: the largest layer's graph, and what passes from layer to layer inside the run;
@@ -122,47 +124,80 @@ def layer_matrix(
     live = [np.flatnonzero(np.isfinite(p.forward + p.backward + p.once)) for p in joined.choices]
     if any(len(strategies) == 0 for strategies in live):
         return LayerMatrix(objective, parts)
-    problems = [_problem_at(joined, price, num_microbatches) for price in prices]
+    problem = _problem_at(joined, prices, num_microbatches)
     if any(
         len(strategies) < len(p.forward) for strategies, p in zip(live, joined.choices, strict=True)
     ):
-        problems = [
-            restrict_strategies(problem, live) for problem in problems
-        ]  # what pins forbid is not even looked at
+        problem = restrict_strategies(problem, live)  # what pins forbid is not even looked at
     kept = (joined.entering, joined.leaving)
-    for k, (found, values) in enumerate(
-        _by_elimination(problems, kept) or dense_layer_costs(problems, kept)
-    ):
-        objective[k] = found
-        values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
-        parts[k] = _sum_parts(joined, values, shape[1:], begins)
+    found = _by_elimination(problem, kept)
+    if found is None:
+        found = _stacked(dense_layer_costs(_one_by_one(problem, len(prices)), kept))
+    objective[:], values = found
+    values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
+    parts[:] = _sum_parts(joined, values, shape, begins)
     objective += num_microbatches * sum(passing)
     parts[..., Part.FORWARD] += passing[0]
     parts[..., Part.BACKWARD] += passing[1]
     return LayerMatrix(objective, parts)
 
 
-def _problem_at(joined: "LayerProblem", price: Price, num_microbatches: int) -> Problem:
-    choices = _priced(joined.choices, price, num_microbatches)
-    tables = _priced(joined.transfers, price, num_microbatches)
+def _problem_at(joined: "LayerProblem", prices: Sequence[Price], num_microbatches: int) -> Problem:
+    """The layer's problem at all prices: costs have a leading axis for them."""
+    choices = _priced(joined.choices, prices, num_microbatches)
+    tables = _priced(joined.transfers, prices, num_microbatches)
     return Problem(
         tuple(Choice(str(i), cost, cost) for i, cost in enumerate(choices)),
         tuple(replace(t, cost=c, memory=c) for t, c in zip(joined.problem, tables, strict=True)),
     )
 
 
-def _by_elimination(problems: Sequence[Problem], kept: tuple[int, int]) -> "list[Pairs] | None":
-    """[p, q] of every problem, exact; None where that would take too large tables."""
-    order: list[int] | None = None
-    found: list[Pairs] = []
-    for problem in problems:
-        network = network_of(problem)
-        if network is not None and order is None:  # they differ in prices alone
-            order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES, kept)
-        if network is None or order is None:
-            return None
-        found.append(eliminate(network, order, kept))  # [p, q]
+def _by_elimination(problem: Problem, kept: tuple[int, int]) -> "Pairs | None":
+    """[price, p, q], exact; None where that would take too large tables."""
+    network = network_of(problem)
+    order = None
+    if network is not None:
+        order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES, kept)
+    if network is None or order is None:
+        return None
+    together = max(1, int(TOGETHER_ENTRIES / max(order.most_entries, 1.0)))
+    num_prices = len(problem.choices[0].cost)
+    found = []
+    for first in range(0, num_prices, together):
+        part = network.with_tables(partial(_rows, first=first, last=first + together))
+        found.append(eliminate(part, order.variables, kept))
+    return _joined_prices(found)
+
+
+def _rows(table: np.ndarray, first: int, last: int) -> np.ndarray:
+    """The table at some of its prices; one that holds at all of them as it is."""
+    return table if len(table) == 1 else table[first:last]
+
+
+def _joined_prices(found: Sequence["Pairs"]) -> "Pairs":
+    """What was found for some prices each, as one."""
+    if len(found) == 1:
+        return found[0]
+    objectives, values = zip(*found, strict=True)
+    every = zip(*values, strict=True)
+    return np.concatenate(objectives), [np.concatenate(of_choice) for of_choice in every]
+
+
+def _one_by_one(problem: Problem, num_prices: int) -> list[Problem]:
+    """The problem at each price alone."""
+    found = []
+    for k in range(num_prices):
+        choices = tuple(replace(x, cost=x.cost[k], memory=x.memory[k]) for x in problem.choices)
+        transfers = tuple(replace(t, cost=t.cost[k], memory=t.memory[k]) for t in problem.transfers)
+        found.append(Problem(choices, transfers))
     return found
+
+
+def _stacked(found: Sequence["Pairs"]) -> "Pairs":
+    """[price, p, q] of one pair of tables per price."""
+    objectives, values = zip(*found, strict=True)
+    every = zip(*values, strict=True)
+    return np.stack(objectives), [np.stack(of_choice) for of_choice in every]
 
 
 @dataclass(frozen=True)
@@ -261,20 +296,28 @@ def _followed(
 
 
 def _priced(
-    parts: Sequence[CostBreakdown], price: Price, num_microbatches: int
+    parts: Sequence[CostBreakdown], prices: Sequence[Price], num_microbatches: int
 ) -> list[np.ndarray]:
-    per_byte, in_flight = price
-    seconds, num_bytes = weigh(parts, num_microbatches, in_flight)
-    return (
-        [s + per_byte * b for s, b in zip(seconds, num_bytes, strict=True)] if per_byte else seconds
-    )
+    """[price, ...] of each: its seconds, and its bytes at their price."""
+    seconds, _ = weigh(parts, num_microbatches, 1)
+    per_byte = np.array([price for price, _ in prices])
+    in_flight = np.array([alive for _, alive in prices])
+    found = []
+    for own, each in zip(parts, seconds, strict=True):
+        axes = (-1, *[1] * each.ndim)
+        cost = np.broadcast_to(each, (len(prices), *each.shape))
+        if per_byte.any() and not own.nonzero.isdisjoint(("always", "saved")):
+            num_bytes = own.always + in_flight.reshape(axes) * own.saved
+            cost = each + per_byte.reshape(axes) * num_bytes
+        found.append(cost)
+    return found
 
 
 def _sum_parts(
     joined: LayerProblem, values: Sequence[np.ndarray], shape: tuple[int, ...], begins: bool
 ) -> np.ndarray:
-    """[p, q, part] of the minimising assignments; `values`: per choice, [p, q] the strategy that it
-    takes.
+    """[price, p, q, part] of the minimising assignments; `values`: per choice, [price, p, q] the
+    strategy that it takes.
     """
     intra = joined.stage.intra
     total = np.zeros((*shape, len(Part)))
@@ -295,7 +338,7 @@ def _sum_parts(
         source = np.asarray(transfer.source)[values[transfer.producer]]
         asked: list[
             np.ndarray
-        ] = []  # per use, [p, q] target layout: one that an earlier use asked for is there
+        ] = []  # per use, [price, p, q] target layout: what an earlier use asked for is there
         for use in transfer.uses:
             target = np.asarray(use.layout)[values[use.choice]]
             new = np.ones(shape, dtype=bool)
@@ -307,7 +350,7 @@ def _sum_parts(
             for target in asked:
                 np.maximum(gathered, sizes[source, target], out=gathered)
     total[..., Part.ENTERING] = joined.entering_bytes[:, None]
-    total[..., Part.LEAVING] = joined.leaving_bytes[None, :]
+    total[..., Part.LEAVING] = joined.leaving_bytes
     total[..., Part.WORKING], total[..., Part.MADE] = working + 2 * gathered, made
     return total
 
@@ -332,7 +375,8 @@ def _add(
 
 SECONDS_PER_SOLVE = 5.0
 
-Pairs = tuple[np.ndarray, list[np.ndarray]]  # [p, q] objective, per choice [p, q] what it takes
+# [p, q] objective, per choice [p, q] what it takes; with a leading axis where prices are together
+Pairs = tuple[np.ndarray, list[np.ndarray]]
 
 
 def dense_layer_costs(problems: Sequence[Problem], ends: tuple[int, int]) -> list[Pairs]:

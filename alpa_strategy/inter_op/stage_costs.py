@@ -97,6 +97,18 @@ class StageCostTask:
     def num_layers(self) -> int:
         return len(self.cuts) - 1
 
+    def layers_on(self, num_devices: int) -> "Layers":
+        """The layers as they are planned on a mesh of `num_devices`; the last ones are kept."""
+        if self._layers.get("devices") != num_devices:
+            self._layers.update(devices=num_devices, layers=_layers_on(self, num_devices))
+        layers: Layers = self._layers["layers"]
+        return layers
+
+    @cached_property
+    def _layers(self) -> dict[str, Any]:
+        """What `layers_on` gave last."""
+        return {}
+
     @cached_property
     def crossing(self) -> list[tuple[int, ...]]:
         """Per cut, the values that cross it."""
@@ -243,13 +255,14 @@ def run_parts(
     """
     mesh = job.cluster.logical_mesh(shape, submesh)
     tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
-    layers = [stage_on(job.graph, a, b, mesh.num_devices) for a, b in pairwise(job.cuts)]
+    given = job.layers_on(mesh.num_devices)
+    layers = given.graphs
     ends = [_ends(job, layer, shape) for layer in range(job.num_layers)]
     number: dict[tuple, int] = {}
-    kinds = [
-        number.setdefault(structure(layer, job.options, end), len(number))
-        for layer, end in zip(layers, ends, strict=True)
-    ]
+    kinds = []
+    for layer, end in enumerate(ends):
+        at_ends = _structure_at(layers[layer], given.numbers[layer], end)
+        kinds.append(number.setdefault((given.kinds[layer], at_ends), len(number)))
     problems, passing, on_host = [], [], pinned_offload(job.graph, job.options, job.cluster.host)
     for first in map(kinds.index, range(len(number))):
         intra = restrict(
@@ -455,8 +468,52 @@ def _ends(job: StageCostTask, layer: int, shape: tuple[int, ...]) -> LayerBounda
     return LayerBoundary(found[0][0], found[1][0], found[0][1], found[1][1], passing)
 
 
-def structure(layer: StepGraph, options: PlanOptions, ends: LayerBoundary | None = None) -> tuple:
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a job on meshes of one size.
+
+    Attributes:
+        graphs: each as a graph of its own.
+        kinds: equal for layers that are the same up to the numbers of their values.
+        numbers: of each, the places of its values by their numbers.
+    """
+
+    graphs: list[StepGraph]
+    kinds: list[int]
+    numbers: list[dict[int, int]]
+
+
+def _layers_on(job: StageCostTask, num_devices: int) -> Layers:
+    """See `StageCostTask.layers_on`."""
+    found = Layers([], [], [])
+    kind_of: dict[tuple, int] = {}
+    for first, last in pairwise(job.cuts):
+        layer = stage_on(job.graph, first, last, num_devices)
+        content, numbers = _numbered(layer, job.options)
+        found.graphs.append(layer)
+        found.kinds.append(kind_of.setdefault(content, len(kind_of)))
+        found.numbers.append(numbers)
+    return found
+
+
+def structure(layer: StepGraph, options: PlanOptions) -> tuple:
     """Equal for layers (or stages) that are the same up to the numbers of their values."""
+    return _numbered(layer, options)[0]
+
+
+def _structure_at(layer: StepGraph, numbers: dict[int, int], ends: LayerBoundary) -> tuple:
+    """Equal for equal layers whose boundary values are the same, too."""
+    metas = layer.values
+    leading: tuple = tuple(
+        None if v is None else (numbers.get(v), metas[v]) for v in (ends.entering, ends.leaving)
+    )
+    # Which of the passing values leads where, and what the others are like.
+    passing = tuple((v == ends.entering, v == ends.leaving, metas[v]) for v in ends.passing)
+    return leading, ends.entering_layouts, ends.leaving_layouts, passing
+
+
+def _numbered(layer: StepGraph, options: PlanOptions) -> tuple[tuple, dict[int, int]]:
+    """The structure of a layer, its values numbered as they occur, and these numbers."""
     number: dict[int, int] = {}
 
     def of(value: int) -> int:
@@ -467,15 +524,7 @@ def structure(layer: StepGraph, options: PlanOptions, ends: LayerBoundary | None
     )
     names = options.placements or not isinstance(options.parallel, str)
     metas = layer.values
-    leading: tuple = ()
-    if ends is not None:
-        leading = tuple(
-            None if v is None else (number.get(v), metas[v]) for v in (ends.entering, ends.leaving)
-        )
-        leading += (ends.entering_layouts, ends.leaving_layouts)
-        # Which of the passing values leads where, and what the others are like.
-        leading += (tuple((v == ends.entering, v == ends.leaving, metas[v]) for v in ends.passing),)
-    return (
+    content = (
         ops,
         tuple(
             (of(p.value), p.meta, p.module_shape, p.names if names else None)
@@ -487,9 +536,9 @@ def structure(layer: StepGraph, options: PlanOptions, ends: LayerBoundary | None
         tuple((of(v), metas[v]) for v in layer.received),
         tuple((of(v), metas[v]) for v in layer.sent),
         tuple(of(v) for v in layer.escaping),
-        leading,
         layer.batch_scope,
     )
+    return content, number
 
 
 def own_pins(options: PlanOptions, layer: StepGraph) -> PlanOptions:

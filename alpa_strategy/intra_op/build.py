@@ -6,9 +6,9 @@ whose layout is given (batch, buffers, constants) and what leaves the graph (los
 with a single strategy.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
 import numpy as np
@@ -123,6 +123,25 @@ class IntraOp:
         )
 
 
+@dataclass(frozen=True)
+class TransferTables:
+    """What a value's transfer has in common with those of values like it.
+
+    Attributes:
+        source, asked: indices of layouts by strategy, of what makes it and of each that reads it.
+        sources, targets: the layouts. cost, memory, hidden: [source, target], see `Transfer` and
+            `TransferLayouts`.
+    """
+
+    source: np.ndarray
+    asked: tuple[np.ndarray, ...]
+    sources: tuple[DualLayout, ...]
+    targets: tuple[DualLayout, ...]
+    cost: np.ndarray
+    memory: np.ndarray
+    hidden: np.ndarray
+
+
 class OptionTables:
     """Options per op call and per parameter shape on one mesh, worked out once for all layers that
     share them.
@@ -133,14 +152,64 @@ class OptionTables:
     ) -> None:
         self.mesh, self.costs, self.optimizer = mesh, costs, optimizer
         self.steps_per_update = steps_per_update
+        self.whole: DualLayout = (INVARIANT,) * len(mesh.shape)
+        self.only_whole = (self.whole,)
         self._ops: dict[OpCall, OpOptions] = {}
+        self._repeated: dict[OpCall, OpOptions] = {}
         self._parameters: dict[tuple[TensorMeta, int, torch.dtype, bool], ParameterOptions] = {}
+        # By the identity of options: each entry holds what it is found by.
+        self._resident: dict[tuple, tuple[OpOptions, OpOptions]] = {}
+        self._layouts: dict[tuple[int, bool, int], tuple[OpOptions, tuple[DualLayout, ...]]] = {}
+        self._transfers: dict[tuple, tuple[tuple, TransferTables]] = {}
 
     def op(self, call: OpCall) -> OpOptions:
         """The strategies of an op."""
         if call not in self._ops:
             self._ops[call] = op_options(call, self.mesh, self.costs)
         return self._ops[call]
+
+    def repeated_op(self, call: OpCall) -> OpOptions:
+        """Its first strategy alone, which repeats it on every device."""
+        if call not in self._repeated:
+            self._repeated[call] = picked(self.op(call), [0])
+        return self._repeated[call]
+
+    def without_parameters(
+        self, options: OpOptions, metas: tuple[TensorMeta | None, ...]
+    ) -> OpOptions:
+        """See `options.without_parameters`: equal arguments give the same object."""
+        key = id(options), metas
+        if key not in self._resident:
+            self._resident[key] = options, without_parameters(options, metas, self.mesh)
+        return self._resident[key][1]
+
+    def layouts(self, options: OpOptions, is_input: bool, position: int) -> tuple[DualLayout, ...]:
+        """By strategy, the layout of an op's operand or result: equal arguments give the same
+        object.
+        """
+        key = id(options), is_input, position
+        if key not in self._layouts:
+            every = options.inputs if is_input else options.outputs
+            self._layouts[key] = options, tuple(each[position] for each in every)
+        return self._layouts[key][1]
+
+    def transfer(
+        self,
+        ends: tuple[tuple[DualLayout, ...], ...],
+        more: tuple,
+        compute: Callable[[], "TransferTables"],
+    ) -> "TransferTables":
+        """The tables of a value's transfer, computed once for all values with the same ends.
+
+        Args:
+            ends: layouts by strategy of what makes it and of each that reads it, objects that are
+                the same for equal ops (`layouts`), so that they stand for the ops' costs, too.
+            more: what else the tables depend on.
+        """
+        key = tuple(map(id, ends)), more
+        if key not in self._transfers:
+            self._transfers[key] = ends, compute()
+        return self._transfers[key][1]
 
     def parameter(
         self, given: ParameterInput, step: StepGraph, on_host: bool = False
@@ -162,6 +231,7 @@ def batch_layout(step: StepGraph, batch_dim: int | None, num_axes: int) -> DualL
     return (shard(0) if own_rows else INVARIANT,) * num_axes
 
 
+@lru_cache(maxsize=4096)
 def boundary_layouts(meta: TensorMeta, mesh_shape: tuple[int, ...]) -> tuple[DualLayout, ...]:
     """How a value may pass from stage to stage: every combination of `R` and `S<d>` whose chunks
     are all equal.
@@ -209,17 +279,17 @@ class _Builder:
 
     def __init__(self, step: StepGraph, tables: OptionTables) -> None:
         self._step, self._tables, self._mesh = step, tables, tables.mesh
-        self._whole: DualLayout = (INVARIANT,) * len(tables.mesh.shape)
+        self._whole = tables.whole
         self.constants = constant_values(step)
         self.parameters = tuple(tables.parameter(p, step) for p in step.parameters)
         options = (
             # What all devices make whole has the first strategy alone, which repeats the op.
-            picked(tables.op(op.call), [0])
+            tables.repeated_op(op.call)
             if self.constants.issuperset(op.results)
             else tables.op(op.call)
             for op in step.ops
         )
-        self.ops = tuple(_with_resident_parameters(step, tuple(options), tables.mesh))
+        self.ops = tuple(_with_resident_parameters(step, tuple(options), tables))
         self.choices: list[Choice] = []
         # value -> (the choice that makes it, its layout per strategy)
         self.producers: dict[int, tuple[int, tuple[DualLayout, ...]]] = {}
@@ -233,7 +303,7 @@ class _Builder:
         for op, run in zip(step.ops, self.ops, strict=True):
             choice = self._add(op.name, run.compute_seconds + run.comm_seconds, run.num_bytes)
             for position, value in enumerate(op.results):
-                self.producers[value] = choice, tuple(outputs[position] for outputs in run.outputs)
+                self.producers[value] = choice, tables.layouts(run, False, position)
 
     def _add(self, name: str, seconds: np.ndarray, num_bytes: np.ndarray) -> int:
         self.choices.append(Choice(name, seconds, num_bytes))
@@ -286,12 +356,12 @@ class _Builder:
             asks = [
                 (
                     len(self.parameters) + op,
-                    tuple(inputs[position] for inputs in self.ops[op].inputs),
+                    self._tables.layouts(self.ops[op], True, position),
                 )
                 for op, position in consumers
             ]
             if value in escaping:
-                asks.append((sink, (self._whole,)))
+                asks.append((sink, self._tables.only_whole))
             if value in sent:
                 asks.append((sent[value].choice, sent[value].layouts))
             is_whole = value in self.constants and all(
@@ -345,9 +415,38 @@ class _Builder:
         """
         (producer, produced), meta = self.producers[value], self._step.values[value]
         is_parameter = is_cast or producer < len(self.parameters)
+        leaves = value in self._step.escaping, value in self._step.sent
+        ends = (produced, *(asked for _, asked in asks))
+        kept = saved, is_there, is_cast
+        tables = self._tables.transfer(
+            ends,
+            (meta, is_parameter, *leaves, *kept),
+            lambda: self._transfer_tables(value, ends, is_parameter, *kept),
+        )
+        uses = tuple(
+            Use(choice, layout) for (choice, _), layout in zip(asks, tables.asked, strict=True)
+        )
+        transfer = Transfer(f"v{value}", producer, tables.source, uses, tables.cost, tables.memory)
+        layouts = TransferLayouts(value, tables.sources, tables.targets, tables.hidden)
+        return transfer, layouts
+
+    def _transfer_tables(
+        self,
+        value: int,
+        ends: tuple[tuple[DualLayout, ...], ...],
+        is_parameter: bool,
+        saved: bool,
+        is_there: bool,
+        is_cast: bool,
+    ) -> TransferTables:
+        """See `_transfer`. ends: layouts by strategy, of what makes it and of each that reads
+        it.
+        """
+        meta = self._step.values[value]
+        produced, *asks = ends
         # Rows and columns of the table: every layout once, whatever number of strategies has it.
         sources = tuple(dict.fromkeys(produced))
-        targets = tuple(dict.fromkeys(layout for _, asked in asks for layout in asked))
+        targets = tuple(dict.fromkeys(layout for asked in asks for layout in asked))
         forward, backward = reshard_table(
             sources, targets, meta.num_bytes, meta.requires_grad, self._mesh
         )
@@ -376,29 +475,24 @@ class _Builder:
             memory[:] = np.where(layouts.equal & is_there, 0, copies)
         row = {layout: i for i, layout in enumerate(sources)}
         column = {layout: i for i, layout in enumerate(targets)}
-        uses = tuple(
-            Use(choice, np.array([column[layout] for layout in asked])) for choice, asked in asks
-        )
-        transfer = Transfer(
-            f"v{value}",
-            producer,
-            np.array([row[layout] for layout in produced]),
-            uses,
-            cost,
-            memory,
-        )
-        return transfer, layouts
+        source = np.array([row[layout] for layout in produced])
+        asked = []
+        for each in asks:
+            asked.append(np.array([column[layout] for layout in each]))
+        for shared in (source, *asked, cost, memory, in_forward):
+            shared.flags.writeable = False
+        return TransferTables(source, tuple(asked), sources, targets, cost, memory, in_forward)
 
 
 def _with_resident_parameters(
-    step: StepGraph, ops: Sequence[OpOptions], mesh: LogicalMesh
+    step: StepGraph, ops: Sequence[OpOptions], tables: OptionTables
 ) -> Iterator[OpOptions]:
     given = {p.value: p.meta for p in step.parameters}
     for op, options in zip(step.ops, ops, strict=True):
-        metas = [given.get(value) for value in op.operands]
+        metas = tuple(given.get(value) for value in op.operands)
         if is_plain_view(op.call) and metas[0] is not None:
             given.update((value, step.values[value]) for value in op.results)
-        yield without_parameters(options, metas, mesh) if any(metas) else options
+        yield tables.without_parameters(options, metas) if any(metas) else options
 
 
 def constant_values(step: StepGraph) -> frozenset[int]:

@@ -1,23 +1,24 @@
-"""What a device need not keep: results that are made again, results and parameters that lie in host
+"""Choices that save memory on a device: results that are recomputed, results and parameters in host
 memory.
 
-`with_recompute` gives ops whose result others keep for their backward every strategy a second time:
-its forward runs once more in the backward, and what consumers keep of the result in the layout in
-which it was made costs no memory. It needs the op's operands, which the op's own backward keeps
-anyway, or which are recomputed as well. So chains of norms and pointwise ops keep one tensor.
-`with_stored_results` gives them once more, with the result in host memory from the forward to the
-backward. That needs no operands, so products may go there, which take long to be made again.
+`with_recompute` adds a second copy of every strategy of ops whose result is saved for backward: the
+op's forward runs once more in the backward, and the saved result, in the layout in which it was
+computed, costs no memory. That needs the op's operands, which its own backward saves anyway, or
+which are recomputed as well. Chains of norms and pointwise ops therefore save one tensor.
+`with_stored_results` adds one more copy, with the result in host memory from the forward to the
+backward. It needs no operands, so it is for matmuls, too, which are expensive to recompute.
 
-`with_offload` gives parameters every way to be stored a second time, with their gradients and the
-optimizer's state in host memory, where the optimizer steps. What is used of one comes over the link
-to the host for each use (`ParameterPlan.is_fetched`), or once per step where its gradient is
-reduced so, and is on the device only meanwhile.
+`with_offload` adds a second copy of every way to store a parameter, with its gradient and the
+optimizer's state in host memory, where the optimizer steps. What is used of the parameter is
+fetched over the link to the host for each use (`ParameterPlan.is_fetched`), or once per step if its
+gradient is reduced once per step, and is on the device only meanwhile.
 """
 
 import glob
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -34,8 +35,8 @@ from alpa_strategy.cost.flops import (
 )
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp
-from alpa_strategy.intra_op.options import gathers, joined, local_bytes, picked
-from alpa_strategy.intra_op.problem import Problem, duplicate_strategies
+from alpa_strategy.intra_op.options import ParameterOptions, gathers, joined, local_bytes, picked
+from alpa_strategy.intra_op.problem import Problem, Transfer, duplicate_strategies
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
 from alpa_strategy.ir.guards import is_symbolic
@@ -49,380 +50,501 @@ VIEWS = (PLAIN_VIEWS | PART_VIEWS) - MAY_COPY
 
 
 def can_run_again(call: OpCall) -> bool:
-    """Whether a second run gives the same tensor, memory of its own, whatever the step's counters
-    are.
+    """Whether a second run of an op gives the same tensor, in memory of its own, for all values of
+    the step's counters.
     """
-    one = len(call.results) == 1 and not call.returns_tuple and bool(call.operands)
-    return one and not is_view(call) and not is_random(call) and not is_symbolic(call)
+    has_one_result = len(call.results) == 1 and not call.returns_tuple
+    if not has_one_result or not call.operands:
+        return False
+    return not is_view(call) and not is_random(call) and not is_symbolic(call)
 
 
 def pinned_again(step: StepGraph, options: PlanOptions) -> frozenset[str] | None:
-    """Names of the ops that `PlanOptions.remat` wants to be made again, None where it names none.
+    """Return the names of the ops that `PlanOptions.remat` pins to be recomputed, None if it has no
+    names.
 
     Raises:
-        OptionError: a name of it is that of no op that could be.
+        OptionError: a name matches no op that can be recomputed.
     """
     if not isinstance(options.remat, tuple):
         return None
-    found: set[str] = set()
-    able = [op for op in step.ops if can_run_again(op.call)]
+    pinned: set[str] = set()
     for name in options.remat:
-        own = {op.name for op in able if _is_named(op, name)}
-        if not own:
-            has = any(_is_named(op, name) for op in step.ops)
-            what = (
-                "only views, random ops and ops of several results, which are kept"
-                if has
-                else "no op of the step"
-            )
+        ops = [op for op in step.ops if _is_named(op, name)]
+        names = {op.name for op in ops if can_run_again(op.call)}
+        if not names:
+            problem = "no op of the step"
+            if ops:
+                problem = "only views, random ops and ops of several results, which are kept"
             raise OptionError(
-                f"remat={name!r} names {what}",
+                f"remat={name!r} names {problem}",
                 'name ops or modules as `alpa plan` shows them, or write "selective"',
             )
-        found |= own
-    return frozenset(found)
+        pinned |= names
+    return frozenset(pinned)
 
 
-def _is_named(op: Op, name: str) -> bool:
-    """Whether a pattern names the op or a module around it; "selective" all but products,
-    convolutions, attention.
+def _is_named(op: Op, pattern: str) -> bool:
+    """Whether a pattern matches the op or a module around it; "selective" is all ops but matmuls,
+    convolutions and attention.
     """
-    if name == SELECTIVE:
+    if pattern == SELECTIVE:
         return op_base_name(op.call) not in PRODUCTS
     modules = accumulate(op.module.split("."), "{}.{}".format)
-    return any(fnmatchcase(own, name) for own in (op.name, *modules))
+    return any(fnmatchcase(name, pattern) for name in (op.name, *modules))
 
 
 def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> IntraOp:
-    """The same choices and transfers with strategies that recompute behind those that keep
+    """Return the same problem with strategies that recompute behind the others
     (`IntraOp.recomputes`).
 
     Args:
-        pinned: names of ops that are made again wherever they can be, and no others are; None:
-            solved.
+        pinned: names of ops that are recomputed if they can be, while no others are; None: solved.
     """
-    wanted = (i for i, op in enumerate(intra.step.ops) if pinned is None or op.name in pinned)
-    again = {i: which for i in wanted if len(which := _again(intra, i))}
-    seconds = {i: intra.ops[i].forward_seconds[which] for i, which in again.items()}
-    firsts = {i: len(intra.ops[i].strategies) for i in again}
-    return replace(
-        _extended(intra, again, seconds, _gatherings(intra), pinned is not None), recomputes=firsts
-    )
+    strategies: dict[int, np.ndarray] = {}
+    seconds: dict[int, np.ndarray] = {}
+    first_added: dict[int, int] = {}
+    for index, op in enumerate(intra.step.ops):
+        if pinned is not None and op.name not in pinned:
+            continue
+        recomputable = _recomputable(intra, index)
+        if len(recomputable):
+            strategies[index] = recomputable
+            seconds[index] = intra.ops[index].forward_seconds[recomputable]
+            first_added[index] = len(intra.ops[index].strategies)
+
+    added = _AddedStrategies.of(intra, strategies, seconds, _gather_seconds(intra))
+    return replace(added.extended(only=pinned is not None), recomputes=first_added)
 
 
-def _gatherings(intra: IntraOp) -> dict[int, np.ndarray]:
-    """Transfer of a parameter -> [source, target] seconds of gathering it for use: a second run
-    does so once more.
+def _gather_seconds(intra: IntraOp) -> dict[int, np.ndarray]:
+    """Return the seconds [source, target] of gathering parameters for use, by transfer: recomputing
+    an op gathers them once more.
     """
-    found = {}
-    for index, each in enumerate(intra.transfers):
-        gathered, meta = gathers(each.sources, each.targets), intra.step.values[each.value]
-        if each.value in intra.gathered_again and gathered.any():
-            forward, _ = reshard_table(
-                each.sources, each.targets, meta.num_bytes, False, intra.mesh
+    seconds: dict[int, np.ndarray] = {}
+    for index, layouts in enumerate(intra.transfers):
+        is_gathered = gathers(layouts.sources, layouts.targets)
+        if layouts.value in intra.gathered_again and is_gathered.any():
+            num_bytes = intra.step.values[layouts.value].num_bytes
+            forward_seconds, _ = reshard_table(
+                layouts.sources, layouts.targets, num_bytes, False, intra.mesh
             )
-            found[index] = np.where(gathered, forward, 0.0)
-    return found
+            seconds[index] = np.where(is_gathered, forward_seconds, 0.0)
+    return seconds
 
 
 def _views(intra: IntraOp, ops: Collection[int]) -> dict[int, np.ndarray]:
-    """The views of results of `ops`, and of such views -> all of their strategies."""
-    found: dict[int, np.ndarray] = {}
-    for i, op in enumerate(intra.step.ops):
+    """Return the ops that are views of results of `ops`, or of such views, with all of their
+    strategies.
+    """
+    views: dict[int, np.ndarray] = {}
+    for index, op in enumerate(intra.step.ops):
         if op_base_name(op.call) in VIEWS and op.operands[0] not in intra.gathered_again:
             maker = intra.step.makers.get(op.operands[0], -1)
-            if maker in ops or maker in found:
-                found[i] = np.arange(len(intra.ops[i].strategies))
-    return found
+            if maker in ops or maker in views:
+                views[index] = np.arange(len(intra.ops[index].strategies))
+    return views
 
 
-def _is_kept(intra: IntraOp, value: int) -> bool:
-    """Whether some op's backward keeps a value, or a view of it."""
-    readers = {op: intra.step.ops[op] for op, _ in intra.step.consumers.get(value, ())}
-    views = (op.results for op in readers.values() if op_base_name(op.call) in VIEWS)
-    return bool(intra.savers(value)) or any(
-        _is_kept(intra, view) for results in views for view in results
-    )
+def _is_saved(intra: IntraOp, value: int) -> bool:
+    """Whether some op saves a value, or a view of it, for its backward."""
+    if intra.savers(value):
+        return True
+    readers = {op for op, _ in intra.step.consumers.get(value, ())}
+    for reader in readers:
+        op = intra.step.ops[reader]
+        is_view_of_value = op_base_name(op.call) in VIEWS
+        if is_view_of_value and any(_is_saved(intra, view) for view in op.results):
+            return True
+    return False
 
 
 def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
-    """The same with strategies whose result waits in host memory behind the others
+    """Return the same problem with strategies whose result waits in host memory behind the others
     (`IntraOp.stores`).
 
-    On its way there and back it costs its bytes / link_bandwidth; nothing of that is taken to be
-    hidden.
+    A result costs bytes / link_bandwidth to store, and as much to fetch. Nothing of that is
+    expected to overlap with compute.
     """
-    stored = {i: which for i in range(len(intra.ops)) if len(which := _storable(intra, i))}
-    seconds = {
-        i: 2 / host.link_bandwidth * result_bytes(intra, i)[which] for i, which in stored.items()
-    }
-    return replace(
-        _extended(intra, stored, seconds, {}),
-        stores={i: len(intra.ops[i].strategies) for i in stored},
-    )
+    strategies: dict[int, np.ndarray] = {}
+    seconds: dict[int, np.ndarray] = {}
+    first_added: dict[int, int] = {}
+    for index in range(len(intra.ops)):
+        storable = _storable(intra, index)
+        if len(storable):
+            strategies[index] = storable
+            seconds[index] = 2 / host.link_bandwidth * result_bytes(intra, index)[storable]
+            first_added[index] = len(intra.ops[index].strategies)
+
+    added = _AddedStrategies.of(intra, strategies, seconds, {})
+    return replace(added.extended(), stores=first_added)
 
 
 def result_bytes(intra: IntraOp, index: int, position: int = 0) -> np.ndarray:
-    """Bytes of one of an op's results on a device, by strategy."""
-    meta, outputs = (
-        intra.step.values[intra.step.ops[index].results[position]],
-        intra.ops[index].outputs,
-    )
-    return np.array(
-        [local_bytes(meta, made[position], intra.mesh.shape) for made in outputs], dtype=float
-    )
+    """Return the bytes of result `position` of an op on one device, by strategy."""
+    meta = intra.step.values[intra.step.ops[index].results[position]]
+    num_bytes = [
+        local_bytes(meta, outputs[position], intra.mesh.shape)
+        for outputs in intra.ops[index].outputs
+    ]
+    return np.array(num_bytes, dtype=float)
 
 
-def _extended(
-    intra: IntraOp,
-    more: Mapping[int, np.ndarray],
-    seconds: Mapping[int, np.ndarray],
-    gathered: Mapping[int, np.ndarray],
-    only: bool = False,
-) -> IntraOp:
-    """Ops' strategies `more` (op -> which) once more, for so many `seconds` each, with no result,
-    or view, kept.
-
-    gathered: transfer -> [source, target] seconds that its value costs them as well. only: instead
-    of an op's others.
+@dataclass(frozen=True)
+class _AddedStrategies:
+    """Second copies of strategies of ops, behind the first ones, whose results are not saved for
+    backward on the device.
     """
-    ops, offset, views = list(intra.ops), len(intra.parameters), _views(intra, more)
-    more, seconds = (
-        {**more, **views},
-        {**seconds, **{i: np.zeros(len(which)) for i, which in views.items()}},
-    )
-    for i, which in more.items():
-        added = picked(ops[i], which)
-        ops[i] = joined(ops[i], replace(added, compute_seconds=added.compute_seconds + seconds[i]))
-    again, extra = ({offset + i: each for i, each in given.items()} for given in (more, seconds))
-    seen = {offset + i for i in views}
-    # What they ask for in columns of their own -> what these cost more: a view of what is kept is
-    # none that is not.
-    wide: dict[int, np.ndarray | float] = {**gathered}
-    uses = (
-        (index, use)
-        for index, transfer in enumerate(intra.problem.transfers)
-        for use in transfer.uses
-    )
-    wide.update((index, np.inf) for index, use in uses if use.choice in seen)
 
-    def longer(problem: Problem, only: bool) -> Problem:
-        """Results get rows of their own in transfers: they are not there in the backward as they
-        were made.
+    intra: IntraOp
+    # Of each op, the strategies that are copied, and the seconds that each copy takes in addition.
+    strategies: Mapping[int, np.ndarray]
+    seconds: Mapping[int, np.ndarray]
+    # Choices of ops that are views of results of the others.
+    view_choices: frozenset[int]
+    # Of each transfer, seconds [source, target] that the copies pay for its value as well.
+    gather_seconds: Mapping[int, np.ndarray]
 
-        What a transfer costs then:     for first strategies    for second ones, where it is in `wide`
-        from a result that is kept      cost                    cost + wide
-        from one that is not            cost                    same, but of a view: 0 as it was made, else inf
-        """
-        found = duplicate_strategies(problem, again, extra, only=only)
-        transfers = list(found.transfers)
-        for index, (given, named) in enumerate(
-            zip(problem.transfers, intra.transfers, strict=True)
-        ):
-            own, (rows, columns) = transfers[index], given.cost.shape
-            cost, memory, equal = given.cost, given.memory, named.equal  # [source, target]
-            source, uses = own.source, list(own.uses)
-            if index in wide:
-                cost, memory, equal = (
-                    np.hstack([cost, cost + wide[index]]),
-                    *np.tile([memory, equal], (1, 1, 2)),
-                )
-                for place, use in enumerate(given.uses):
-                    if index in gathered or use.choice in seen:
-                        behind = np.arange(len(uses[place].layout)) >= len(use.layout)
-                        uses[place] = replace(use, layout=uses[place].layout + columns * behind)
-            if given.producer in again:
-                source = source + rows * (np.arange(len(source)) >= len(given.source))
-                made = cost.copy()
-                if index in wide and index not in gathered:
-                    made[:, columns:] = np.where(named.equal, 0.0, np.inf)
-                cost, memory = (
-                    np.vstack([cost, made]),
-                    np.vstack([memory, np.where(equal, 0.0, memory)]),
-                )
-            transfers[index] = replace(
-                own, source=source, uses=tuple(uses), cost=cost, memory=memory
-            )
-        return replace(found, transfers=tuple(transfers))
-
-    transfers = list(intra.transfers)
-    for index, (each, transfer) in enumerate(
-        zip(intra.transfers, intra.problem.transfers, strict=True)
-    ):
-        rows, columns = 1 + (transfer.producer in again), 1 + (index in wide)
-        hidden = np.tile(each.hidden, (rows, columns))
-        transfers[index] = replace(
-            each, sources=each.sources * rows, targets=each.targets * columns, hidden=hidden
+    @classmethod
+    def of(
+        cls,
+        intra: IntraOp,
+        strategies: Mapping[int, np.ndarray],
+        seconds: Mapping[int, np.ndarray],
+        gather_seconds: Mapping[int, np.ndarray],
+    ) -> "_AddedStrategies":
+        """Copies of `strategies`, and of all strategies of views of their results."""
+        views = _views(intra, strategies)
+        view_seconds = {index: np.zeros(len(copied)) for index, copied in views.items()}
+        offset = len(intra.parameters)
+        return cls(
+            intra,
+            {**strategies, **views},
+            {**seconds, **view_seconds},
+            frozenset(offset + index for index in views),
+            gather_seconds,
         )
-    problem, free = (
-        longer(intra.problem, only),
-        intra.unrestricted and longer(intra.unrestricted, False),
-    )
-    return replace(
-        intra, ops=tuple(ops), transfers=tuple(transfers), problem=problem, unrestricted=free
-    )
+
+    @cached_property
+    def _choices(self) -> dict[int, np.ndarray]:
+        """Copied strategies by choice of the problem."""
+        offset = len(self.intra.parameters)
+        return {offset + index: copied for index, copied in self.strategies.items()}
+
+    @cached_property
+    def _more_seconds(self) -> dict[int, np.ndarray]:
+        """Additional seconds of the copies by choice of the problem."""
+        offset = len(self.intra.parameters)
+        return {offset + index: seconds for index, seconds in self.seconds.items()}
+
+    @cached_property
+    def _column_seconds(self) -> dict[int, np.ndarray | float]:
+        """Transfers whose copied uses have columns of their own, with what these cost in addition.
+
+        A view of a saved result cannot be a view of one that is not saved: inf.
+        """
+        seconds: dict[int, np.ndarray | float] = {**self.gather_seconds}
+        for index, transfer in enumerate(self.intra.problem.transfers):
+            if any(use.choice in self.view_choices for use in transfer.uses):
+                seconds[index] = np.inf
+        return seconds
+
+    def extended(self, only: bool = False) -> IntraOp:
+        """Return the problem with the copies in it.
+
+        Args:
+            only: the copies take the place of the first strategies.
+        """
+        intra = self.intra
+        ops = list(intra.ops)
+        for index, copied in self.strategies.items():
+            options = picked(ops[index], copied)
+            compute_seconds = options.compute_seconds + self.seconds[index]
+            ops[index] = joined(ops[index], replace(options, compute_seconds=compute_seconds))
+
+        transfers = list(intra.transfers)
+        for index, layouts in enumerate(intra.transfers):
+            num_rows = 2 if intra.problem.transfers[index].producer in self._choices else 1
+            num_columns = 2 if index in self._column_seconds else 1
+            transfers[index] = replace(
+                layouts,
+                sources=layouts.sources * num_rows,
+                targets=layouts.targets * num_columns,
+                hidden=np.tile(layouts.hidden, (num_rows, num_columns)),
+            )
+
+        unrestricted = intra.unrestricted
+        if unrestricted is not None:
+            unrestricted = self._extended_problem(unrestricted, only=False)
+        return replace(
+            intra,
+            ops=tuple(ops),
+            transfers=tuple(transfers),
+            problem=self._extended_problem(intra.problem, only),
+            unrestricted=unrestricted,
+        )
+
+    def _extended_problem(self, problem: Problem, only: bool) -> Problem:
+        """Return `problem` with the copies.
+
+        Results of copies have rows of their own in transfers: in the backward they are not there
+        as they were computed. Uses by copies have columns of their own where `_column_seconds` has
+        the transfer. A transfer then costs
+
+            from                        to first strategies    to copies, with own columns
+            a result that is saved      cost                   cost + column seconds
+            one that is not             cost                   the same, but to a copied view: 0 in
+                                                               the layout of the result, else inf
+        """
+        extended = duplicate_strategies(problem, self._choices, self._more_seconds, only=only)
+        transfers = []
+        for index, transfer in enumerate(problem.transfers):
+            longer = extended.transfers[index]
+            transfers.append(self._extended_transfer(index, transfer, longer))
+        return replace(extended, transfers=tuple(transfers))
+
+    def _extended_transfer(self, index: int, transfer: Transfer, longer: Transfer) -> Transfer:
+        """Return transfer number `index` with rows and columns for the copies.
+
+        Args:
+            transfer: without copies.
+            longer: with the copies' layouts, which share the rows and columns of the first ones.
+        """
+        num_rows, num_columns = transfer.cost.shape
+        has_columns = index in self._column_seconds
+        # [source, target]
+        cost = transfer.cost
+        memory = transfer.memory
+        is_same_layout = self.intra.transfers[index].equal
+        is_source_layout = is_same_layout
+
+        uses = list(longer.uses)
+        if has_columns:
+            cost = np.hstack([cost, cost + self._column_seconds[index]])
+            memory = np.tile(memory, (1, 2))
+            is_same_layout = np.tile(is_same_layout, (1, 2))
+            for place, use in enumerate(transfer.uses):
+                if index in self.gather_seconds or use.choice in self.view_choices:
+                    layout = uses[place].layout
+                    is_copy = np.arange(len(layout)) >= len(use.layout)
+                    uses[place] = replace(use, layout=layout + num_columns * is_copy)
+
+        source = longer.source
+        if transfer.producer in self._choices:
+            is_copy = np.arange(len(source)) >= len(transfer.source)
+            source = source + num_rows * is_copy
+            copied_cost = cost.copy()
+            if has_columns and index not in self.gather_seconds:
+                copied_cost[:, num_columns:] = np.where(is_source_layout, 0.0, np.inf)
+            cost = np.vstack([cost, copied_cost])
+            memory = np.vstack([memory, np.where(is_same_layout, 0.0, memory)])
+        return replace(longer, source=source, uses=tuple(uses), cost=cost, memory=memory)
 
 
 def recomputed(intra: IntraOp, assignment: Sequence[int]) -> tuple[str, ...]:
-    """Names of the ops whose strategy is one that recomputes."""
-    sent = stored(intra, assignment)
-    return tuple(
-        intra.step.ops[i].name for i in _taken(intra, intra.recomputes, assignment) if i not in sent
-    )
+    """Return the names of the ops whose strategy recomputes."""
+    offloaded = stored(intra, assignment)
+    names = []
+    for index in _added_in(intra, intra.recomputes, assignment):
+        if index not in offloaded:
+            names.append(intra.step.ops[index].name)
+    return tuple(names)
 
 
 def stored(intra: IntraOp, assignment: Sequence[int]) -> tuple[int, ...]:
-    """The ops whose result waits in host memory."""
-    return _taken(intra, intra.stores, assignment)
+    """Return the ops whose result waits in host memory."""
+    return _added_in(intra, intra.stores, assignment)
 
 
-def _taken(intra: IntraOp, firsts: Mapping[int, int], assignment: Sequence[int]) -> tuple[int, ...]:
-    return tuple(i for i, first in firsts.items() if assignment[len(intra.parameters) + i] >= first)
+def _added_in(
+    intra: IntraOp, first_added: Mapping[int, int], assignment: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the ops whose strategy in `assignment` is one of those added from `first_added` on."""
+    offset = len(intra.parameters)
+    return tuple(
+        index for index, first in first_added.items() if assignment[offset + index] >= first
+    )
 
 
-def _again(intra: IntraOp, index: int) -> np.ndarray:
-    """The strategies of an op that may be had with a second run."""
-    op, plain = intra.step.ops[index], _plain(intra, index)
-    here = {given.value for given in (*intra.step.parameters, *intra.step.constant_inputs)}
-    operands = zip(op.operands, intra.ops[index].saved.operands, strict=True)
-    return plain if all(keeps or value in here for value, keeps in operands) else plain[:0]
+def _recomputable(intra: IntraOp, index: int) -> np.ndarray:
+    """Return the strategies of an op that can be recomputed: its operands are there in the
+    backward.
+    """
+    step = intra.step
+    strategies = _plain(intra, index)
+    inputs = {stored_input.value for stored_input in (*step.parameters, *step.constant_inputs)}
+    saved = intra.ops[index].saved.operands
+    for value, is_saved in zip(step.ops[index].operands, saved, strict=True):
+        if not is_saved and value not in inputs:
+            return strategies[:0]
+    return strategies
 
 
 def _storable(intra: IntraOp, index: int) -> np.ndarray:
-    """The strategies of an op whose result may wait in host memory: those that keep it."""
-    is_float = all(meta.dtype.is_floating_point for meta in intra.step.ops[index].call.results)
-    return _plain(intra, index)[: intra.recomputes.get(index) if is_float else 0]
+    """Return the strategies of an op whose result may wait in host memory: those that do not
+    recompute it.
+    """
+    results = intra.step.ops[index].call.results
+    if not all(meta.dtype.is_floating_point for meta in results):
+        return np.array([], dtype=int)
+    return _plain(intra, index)[: intra.recomputes.get(index)]
 
 
 def _plain(intra: IntraOp, index: int) -> np.ndarray:
-    """Strategies of an op that is called as it is and can run again; none where no op, or itself,
-    keeps its result.
+    """Return the strategies under which an op is called as it is and can run a second time.
+
+    There are none if no other op saves its result, or if its own backward saves it.
     """
-    op, options = intra.step.ops[index], intra.ops[index]
-    is_able = can_run_again(op.call) and index not in intra.per_step.ops
-    is_kept = is_able and not options.saved.results[0] and _is_kept(intra, op.results[0])
-    strategies = options.strategies if is_kept else ()
-    return np.array(
-        [k for k, each in enumerate(strategies) if all(s.implementation is None for s in each)],
-        dtype=int,
-    )
+    op = intra.step.ops[index]
+    options = intra.ops[index]
+    is_repeatable = can_run_again(op.call) and index not in intra.per_step.ops
+    if not is_repeatable or options.saved.results[0] or not _is_saved(intra, op.results[0]):
+        return np.array([], dtype=int)
+    plain = []
+    for k, axis_strategies in enumerate(options.strategies):
+        if all(strategy.implementation is None for strategy in axis_strategies):
+            plain.append(k)
+    return np.array(plain, dtype=int)
 
 
 # --- Parameters in host memory.
 
 
-def can_be_offloaded(given: ParameterInput) -> bool:
-    """Whether there is anything of it to be fetched that a device computes with."""
-    return given.meta.dtype.is_floating_point and given.meta.num_elements > 0
+def can_be_offloaded(parameter: ParameterInput) -> bool:
+    """Whether a parameter has elements that a device computes with."""
+    return parameter.meta.dtype.is_floating_point and parameter.meta.num_elements > 0
 
 
 def pinned_offload(
     step: StepGraph, options: PlanOptions, host: Host | None
 ) -> frozenset[str] | None:
-    """Names of the parameters that `PlanOptions.offload` wants in host memory, None where that is
-    solved.
+    """Return the names of the parameters that `PlanOptions.offload` pins to host memory, None if
+    that is solved.
 
     Raises:
-        OptionError: a name of it is that of no parameter. PlanError: there is no `host`.
+        OptionError: a name matches no parameter.
+        PlanError: the cluster has no `host`.
     """
     if options.offload and host is None:
         raise PlanError(
             f"offload={options.offload!r}, and the cluster has no way to host memory",
             "write `host:` with link_bandwidth, memory_bytes and memory_bandwidth into its file",
         )
-    if options.offload is None:
-        return None
-    if isinstance(options.offload, bool):
-        return frozenset(p.name for p in step.parameters if options.offload and can_be_offloaded(p))
+    if options.offload is None or options.offload is False:
+        return None if options.offload is None else frozenset()
+    if options.offload is True:
+        return frozenset(p.name for p in step.parameters if can_be_offloaded(p))
     names = {alias: p.name for p in step.parameters for alias in p.names}
-    return frozenset(
-        name for pattern in options.offload for name in matching(pattern, names, "offload")
-    )
+    pinned: set[str] = set()
+    for pattern in options.offload:
+        pinned.update(matching(pattern, names, "offload"))
+    return frozenset(pinned)
 
 
 def offload_of(plans: Mapping[str, ParameterPlan]) -> bool | tuple[str, ...]:
-    """`PlanOptions.offload` for a step that is planned around parameters that lie so already."""
-    return tuple(glob.escape(name) for name, plan in plans.items() if plan.on_host) or False
+    """Return `PlanOptions.offload` for a step that is planned around parameters with `plans`."""
+    names = tuple(glob.escape(name) for name, plan in plans.items() if plan.on_host)
+    return names or False
 
 
 def with_offload(intra: IntraOp, pinned: Collection[str] | None = None) -> IntraOp:
-    """The same problem with the ways that store parameters in host memory behind the others.
+    """Return the same problem with options that store parameters in host memory behind the others.
 
     Args:
-        pinned: names of those that lie there, and no others do; None: solved.
+        pinned: names of the parameters that are stored there, while no others are; None: solved.
     """
     parameters = list(intra.parameters)
-    twins, seconds, num_bytes = (dict[int, np.ndarray]() for _ in range(3))
-    for index, (given, own) in enumerate(zip(intra.step.parameters, intra.parameters, strict=True)):
-        if can_be_offloaded(given) and (pinned is None or given.name in pinned):
-            host = intra.tables.parameter(given, intra.step, on_host=True)
-            # Fetched once more where some op's backward needs it.
-            views = (
-                is_plain_view(intra.step.ops[op].call)
-                for op, _ in intra.step.consumers.get(given.value, ())
-            )
-            again = 1.0 if intra.savers(given.value) or any(views) else 0.0
-            backward = again * host.fetch_seconds + host.return_seconds
-            host = replace(
-                host,
-                seconds=host.seconds + host.fetch_seconds + backward,
-                backward_seconds=backward,
-            )
-            parameters[index] = joined(own, host)
-            twins[index] = np.array(
-                [own.plans.index(replace(plan, on_host=False)) for plan in host.plans]
-            )
-            seconds[index], num_bytes[index] = (
-                host.seconds - own.seconds[twins[index]],
-                host.num_bytes,
-            )
+    # By parameter: the options that are copied, and what the copies cost.
+    copied: dict[int, np.ndarray] = {}
+    more_seconds: dict[int, np.ndarray] = {}
+    num_bytes: dict[int, np.ndarray] = {}
+    for index, parameter in enumerate(intra.step.parameters):
+        is_pinned = pinned is None or parameter.name in pinned
+        if not is_pinned or not can_be_offloaded(parameter):
+            continue
+        options = intra.parameters[index]
+        on_host = _host_options(intra, parameter)
+        device_plans = [replace(plan, on_host=False) for plan in on_host.plans]
+        copied[index] = np.array([options.plans.index(plan) for plan in device_plans])
+        more_seconds[index] = on_host.seconds - options.seconds[copied[index]]
+        num_bytes[index] = on_host.num_bytes
+        parameters[index] = joined(options, on_host)
+
+    def extended(problem: Problem, only: bool) -> Problem:
+        return duplicate_strategies(problem, copied, more_seconds, num_bytes, only=only)
+
+    unrestricted = intra.unrestricted
+    if unrestricted is not None:
+        unrestricted = extended(unrestricted, only=False)
     return replace(
         intra,
         parameters=tuple(parameters),
-        problem=duplicate_strategies(
-            intra.problem, twins, seconds, num_bytes, only=pinned is not None
-        ),
-        unrestricted=intra.unrestricted
-        and duplicate_strategies(intra.unrestricted, twins, seconds, num_bytes),
+        problem=extended(intra.problem, only=pinned is not None),
+        unrestricted=unrestricted,
+    )
+
+
+def _host_options(intra: IntraOp, parameter: ParameterInput) -> ParameterOptions:
+    """Return the options of a parameter in host memory, with the seconds of fetching it and of
+    returning its gradient.
+    """
+    options = intra.tables.parameter(parameter, intra.step, on_host=True)
+    consumers = intra.step.consumers.get(parameter.value, ())
+    has_views = any(is_plain_view(intra.step.ops[op].call) for op, _ in consumers)
+    # It is fetched once more for the backward if some op's backward reads it.
+    backward_seconds = options.return_seconds
+    if has_views or intra.savers(parameter.value):
+        backward_seconds = options.fetch_seconds + options.return_seconds
+    return replace(
+        options,
+        seconds=options.seconds + options.fetch_seconds + backward_seconds,
+        backward_seconds=backward_seconds,
     )
 
 
 def with_host_price(intra: IntraOp, price: float) -> IntraOp:
-    """The same with so many seconds a byte of host memory added to what is minimised."""
-    more = {index: price * own.host_bytes for index, own in enumerate(intra.parameters)}
+    """Return the same problem with `price` seconds per byte of host memory in its objective."""
+    seconds: dict[int, np.ndarray] = {}
+    for index, options in enumerate(intra.parameters):
+        seconds[index] = price * options.host_bytes
     for op, first in intra.stores.items():
         num_bytes = result_bytes(intra, op)
         num_bytes[:first] = 0
-        more[len(intra.parameters) + op] = price * num_bytes
-    return intra.with_costs(more)
+        seconds[len(intra.parameters) + op] = price * num_bytes
+    return intra.with_costs(seconds)
 
 
 def host_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
-    """Bytes of host memory that a device's parameters and results take."""
-    parameters = sum(
-        float(o.host_bytes[k]) for o, k in zip(intra.parameters, assignment, strict=False)
-    )
-    return parameters + sum(_stored_bytes(intra, assignment))
+    """Return the bytes of host memory that a device's parameters and results need."""
+    total = sum(_stored_bytes(intra, assignment))
+    for options, k in zip(intra.parameters, assignment, strict=False):
+        total += float(options.host_bytes[k])
+    return total
 
 
 def _stored_bytes(intra: IntraOp, assignment: Sequence[int]) -> list[float]:
-    """Of each result that waits in host memory."""
+    """Return the bytes of each result that waits in host memory."""
+    offset = len(intra.parameters)
     return [
-        float(result_bytes(intra, i)[assignment[len(intra.parameters) + i]])
-        for i in stored(intra, assignment)
+        float(result_bytes(intra, index)[assignment[offset + index]])
+        for index in stored(intra, assignment)
     ]
 
 
 def fetched_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
-    """Most bytes at once of copies from the host, or of their gradients: those between their first
-    and last use, the
-    next, which is on its way, and one that is on its way back."""
-    alive = np.zeros(len(intra.step.ops) + 1)
+    """Return the most bytes that a device needs at once for what is fetched from host memory.
+
+    That is copies of parameters, or their gradients, between their first and last use; the next
+    one, which is being fetched; and one that is being returned.
+    """
+    bytes_at_op = np.zeros(len(intra.step.ops) + 1)
     largest = 0
-    for given, options, k in zip(intra.step.parameters, intra.parameters, assignment, strict=False):
-        uses = [op for op, _ in intra.step.consumers.get(given.value, ())]
+    for index, parameter in enumerate(intra.step.parameters):
+        options = intra.parameters[index]
+        k = assignment[index]
+        uses = [op for op, _ in intra.step.consumers.get(parameter.value, ())]
         if options.plans[k].is_fetched and uses:
-            num_bytes = local_bytes(given.meta, options.sources[k], intra.mesh.shape)
-            alive[min(uses) : max(uses) + 1] += num_bytes
+            num_bytes = local_bytes(parameter.meta, options.sources[k], intra.mesh.shape)
+            bytes_at_op[min(uses) : max(uses) + 1] += num_bytes
             largest = max(largest, num_bytes)
-    return float(alive.max()) + 2 * max(largest, *_stored_bytes(intra, assignment), 0)
+    return float(bytes_at_op.max()) + 2 * max(largest, *_stored_bytes(intra, assignment), 0)

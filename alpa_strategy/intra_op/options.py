@@ -21,7 +21,7 @@ from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.placement import DualLayout, value_layout
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage
 from alpa_strategy.options import BUCKET_BYTES, OptimizerInfo
-from alpa_strategy.sharding.strategies import localize, op_strategies, priced_call, ring_bytes
+from alpa_strategy.sharding.strategies import RING, localize, op_strategies, priced_call, ring_bytes
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")  # collectives of gradients
 BESIDE_BACKWARD = (
@@ -238,7 +238,9 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
     rows = []
     for strategy in strategies:
         local = localize(call, strategy, mesh.shape, origin).call
-        seconds = costs.op_seconds(priced_call(call, strategy, mesh.shape, origin))
+        is_ring = any(s.implementation == RING for s in strategy)
+        priced = priced_call(call, strategy, mesh.shape, origin) if is_ring else local
+        seconds = costs.op_seconds(priced)
         inner = [
             (c.phase, mesh.axes[axis].seconds(c.kind, c.num_bytes))
             for axis, s in enumerate(strategy)

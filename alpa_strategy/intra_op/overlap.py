@@ -14,12 +14,11 @@ What runs beside compute costs no time as far as the cluster's `overlap` says.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor.placement_types import Partial
+from torch.distributed.tensor.placement_types import Partial, Placement
 
 from alpa_strategy.capture.ops import segmented_linear
 from alpa_strategy.cluster.spec import LogicalMesh
@@ -184,11 +183,47 @@ def _sums(ends: ValueEnds, mesh_shape: tuple[int, ...]) -> tuple[np.ndarray, np.
     """[source, target] whether all that is moved is one sum over one axis: of the values, of their
     gradients.
     """
-    values = np.zeros([len(layouts) for layouts in ends], dtype=bool)
-    gradients = values.copy()
-    for (p, source), (q, target) in product(*map(enumerate, ends)):
-        steps = reshard_steps(source, target, mesh_shape)
-        forward = [step.src.value for step in steps if step.src.value != step.dst.value]
-        backward = [step.dst.grad for step in steps if step.src.grad != step.dst.grad]
-        values[p, q], gradients[p, q] = forward == [Partial()], backward == [Partial()]
+    sources, targets = ends
+    values = _may_be_one_sum(_sides(sources, "value"), _sides(targets, "value"))
+    for p, q in np.argwhere(values):
+        steps = reshard_steps(sources[p], targets[q], mesh_shape)
+        moved = [step.src.value for step in steps if step.src.value != step.dst.value]
+        values[p, q] = moved == [Partial()]
+
+    # Gradients go the other way.
+    gradients = _may_be_one_sum(_sides(targets, "grad"), _sides(sources, "grad")).T
+    for p, q in np.argwhere(gradients):
+        steps = reshard_steps(sources[p], targets[q], mesh_shape)
+        moved = [step.dst.grad for step in steps if step.src.grad != step.dst.grad]
+        gradients[p, q] = moved == [Partial()]
     return values, gradients
+
+
+def _sides(layouts: Sequence[DualLayout], side: str) -> list[list[Placement]]:
+    """[layout, axis] the placements of values, or of gradients ("grad")."""
+    found = []
+    for layout in layouts:
+        found.append([getattr(placement, side) for placement in layout])
+    return found
+
+
+def _may_be_one_sum(
+    before: Sequence[Sequence[Placement]], after: Sequence[Sequence[Placement]]
+) -> np.ndarray:
+    """[before, after] whether partial values become something else on one axis and nothing changes
+    on the others: steps that do more, or take another way, are more than one.
+    """
+    number: dict[Placement, int] = {Partial(): 0}
+
+    def numbered(layouts: Sequence[Sequence[Placement]]) -> np.ndarray:
+        """[layout, axis] a number for each placement."""
+        found = []
+        for layout in layouts:
+            found.append([number.setdefault(placement, len(number)) for placement in layout])
+        return np.array(found)
+
+    old, new = numbered(before), numbered(after)
+    changed = old[:, None] != new[None]
+    is_sum = (changed & (old == 0)[:, None]).any(axis=2)
+    found: np.ndarray = is_sum & (changed.sum(axis=2) == 1)
+    return found

@@ -185,7 +185,7 @@ def presolve(problem: Problem) -> Presolved:
 
 def restrict_strategies(problem: Problem, live: Sequence[np.ndarray]) -> Problem:
     """The problem with only the strategies `live[c]`, and transfers with only the layouts that
-    these still name.
+    these still name. Costs may have a leading axis for several problems.
 
     What shares its arrays shares them afterwards.
     """
@@ -195,7 +195,7 @@ def restrict_strategies(problem: Problem, live: Sequence[np.ndarray]) -> Problem
     for x, k in zip(problem.choices, live, strict=True):
         key = id(x.cost), id(x.memory), id(k)
         if key not in columns:
-            columns[key] = np.asarray(x.cost, float)[k], np.asarray(x.memory, float)[k]
+            columns[key] = np.asarray(x.cost, float)[..., k], np.asarray(x.memory, float)[..., k]
         choices.append(Choice(x.name, *columns[key]))
     for t in problem.transfers:
         ends = (
@@ -225,8 +225,9 @@ def _restrict_transfer(transfer: Transfer, live: Sequence[np.ndarray]) -> _Restr
     )
     asked = [np.asarray(use.layout)[live[use.choice]] for use in transfer.uses]
     targets = np.unique(np.concatenate(asked)) if asked else np.zeros(0, dtype=int)
-    cost = np.asarray(transfer.cost, float)[np.ix_(sources, targets)]
-    memory = np.asarray(transfer.memory, float)[np.ix_(sources, targets)]
+    named = (..., sources[:, None], targets)
+    cost = np.asarray(transfer.cost, float)[named]
+    memory = np.asarray(transfer.memory, float)[named]
     if not cost.any() and not memory.any():
         return None
     return source, [np.searchsorted(targets, layout) for layout in asked], cost, memory

@@ -1,12 +1,11 @@
-"""Pins and named plans: restrictions of the one space, never another code path
-(docs/formulas.md#intra-op).
+"""Pins and named plans, as restrictions of the integer program (docs/formulas.md#intra-op).
 
-A named plan (`data`, `zero3`, `tensor`, ...) forbids parameter modes per mesh axis, or makes what
-it does not want dear, so that a model that cannot follow it everywhere gets the nearest plan. A
-pinned placement is a hard constraint.
+A named plan (`data`, `zero3`, `tensor`, ...) forbids storage placements of parameters per mesh
+axis, or makes the others expensive, so that a model that cannot follow it everywhere gets the
+nearest plan. A pinned placement is a hard constraint.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -16,14 +15,17 @@ from alpa_strategy.cost.flops import CASTS, is_plain_view, op_base_name
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp, TransferLayouts
 from alpa_strategy.intra_op.options import ParameterOptions
-from alpa_strategy.intra_op.problem import evaluate
+from alpa_strategy.intra_op.problem import Transfer, evaluate
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage, modes_text, parse_modes
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 
 RUNNING = "the running plan"
-TIE = 1e-15  # seconds a byte: decides between what costs the same
+# Seconds per byte of memory: decides between layouts that cost the same.
+TIE = 1e-15
+# An error lists this many names of parameters.
+MAX_LISTED_NAMES = 3
 
 
 def restrict(
@@ -32,117 +34,161 @@ def restrict(
     optimizer: OptimizerInfo,
     pinned: Mapping[str, ParameterPlan] | None = None,
 ) -> IntraOp:
-    """The same problem with the user's restrictions in it.
+    """Return the same problem with the user's restrictions in it.
 
     Args:
-        pinned: parameter name -> plan that must be kept (steps that share a running plan's
+        pinned: layouts of parameters that must be kept, by name (steps that share a running plan's
             parameters).
 
     Raises:
-        PlanError: a pin that no strategy of the parameter meets, with the modes that exist.
+        PlanError: no strategy of a parameter meets a pin, with the modes that exist.
     """
-    parallel = options.parallel
-    names = (
-        (parallel,) * len(intra.mesh.shape) if isinstance(parallel, str) else parallel
-    )  # of every mesh axis
+    # The named plan of every mesh axis.
+    names = options.parallel
+    if isinstance(names, str):
+        names = (names,) * len(intra.mesh.shape)
     modes = pinned_modes(intra, options, pinned or {})
-    if (
-        not (modes or options.completes or options.kept_whole)
-        and set(names) == {"auto"}
-        and optimizer.element_wise
-    ):
+    is_pinned = bool(modes or options.completes or options.kept_whole)
+    is_named = set(names) != {"auto"}
+    if optimizer.element_wise and not is_pinned and not is_named:
         return intra
-    # For each thing that a named plan does not want: several times a step in which every device
-    # does everything, so that it is avoided where possible, and yet of the size of real costs, as
-    # solvers like it.
+
+    # Added for each strategy that a named plan does not want. It is several times the seconds of a
+    # step in which every device computes everything, so that such strategies are avoided if
+    # possible, and yet of the size of real costs, which solvers need.
     penalty = 4.0 * evaluate(intra.problem, [0] * len(intra.problem.choices))[0]
     choices = list(intra.problem.choices)
-    for index, (parameter, own) in enumerate(
-        zip(intra.step.parameters, intra.parameters, strict=True)
-    ):
+    for index, parameter in enumerate(intra.step.parameters):
+        parameter_options = intra.parameters[index]
         cost = choices[index].cost.copy()
         if parameter.name in modes:
-            wanted, origin = modes[parameter.name]
-            allowed = np.array(
-                [_meets(plan.modes, wanted, exactly=origin == RUNNING) for plan in own.plans]
-            )
-            if not allowed.any():
-                asked = ParameterPlan(wanted, parameter.num_segments).module_modes
-                shape = list(parameter.module_shape or parameter.meta.shape)
-                raise PlanError(
-                    f"{origin} asks for modes '{modes_text(asked)}' of parameter {parameter.name!r}"
-                    f" (shape {shape}), "
-                    f"which it cannot have on a logical mesh of {intra.mesh.shape}",
-                    "use one of: "
-                    + ", ".join(f"'{modes_text(plan.module_modes)}'" for plan in own.plans),
-                )
+            allowed = _meets_pin(intra, parameter, parameter_options, *modes[parameter.name])
         else:
+            is_kept_full = parameter.name in options.kept_whole
             for axis, name in enumerate(names):
-                name = "data" if parameter.name in options.kept_whole else name
-                cost += _mode_penalty(name, parameter.meta, own, axis, penalty)
+                axis_name = "data" if is_kept_full else name
+                cost += _mode_penalty(axis_name, parameter.meta, parameter_options, axis, penalty)
             # A named plan forbids by infinite cost.
             allowed = np.isfinite(cost)
             if not optimizer.element_wise:
-                allowed &= np.array([plan.is_whole for plan in own.plans])
+                allowed &= np.array([plan.is_whole for plan in parameter_options.plans])
         if options.completes:
-            once = Storage.REPLICATE, Storage.GATHER_ONCE  # their gradients are summed once a step
-            allowed &= np.array(
-                [not any(mode.storage in once for mode in plan.modes) for plan in own.plans]
-            )
+            allowed &= _completes_in_backward(parameter_options)
         if not allowed.any():
             raise _nothing_left(parameter.name, options, optimizer)
         cost[~allowed] = np.inf
         choices[index] = replace(choices[index], cost=cost)
-    transfers = list(intra.problem.transfers)
-    read_as = derived_values(intra.step)
-    for index, layouts in enumerate(intra.transfers):
-        read = read_as.get(layouts.value)
-        if read is None or read.name in modes:
-            continue
-        uses = intra.step.consumers.get(layouts.value, ())
-        passes_on = bool(uses) and all(
-            read_as.keys() >= set(intra.step.ops[op].results) for op, _ in uses
-        )
-        extra = np.zeros_like(transfers[index].cost)
-        for axis, name in enumerate(names):
-            # What only passes on to a cast is cast as it is stored, and what a named plan gathers
-            # is the cast.
-            rule = "tensor" if passes_on and name != "auto" else name
-            extra += _use_penalty(rule, read.meta, layouts, axis, penalty)
-        transfers[index] = replace(transfers[index], cost=transfers[index].cost + extra)
-    problem = replace(intra.problem, choices=tuple(choices), transfers=tuple(transfers))
+
+    transfers = _penalized_transfers(intra, names, modes.keys(), penalty)
+    problem = replace(intra.problem, choices=tuple(choices), transfers=transfers)
     return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
 
 
-def least_of_equals(intra: IntraOp) -> IntraOp:
-    """The same where, of layouts (parameters', what is handed on) that cost the same, those with
-    less are better.
+def _meets_pin(
+    intra: IntraOp,
+    parameter: ParameterInput,
+    parameter_options: ParameterOptions,
+    wanted: tuple[ParameterMode, ...],
+    origin: str,
+) -> np.ndarray:
+    """Return for each option of a parameter whether it has the pinned modes.
+
+    Args:
+        origin: names the pin in the error.
+
+    Raises:
+        PlanError: no option has them.
     """
-    boundary = {given.choice for given in (*intra.received.values(), *intra.sent.values())}
-    given = {
-        index: intra.problem.choices[index] for index in (*range(len(intra.parameters)), *boundary)
-    }
-    return intra.with_costs({index: TIE * choice.memory for index, choice in given.items()})
+    exactly = origin == RUNNING
+    allowed = np.array([_meets(plan.modes, wanted, exactly) for plan in parameter_options.plans])
+    if allowed.any():
+        return allowed
+
+    wanted_modes = ParameterPlan(wanted, parameter.num_segments).module_modes
+    shape = list(parameter.module_shape or parameter.meta.shape)
+    existing = [f"'{modes_text(plan.module_modes)}'" for plan in parameter_options.plans]
+    raise PlanError(
+        f"{origin} asks for modes '{modes_text(wanted_modes)}' of parameter {parameter.name!r}"
+        f" (shape {shape}), which it cannot have on a logical mesh of {intra.mesh.shape}",
+        f"use one of: {', '.join(existing)}",
+    )
+
+
+def _completes_in_backward(parameter_options: ParameterOptions) -> np.ndarray:
+    """Return for each option of a parameter whether no gradient is left to be summed once per
+    step.
+    """
+    once_per_step = Storage.REPLICATE, Storage.GATHER_ONCE
+    completes = []
+    for plan in parameter_options.plans:
+        completes.append(not any(mode.storage in once_per_step for mode in plan.modes))
+    return np.array(completes)
+
+
+def _penalized_transfers(
+    intra: IntraOp, names: Sequence[str], pinned: Collection[str], penalty: float
+) -> tuple[Transfer, ...]:
+    """Return the transfers with penalties for uses of parameters that named plans do not want.
+
+    Args:
+        names: the named plan of every mesh axis.
+        pinned: names of parameters whose placements are pinned: no named plan is about them.
+    """
+    transfers = list(intra.problem.transfers)
+    parameter_of_value = derived_values(intra.step)
+    for index, layouts in enumerate(intra.transfers):
+        parameter = parameter_of_value.get(layouts.value)
+        if parameter is None or parameter.name in pinned:
+            continue
+        uses = intra.step.consumers.get(layouts.value, ())
+        is_cast_only = bool(uses) and all(
+            parameter_of_value.keys() >= set(intra.step.ops[op].results) for op, _ in uses
+        )
+        extra = np.zeros_like(transfers[index].cost)
+        for axis, name in enumerate(names):
+            # A parameter that only a cast reads is cast as it is stored; a named plan gathers the
+            # result of the cast.
+            use_name = name
+            if is_cast_only and name != "auto":
+                use_name = "tensor"
+            extra += _use_penalty(use_name, parameter.meta, layouts, axis, penalty)
+        transfers[index] = replace(transfers[index], cost=transfers[index].cost + extra)
+    return tuple(transfers)
+
+
+def least_of_equals(intra: IntraOp) -> IntraOp:
+    """Return the same problem in which, of layouts with the same cost, those with fewer bytes are
+    better.
+
+    That is for layouts of parameters and of values that go to other stages.
+    """
+    indices = set(range(len(intra.parameters)))
+    for boundary in (*intra.received.values(), *intra.sent.values()):
+        indices.add(boundary.choice)
+    return intra.with_costs({index: TIE * intra.problem.choices[index].memory for index in indices})
 
 
 def derived_values(step: StepGraph) -> dict[int, ParameterInput]:
-    """Values that are a parameter, or a parameter in another dtype or shape (autocast's casts,
-    views): what a named plan says of a parameter's uses, it says of theirs.
+    """Return the values that are a parameter, or a parameter in another dtype or shape (autocast's
+    casts, views), with that parameter.
+
+    Rules of a named plan for uses of a parameter are for uses of these values, too.
     """
-    found = {p.value: p for p in step.parameters}
+    parameter_of_value = {parameter.value: parameter for parameter in step.parameters}
     for op in step.ops:
         keeps_elements = op_base_name(op.call) in CASTS or is_plain_view(op.call)
-        if len(op.operands) == 1 and op.operands[0] in found and keeps_elements:
-            found.update(dict.fromkeys(op.results, found[op.operands[0]]))
-    return found
+        if len(op.operands) == 1 and keeps_elements:
+            parameter = parameter_of_value.get(op.operands[0])
+            if parameter is not None:
+                parameter_of_value.update(dict.fromkeys(op.results, parameter))
+    return parameter_of_value
 
 
 def _nothing_left(name: str, options: PlanOptions, optimizer: OptimizerInfo) -> PlanError:
     if not optimizer.element_wise:
         return PlanError(
             f"the optimizer {optimizer.name} does not work element by element, so it needs"
-            f" parameter {name!r} whole, "
-            f"and parallel={options.parallel!r} stores it in shards",
+            f" parameter {name!r} whole, and parallel={options.parallel!r} stores it in shards",
             'use an element-wise optimizer such as AdamW, or parallel="data"',
         )
     return PlanError(
@@ -154,37 +200,50 @@ def _nothing_left(name: str, options: PlanOptions, optimizer: OptimizerInfo) -> 
 def _meets(
     modes: tuple[ParameterMode, ...], wanted: tuple[ParameterMode, ...], exactly: bool
 ) -> bool:
-    """Whether modes are what a pin wants; a user's `R` only says that the parameter is kept
-    whole.
+    """Whether `modes` are those of a pin; a user's `R` means any mode that stores the full
+    parameter, unless `exactly`.
     """
-    whole = () if exactly else (Storage.INVARIANT, Storage.REPLICATE)
-    return all(
-        m is w or (w.storage, m.storage) == whole for m, w in zip(modes, wanted, strict=True)
-    )
+    for mode, wanted_mode in zip(modes, wanted, strict=True):
+        storages = wanted_mode.storage, mode.storage
+        is_full = not exactly and storages == (Storage.INVARIANT, Storage.REPLICATE)
+        if mode is not wanted_mode and not is_full:
+            return False
+    return True
 
 
 def pinned_modes(
     intra: IntraOp, options: PlanOptions, pinned: Mapping[str, ParameterPlan]
 ) -> dict[str, tuple[tuple[ParameterMode, ...], str]]:
-    """Parameter name -> (modes, who asked). Later patterns win; every pattern must match
-    something.
+    """Return the pinned modes of parameters by name, each with the option that pins them.
+
+    Later patterns override earlier ones, and `pinned` all of them.
+
+    Raises:
+        OptionError: a pattern matches no parameter.
     """
-    found: dict[str, tuple[tuple[ParameterMode, ...], str]] = {}
+    modes_of: dict[str, tuple[tuple[ParameterMode, ...], str]] = {}
     segmented = {p.name for p in intra.step.parameters if p.num_segments > 1}
     names = {alias: p.name for p in intra.step.parameters for alias in p.names}
     for pattern, text in options.placements:
-        wanted = parse_modes(text)  # as many as the mesh has axes (`allowed_shapes`)
+        # As many as the mesh has axes (`allowed_shapes`).
+        modes = parse_modes(text)
         for name in matching(pattern, names):
-            in_step = tuple(mode.shifted(1) for mode in wanted) if name in segmented else wanted
-            found[name] = in_step, f"placements[{pattern!r}]"
-    found.update(
-        {names[alias]: (plan.modes, RUNNING) for alias, plan in pinned.items() if alias in names}
-    )
-    return found
+            step_modes = modes
+            if name in segmented:
+                # The step sees the segments as one more dim in front.
+                step_modes = tuple(mode.shifted(1) for mode in modes)
+            modes_of[name] = step_modes, f"placements[{pattern!r}]"
+    for alias, plan in pinned.items():
+        if alias in names:
+            modes_of[names[alias]] = plan.modes, RUNNING
+    return modes_of
 
 
 def matching(pattern: str, names: Mapping[str, str], option: str = "placements") -> list[str]:
-    """Names of the parameters that a pattern of an option is for; `names`: alias -> name.
+    """Return the names of the parameters that a pattern of an option matches.
+
+    Args:
+        names: parameters' names by alias.
 
     Raises:
         OptionError: there are none.
@@ -193,40 +252,57 @@ def matching(pattern: str, names: Mapping[str, str], option: str = "placements")
     if not matched:
         raise OptionError(
             f"{option}[{pattern!r}] matches no parameter",
-            "use a glob of parameter names such as " + ", ".join(repr(n) for n in list(names)[:3]),
+            "use a glob of parameter names such as "
+            + ", ".join(map(repr, list(names)[:MAX_LISTED_NAMES])),
         )
     return matched
 
 
 def _mode_penalty(
-    name: str, meta: TensorMeta, own: ParameterOptions, axis: int, penalty: float
+    name: str, meta: TensorMeta, options: ParameterOptions, axis: int, penalty: float
 ) -> np.ndarray:
-    """Seconds added to each option of a parameter by the named plan of one axis; inf forbids."""
-    letters = [plan.modes[axis].storage.value[0] for plan in own.plans]
+    """Return the seconds that the named plan of one axis adds to each option of a parameter; inf
+    forbids it.
+    """
+    letters = [plan.modes[axis].storage.value[0] for plan in options.plans]
     if name == "auto":
         return np.zeros(len(letters))
-    can_shard = "G" in letters if meta.requires_grad else "S" in letters
+
+    shard_letter = "G" if meta.requires_grad else "S"
+    can_shard = shard_letter in letters
     if name == "tensor":
-        # Not every matrix can be split by its op (a position table looked up by rows, say): dear,
-        # not forbidden.
-        whole = penalty if len(meta.shape) > 1 and can_shard else 0.0
-        return np.array([{"S": 0.0, "R": whole, "G": np.inf}[letter] for letter in letters])
-    once = "G" if meta.requires_grad else "R"
-    wanted = {"data": "R", "zero1": once, "zero2": once, "zero3": "S"}[name] if can_shard else "R"
-    return np.array([0.0 if letter == wanted else np.inf for letter in letters])
+        # Not every matrix can be split by its op (a position table that is indexed by position,
+        # for example): full ones are expensive, not forbidden.
+        is_splittable = len(meta.shape) > 1 and can_shard
+        full_seconds = penalty if is_splittable else 0.0
+        seconds = {"S": 0.0, "R": full_seconds, "G": np.inf}
+        return np.array([seconds[letter] for letter in letters])
+
+    wanted = "R"
+    if can_shard and name == "zero3":
+        wanted = "S"
+    elif can_shard and name in ("zero1", "zero2") and meta.requires_grad:
+        wanted = "G"
+    is_wanted = np.array([letter == wanted for letter in letters])
+    return np.where(is_wanted, 0.0, np.inf)
 
 
 def _use_penalty(
     name: str, meta: TensorMeta, layouts: TransferLayouts, axis: int, penalty: float
 ) -> np.ndarray:
-    """Seconds added to bringing a stored parameter to a use layout by the named plan of one
-    axis.
+    """Return the seconds that the named plan of one axis adds to each way to bring a stored
+    parameter to the layout of a use: [source, target].
     """
-    stored, used = (
-        [layout[axis].shard_dim for layout in each] for each in (layouts.sources, layouts.targets)
-    )
-    if name == "tensor":  # uses the shard as it is stored
-        dear = [[b != a and (len(meta.shape) >= 2 or a is None) for b in used] for a in stored]
-    else:  # data parallel and ZeRO use parameters whole
-        dear = [[b is not None and name != "auto" for b in used]] * len(stored)
-    return np.where(dear, penalty, 0.0)
+    stored_dims = [layout[axis].shard_dim for layout in layouts.sources]
+    used_dims = [layout[axis].shard_dim for layout in layouts.targets]
+    is_expensive = np.zeros((len(stored_dims), len(used_dims)), dtype=bool)
+    for i, stored in enumerate(stored_dims):
+        for j, used in enumerate(used_dims):
+            if name == "tensor":
+                # The shard is used as it is stored.
+                may_gather = len(meta.shape) < 2 and stored is not None
+                is_expensive[i, j] = used != stored and not may_gather
+            elif name != "auto":
+                # Data parallelism and ZeRO use full parameters.
+                is_expensive[i, j] = used is not None
+    return np.where(is_expensive, penalty, 0.0)

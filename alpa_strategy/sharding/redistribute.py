@@ -37,12 +37,20 @@ class AxisStep:
 
     def collectives(self, differentiable: bool = True) -> tuple[tuple[str, str], ...]:
         """(kind, phase) of each; `backward` ones only when differentiable."""
-        forward = placement_collective(self.src.value, self.dst.value)
-        # The gradient goes the other way: from where the result's lies to where the operand's is
-        # wanted.
-        backward = placement_collective(self.dst.grad, self.src.grad) if differentiable else None
-        both = ((forward, "forward"), (backward, "backward"))
-        return tuple((kind, phase) for kind, phase in both if kind is not None)
+        return _collectives_between(self.src, self.dst, differentiable)
+
+
+@lru_cache(maxsize=4096)
+def _collectives_between(
+    src: DualPlacement, dst: DualPlacement, differentiable: bool
+) -> tuple[tuple[str, str], ...]:
+    """See `AxisStep.collectives`."""
+    forward = placement_collective(src.value, dst.value)
+    # The gradient goes the other way: from where the result's lies to where the operand's is
+    # wanted.
+    backward = placement_collective(dst.grad, src.grad) if differentiable else None
+    both = ((forward, "forward"), (backward, "backward"))
+    return tuple((kind, phase) for kind, phase in both if kind is not None)
 
 
 def placement_collective(src: Placement, dst: Placement) -> str | None:
@@ -92,22 +100,30 @@ def reshard_steps(
                 moved = {old.shard_dim, new.shard_dim} - {None}
                 if new == old or any(later.shard_dim in moved for later in layout[axis + 1 :]):
                     continue
-                step = AxisStep(axis, old, new, _share(layout, mesh_shape, axis))
                 reached = (*layout[:axis], new, *layout[axis + 1 :])
-                reached_cost = cost + _step_cost(step, mesh_shape)
+                share = _share(layout, mesh_shape, axis)
+                reached_cost = cost + share * _moved(old, new, axis, mesh_shape)
+                reached_cost += _call_cost(old, new)
                 if reached_cost < best.get(reached, float("inf")):
+                    step = AxisStep(axis, old, new, share)
                     best[reached] = reached_cost
                     heapq.heappush(queue, (reached_cost, next(order), reached, (*steps, step)))
     raise AssertionError("every layout can be reached through the replicated one")
 
 
-def _step_cost(step: AxisStep, mesh_shape: tuple[int, ...]) -> float:
-    """Bytes moved by one step, in whole tensors, weighted; forward and backward count alike."""
-    weight = _EARLIER_AXIS_WEIGHT ** (len(mesh_shape) - 1 - step.axis)
-    moved = (
-        step.share * volume_factor(kind, mesh_shape[step.axis]) for kind, _ in step.collectives()
-    )
-    return sum((_CALL_WEIGHT + weight * volume for volume in moved), _LOCAL_WEIGHT)
+@lru_cache(maxsize=4096)
+def _moved(src: DualPlacement, dst: DualPlacement, axis: int, mesh_shape: tuple[int, ...]) -> float:
+    """Bytes moved by a step on an axis, in tensors that the axis holds together, weighted; forward
+    and backward count alike.
+    """
+    weight = _EARLIER_AXIS_WEIGHT ** (len(mesh_shape) - 1 - axis)
+    kinds = _collectives_between(src, dst, True)
+    return weight * sum(volume_factor(kind, mesh_shape[axis]) for kind, _ in kinds)
+
+
+def _call_cost(src: DualPlacement, dst: DualPlacement) -> float:
+    """What a step costs whatever it moves."""
+    return _LOCAL_WEIGHT + _CALL_WEIGHT * len(_collectives_between(src, dst, True))
 
 
 @lru_cache(maxsize=4096)
@@ -136,7 +152,7 @@ def reshard_table(
     return tables[0], tables[1]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1 << 13)
 def _counted_table(
     sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[list[tuple[str, int, float]], np.ndarray]:
@@ -148,8 +164,9 @@ def _counted_table(
         for phase, collectives in enumerate(_collectives(src, dst, mesh_shape))
         for term in collectives
     ]
-    counts = np.zeros((2, len(sources), len(targets), len(index)))
-    np.add.at(counts, tuple(np.array(found, dtype=int).reshape(-1, 4).T), 1.0)
+    # Thousands of tables are kept: in bytes, as no resharding takes more than a few steps.
+    counts = np.zeros((2, len(sources), len(targets), len(index)), dtype=np.uint8)
+    np.add.at(counts, tuple(np.array(found, dtype=int).reshape(-1, 4).T), 1)
     return list(index), counts
 
 

@@ -60,14 +60,23 @@ _SIZE_ARGUMENT = frozenset(
 def _local_metas(
     metas: Sequence[TensorMeta],
     by_axis: Sequence[DualLayout],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
 ) -> tuple[TensorMeta, ...]:
     """`by_axis`: the placements of all tensors, one mesh axis after the other."""
     return tuple(
-        m.with_shape(value_layout(layout).local_shape(m.shape, mesh_shape, coordinate))
-        for m, layout in zip(metas, zip(*by_axis, strict=True), strict=True)
+        _local_meta(meta, layout, mesh_shape, coordinate)
+        for meta, layout in zip(metas, zip(*by_axis, strict=True), strict=True)
     )
+
+
+@lru_cache(maxsize=1 << 14)
+def _local_meta(
+    meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> TensorMeta:
+    """The part of a tensor that the device at `coordinate` holds: many strategies share it."""
+    local_shape = value_layout(layout).local_shape(meta.shape, mesh_shape, coordinate)
+    return meta.with_shape(local_shape)
 
 
 def localize(

@@ -53,13 +53,16 @@ def test_an_order_within_a_limit_is_found_where_either_rule_finds_one(seed):
     largest = [
         max(s for _, s in elimination_order(sizes, scopes, (), rule)) for rule in (False, True)
     ]
-    factors = tuple(Factor(tuple(scope), np.zeros([sizes[v] for v in scope])) for scope in scopes)
+    factors = tuple(
+        Factor(tuple(scope), np.zeros([1, *(sizes[v] for v in scope)])) for scope in scopes
+    )
     network = Network(tuple(sizes), factors, len(sizes))
     order = plan_order(network, min(largest), float("inf"))
-    assert sorted(order) == list(range(9))
+    assert sorted(order.variables) == list(range(9))
+    assert order.most_entries <= min(largest)
     assert plan_order(network, min(largest) - 1, float("inf")) is None
     around = {v: {u for s in scopes if v in s for u in s} - {v} for v in range(9)}
-    for v in order:
+    for v in order.variables:
         others = around.pop(v)
         assert math.prod((sizes[u] for u in others), start=sizes[v]) <= min(largest)
         for u in others:

@@ -3,13 +3,18 @@ dense numpy tables.
 
 It minimises seconds; the memory limit is not seen here (solve.py puts a price on bytes).
 The order is planned on sizes alone, so an instance that is too wide costs little time to decline.
+
+Problems that differ in costs alone are solved together: every table has a leading axis with one
+entry per problem (or one entry that holds for all of them).
 """
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +27,9 @@ MAX_DIRECT_ENTRIES = 50_000
 
 @dataclass(frozen=True)
 class Factor:
-    """A table over distinct variables: axis i of `table` runs over the domain of `scope[i]`."""
+    """A table over distinct variables: axis 0 of `table` runs over problems, axis i + 1 over the
+    domain of `scope[i]`.
+    """
 
     scope: tuple[int, ...]
     table: np.ndarray
@@ -38,22 +45,46 @@ class Network:
     factors: tuple[Factor, ...]
     num_choices: int
 
+    def with_tables(self, of: Callable[[np.ndarray], np.ndarray]) -> "Network":
+        """The same with `of` each distinct table; what shares a table shares it afterwards."""
+        known: dict[int, np.ndarray] = {}
+        factors = []
+        for factor in self.factors:
+            key = id(factor.table)
+            if key not in known:
+                known[key] = of(factor.table)
+            factors.append(Factor(factor.scope, known[key]))
+        return Network(self.sizes, tuple(factors), self.num_choices)
+
 
 def network_of(problem: Problem) -> Network | None:
-    """The factors of a problem's seconds; None where a value has too many users for a table."""
-    sizes = [len(choice.cost) for choice in problem.choices]
-    factors = [Factor((c,), np.asarray(x.cost, dtype=float)) for c, x in enumerate(problem.choices)]
+    """The factors of a problem's seconds; None where a value has too many users for a table.
+
+    Costs with one axis more than a problem's have are those of several problems.
+    """
+    shared: dict[int, np.ndarray] = {}
+
+    def batched(cost: np.ndarray, num_axes: int) -> np.ndarray:
+        """With a leading axis for the problems; equal objects give equal objects."""
+        if id(cost) not in shared:
+            table = np.asarray(cost, dtype=float)
+            shared[id(cost)] = table if table.ndim > num_axes else table[None]
+        return shared[id(cost)]
+
+    costs = [batched(choice.cost, 1) for choice in problem.choices]
+    sizes = [cost.shape[1] for cost in costs]
+    factors = [Factor((c,), cost) for c, cost in enumerate(costs)]
     known: dict[tuple, np.ndarray] = {}  # tables of equal transfers, made once
+    is_paid: dict[int, bool] = {}
     for transfer in problem.transfers:
-        cost = np.asarray(transfer.cost, dtype=float)  # [source layout, target layout]
-        if not cost.any():
+        cost = batched(transfer.cost, 2)  # [problem, source layout, target layout]
+        if id(cost) not in is_paid:
+            is_paid[id(cost)] = bool(cost.any())
+        if not is_paid[id(cost)]:
             continue
         ends = [transfer.producer, *(use.choice for use in transfer.uses)]
         scope = tuple(dict.fromkeys(ends))
-        if (
-            np.prod([float(sizes[v]) for v in scope]) <= MAX_DIRECT_ENTRIES
-            or len(transfer.uses) == 1
-        ):
+        if math.prod(sizes[v] for v in scope) <= MAX_DIRECT_ENTRIES or len(transfer.uses) == 1:
             key = (
                 id(transfer.cost), id(transfer.memory), id(transfer.source), *(id(use.layout) for use in transfer.uses),
                 *(scope.index(v) for v in ends), *(sizes[v] for v in scope),
@@ -75,39 +106,54 @@ def eliminate(
     network: Network, order: Sequence[int], kept: tuple[int, ...] = ()
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """The minimum for all values of the variables `kept` (inf where every assignment is forbidden),
-    and the minimising
-    value of every variable there: tables over `kept`."""
+    and the minimising value of every variable there: tables over problems and `kept`.
+    """
     holding, _, constant = _passed_on(network, order, kept)
-    minimum = join([factor for v in kept for factor in holding[v]], kept, network.sizes) + constant
+    joined = join([factor for v in kept for factor in holding[v]], kept, network.sizes)
+    minimum = joined + constant.reshape(-1, *[1] * len(kept))
+    indices = np.indices(minimum.shape)
     values: list[np.ndarray] = [np.zeros((), dtype=int)] * len(network.sizes)
-    for axis, v in enumerate(kept):
-        values[v] = np.indices(minimum.shape)[axis]
+    for axis, v in enumerate(kept, start=1):
+        values[v] = indices[axis]
     for v in reversed(order):
-        values[v] = np.broadcast_to(_best_values(holding[v], v, values), minimum.shape)
+        values[v] = _best_values(holding[v], v, values, indices[0])
     return minimum, values
 
 
-def _best_values(factors: Sequence[Factor], v: int, values: Sequence[np.ndarray]) -> np.ndarray:
-    """The minimising value of `v`, given (arrays of) those of the other variables in its factors.
+def _best_values(
+    factors: Sequence[Factor], v: int, values: Sequence[np.ndarray], problem: np.ndarray
+) -> np.ndarray:
+    """The minimising value of `v`, given (arrays of) those of the other variables in its factors,
+    and the number of the problem.
 
     Cheaper than to keep where each entry of a whole table has its minimum: few entries are asked
     for.
     """
-    total = np.zeros(1)
+    total: np.ndarray | None = None
     for factor in factors:
-        at = factor.scope.index(v)
-        table = factor.table.transpose(*range(at), *range(at + 1, len(factor.scope)), at)
-        total = total + table[tuple(values[u] for u in factor.scope if u != v)]
-    return total.argmin(axis=-1)
+        at = factor.scope.index(v) + 1
+        table = factor.table
+        if at != table.ndim - 1:
+            axes = [*range(at), *range(at + 1, table.ndim), at]
+            table = table.transpose(axes)
+        row = problem if len(table) > 1 else 0
+        entries = table[(row, *[values[u] for u in factor.scope if u != v])]
+        total = entries if total is None else total + entries
+    if total is None:
+        return np.zeros_like(problem)
+    best: np.ndarray = total.argmin(axis=-1)
+    return best if best.shape == problem.shape else np.broadcast_to(best, problem.shape)
 
 
 def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
     """[c][k]: the minimum over all assignments in which choice c takes k (two passes over the
-    bucket tree).
+    bucket tree), of a network of one problem.
     """
-    holding, inward, total = _passed_on(network, order)
+    holding, inward, constant = _passed_on(network, order)
+    total = float(constant[0])
+    told = {v: Factor(message.scope, message.table[0]) for v, message in inward.items()}
     children: dict[int, list[int]] = {v: [] for v in order}
-    for v, message in inward.items():
+    for v, message in told.items():
         if message.scope:
             children[message.scope[0]].append(v)
     if not np.isfinite(total):
@@ -116,38 +162,36 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
     # itself told it.
     outside = {
         v: np.array(total - float(message.table))
-        for v, message in inward.items()
+        for v, message in told.items()
         if not message.scope
     }
     marginals: list[np.ndarray] = [np.zeros(0)] * len(network.sizes)
     for v in reversed(order):
-        scope = (v, *inward[v].scope)
-        belief = join(holding[v], scope, network.sizes) + outside.pop(v)
+        scope = (v, *told[v].scope)
+        belief = join(holding[v], scope, network.sizes)[0] + outside.pop(v)
         marginals[v] = belief.reshape(len(belief), -1).min(axis=1)
         for child in children[v]:
-            finite = np.isfinite(inward[child].table)
+            finite = np.isfinite(told[child].table)
             # Scopes are in the order of elimination: what is left has the axes of the child's
             # message.
             seen = belief.min(
-                axis=tuple(i for i, u in enumerate(scope) if u not in inward[child].scope)
+                axis=tuple(i for i, u in enumerate(scope) if u not in told[child].scope)
             )
-            outside[child] = np.where(
-                finite, seen - np.where(finite, inward[child].table, 0.0), 0.0
-            )
+            outside[child] = np.where(finite, seen - np.where(finite, told[child].table, 0.0), 0.0)
         holding[v] = []
     return marginals[: network.num_choices]
 
 
 def _passed_on(
     network: Network, order: Sequence[int], kept: tuple[int, ...] = ()
-) -> tuple[list[list[Factor]], dict[int, Factor], float]:
+) -> tuple[list[list[Factor]], dict[int, Factor], np.ndarray]:
     """The first pass: the factors of every bucket, what each passes on (its minimum, over the
-    variables that it shares
-    with later ones), and the sum of what goes to none."""
+    variables that it shares with later ones), and the sum of what goes to none, by problem.
+    """
     position = {v: i for i, v in enumerate((*order, *kept))}
     holding = _buckets(network, position)
     messages: dict[int, Factor] = {}
-    constant = 0.0
+    constant = np.zeros(1)
     known: dict[tuple, np.ndarray] = {}
     for v in order:
         rest = tuple(
@@ -158,12 +202,12 @@ def _passed_on(
         # worked out once.
         key = tuple(sorted((id(f.table), *(axis[u] for u in f.scope)) for f in holding[v]))
         if key not in known:
-            known[key] = join(holding[v], (v, *rest), network.sizes).min(axis=0)
+            known[key] = join(holding[v], (v, *rest), network.sizes).min(axis=1)
         messages[v] = Factor(rest, known[key])
         if rest:
             holding[rest[0]].append(messages[v])
         else:
-            constant += float(known[key])
+            constant = constant + known[key]
     return holding, messages, constant
 
 
@@ -184,37 +228,39 @@ def _buckets(network: Network, position: dict[int, int]) -> list[list[Factor]]:
 
 
 def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:
-    """The sum of `factors` as one table over `scope`.
+    """The sum of `factors` as one table over problems and `scope`.
 
     Small tables are added up first, next always the one that widens the sum least: each pass over
     the whole table costs as much as all those over parts of it.
     """
     axis = {v: i for i, v in enumerate(scope)}
     left: list[np.ndarray] = []
-    for factor in sorted(factors, key=lambda f: f.table.size):
+    for factor in sorted(factors, key=lambda f: math.prod(f.table.shape[1:])):
         order = sorted(range(len(factor.scope)), key=lambda i: axis[factor.scope[i]])
-        shape = [1] * len(scope)
+        shape = [len(factor.table), *[1] * len(scope)]
         for v in factor.scope:
-            shape[axis[v]] = sizes[v]
-        left.append(factor.table.transpose(order).reshape(shape))
-    total = np.zeros([1] * len(scope))
+            shape[axis[v] + 1] = sizes[v]
+        left.append(factor.table.transpose(0, *[i + 1 for i in order]).reshape(shape))
+    total = left.pop(0) if left else np.zeros([1] * (len(scope) + 1))
     while left:
         widths = [math.prod(map(max, total.shape, table.shape)) for table in left]
         total = total + left.pop(widths.index(min(widths)))
-    whole = tuple(sizes[v] for v in scope)
+    whole = (len(total), *[sizes[v] for v in scope])
     return total if total.shape == whole else np.broadcast_to(total, whole).copy()
 
 
 def _paid_once(
     cost: np.ndarray, source: np.ndarray, targets: Sequence[np.ndarray], shape: Sequence[int]
 ) -> np.ndarray:
-    """What the distinct ones of `targets` cost from `source`; the indices broadcast to `shape`."""
-    table = np.zeros(shape)
+    """[problem, *shape]: what the distinct ones of `targets` cost from `source`; the indices
+    broadcast to `shape`.
+    """
+    table = np.zeros((len(cost), *shape))
     for i, target in enumerate(targets):
         repeated = np.zeros(1, dtype=bool)
         for earlier in targets[:i]:
             repeated = repeated | (target == earlier)
-        table += np.where(repeated, 0.0, cost[source, target])
+        table += np.where(repeated, 0.0, cost[:, source, target])
     return table
 
 
@@ -237,8 +283,8 @@ def _through_layouts(
     for (choice, _), (values, inverse) in zip(ends, distinct, strict=True):
         variable = len(sizes)
         sizes.append(len(values))
-        tie = np.full((sizes[choice], len(values)), np.inf)
-        tie[np.arange(sizes[choice]), inverse] = 0.0
+        tie = np.full((1, sizes[choice], len(values)), np.inf)
+        tie[0, np.arange(sizes[choice]), inverse] = 0.0
         factors.append(Factor((choice, variable), tie))
         scope.append(variable)
     layouts = [values for values, _ in distinct]
@@ -260,23 +306,41 @@ def _through_layouts(
 # try.
 
 
+class Order(NamedTuple):
+    """Variables in the order of their elimination, and the entries of the largest table."""
+
+    variables: list[int]
+    most_entries: float
+
+
 def plan_order(
     network: Network,
     most_a_table: float = MAX_TABLE_ENTRIES,
     most_in_all: float = MAX_TOTAL_ENTRIES,
     kept: Collection[int] = (),
-) -> list[int] | None:
+) -> Order | None:
     """An order of elimination whose tables have no more entries than that; None where none is
     found.
     """
+    scopes = tuple([factor.scope for factor in network.factors])
     for smallest_table in (False, True):
-        order = elimination_order(
-            network.sizes, [f.scope for f in network.factors], kept, smallest_table
-        )
+        order = _order_of(network.sizes, scopes, tuple(kept), smallest_table)
         entries = [size for _, size in order]
-        if max(entries, default=0.0) <= most_a_table and sum(entries) <= most_in_all:
-            return [v for v, _ in order]
+        largest = max(entries, default=0.0)
+        if largest <= most_a_table and sum(entries) <= most_in_all:
+            return Order([v for v, _ in order], largest)
     return None
+
+
+@lru_cache(maxsize=512)
+def _order_of(
+    sizes: tuple[int, ...],
+    scopes: tuple[tuple[int, ...], ...],
+    kept: tuple[int, ...],
+    smallest_table: bool,
+) -> list[tuple[int, float]]:
+    """`elimination_order`, kept for networks that differ in their tables alone."""
+    return elimination_order(sizes, scopes, kept, smallest_table)
 
 
 def elimination_order(

@@ -68,7 +68,7 @@ def price_memory(problem: Problem, price: float, seconds_weight: float = 1.0) ->
 
 def best_price(
     problem: Problem,
-    minimise: Callable[[float], tuple[Sequence[int], float] | None],
+    minimise: Callable[[float], tuple[Sequence[int] | None, float] | None],
     over: Solution,
     under: Solution,
     deadline: float,
@@ -93,6 +93,8 @@ def best_price(
         if found is None:
             break
         assignment, value = found
+        if assignment is None:
+            break
         new = point(problem, assignment)
         line = over.seconds + price * over.num_bytes
         if value - price * limit > best.bound:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from alpa_strategy.intra_op.solver.messages import filled
 from alpa_strategy.intra_op.solver.milp import LinearProgram
 from alpa_strategy.intra_op.solver.quiet import without_solver_lines
 
@@ -125,32 +126,37 @@ def _model(program: LinearProgram, integer: bool) -> "ModelProto":
         SparseDoubleVectorProto,
     )
 
-    num_columns, num_rows = len(program.cost), len(program.row_lower)
-    num_auxiliary = num_columns - program.num_strategies
+    num_columns = len(program.cost)
+    num_rows = len(program.row_lower)
     priced = np.flatnonzero(program.cost)
     # Relaxations are solved faster with all bounds, integer programs without those that follow.
     upper = program.upper if integer else np.ones(num_columns)
+    integers = np.zeros(num_columns, dtype=bool)
+    integers[: program.num_strategies] = integer
     return model_pb2.ModelProto(
-        variables=model_pb2.VariablesProto(
-            ids=range(num_columns),
-            lower_bounds=[0.0] * num_columns,
-            upper_bounds=upper.tolist(),
-            integers=[integer] * program.num_strategies + [False] * num_auxiliary,
+        variables=filled(
+            model_pb2.VariablesProto,
+            ids=np.arange(num_columns),
+            lower_bounds=np.zeros(num_columns),
+            upper_bounds=upper,
+            integers=integers,
         ),
         objective=model_pb2.ObjectiveProto(
-            linear_coefficients=SparseDoubleVectorProto(
-                ids=priced.tolist(), values=program.cost[priced].tolist()
+            linear_coefficients=filled(
+                SparseDoubleVectorProto, ids=priced, values=program.cost[priced]
             )
         ),
-        linear_constraints=model_pb2.LinearConstraintsProto(
-            ids=range(num_rows),
-            lower_bounds=program.row_lower.tolist(),
-            upper_bounds=program.row_upper.tolist(),
+        linear_constraints=filled(
+            model_pb2.LinearConstraintsProto,
+            ids=np.arange(num_rows),
+            lower_bounds=program.row_lower,
+            upper_bounds=program.row_upper,
         ),
-        linear_constraint_matrix=SparseDoubleMatrixProto(
-            row_ids=program.row.tolist(),
-            column_ids=program.column.tolist(),
-            coefficients=program.value.tolist(),
+        linear_constraint_matrix=filled(
+            SparseDoubleMatrixProto,
+            row_ids=program.row,
+            column_ids=program.column,
+            coefficients=program.value,
         ),
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_strategy.intra_op.problem import Problem, Transfer, Use
+from alpa_strategy.intra_op.problem import Problem, Transfer
 
 # The solvers' tolerances (1e-7) are absolute: costs are scaled to about this sum.
 TARGET_OBJECTIVE = 1e3
@@ -47,149 +47,190 @@ class LinearProgram:
         return int(self.first[-1])
 
 
-class _Columns:
-    """Collects seconds and bytes of the columns as arrays."""
-
-    def __init__(self) -> None:
-        self.num = 0
-        self.seconds: list[np.ndarray] = []
-        self.num_bytes: list[np.ndarray] = []
-        self.upper: list[np.ndarray] = []
-
-    def add(self, seconds: np.ndarray, num_bytes: np.ndarray, upper: np.ndarray) -> np.ndarray:
-        """The numbers of new columns with these seconds, bytes and upper bounds."""
-        columns = np.arange(self.num, self.num + len(seconds))
-        self.num += len(seconds)
-        self.seconds.append(seconds)
-        self.num_bytes.append(num_bytes)
-        self.upper.append(upper)
-        return columns
-
-
-class _Rows:
-    """Collects the non-zeros of the rows as arrays."""
-
-    def __init__(self) -> None:
-        self.num = 0
-        self.parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self.lower: list[np.ndarray] = []
-        self.upper: list[np.ndarray] = []
-
-    def reserve(self, num: int, lower: float, upper: float) -> np.ndarray:
-        """The numbers of new rows between `lower` and `upper`."""
-        rows = np.arange(self.num, self.num + num)
-        self.num += num
-        self.lower.append(np.full(num, lower))
-        self.upper.append(np.full(num, upper))
-        return rows
-
-    def put(self, rows: np.ndarray, columns: np.ndarray, values: float | np.ndarray) -> None:
-        """Add non-zeros; those of the same place are added up in the end."""
-        self.parts.append((rows, columns, np.broadcast_to(np.asarray(values, float), rows.shape)))
-
-
 def formulate(problem: Problem) -> LinearProgram:
-    """The relaxation's columns and rows. Forbidden strategies and transfers get no column."""
+    """The relaxation's columns and rows. Forbidden strategies and transfers get no column.
+
+    Fast where equal arrays are one object (`with_shared_arrays`).
+    """
     sizes = np.array([len(choice.cost) for choice in problem.choices])
     first = np.concatenate([[0], np.cumsum(sizes)])
-    columns, rows = _Columns(), _Rows()
-
-    strategies = columns.add(
-        np.concatenate([np.asarray(choice.cost, float) for choice in problem.choices]),
-        np.concatenate([np.asarray(choice.memory, float) for choice in problem.choices]),
-        np.ones(int(first[-1])),
-    )
+    num_columns, num_rows = int(first[-1]), len(sizes)
+    seconds = [np.asarray(choice.cost, float) for choice in problem.choices]
+    num_bytes = [np.asarray(choice.memory, float) for choice in problem.choices]
+    upper = [np.ones(num_columns)]
     # Every choice takes one strategy: sum_k s[c, k] = 1.
-    one = rows.reserve(len(sizes), 1.0, 1.0)
-    rows.put(np.repeat(one, sizes), strategies, 1.0)
+    entries = [
+        (np.repeat(np.arange(num_rows), sizes), np.arange(num_columns), np.ones(num_columns))
+    ]
+    lower_rows, upper_rows = [np.ones(num_rows)], [np.ones(num_rows)]
 
-    for transfer in problem.transfers:
-        _add_transfer(transfer, first, columns, rows)
+    known: dict[tuple[int, ...], _Block] = {}
+    for transfer in filter(lambda each: each.uses, problem.transfers):
+        arrays = transfer.cost, transfer.memory, transfer.source
+        key = tuple(map(id, (*arrays, *[use.layout for use in transfer.uses])))
+        if key not in known:
+            known[key] = _block_of(transfer)
+        block = known[key]
+
+        ends = [transfer.producer, *[use.choice for use in transfer.uses]]
+        starts = np.array([num_columns, *first[ends]])
+        entries.append((block.row + num_rows, block.column + starts[block.start], block.value))
+        seconds.append(block.seconds)
+        num_bytes.append(block.num_bytes)
+        upper.append(block.upper)
+        lower_rows.append(block.row_lower)
+        upper_rows.append(block.row_upper)
+        num_columns += len(block.seconds)
+        num_rows += len(block.row_lower)
+
+    every_byte = np.concatenate(num_bytes)
     if np.isfinite(problem.memory_limit):
-        _add_memory_row(problem.memory_limit, columns, rows)
-    return _assemble(columns, rows, first, _unit(problem))
+        # HiGHS takes 1e-7 for zero: bytes come in units that give the row the objective's size.
+        scale = max(problem.memory_limit, float(every_byte.max()), 1.0) / TARGET_OBJECTIVE
+        heavy = np.flatnonzero(every_byte)
+        entries.append((np.full(len(heavy), num_rows), heavy, every_byte[heavy] / scale))
+        lower_rows.append(np.array([-np.inf]))
+        upper_rows.append(np.array([problem.memory_limit / scale]))
+
+    row, column, value = _in_order(entries, num_columns)
+    unit = _unit(problem)
+    return LinearProgram(
+        cost=np.concatenate(seconds) / unit,
+        upper=np.concatenate(upper),
+        row=row,
+        column=column,
+        value=value,
+        row_lower=np.concatenate(lower_rows),
+        row_upper=np.concatenate(upper_rows),
+        first=first,
+        seconds_per_unit=unit,
+    )
 
 
-def _add_transfer(transfer: Transfer, first: np.ndarray, columns: _Columns, rows: _Rows) -> None:
+@dataclass(frozen=True)
+class _Block:
+    """The columns and rows of a transfer, wherever they stand in a program.
+
+    Attributes:
+        seconds, num_bytes, upper: [column] of its own columns: z of what several uses share, then
+            w of each use.
+        row: [entry] number among its own rows. row_lower, row_upper: of these.
+        start, column: [entry] the column is number `column` from the first of: its own (0), the
+            producer's strategies (1), those of use i (2 + i).
+        value: [entry].
+    """
+
+    seconds: np.ndarray
+    num_bytes: np.ndarray
+    upper: np.ndarray
+    row: np.ndarray
+    row_lower: np.ndarray
+    row_upper: np.ndarray
+    start: np.ndarray
+    column: np.ndarray
+    value: np.ndarray
+
+
+class _Entries:
+    """Collects a block's rows and their non-zeros."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.row_upper: list[np.ndarray] = []
+        self.parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def reserve(self, num: int, upper: float) -> np.ndarray:
+        """The numbers of new rows between 0 and `upper`."""
+        rows = np.arange(self.num_rows, self.num_rows + num)
+        self.num_rows += num
+        self.row_upper.append(np.full(num, upper))
+        return rows
+
+    def put(self, rows: np.ndarray, start: int, columns: np.ndarray, value: float) -> None:
+        """Add non-zeros of one value."""
+        starts = np.full(len(rows), start)
+        self.parts.append((rows, starts, columns, np.full(len(rows), value)))
+
+
+def _block_of(transfer: Transfer) -> _Block:
     """The columns w of each use and z of what several uses share, and the rows between them."""
     cost, memory = np.asarray(transfer.cost, float), np.asarray(transfer.memory, float)
+    source = np.asarray(transfer.source)
+    is_allowed = np.isfinite(cost)
     several = len(transfer.uses) > 1
+    seconds: list[np.ndarray] = []
+    num_bytes: list[np.ndarray] = []
+    upper: list[np.ndarray] = []
+    num_columns = 0
     # [source, target]: the column of z, -1 where that resharding is free or forbidden.
     shared = np.full(cost.shape, -1)
 
     if several:  # a target that several uses ask for is paid once
-        paid = (cost != 0) | (memory != 0)
-        z_p, z_q = np.nonzero(paid & np.isfinite(cost))
-        seconds, num_bytes = cost[z_p, z_q], memory[z_p, z_q]
+        z_p, z_q = np.nonzero(((cost != 0) | (memory != 0)) & is_allowed)
+        num_columns = len(z_p)
+        shared[z_p, z_q] = np.arange(num_columns)
+        seconds.append(cost[z_p, z_q])
+        num_bytes.append(memory[z_p, z_q])
         # What costs anything is not taken more than once. A credit would be.
-        upper = np.where((seconds >= 0) & (num_bytes >= 0), np.inf, 1.0)
-        shared[z_p, z_q] = columns.add(seconds, num_bytes, upper)
+        upper.append(np.where((seconds[0] >= 0) & (num_bytes[0] >= 0), np.inf, 1.0))
 
-    for use in transfer.uses:
-        p, q, w = _add_use(transfer, use, first, columns, rows)
+    entries = _Entries()
+    for number, use in enumerate(transfer.uses):
+        layout = np.asarray(use.layout)
+        asked = np.zeros(cost.shape[1], dtype=bool)
+        asked[layout] = True
+        # w[p, q]: this use gets the value from source p in target q. It carries the cost where no
+        # other use shares it.
+        p, q = np.nonzero(is_allowed & asked)
+        w = np.arange(num_columns, num_columns + len(p))
+        num_columns += len(p)
+        seconds.append(np.zeros(len(p)) if several else cost[p, q])
+        num_bytes.append(np.zeros(len(p)) if several else memory[p, q])
+        upper.append(np.full(len(p), np.inf))  # the sums below bound it
+
+        # Sums of w over q are the producer's choice, sums over p the consumer's.
+        out = entries.reserve(cost.shape[0], 0.0)
+        entries.put(out[p], 0, w, 1.0)
+        entries.put(out[source], 1, np.arange(len(source)), -1.0)
+        into = np.full(cost.shape[1], -1)
+        into[asked] = entries.reserve(int(asked.sum()), 0.0)
+        entries.put(into[q], 0, w, 1.0)
+        entries.put(into[layout], 2 + number, np.arange(len(layout)), -1.0)
+
         if several:  # z[p, q] >= w[p, q] of every use
             linked = shared[p, q] >= 0
-            at_least = rows.reserve(int(linked.sum()), 0.0, np.inf)
-            rows.put(at_least, shared[p, q][linked], 1.0)
-            rows.put(at_least, w[linked], -1.0)
+            at_least = entries.reserve(int(linked.sum()), np.inf)
+            entries.put(at_least, 0, shared[p, q][linked], 1.0)
+            entries.put(at_least, 0, w[linked], -1.0)
 
-
-def _add_use(
-    transfer: Transfer, use: Use, first: np.ndarray, columns: _Columns, rows: _Rows
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The columns w[p, q] of one use: it gets the value from source p in target q.
-
-    Returns p, q and the column of each. Its columns carry the cost where no other use shares it.
-    """
-    cost, memory = np.asarray(transfer.cost, float), np.asarray(transfer.memory, float)
-    source, layout = np.asarray(transfer.source), np.asarray(use.layout)
-    asked = np.zeros(cost.shape[1], dtype=bool)
-    asked[layout] = True
-    p, q = np.nonzero(np.isfinite(cost) & asked[None, :])
-    # The sums below bound w.
-    unbounded = np.full(len(p), np.inf)
-    if len(transfer.uses) > 1:
-        w = columns.add(np.zeros(len(p)), np.zeros(len(p)), unbounded)
-    else:
-        w = columns.add(cost[p, q], memory[p, q], unbounded)
-
-    # Sums of w over q are the producer's choice, sums over p the consumer's.
-    out = rows.reserve(cost.shape[0], 0.0, 0.0)
-    rows.put(out[p], w, 1.0)
-    rows.put(out[source], first[transfer.producer] + np.arange(len(source)), -1.0)
-    into = np.full(cost.shape[1], -1)
-    into[asked] = rows.reserve(int(asked.sum()), 0.0, 0.0)
-    rows.put(into[q], w, 1.0)
-    rows.put(into[layout], first[use.choice] + np.arange(len(layout)), -1.0)
-    return p, q, w
-
-
-def _add_memory_row(limit: float, columns: _Columns, rows: _Rows) -> None:
-    """All bytes within the limit."""
-    num_bytes = np.concatenate(columns.num_bytes)
-    # HiGHS takes 1e-7 for zero: bytes come in units that give the row the objective's size.
-    scale = max(limit, float(num_bytes.max()), 1.0) / TARGET_OBJECTIVE
-    heavy = np.flatnonzero(num_bytes)
-    row = rows.reserve(1, -np.inf, limit / scale)
-    rows.put(np.repeat(row, len(heavy)), heavy, num_bytes[heavy] / scale)
-
-
-def _assemble(columns: _Columns, rows: _Rows, first: np.ndarray, unit: float) -> LinearProgram:
-    """The program of what was collected, its non-zeros in order."""
-    row, column, value = (np.concatenate(part) for part in zip(*rows.parts, strict=True))
-    # One choice can stand at both ends of a transfer: its entries in a row are added up.
-    place, inverse = np.unique(row * columns.num + column, return_inverse=True)
-    return LinearProgram(
-        cost=np.concatenate(columns.seconds) / unit,
-        upper=np.concatenate(columns.upper),
-        row=place // columns.num,
-        column=place % columns.num,
-        value=np.bincount(inverse, weights=value).astype(float),
-        row_lower=np.concatenate(rows.lower),
-        row_upper=np.concatenate(rows.upper),
-        first=first,
-        seconds_per_unit=unit,
+    row, start, column, value = (np.concatenate(x) for x in zip(*entries.parts, strict=True))
+    return _Block(
+        np.concatenate(seconds),
+        np.concatenate(num_bytes),
+        np.concatenate(upper),
+        row,
+        np.zeros(entries.num_rows),
+        np.concatenate(entries.row_upper),
+        start,
+        column,
+        value,
     )
+
+
+def _in_order(
+    entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]], num_columns: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, columns and values of all non-zeros, row by row and in each row by column."""
+    row, column, value = (np.concatenate(part) for part in zip(*entries, strict=True))
+    place = row * num_columns + column
+    order = place.argsort(kind="stable")
+    place, value = place[order], value[order]
+    is_new = np.concatenate([[True], place[1:] != place[:-1]])
+    if not is_new.all():
+        # One choice can stand at both ends of a transfer: its entries in a row are added up.
+        value = np.add.reduceat(value, np.flatnonzero(is_new))
+        place = place[is_new]
+    return place // num_columns, place % num_columns, value
 
 
 def num_columns(problem: Problem) -> int:
@@ -200,12 +241,16 @@ def num_columns(problem: Problem) -> int:
 
 def _unit(problem: Problem) -> float:
     """Seconds per unit of the scaled objective: a total of medians, the optimum's order of size."""
-    least = sum(
-        float(np.median(x.cost[np.isfinite(x.cost)]))
-        for x in problem.choices
-        if np.isfinite(x.cost).any()
-    )
-    for transfer in problem.transfers:
-        finite = transfer.cost[np.isfinite(transfer.cost)]
-        least += float(np.median(finite)) if finite.size else 0.0
-    return least / TARGET_OBJECTIVE if least > 0 else 1.0
+    medians: dict[int, float] = {}
+
+    def median(cost: np.ndarray) -> float:
+        """Of what is not forbidden; worked out once for arrays that are one object."""
+        if id(cost) not in medians:
+            finite = np.sort(cost[np.isfinite(cost)], axis=None)
+            middle = finite[(len(finite) - 1) // 2 : len(finite) // 2 + 1]
+            medians[id(cost)] = float(middle.sum()) / max(len(middle), 1)
+        return medians[id(cost)]
+
+    total = sum(median(choice.cost) for choice in problem.choices)
+    total += sum(median(transfer.cost) for transfer in problem.transfers)
+    return total / TARGET_OBJECTIVE if total > 0 else 1.0

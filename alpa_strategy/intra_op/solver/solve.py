@@ -14,7 +14,6 @@ from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate, presolve, with_shared_arrays
 from alpa_strategy.intra_op.solver import lagrangian
 from alpa_strategy.intra_op.solver.elimination import (
-    Network,
     eliminate,
     min_marginals,
     network_of,
@@ -23,6 +22,7 @@ from alpa_strategy.intra_op.solver.elimination import (
 from alpa_strategy.intra_op.solver.lagrangian import Dual
 from alpa_strategy.intra_op.solver.mathopt import Mass, solve_program
 from alpa_strategy.intra_op.solver.milp import formulate, num_columns
+from alpa_strategy.intra_op.solver.priced import PricedProblem
 from alpa_strategy.options import PROPAGATION
 from alpa_strategy.units import format_bytes
 
@@ -87,7 +87,8 @@ def solve(
         raise NoCheaperSolution
     if evaluate(problem, free.assignment)[1] <= problem.memory_limit:
         return _solution(problem, free)
-    found = _least(problem, deadline)
+    priced = PricedProblem(problem)
+    found = _least(problem, priced, deadline)
     if found.assignment is None:
         raise _out_of_time(time_limit)
     least = lagrangian.point(problem, found.assignment)
@@ -102,7 +103,7 @@ def solve(
         )
         error.least_bytes = least.num_bytes
         raise error
-    solved = _solve_limited(problem, free, least, deadline, cutoff, tolerance)
+    solved = _solve_limited(problem, priced, free, least, deadline, cutoff, tolerance)
     return replace(solved, bound=min(solved.bound, solved.seconds))
 
 
@@ -158,45 +159,46 @@ def propagate(problem: Problem) -> Solution:
     return Solution(assignment, *evaluate(problem, assignment), 0.0, PROPAGATION)
 
 
-def _minimise(problem: Problem, deadline: float, only_elimination: bool = False) -> Incumbent:
-    """The optimum without the memory limit; none where `only_elimination` and that would take too
-    large tables.
-    """
+def _minimise(problem: Problem, deadline: float) -> Incumbent:
+    """The optimum without the memory limit."""
     reduced = presolve(replace(problem, memory_limit=float("inf")))
     if any(len(choice.cost) == 0 for choice in reduced.problem.choices):
         return Incumbent(None, np.inf, "presolve")
-    if (planned := _planned(reduced.problem)) is not None:
-        minimum, values = eliminate(*planned)
-        assignment = [int(value) for value in values[: len(problem.choices)]]
-        found = Incumbent(
-            assignment if np.isfinite(minimum) else None, float(minimum), "elimination"
-        )
-    else:
-        found = (
-            Incumbent(None, -np.inf, "none")
-            if only_elimination
-            else _by_program(reduced.problem, deadline)
-        )
-    return (
-        found
-        if found.assignment is None
-        else replace(found, assignment=reduced.expand(found.assignment))
-    )
+    found = _eliminated(reduced.problem) or _by_program(reduced.problem, deadline)
+    if found.assignment is None:
+        return found
+    return replace(found, assignment=reduced.expand(found.assignment))
 
 
-def _least(problem: Problem, deadline: float) -> Incumbent:
+def _eliminated(problem: Problem) -> Incumbent | None:
+    """The optimum of a problem without a memory limit; None where tables would be too large."""
+    network = network_of(problem)
+    order = None if network is None else plan_order(network)
+    if network is None or order is None:
+        return None
+    minimum, values = eliminate(network, order.variables)
+    assignment = [int(value[0]) for value in values[: len(problem.choices)]]
+    is_possible = bool(np.isfinite(minimum[0]))
+    return Incumbent(assignment if is_possible else None, float(minimum[0]), "elimination")
+
+
+def _least(problem: Problem, priced: PricedProblem, deadline: float) -> Incumbent:
     """The assignment with the fewest bytes among those of finite cost (ties: fewest seconds)."""
     scale = sum(float(np.max(x.memory)) for x in problem.choices) or 1.0
     total = (
         sum(float(np.max(x.cost, where=np.isfinite(x.cost), initial=0.0)) for x in problem.choices)
         or 1.0
     )
-    bytes_first = lagrangian.price_memory(problem, 1.0, seconds_weight=1e-9 * scale / total)
-    return _minimise(bytes_first, deadline)
+    weight = 1e-9 * scale / total
+    found = priced.minimise(1.0, weight)
+    if found is not None:
+        return Incumbent(*found, "elimination")
+    return _minimise(lagrangian.price_memory(problem, 1.0, seconds_weight=weight), deadline)
 
 
 def _solve_limited(
     problem: Problem,
+    priced: PricedProblem,
     free: Incumbent,
     least: Solution,
     deadline: float,
@@ -208,13 +210,8 @@ def _solve_limited(
     """
     assert free.assignment is not None
 
-    def minimise(price: float) -> tuple[list[int], float] | None:
-        found = _minimise(lagrangian.price_memory(problem, price), deadline, only_elimination=True)
-        return None if found.assignment is None else (found.assignment, found.bound)
-
-    dual = lagrangian.best_price(
-        problem, minimise, lagrangian.point(problem, free.assignment), least, deadline
-    )
+    over = lagrangian.point(problem, free.assignment)
+    dual = lagrangian.best_price(problem, priced.minimise, over, least, deadline)
     if dual.bound >= cutoff:
         raise NoCheaperSolution
     near = lagrangian.Neighbourhood(problem)
@@ -225,10 +222,10 @@ def _solve_limited(
     found = replace(found, bound=max(free.bound, dual.bound))
     if found.gap <= tolerance or np.isinf(found.bound) or time.process_time() > deadline:
         return found
-    reduced = presolve(problem)
+    reduced = priced.reduced
     if found.gap <= GOOD and num_columns(reduced.problem) > MAX_COLUMNS:
         return found
-    excess = _excess(reduced.problem, dual)
+    excess = _excess(priced, dual)
     for fraction in CORES if excess is not None else (1.0,):
         reach = (found.seconds - dual.bound) * fraction
         core = reduced
@@ -259,22 +256,13 @@ def _solve_limited(
     return found
 
 
-def _excess(problem: Problem, dual: Dual) -> list[np.ndarray] | None:
+def _excess(priced: PricedProblem, dual: Dual) -> list[np.ndarray] | None:
     """[c][k]: by how many seconds every assignment with strategy k of c exceeds the priced minimum,
     at least.
     """
-    planned = _planned(lagrangian.price_memory(problem, dual.price))
-    base = dual.bound + dual.price * problem.memory_limit
+    planned = priced.network(dual.price)
+    base = dual.bound + dual.price * priced.problem.memory_limit
     return None if planned is None else [marginal - base for marginal in min_marginals(*planned)]
-
-
-def _planned(problem: Problem) -> tuple[Network, list[int]] | None:
-    """The factors of a problem and an order to eliminate them in; None where tables would be too
-    large.
-    """
-    network = network_of(problem)
-    order = plan_order(network) if network else None
-    return None if network is None or order is None else (network, order)
 
 
 def _by_program(
