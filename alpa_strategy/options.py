@@ -194,9 +194,10 @@ def _contradictions(options: PlanOptions) -> Iterator[tuple[str, str]]:
         for pattern, modes in options.placements:
             count = len(modes.split())
             if count != len(mesh):
+                noun = "1 axis" if count == 1 else f"{count} axes"
                 problem = (
-                    f"placements[{pattern!r}]={modes!r} has {count} placements,"
-                    f" logical_mesh={list(mesh)} other axes"
+                    f"placements[{pattern!r}]={modes!r} is for {noun},"
+                    f" logical_mesh={list(mesh)} has others"
                 )
                 yield problem, "write one placement per mesh axis"
 
