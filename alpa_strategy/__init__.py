@@ -1,8 +1,7 @@
-"""Automatic parallelism for PyTorch Lightning: `import alpa_strategy`, then
-`Trainer(strategy="alpa")`.
+"""Automatic parallelism for PyTorch Lightning: `Trainer(strategy="alpa")`.
 
-The import registers the strategy and nothing else: every process of a job pays for it. All other
-names are loaded at their first use, what a training needs with its first step.
+`import alpa_strategy` registers the strategy and imports little else, as every process of a job
+pays for it. All other names are imported at their first use.
 """
 
 import importlib
@@ -76,8 +75,8 @@ _LAZY = {
 
 
 class NoFabric:
-    """Registered as the "alpa" of Fabric, whose users write the loop themselves: there is no step
-    to capture.
+    """Raises an error for Fabric(strategy="alpa"): its users write the loop themselves, so there is
+    no step to capture.
     """
 
     def __init__(self, *_: Any, **__: Any) -> NoReturn:

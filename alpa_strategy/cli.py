@@ -1,6 +1,6 @@
-"""The `alpa` command: train a recipe, plan one for a cluster that need not be there, show a plan.
+"""The `alpa` command: train a recipe, plan one for a described cluster, show a plan.
 
-The planner waits inside the subcommands that need it.
+Subcommands import the planner themselves, so that the others start fast.
 """
 
 import argparse
@@ -53,23 +53,27 @@ from alpa_strategy.recipe import (
 )
 
 EXIT_USER_ERROR = 2
-# What overrides of `alpa plan` may begin with besides a recipe's keys: the cluster's fields, and
-# the recipe's `strategy` by another name.
+# First keys of overrides that only `alpa plan` accepts: fields of the cluster, and `plan` as
+# another name of the recipe's section `strategy`.
 PLAN_KEYS = ("cluster", "plan")
+# Functions of recipes/searches.py.
 SEARCHES = (
     "mcmc",
     "greedy",
     "exhaustive",
     "megatron",
     "flexflow-like",
-)  # functions of recipes/searches.py
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (default: the process's own); returns the exit code.
+    """Run one command line and return its exit code.
 
-    An AlpaError is a message on stderr and exit code 2; anything else is a defect and keeps its
-    stack trace.
+    An AlpaError is a message on stderr and exit code 2. Any other exception is a defect and keeps
+    its stack trace.
+
+    Args:
+        argv: arguments; None: those of the process.
     """
     arguments = _parse(argv)
     command: Callable[[argparse.Namespace], int] = arguments.run
@@ -81,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.fix:
             console.print(Text.assemble(("what to do: ", "bold"), error.fix))
         return EXIT_USER_ERROR
-    except BrokenPipeError:  # `alpa show plan.json | head`
+    except BrokenPipeError:
+        # `alpa show plan.json | head`.
         sys.stderr.close()
         return 0
 
@@ -90,8 +95,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse ends a list of positionals at the first option: `alpa plan R --cluster C key=value`
-    # leaves one over.
-    unknown = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
+    # leaves `key=value` in `rest`.
+    takes_overrides = hasattr(arguments, "overrides")
+    unknown = rest
+    if takes_overrides:
+        unknown = [text for text in rest if text.startswith("-")]
     if unknown:
         parser.error(
             f"unrecognized arguments: {' '.join(unknown)} (a recipe's are written"
@@ -109,36 +117,61 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def of_recipe(
-        name: str,
-        about: str,
-        example: str,
-        run: Callable[[argparse.Namespace], int],
-        keys: Sequence[str] = KEYS,
-    ) -> Any:
-        command = commands.add_parser(
-            name, help=about, description=f"{about[0].upper()}{about[1:]}."
-        )
-        command.add_argument(
-            "recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped"
-        )
-        command.add_argument(
-            "overrides", nargs="*", metavar="key=value", help=_overrides_help(example, keys)
-        )
-        command.set_defaults(run=run)
-        return command
-
-    about = "train a recipe on the devices of this machine or of a torchrun job"
-    of_recipe("train", about, "trainer.devices=2 model.lr=1e-3", _train)
-
-    about = "plan a recipe for a cluster; no devices and no weights are needed"
-    plan = of_recipe(
-        "plan",
-        about,
-        "cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8",
-        _plan,
-        (*PLAN_KEYS, *KEYS),
+    train = commands.add_parser(
+        "train",
+        help="train a recipe on the devices of this machine or of a torchrun job",
+        description="Train a recipe on the devices of this machine or of a torchrun job.",
     )
+    _add_recipe_arguments(train, "trainer.devices=2 model.lr=1e-3", KEYS)
+    train.set_defaults(run=_train)
+
+    plan = commands.add_parser(
+        "plan",
+        help="plan a recipe for a cluster; no devices and no weights are needed",
+        description="Plan a recipe for a cluster; no devices and no weights are needed.",
+    )
+    example = "cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8"
+    _add_recipe_arguments(plan, example, (*PLAN_KEYS, *KEYS))
+    _add_plan_arguments(plan)
+    plan.set_defaults(run=_plan)
+
+    show = commands.add_parser("show", help="show a stored plan")
+    show.add_argument("plan", metavar="PLAN.json")
+    show.add_argument("--html", metavar="OUT.html", help="write a self-contained page")
+    show.add_argument("--svg", metavar="OUT.svg", help="write a picture")
+    show.set_defaults(run=_show)
+
+    ops_help = "how ops may be sharded: rules in index notation, and how these were proved"
+    ops = commands.add_parser("ops", help=ops_help)
+    _add_ops_arguments(ops)
+    ops.set_defaults(run=_ops)
+
+    export_help = "turn a sharded checkpoint into an ordinary Lightning file"
+    export = commands.add_parser("export", help=export_help)
+    _add_export_arguments(export)
+    export.set_defaults(run=_export)
+    return parser
+
+
+def _add_recipe_arguments(
+    command: argparse.ArgumentParser, example: str, keys: Sequence[str]
+) -> None:
+    """Add the recipe and its overrides to a command.
+
+    Args:
+        command: parser of the command.
+        example: overrides that its help shows.
+        keys: first keys of the overrides that it accepts.
+    """
+    command.add_argument(
+        "recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped"
+    )
+    command.add_argument(
+        "overrides", nargs="*", metavar="key=value", help=_overrides_help(example, keys)
+    )
+
+
+def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--cluster",
         required=True,
@@ -162,24 +195,17 @@ def _parser() -> argparse.ArgumentParser:
         "--tune",
         choices=("batch_size",),
         help="double and halve data.batch_size for the most samples a second; micro-batches are"
-        " solved for each",
+        " solved for each size",
     )
     plan.add_argument(
         "--around",
         metavar="PLAN.json",
-        help="a plan for other batches: parameters stay where and as they lie there",
+        help="a plan for other batches; parameters keep its devices and layouts",
     )
-    plan.add_argument("-o", "--output", metavar="PLAN.json", help="where to store the plan")
+    plan.add_argument("-o", "--output", metavar="PLAN.json", help="file to store the plan in")
 
-    show = commands.add_parser("show", help="show a stored plan")
-    show.add_argument("plan", metavar="PLAN.json")
-    show.add_argument("--html", metavar="OUT.html", help="write a self-contained page")
-    show.add_argument("--svg", metavar="OUT.svg", help="write a picture")
-    show.set_defaults(run=_show)
 
-    ops = commands.add_parser(
-        "ops", help="how ops may be sharded: rules in index notation, and how these were proved"
-    )
+def _add_ops_arguments(ops: argparse.ArgumentParser) -> None:
     ops.add_argument(
         "pattern",
         nargs="?",
@@ -187,12 +213,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATTERN",
         help="a glob pattern such as 'aten.conv*', or a part of the name",
     )
-    ops.add_argument("--json", action="store_true", help="print everything known of them as JSON")
-    ops.set_defaults(run=_ops)
+    ops.add_argument("--json", action="store_true", help="print all data of these ops as JSON")
 
-    export = commands.add_parser(
-        "export", help="turn a sharded checkpoint into an ordinary Lightning file"
-    )
+
+def _add_export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "checkpoint",
         metavar="CKPT",
@@ -204,10 +228,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--trust",
         action="store_true",
-        help="run what is pickled in it: only if you trust its writer",
+        help="run the code that is pickled in it: only if you trust its writer",
     )
-    export.set_defaults(run=_export)
-    return parser
 
 
 def _overrides_help(example: str, keys: Sequence[str]) -> str:
@@ -216,30 +238,26 @@ def _overrides_help(example: str, keys: Sequence[str]) -> str:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    # Lightning 2.6 against PyTorch 2.13, once per process and step kind: nothing that a user could
-    # act upon.
+    # Lightning 2.6 uses a deprecated class of PyTorch 2.13; users cannot do anything about it.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if recipe.seed is not None:
         seed_everything(recipe.seed, workers=True, verbose=False)
+
     trainer = build_trainer(recipe)
-    model, data = build_model(recipe), build_data(recipe)
+    model = build_model(recipe)
+    data = build_data(recipe)
     trainer.fit(model, datamodule=data)
+
     if trainer.is_global_zero:
-        shown = {
-            k: v
-            for k, v in trainer.progress_bar_metrics.items()
-            if isinstance(v, int | float) and k != "v_num"
-        }
-        print(
-            ", ".join(
-                [
-                    f"trained {trainer.global_step} steps",
-                    *(f"{printable(k)} {v:.4g}" for k, v in shown.items()),
-                ]
-            )
-        )
-    return 130 if trainer.interrupted else 0  # as a shell says it of Ctrl-C
+        texts = [f"trained {trainer.global_step} steps"]
+        for name, value in trainer.progress_bar_metrics.items():
+            if isinstance(value, int | float) and name != "v_num":
+                texts.append(f"{printable(name)} {value:.4g}")
+        print(", ".join(texts))
+
+    # As a shell says it of Ctrl-C.
+    return 130 if trainer.interrupted else 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -255,20 +273,29 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     with _writing(arguments.output or "plan.json"):
-        pass  # an impossible path is told before the planning
+        # An impossible path is an error before the planning.
+        pass
+
     to_cluster, overrides = _split_overrides(arguments.overrides)
-    cluster, console = ClusterSpec.load(arguments.cluster, to_cluster), make_console()
+    cluster = ClusterSpec.load(arguments.cluster, to_cluster)
+    console = make_console()
+
     recipe = load_recipe(arguments.recipe, overrides)
-    options, given = plan_options(recipe), recipe.strategy
-    limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits) if f.name in given})
-    if asks := asks_for_written(options, limits) or (
-        limits.replicas and f"replicas={limits.replicas}"
-    ):
-        fix = "leave it out; one of several replicas: a cluster of its devices, and batch_scope=global"
-        raise OptionError(f"{asks}: there is no plan of all devices", fix)
+    options = plan_options(recipe)
+    limits = _limits(recipe)
+    eager_option = asks_for_written(options, limits)
+    if eager_option is None and limits.replicas:
+        eager_option = f"replicas={limits.replicas}"
+    if eager_option is not None:
+        raise OptionError(
+            f"{eager_option}: there is no plan of all devices",
+            "leave it out; to plan one of several replicas, give a cluster of its devices and"
+            " batch_scope=global",
+        )
+
     progress = Progress()
-    # What a planning that was killed had computed; searches for comparison are timed from their
-    # start.
+    # Results of a planning that was killed are used again. Searches for comparison start without
+    # them: their time is measured.
     folder = None if arguments.search else Path(".alpa") / "planning"
     with PartialResults(folder, progress.tell) as results:
         planned = partial(_planned, arguments, cluster, progress=progress, results=results)
@@ -276,7 +303,9 @@ def _plan(arguments: argparse.Namespace) -> int:
             plan = _tuned(arguments, cluster, overrides, console, planned)
         else:
             plan = planned(overrides)
-    console.print(plan_table(plan, memory_limit=options.usable_bytes(cluster.device.memory_bytes)))
+
+    usable_bytes = options.usable_bytes(cluster.device.memory_bytes)
+    console.print(plan_table(plan, memory_limit=usable_bytes))
     console.print(plan_timing(plan, peak_rss_bytes()))
     if arguments.output:
         with _writing(arguments.output):
@@ -292,26 +321,27 @@ def _planned(
     progress: Progress,
     results: PartialResults,
 ) -> Plan:
-    """The recipe's plan."""
+    """Return the plan of the recipe with `overrides` on `cluster`."""
     from alpa_strategy.planner.optimizer_info import optimizer_info_of
     from alpa_strategy.planner.planner import make_plan
 
     recipe = load_recipe(arguments.recipe, overrides)
     options = plan_options(recipe)
-    # Shapes are all that planning needs: a model of 39 B parameters takes no memory here.
+    # Planning needs shapes alone: a model of 39 B parameters takes no memory here.
     with progress("build the model on the meta device"), torch.device("meta"):
         model = build_model(recipe)
     if recipe.strategy.get("compile") is None:
         options = replace(options, compile=compiled_by_user(model) is not None)
+
     batch = _example_batch(build_data(recipe), recipe)
     precision = precision_plugin(recipe)
     precision.convert_module(model)
     optimizer = optimizer_info_of(model)
-    choose = (
-        partial(_search(arguments.search), seconds=arguments.search_seconds)
-        if arguments.search
-        else None
-    )
+
+    choose = None
+    if arguments.search:
+        choose = partial(_search(arguments.search), seconds=arguments.search_seconds)
+
     with _rare_collections():
         around = Plan.load(arguments.around) if arguments.around else None
         context = precision.train_step_context
@@ -331,13 +361,17 @@ def _planned(
 
 
 def _search(name: str) -> Callable[..., Plan]:
-    """A shipped search by its name, else a function of the user's."""
+    """Return the search function `name`: a shipped one, or `FILE.FUNCTION` of the user's.
+
+    Raises:
+        OptionError: there is no such function.
+    """
     if "." in name:
         return resolve_target(name, Path.cwd(), "--search")
+
     check_names([name], SEARCHES, "--search: there is no")
-    return resolve_target(
-        f"searches.plan_{name.replace('-', '_')}", shipped_folder(RECIPES), "--search"
-    )
+    target = f"searches.plan_{name.replace('-', '_')}"
+    return resolve_target(target, shipped_folder(RECIPES), "--search")
 
 
 def _tuned(
@@ -347,27 +381,30 @@ def _tuned(
     console: Console,
     planned: Callable[[Sequence[str]], Plan],
 ) -> Plan:
-    """The plan of the best batch size around the recipe's; a table of all that were planned is
-    printed.
+    """Plan with several batch sizes around the recipe's, print a table, and return the best plan.
 
-    A number of micro-batches that the recipe pins is for its own batch size: only what the command
-    line pins holds.
+    Raises:
+        AlpaError: the recipe has no batch size, or no batch size has a plan.
     """
     from alpa_strategy.planner.batch_size import best_batch, tune_batch
 
     recipe = load_recipe(arguments.recipe, overrides)
-    given = recipe.data.get("batch_size")
-    if not isinstance(given, int) or given < 1:
+    batch_size = recipe.data.get("batch_size")
+    if not isinstance(batch_size, int) or batch_size < 1:
         raise OptionError(
-            f"{recipe.path}: data.batch_size={given!r} cannot be tuned",
+            f"{recipe.path}: data.batch_size={batch_size!r} cannot be tuned",
             "give a whole number, such as 8",
         )
+
+    # The recipe pins a number of micro-batches for its own batch size. A number on the command line
+    # comes later and holds for all sizes.
     free = ["strategy.num_microbatches=null", *overrides]
-    found = tune_batch(lambda n: planned([*free, f"data.batch_size={n}"]), given)
-    ranks = 1 if plan_options(recipe).rows == "global" else cluster.num_devices
-    best = best_batch(found)
-    console.print(tune_table(found, best, ranks))
-    plan = found[min(found) if best is None else best]
+    plans = tune_batch(lambda size: planned([*free, f"data.batch_size={size}"]), batch_size)
+
+    num_loaders = 1 if plan_options(recipe).rows == "global" else cluster.num_devices
+    best = best_batch(plans)
+    console.print(tune_table(plans, best, num_loaders))
+    plan = plans[min(plans) if best is None else best]
     if isinstance(plan, AlpaError):
         raise plan
     return plan
@@ -375,11 +412,10 @@ def _tuned(
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Garbage is looked for less often, and not in what is imported: a sixth of the time of
-    planning.
-    """
+    """Context in which garbage is collected rarely, which saves a sixth of the planning time."""
     thresholds = gc.get_threshold()
-    gc.freeze()  # what is imported is no garbage, and there is much of it
+    # Imported objects are many, and never garbage.
+    gc.freeze()
     gc.set_threshold(100_000)
     try:
         yield
@@ -409,7 +445,11 @@ def _ops(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _writing(path: str) -> Iterator[Path]:
-    """Around what writes a file the user has named: an OptionError where it cannot be."""
+    """Context that writes a file at the user's `path`.
+
+    Raises:
+        OptionError: the file cannot be written.
+    """
     try:
         if not is_possible(Path(path)) or Path(path).is_dir():
             raise OSError(EINVAL, "it is a directory, or has a name that no file can have")
@@ -421,19 +461,33 @@ def _writing(path: str) -> Iterator[Path]:
 
 
 def plan_options(recipe: Recipe) -> PlanOptions:
-    """The recipe's strategy options that planning depends on; what only the runtime uses is left
-    out.
+    """Return the recipe's strategy options that plans depend on.
+
+    Raises:
+        OptionError: an option has a value that it cannot have.
     """
-    names = {f.name for f in fields(PlanOptions)}
-    given = {key: value for key, value in recipe.strategy.items() if key in names}
+    names = {option.name for option in fields(PlanOptions)}
+    values = {key: value for key, value in recipe.strategy.items() if key in names}
     if "accumulate_grad_batches" in recipe.trainer:
-        given["accumulate_grad_batches"] = recipe.trainer["accumulate_grad_batches"]
-    return PlanOptions.from_user(**given)
+        values["accumulate_grad_batches"] = recipe.trainer["accumulate_grad_batches"]
+    return PlanOptions.from_user(**values)
+
+
+def _limits(recipe: Recipe) -> Limits:
+    """Return the recipe's strategy options that only the runtime uses."""
+    names = {option.name for option in fields(Limits)}
+    values = {key: value for key, value in recipe.strategy.items() if key in names}
+    return Limits.from_user(**values)
 
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """`cluster.*` overrides (field -> value), and the recipe's, where `plan.*` is written
-    `strategy.*`.
+    """Split the overrides of `alpa plan` into those of the cluster and those of the recipe.
+
+    Returns:
+        The cluster's fields and values, and the recipe's overrides, with `plan.` as `strategy.`.
+
+    Raises:
+        OptionError: an override has an unknown key, or is not of the form key=value.
     """
     to_cluster: dict[str, Any] = {}
     to_recipe: list[str] = []
@@ -458,8 +512,10 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
 
 
 def _example_batch(data: Any, recipe: Recipe) -> Any:
-    """A batch of the right shapes: the data module's own `example_batch()`, else the first rows of
-    its data.
+    """Return a batch of the right shapes: of `data.example_batch()`, or of the first samples.
+
+    Raises:
+        OptionError: the data module has neither `example_batch()` nor a map-style dataset.
     """
     if hasattr(data, "example_batch"):
         return data.example_batch()
@@ -468,24 +524,27 @@ def _example_batch(data: Any, recipe: Recipe) -> Any:
     loader = data.train_dataloader()
     try:
         # Not by iterating the loader, which would start its workers.
-        rows = [loader.dataset[i] for i in range(loader.batch_size)]
+        samples = [loader.dataset[i] for i in range(loader.batch_size)]
     except (AttributeError, TypeError, NotImplementedError):
         raise OptionError(
             f"{recipe.path}: data: {type(data).__name__} has neither example_batch() nor a"
             " map-style training dataset",
             "add a method example_batch() that returns a batch of the right shapes",
         ) from None
-    return loader.collate_fn(rows)
+    return loader.collate_fn(samples)
 
 
 def precision_plugin(recipe: Recipe) -> Precision:
-    """The Trainer's for the recipe's precision, of a step captured on the CPU, whatever the
-    cluster's devices are.
+    """Return the Trainer's plugin for the recipe's precision.
+
+    Its autocast is that of the CPU, on which steps are captured for any cluster.
+
+    Raises:
+        OptionError: the precision cannot be planned.
     """
-    given = str(recipe.trainer.get("precision") or "32-true")
-    precision = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(
-        given, given
-    )
+    precision = str(recipe.trainer.get("precision") or "32-true")
+    full_names = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+    precision = full_names.get(precision, precision)
     plugins: dict[str, Callable[[], Precision]] = {
         "32-true": Precision,
         "64-true": DoublePrecision,

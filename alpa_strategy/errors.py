@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-# Control characters but tab and newline, lone surrogates, what turns the direction of text (a
-# terminal then shows something else than what is there), line separators, and what no XML may hold.
+# Control characters but tab and newline, lone surrogates, characters that reverse the direction of
+# text (a terminal would show another text), line separators, and characters that XML forbids.
 UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff"
     r"\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufffe\uffff]"
@@ -19,8 +19,8 @@ class AlpaError(RuntimeError):
     """Base of every error that this package raises for a user.
 
     Args:
-        problem: what the user wrote or did, and why it cannot be met.
-        fix: what to do about it.
+        problem: the value or action of the user, and the reason why it fails.
+        fix: the action that solves it.
     """
 
     def __init__(self, problem: str, fix: str = "") -> None:
@@ -29,20 +29,20 @@ class AlpaError(RuntimeError):
         super().__init__(f"{self.problem}\n  What to do: {self.fix}" if fix else self.problem)
 
     def __reduce__(self) -> "tuple[type[AlpaError], tuple[str, str]]":
-        """So that an error can be raised on other ranks."""
+        """Pickle `problem` and `fix`, so that the error can be raised on other ranks."""
         return type(self), (self.problem, self.fix)
 
 
 def printable(text: str) -> str:
-    """Text for a terminal or a page, whatever names it quotes: control characters become escapes,
-    endless words are cut short.
-    """
-    return _LONG_WORD.sub(r"\1...", UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text))
+    """Return `text` for a terminal or a page: control characters escaped, long words shortened."""
+    escaped = UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
+    return _LONG_WORD.sub(r"\1...", escaped)
 
 
 class SetupError(AlpaError, MisconfigurationException):
-    """The Trainer, module or options are put together in a way that cannot train: Lightning's kind
-    of error as well.
+    """The combination of Trainer, module and options cannot train.
+
+    Lightning's own error class is a base, for callers that catch it.
     """
 
 
@@ -59,19 +59,19 @@ class CaptureError(AlpaError):
 
 
 class NotRowsError(CaptureError):
-    """The batches of all ranks are no one batch: a leaf that has no row per sample differs between
-    them.
-    """
+    """The ranks' batches cannot be concatenated: a leaf without a batch dim differs."""
 
 
 class RuntimeMismatchError(AlpaError):
-    """What happens at run time differs from what was planned (batch shapes, optimizer, ranks)."""
+    """The run differs from its plan: in batch shapes, optimizer or ranks."""
 
 
 class FailedCheckError(CaptureError, RuntimeMismatchError):
-    """A check of the step's (`assert`, `if ...: raise`) does not pass on a batch.
+    """A check of the training step (`assert`, `if ...: raise`) fails on a batch.
 
     Args:
+        problem: as of AlpaError.
+        fix: as of AlpaError.
         own: the exception that the step would raise, with its text.
     """
 
@@ -81,7 +81,7 @@ class FailedCheckError(CaptureError, RuntimeMismatchError):
 
 
 class ShardingError(AlpaError):
-    """A layout, rule or pin asks for something that an op cannot do."""
+    """A layout, rule or pin requires a sharding that an op does not have."""
 
 
 class PlanError(AlpaError):
@@ -89,17 +89,17 @@ class PlanError(AlpaError):
 
 
 class DoesNotFitError(PlanError):
-    """What was planned needs more memory than a device may use.
+    """Every plan needs more memory than a device may use.
 
     Attributes:
-        least_bytes: of a device, that every plan of the problem needs; None where that is unknown.
+        least_bytes: bytes per device that every plan needs at least; None if unknown.
     """
 
     least_bytes: float | None = None
 
 
 class UnlikeStepsError(CaptureError, RuntimeMismatchError):
-    """The ranks' batches or steps differ: there is no one step of all of them to be captured."""
+    """The ranks' batches or steps differ, so that there is no common step to capture."""
 
 
 class LostRankError(AlpaError):
@@ -111,14 +111,21 @@ class CheckpointError(AlpaError):
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """`did you mean 'parallel'?` for a `name` near one that is known, else empty."""
+    """Return `did you mean 'parallel'?` if `name` is similar to a known one, else an empty text."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     return f"did you mean {near[0]!r}?" if near else ""
 
 
 def check_names(names: Iterable[str], known: Iterable[str], problem: str) -> None:
-    """OptionError `problem 'name'` at the first of `names` that is not known; it says the nearest,
-    and all that are.
+    """Check that all `names` are known.
+
+    Args:
+        names: names that a user wrote.
+        known: names that are allowed; the error lists them.
+        problem: beginning of the error's text, before the unknown name.
+
+    Raises:
+        OptionError: a name is unknown.
     """
     allowed = list(known)
     for name in names:

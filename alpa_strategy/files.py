@@ -1,9 +1,8 @@
-"""Files that people edit and other jobs write: read within limits, written whole or not at all;
-shipped ones by name.
+"""Files that users edit and other jobs write: read within limits, written atomically.
 
-A plan, a cluster, a recipe or a store of measured times is input like any other: it may be cut off,
-nested a million deep or hold `1e999`. `read_json` and `read_yaml` say so in a line (`BadFileError`)
-before anything is made of it.
+A plan, a cluster, a recipe or a store of measured times is untrusted input: it may be truncated,
+nested a million deep or contain `1e999`. `read_json` and `read_yaml` raise a BadFileError of one
+line before the content is used. Shipped files are found by name.
 """
 
 import errno
@@ -21,37 +20,49 @@ import yaml
 
 from alpa_strategy.errors import UNPRINTABLE
 
-MAX_BYTES = 64 << 20  # a plan of 100,000 ops has 20 MB
+# Largest JSON file. A plan of 100,000 ops has 20 MB.
+MAX_BYTES = 64 << 20
+
 MAX_DEPTH = 64
 MAX_YAML_BYTES = 1 << 20
-MAX_YAML_VALUES = 100_000  # with what aliases repeat: a few lines can stand for a billion
-MAX_DIGITS = 19  # of a whole number: 64 bits
-# The folders of a checkout, as package data in a wheel (see setup.py).
+
+# Values of a YAML file, each as often as aliases repeat it: a few lines can stand for a billion.
+MAX_YAML_VALUES = 100_000
+
+# Digits of an integer of 64 bits.
+MAX_DIGITS = 19
+
+# Folders of a checkout that a wheel has as package data (see setup.py).
 RECIPES = "recipes"
 CLUSTERS = "configs/clusters"
-FINDINGS = "docs"  # op_coverage.json alone
+
+# A wheel has `op_coverage.json` of this folder, and no other file.
+FINDINGS = "docs"
 _WHOLE_NUMBER = re.compile(r"[-+]?[0-9_]+")
 
 
 class BadFileError(ValueError):
-    """What is wrong with a file's content, as a sentence that follows the file's name."""
+    """A file has invalid content. The message continues a sentence that begins with its name."""
 
 
 def read_json(path: str | Path) -> Any:
-    """The content of a JSON file.
+    """Return the content of a JSON file.
 
     Raises:
-        OSError: it cannot be read.
-        BadFileError: it is no JSON, or larger, deeper or with other numbers than a file of ours can
-            be.
+        OSError: the file cannot be read.
+        BadFileError: it is no JSON, or exceeds the limits of size, depth or numbers.
     """
     return parse_json(_text(Path(path), MAX_BYTES))
 
 
 def parse_json(text: str) -> Any:
-    """As `read_json`, from the text."""
+    """Return the content of a JSON text.
+
+    Raises:
+        BadFileError: it is no JSON, or exceeds the limits of depth or numbers.
+    """
     try:
-        data = json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+        data = json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
         raise BadFileError(f"is nested more than {MAX_DEPTH} deep") from None
     except json.JSONDecodeError as error:
@@ -61,18 +72,19 @@ def parse_json(text: str) -> Any:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The content of a YAML file as OmegaConf has it, interpolations as written.
+    """Return the content of a YAML file as an OmegaConf node, interpolations unresolved.
 
     Raises:
-        OSError: it cannot be read.
-        BadFileError: it is no YAML, or larger, deeper or stands for more than a file of ours can.
+        OSError: the file cannot be read.
+        BadFileError: it is no YAML, or exceeds the limits of size, depth or number of values.
     """
-    # Loaded where a file is read: most processes read none.
+    # Imported here, as most processes read no YAML file.
     from omegaconf import OmegaConf
 
     text = _text(Path(path), MAX_YAML_BYTES)
     try:
-        data = yaml.load(text, Loader=yaml.BaseLoader)  # every value as its text
+        # This loader reads every value as a text.
+        data = yaml.load(text, Loader=yaml.BaseLoader)
         if isinstance(data, str):
             raise BadFileError("is one value, not a mapping of keys to values")
         _check_values(data, MAX_YAML_VALUES, MAX_DIGITS, takes_control_characters=False)
@@ -81,29 +93,27 @@ def read_yaml(path: str | Path) -> Any:
         raise BadFileError(f"is nested more than {MAX_DEPTH} deep") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise BadFileError(
-            f"is not valid YAML{place}: {getattr(error, 'problem', None) or error}"
-        ) from None
+        location = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or error
+        raise BadFileError(f"is not valid YAML{location}: {problem}") from None
 
 
 def write_json(path: str | Path, data: Any) -> None:
-    """Write so that a reader sees the old file or the new one, never a part; readable as the umask
-    says.
-    """
+    """Write `data` as a JSON file, atomically: a reader sees the old file or the new one."""
     with replacing(Path(path)) as temporary:
         temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
-    """A file beside `path`, to be written in the context, that takes its place at the end. Its
-    folder is made.
+    """Context with a temporary file in the folder of `path`, which replaces `path` at the end.
 
-    durable: wait until the content is on the disk, so that it is whole after a power cut, too.
+    Args:
+        path: the file to be replaced; its folder is made.
+        durable: wait until the content is on the disk, so that a power cut cannot truncate it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not `tempfile`: it makes files that only their owner can read, and teammates share a store.
+    # `tempfile` makes files that only their owner can read, but teammates share a store.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
@@ -130,9 +140,8 @@ def _text(path: Path, max_bytes: int) -> str:
     if not is_possible(path):
         raise BadFileError("has a name that no file can have")
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise BadFileError(
-            "is no ordinary file"
-        )  # opening a pipe waits for somebody to write into it
+        # Opening a pipe would wait for its writer.
+        raise BadFileError("is no ordinary file")
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -143,16 +152,16 @@ def _text(path: Path, max_bytes: int) -> str:
         raise BadFileError(f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
-def _whole(text: str) -> int:
+def _integer(text: str) -> int:
     if len(text.lstrip("-")) > MAX_DIGITS:
-        raise BadFileError(f"holds a number of {len(text)} digits")
+        raise BadFileError(f"contains a number of {len(text)} digits")
     return int(text)
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise BadFileError(f"holds {text:.20}, which is no finite number")
+        raise BadFileError(f"contains {text:.20}, which is no finite number")
     return value
 
 
@@ -162,17 +171,23 @@ def _check_values(
     most_digits: float = math.inf,
     takes_control_characters: bool = True,
 ) -> None:
-    """BadFileError for values that are too deep, too many, too long or, in YAML, no text.
+    """Check the depth, number and texts of the values of a file.
 
     Args:
-        most: values, each counted as often as it stands in another.
-        most_digits: of whole numbers that are texts here.
-        takes_control_characters: a plan holds the names of a module's parameters, whatever these
-            are (`display/console.py` draws them as escapes); a file that people write does not.
+        data: nested dicts, lists and values.
+        most: largest number of values; one that several others contain counts for each.
+        most_digits: largest number of digits of integers, which YAML's reader returns as texts.
+        takes_control_characters: whether texts may have control characters. A plan contains the
+            names of a module's parameters, which may have some; `display/console.py` escapes them.
+            A file that users write must not.
+
+    Raises:
+        BadFileError: a limit is exceeded.
     """
-    waiting, count = [(data, 0)], 0
-    while waiting:
-        value, depth = waiting.pop()
+    remaining = [(data, 0)]
+    count = 0
+    while remaining:
+        value, depth = remaining.pop()
         count += 1
         if count > most:
             raise BadFileError(f"stands for more than {most} values")
@@ -180,43 +195,53 @@ def _check_values(
             if not takes_control_characters:
                 _check_printable(value)
             if len(value) > most_digits and _WHOLE_NUMBER.fullmatch(value):
-                raise BadFileError(f"holds a number of {len(value)} digits")
+                raise BadFileError(f"contains a number of {len(value)} digits")
         elif isinstance(value, dict | list):
             if depth == MAX_DEPTH:
                 raise BadFileError(f"is nested more than {MAX_DEPTH} deep")
-            inside = value if isinstance(value, list) else (*value, *value.values())
-            waiting += [(item, depth + 1) for item in inside]
+            items = value if isinstance(value, list) else (*value, *value.values())
+            remaining += [(item, depth + 1) for item in items]
 
 
 def _check_printable(text: str) -> None:
-    if not text.isprintable() and (bad := UNPRINTABLE.search(text)):
-        raise BadFileError(f"holds the control character {bad[0]!a} in the text {text[:40]!a}")
+    if text.isprintable():
+        return
+
+    match = UNPRINTABLE.search(text)
+    if match is not None:
+        character = match[0]
+        raise BadFileError(
+            f"contains the control character {character!a} in the text {text[:40]!a}"
+        )
 
 
 def shipped_folder(folder: str) -> Path:
-    """Where `RECIPES`, `CLUSTERS` or `FINDINGS` lies: inside the installed package, or beside it in
-    a checkout.
-    """
+    """Return the path of `RECIPES`, `CLUSTERS` or `FINDINGS` in the wheel or the checkout."""
     package = Path(__file__).resolve().parent
-    inside = package / folder
-    return inside if inside.is_dir() else package.parent / folder
+    installed = package / folder
+    return installed if installed.is_dir() else package.parent / folder
 
 
 def find_named(name: str | Path, folder: str) -> Path | None:
-    """The YAML file that `name` means: a path as given, else the shipped one of that name; None
-    where there is neither.
+    """Return the YAML file that `name` means, or None if there is none.
 
-    A name has no folder and may come without `.yaml`. A file of the user's own goes first.
+    Args:
+        name: a path, or the name of a shipped file, with or without `.yaml`. A path of the user's
+            comes first.
+        folder: `RECIPES` or `CLUSTERS`.
     """
-    given = Path(name)
-    places = [given] if given.suffix in (".yaml", ".yml") else []
-    if len(given.parts) == 1:
-        places.append(shipped_folder(folder) / f"{given.name.removesuffix('.yaml')}.yaml")
-    return next(
-        (place for place in [*places, given] if is_possible(place) and place.is_file()), None
-    )
+    path = Path(name)
+    candidates = [path] if path.suffix in (".yaml", ".yml") else []
+    if len(path.parts) == 1:
+        candidates.append(shipped_folder(folder) / f"{path.name.removesuffix('.yaml')}.yaml")
+    candidates.append(path)
+
+    for candidate in candidates:
+        if is_possible(candidate) and candidate.is_file():
+            return candidate
+    return None
 
 
 def shipped_names(folder: str) -> list[str]:
-    """The names that `find_named` knows."""
+    """Return the names of shipped files in `folder` that `find_named` accepts, sorted."""
     return sorted(file.stem for file in shipped_folder(folder).glob("*.yaml"))

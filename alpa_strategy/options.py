@@ -1,99 +1,93 @@
-"""Everything that a user may pin or tune. All defaults mean "solve it"."""
+"""Everything that a user may pin or tune: planning options, runtime limits, optimizer facts.
+
+The defaults of planning options mean "solve it". Values are validated and frozen here, once.
+"""
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from alpa_strategy.errors import OptionError, check_names
-from alpa_strategy.schedules import SCHEDULES, Schedule, register_schedule
+from alpa_strategy.option_values import ILP, read_option
+from alpa_strategy.option_values import PROPAGATION as PROPAGATION
 
 if TYPE_CHECKING:
     from alpa_strategy.cost.model import OpCosts
 
-PARALLEL_NAMES = ("auto", "data", "zero1", "zero2", "zero3", "tensor")
-SELECTIVE = "selective"  # a value of `remat`
-ILP, PROPAGATION = SOLVERS = ("ilp", "propagation")
-BATCH_SCOPES = ("auto", "rank", "global", "replica")
-CAPTURES = ("auto", "require", "never", "submodules")
-COMPILE_NAMES = (
-    "backend",
-    "mode",
-    "options",
-)  # of torch.compile's arguments; the others follow from what is compiled
-BUCKET_BYTES = 25 * 2**20  # gradients reduced at once; costs are worked out for this size
-CHECK_REPLICAS_EVERY = (
-    50  # steps: a digest of a training's parameters costs a thousandth of them or less
-)
-# Even a small model's gradients are reduced while its backward runs: in several buckets, none below
-# this size.
-SEVERAL_BUCKETS, LEAST_BUCKET_BYTES = 8, 2**20
+# A value of `remat`.
+SELECTIVE = "selective"
+
+# Bytes of gradients that one collective reduces; costs are computed for this size.
+BUCKET_BYTES = 25 * 2**20
+
+# Training steps between two replica checks. A checksum of all parameters takes at most a thousandth
+# of that time.
+CHECK_REPLICAS_EVERY = 50
+
+# A small model's gradients are split into several buckets as well, so that their reduction overlaps
+# with the backward. No bucket is smaller than the second number.
+SEVERAL_BUCKETS = 8
+LEAST_BUCKET_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What planning depends on (part of the fingerprint).
+    """Options that a plan depends on. They are part of its fingerprint.
 
     Attributes:
         parallel: one name for every mesh axis, or one per axis of `logical_mesh`: `auto` (solved),
-            `data`,
-            `zero1` / `zero2`, `zero3`, `tensor`. Restricts the space; what is left open is solved.
-        logical_mesh: shape of the device grid, or None to try all.
-        placements: glob pattern of parameter names -> modes on the mesh axes such as `"S0"` or `"R
-            S1"` (see `ParameterPlan`). Later patterns win.
+            `data`, `zero1` / `zero2`, `zero3`, `tensor`. A name restricts the search; everything
+            that it leaves open is solved.
+        logical_mesh: shape of the device grid; None: all shapes are tried.
+        placements: glob pattern of parameter names -> one storage placement per mesh axis, such as
+            `"S0"` or `"R S1"` (see `ParameterPlan`). Later patterns win.
         device_map: glob pattern of parameter names -> ranks: every stage that uses such a parameter
-            lies on exactly these devices. Later patterns win. Where links differ, devices are then
-            in the order of their numbers.
-        solver: of layouts: `ilp`, or `propagation`: op by op, the cheapest strategy as its operands
-            lie; a parameter that nothing pins lies as is cheapest for its first use.
-        memory_limit: bytes per device, None for the device's own memory; `float("inf")` switches
-            the limit off.
-        memory_fraction: share of the device's memory that a plan may use when `memory_limit` is
+            runs on exactly these devices. Later patterns win. On clusters with unequal links the
+            devices are then in the order of their numbers.
+        solver: solver of layouts. `ilp`: an integer program; `propagation`: op by op, each takes
+            the strategy that is cheapest for the layouts of its operands. An unpinned parameter
+            then gets the layout that is cheapest for its first use.
+        memory_limit: bytes per device; None: the device's memory; `float("inf")`: no limit.
+        memory_fraction: fraction of the device's memory that a plan may use when `memory_limit` is
             None.
-        batch_scope: whose batch a step computes. `rank`: every rank loads its own rows (as under
-            DDP), and the step is that of one device on all of them; `global`: the same, and the
-            loader yields the whole batch on every rank;
-            `replica`: every rank steps on its own batch, and gradients are averaged (DDP's
-            contract); `auto`: `rank` where the step can be captured, else `replica`.
-        solver_seconds: time limit of one ILP solve; the gap is reported when it strikes.
-        accumulate_grad_batches: training steps per optimizer step; what happens once per optimizer
-            step is shared by them (the Trainer's own setting, filled in by the strategy).
+        batch_scope: the batch that a step computes. `rank`: every rank loads its own samples (as
+            under DDP), and the step is that of one device on all of them; `global`: the same, and
+            the loader yields the global batch on every rank; `replica`: every rank steps on its own
+            batch, and gradients are averaged (DDP's contract); `auto`: `rank` if the step can be
+            captured, else `replica`.
+        solver_seconds: time limit of one ILP solve; a solve that reaches it reports its gap.
+        accumulate_grad_batches: training steps per optimizer step. They share the costs that occur
+            once per optimizer step. The strategy fills in the Trainer's setting.
         baselines: also predict data, zero2, zero3 and tensor plans for comparison (data is always
             predicted).
-        num_microbatches, num_stages: whole numbers to pin, None to solve.
-        stages: what every stage holds, by modules: `"embed, blocks.0-11"`; others join a stage
-            beside. Empty: solved.
-        schedule: a name to pin (see schedules.py), for at least two stages; None to solve.
-            `from_user` also takes a
-            `Schedule`, or a function that writes its orders, and registers it.
-        remat: whether stages recompute their activations in the backward, span by span; None:
-            solved stage by stage.
-            Or names: results of these ops and modules (glob patterns) are made again one by one and
-                all others kept;
-            "selective": of norms and pointwise ops, not of products, convolutions and attention. In
-            a step that runs
-            as it is written whole modules are made again: those named, or the items of their lists,
-                the first ones.
-        compile: whether stages run compiled: chains of pointwise ops are one kernel. `from_user`:
-            as AlpaStrategy's.
-        offload: whether parameters, with their gradients and optimizer state, lie in host memory:
-            all of them, none, or those that names (glob patterns) say. None: solved where not
-            everything fits and the cluster has a `host`.
-        costs: a cost model of your own (`alpa_strategy.OpCosts`); None: measured op times where the
+        num_microbatches, num_stages: numbers of at least 1 to pin; None: solved.
+        stages: the modules of every stage, such as `"embed, blocks.0-11"`; unnamed modules join a
+            neighbouring stage. Empty: solved.
+        schedule: a name to pin (see schedules.py), for at least two stages; None: solved.
+            `from_user` also takes a `Schedule`, or a function that writes its orders, and registers
+            it.
+        remat: whether stages recompute their activations in the backward, segment by segment; None:
+            solved stage by stage. Or names (glob patterns): results of these ops and modules are
+            recomputed one by one, all others are saved. "selective": recomputes norms and pointwise
+            ops, and saves matmuls, convolutions and attention. An eager step checkpoints full
+            modules: the named ones, or the first items of the named lists.
+        compile: whether stages run compiled: chains of pointwise ops are one kernel. `from_user`
+            takes the same values as `AlpaStrategy(compile=)`.
+        offload: whether parameters, with their gradients and optimizer state, are stored in host
+            memory: all, none, or those with a matching name (glob patterns). None: solved, if the
+            plan exceeds device memory and the cluster has a `host`.
+        costs: a cost model of your own (`alpa_strategy.OpCosts`); None: measured op times if the
             cluster is measured, else the roofline of its device.
-        fp32_reduction: whether gradients are summed over devices in fp32 at least, where steps
-            compute in bf16 or fp16: twice the bytes. Else they are summed in the precision in which
+        fp32_reduction: whether gradients are summed over devices in fp32 at least, if steps compute
+            in bf16 or fp16: twice the bytes. Otherwise they are summed in the precision in which
             their parameters are gathered.
-        completes: gradients are to be complete when the backward has made them: parameters are
-            whole, with the same work on all devices, or in shards (`R`, `S<dim>`; filled in for
-            calls of submodules).
-        kept_whole: names of parameters that stay whole, in the memory where they are (filled in by
-            a running job).
+        completes: whether gradients must be complete as soon as the backward has computed them.
+            Parameters are then full with the same work on all devices, or sharded (`R`, `S<dim>`).
+            Filled in for calls of submodules.
+        kept_whole: names of parameters that stay full, in their current memory. Filled in by a
+            running job.
     """
 
     parallel: str | tuple[str, ...] = "auto"
@@ -120,371 +114,165 @@ class PlanOptions:
     kept_whole: tuple[str, ...] = ()
 
     @classmethod
-    def from_user(cls, **given: object) -> "PlanOptions":
-        """Validate and freeze what a user wrote; OptionError names the option, the value and the
-        allowed ones.
+    def from_user(cls, **values: object) -> "PlanOptions":
+        """Validate a user's option values and freeze them.
 
-        `memory_limit` may also be written as a text such as `"16GB"` or `"80GiB"`.
+        `memory_limit` may also be a text such as `"16GB"` or `"80GiB"`.
+
+        Raises:
+            OptionError: an option is unknown, has a value that it cannot have, or contradicts
+                another one.
         """
-        check_names(given, [f.name for f in fields(cls)], "unknown option")
-        options = cls(**{name: _read(name, value) for name, value in given.items()})
+        known = [option.name for option in fields(cls)]
+        check_names(values, known, "unknown option")
+
+        options = cls(**{name: _read(name, value) for name, value in values.items()})
         for problem, fix in _contradictions(options):
             raise OptionError(problem, fix)
         return replace(options, num_stages=len(options.stages) or options.num_stages)
 
     @property
     def asks_for_pipeline(self) -> bool:
-        """Whether something is pinned that only a pipeline (or micro-batches) can meet."""
-        return (
-            (self.num_stages or 1) > 1
-            or (self.num_microbatches or 1) > 1
-            or self.schedule is not None
-        )
+        """Whether a pinned option requires a pipeline or micro-batches."""
+        if self.schedule is not None:
+            return True
+
+        num_stages = self.num_stages or 1
+        num_microbatches = self.num_microbatches or 1
+        return max(num_stages, num_microbatches) > 1
 
     @property
     def rows(self) -> str:
-        """Which rows of a captured step a rank brings: its own (`rank`), or all (`global`)."""
+        """Which samples of a captured step a rank loads: `rank`, its own, or `global`, all."""
         return "global" if self.batch_scope == "global" else "rank"
 
     def usable_bytes(self, device_bytes: float) -> float:
-        """Bytes of a device of `device_bytes` that a plan may use."""
-        return (
-            device_bytes * self.memory_fraction if self.memory_limit is None else self.memory_limit
-        )
+        """Return the bytes that a plan may use of a device with `device_bytes` of memory."""
+        if self.memory_limit is None:
+            return device_bytes * self.memory_fraction
+
+        return self.memory_limit
 
     def digest(self) -> str:
-        """Hash of every option: two option sets with the same digest ask for the same plan."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given["batch_scope"] = self.rows  # a plan is for rows, whatever else may come
-        given["costs"] = None if self.costs is None else self.costs.name
-        # As before there were the last two.
-        given = {
-            name: value
-            for name, value in given.items()
-            if value or name not in ("completes", "kept_whole")
-        }
-        return hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
+        """Return a hash of every option: option sets with the same digest have the same plan."""
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
+        # `auto` and `replica` plan the same captured step as `rank`.
+        values["batch_scope"] = self.rows
+        values["costs"] = None if self.costs is None else self.costs.name
 
+        # Digests of stored plans are older than these two options.
+        for name in ("completes", "kept_whole"):
+            if not values[name]:
+                del values[name]
 
-def compile_options(value: object) -> dict[str, Any] | None:
-    """What `compile=` says as keyword arguments of `torch.compile`, None where nothing is to be
-    compiled.
-
-    Raises:
-        OptionError: it is neither true, false, None nor a dict of such arguments.
-    """
-    if value is None or isinstance(value, bool):
-        return {} if value else None
-    if not isinstance(value, Mapping):
-        raise OptionError(
-            f"compile={value!r} is not known",
-            "write true, false, or arguments of torch.compile: {'mode':"
-            " 'max-autotune-no-cudagraphs'}",
-        )
-    check_names(value, COMPILE_NAMES, "unknown option of compile")
-    if value.get("mode") in (
-        "reduce-overhead",
-        "max-autotune",
-    ):  # a replay may overwrite what is still being sent
-        raise OptionError(
-            f"compile's mode {value['mode']!r} records CUDA graphs, whose results do not outlive"
-            " the next call",
-            "use 'max-autotune-no-cudagraphs', or none",
-        )
-    for name in value:
-        try:  # nothing is compiled yet
-            torch.compile(
-                bucket_limit, **{"backend": value.get("backend", "inductor"), name: value[name]}
-            )
-        except (
-            Exception
-        ) as error:  # of many kinds; Inductor's goes on with the hundreds of options that it knows
-            said = str(error).partition("\n")[0].partition(", known options")[0]
-            raise OptionError(
-                f"compile={dict(value)!r}: {said}", "give what torch.compile takes"
-            ) from None
-    return dict(value)
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def bucket_limit(total_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> int:
-    """Bytes at which a bucket is closed where all gradients have `total_bytes`."""
+    """Return the bytes at which a bucket is full, for gradients of `total_bytes` in all."""
     return min(bucket_bytes, max(total_bytes // SEVERAL_BUCKETS, LEAST_BUCKET_BYTES))
 
 
 def _contradictions(options: PlanOptions) -> Iterator[tuple[str, str]]:
-    """What options ask for that others of them rule out, and what to do."""
-    mesh, parallel, stages = options.logical_mesh, options.parallel, options.stages
+    """Yield a problem and its fix for each option that contradicts another one."""
+    mesh = options.logical_mesh
+    parallel = options.parallel
+    stages = options.stages
+
     if isinstance(parallel, tuple) and mesh is not None and len(parallel) != len(mesh):
-        problem = f"parallel={list(parallel)} names {len(parallel)} mesh axes, logical_mesh={list(mesh)} has others"
+        problem = (
+            f"parallel={list(parallel)} names {len(parallel)} mesh axes,"
+            f" logical_mesh={list(mesh)} has others"
+        )
         yield problem, "give one name per mesh axis, or a single name for all"
+
     if isinstance(parallel, tuple) and mesh is None and len(parallel) > 1:
-        yield (
-            f"parallel={list(parallel)} needs a mesh to lie on",
-            "give logical_mesh as well, such as [2, 2]",
-        )
-    for pattern, modes in options.placements if mesh is not None else ():
-        if (count := len(modes.split())) != len(mesh or ()):
-            problem = f"placements[{pattern!r}]={modes!r} has {count} modes, logical_mesh={list(mesh or ())} other axes"
-            yield problem, "write one mode per mesh axis"
+        problem = f"parallel={list(parallel)} needs a mesh shape"
+        yield problem, "give logical_mesh as well, such as [2, 2]"
+
+    if mesh is not None:
+        for pattern, modes in options.placements:
+            count = len(modes.split())
+            if count != len(mesh):
+                noun = "1 axis" if count == 1 else f"{count} axes"
+                problem = (
+                    f"placements[{pattern!r}]={modes!r} is for {noun},"
+                    f" logical_mesh={list(mesh)} has others"
+                )
+                yield problem, "write one placement per mesh axis"
+
     if stages and options.num_stages not in (None, len(stages)):
-        yield (
-            f"num_stages={options.num_stages}, but stages has {len(stages)} entries",
-            "leave num_stages out",
-        )
+        problem = f"num_stages={options.num_stages}, but stages has {len(stages)} entries"
+        yield problem, "leave num_stages out"
+
     if options.num_stages == 1 and options.schedule is not None:
         problem = f"num_stages=1 leaves nothing for schedule={options.schedule!r} to order"
-        yield problem, "leave one of them out, or ask for at least 2 stages"
+        yield problem, "leave one of them out, or set num_stages to at least 2"
+
     if options.compile and isinstance(options.remat, tuple):
-        problem = f"remat={list(options.remat)} names ops, and compiled programs decide by themselves what they keep"
+        problem = (
+            f"remat={list(options.remat)} names ops, but compiled programs decide by themselves"
+            " which results they save"
+        )
         yield problem, "leave one of remat and compile out, or write remat=True"
 
 
-# What each option may be: a function that gives its frozen value, or raises; what is wrong then,
-# and what to write
-
-
 def _read(name: str, value: object) -> Any:
-    """The value of an option as it is kept; None stands for itself where it means "solve it"."""
+    """Return the frozen value of the option `name`; None stays None if it means "solve it".
+
+    Raises:
+        OptionError: the option cannot have this value.
+    """
     if value is None and name in _SOLVED:
         return None
-    read, problem, fix = _KINDS[name]
-    try:
-        return read(value)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise OptionError(f"{name}={value!r} {problem}", fix) from None
+
+    return read_option(name, value)
 
 
-def _if(holds: bool, value: Any) -> Any:
-    if not holds:
-        raise ValueError
-    return value
-
-
-def _number(value: Any, low: float, high: float) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(_if(is_number and low < value <= high, value))
-
-
-def _whole(value: Any, low: int) -> int:
-    return _if(type(value) is int and value >= low, value)
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    """One text or several."""
-    texts = (value,) if isinstance(value, str) else tuple(_if(isinstance(value, Sequence), value))
-    return _if(bool(texts) and all(isinstance(text, str) for text in texts), texts)
-
-
-def _parallel(value: Any) -> str | tuple[str, ...]:
-    names = _texts(value)
-    return _if(set(names) <= set(PARALLEL_NAMES), value if isinstance(value, str) else names)
-
-
-def _mesh(value: Any) -> tuple[int, ...]:
-    sizes = tuple(_whole(size, 1) for size in _if(isinstance(value, Sequence), value))
-    return _if(1 <= len(sizes) <= 2, sizes)
-
-
-def _placements(value: Any) -> tuple[tuple[str, str], ...]:
-    given = (
-        {} if value is None else {str(pattern): modes.split() for pattern, modes in value.items()}
-    )
-    for pattern, modes in given.items():
-        if not modes or not all(map(_MODE.fullmatch, modes)):
-            fix = "write one mode per mesh axis: R, R*, S<dim> or G<dim>, such as 'R* S0'"
-            raise OptionError(
-                f"placements[{pattern!r}]={' '.join(modes)!r} is not a placement", fix
-            )
-    return tuple((pattern, " ".join(modes)) for pattern, modes in given.items())
-
-
-def _ranks(value: Any) -> tuple[int, ...]:
-    """Of a number, several numbers, or a text such as `0-3, 8-11`; ascending."""
-    if isinstance(value, str):
-        ends = [
-            (int(first), int(last or first))
-            for first, _, last in (p.partition("-") for p in value.split(","))
-        ]
-        value = [
-            rank for first, last in ends for rank in range(first, _if(last <= MAX_RANK, last) + 1)
-        ]
-    ranks = {_whole(rank, 0) for rank in ([value] if isinstance(value, int) else value)}
-    return _if(bool(ranks), tuple(sorted(ranks)))
-
-
-def _memory_limit(value: Any) -> float:
-    if not isinstance(value, str):
-        return _number(value, 0.0, float("inf"))
-    match = _BYTES.fullmatch(value.strip())
-    number, unit = _if(match is not None, match).groups()
-    return float(number) * _UNITS[unit.lower()]
-
-
-def _stages(value: Any) -> tuple[str, ...]:
-    names = () if value is None else _texts(_if(not isinstance(value, str), value))
-    return _if(value is None or (len(names) > 1 and all(name.strip(", ") for name in names)), names)
-
-
-def _schedule(value: Any) -> str:
-    if isinstance(value, Schedule) or callable(value):
-        return register_schedule(value).name
-    known = {text.lower(): text for text in SCHEDULES}
-    if not isinstance(value, str) or value.lower() not in known:
-        fix = (
-            f"use one of {', '.join(SCHEDULES)}, a function of your own, or None to have it solved"
-        )
-        raise OptionError(f"schedule={value!r} is not known", fix)
-    return known[value.lower()]
-
-
-def _costs(value: Any) -> "OpCosts":
-    missing = [
-        n
-        for n in ("op_seconds", "saved", "optimizer_seconds")
-        if not callable(getattr(value, n, None))
-    ]
-    missing += [] if isinstance(getattr(value, "name", None), str) else ["name"]
-    if missing:
-        raise OptionError(
-            f"costs={value!r} is no cost model: it lacks {', '.join(missing)}",
-            "give an object with what alpa_strategy.OpCosts has, such as a class derived from"
-            " RooflineCosts",
-        )
-    return value
-
-
-def _name_in(known: Sequence[str]) -> tuple[Callable[[Any], Any], str, str]:
-    return (
-        lambda value: _if(value in known, value),
-        "is not known",
-        f"use one of {', '.join(known)}",
-    )
-
-
-# One mode of a parameter on a mesh axis, as in plan files; ir/plan.py says what they mean.
-_MODE = re.compile(r"R\*?|[SG]\d+")
-MAX_RANK = 1 << 20
-_BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?i?b)", re.IGNORECASE)
-_UNITS = {"b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
-}
-_COUNT = (
-    partial(_whole, low=1),
-    "cannot be",
-    "give a whole number from 1, or None to have it solved",
-)
-_FLAG = (
-    lambda value: _if(isinstance(value, bool), value),
-    "is neither true nor false",
-    "write true or false",
-)
-_SECONDS = (partial(_number, low=0.0, high=float("inf")), "cannot be", "give a number above 0")
-_KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "parallel": (
-        _parallel,
-        "is not known",
-        f"use one of {', '.join(PARALLEL_NAMES)}, or one per mesh axis",
-    ),
-    "logical_mesh": (_mesh, "is not a mesh shape", "give one or two whole numbers, such as [2, 4]"),
-    "placements": (
-        _placements,
-        "is not a mapping",
-        """write {"pattern": "modes"}, as in {"*.bias": "R*"}""",
-    ),
-    "device_map": (
-        lambda value: tuple(
-            (str(p), _ranks(given)) for p, given in ({} if value is None else value).items()
-        ),
-        "is no mapping of parameters to devices",
-        """write {"pattern": devices}, as in {"embed.*": "0-3", "head.*": [4, 5]}""",
-    ),
-    "solver": _name_in(SOLVERS),
-    "memory_limit": (
-        _memory_limit,
-        "is not a size",
-        "give bytes, a text such as '16GB' or '80GiB', or inf for none",
-    ),
-    "memory_fraction": (
-        partial(_number, low=0.0, high=1.0),
-        "cannot be",
-        "give a number above 0 and at most 1",
-    ),
-    "batch_scope": _name_in(BATCH_SCOPES),
-    "solver_seconds": _SECONDS,
-    "accumulate_grad_batches": (
-        partial(_whole, low=1),
-        "cannot be",
-        "give a whole number of at least 1",
-    ),
-    "baselines": _FLAG,
-    "num_microbatches": _COUNT,
-    "schedule": (_schedule, "", ""),
-    "num_stages": _COUNT,
-    "stages": (
-        _stages,
-        "is no list of stages",
-        'name the modules of each of at least two stages, such as ["embed, blocks.0-11",'
-        ' "blocks.12-23"]',
-    ),
-    "remat": (
-        lambda value: value if isinstance(value, bool) else _texts(value),
-        "says neither whether nor what",
-        'write true, false, "selective", or names of ops or modules',
-    ),
-    "offload": (
-        lambda value: (
-            None if value == "auto" else value if isinstance(value, bool) else _texts(value)
-        ),
-        "says neither whether nor what",
-        "write true, false, or names of parameters",
-    ),
-    "costs": (_costs, "", ""),
-    "compile": (lambda value: compile_options(value) is not None, "", ""),
-    "fp32_reduction": _FLAG,
-    "master_weights": _FLAG,
-    "plan_timeout_seconds": _SECONDS,
-    "collective_timeout_seconds": _SECONDS,
-    "bucket_bytes": (
-        lambda value: int(_number(value, 0.0, 1e18)),
-        "cannot be",
-        "give a number of bytes",
-    ),
-    "capture": _name_in(CAPTURES),
-    "check_replicas_every": (
-        partial(_whole, low=0),
-        "cannot be",
-        "give a number of steps; 0: no checks",
-    ),
-    "check_gradients": _FLAG,
-    "verbose": _FLAG,
-    "async_checkpoint": _FLAG,
-    "replicas": (lambda value: None if value is None else _whole(value, 1), *_COUNT[1:]),
-}
-_SOLVED = {f.name for f in fields(PlanOptions) if f.default is None}
+# Options whose value None means "solve it".
+_SOLVED = {option.name for option in fields(PlanOptions) if option.default is None}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Runtime knobs that no plan depends on: see `AlpaStrategy`."""
+    """Runtime options that no plan depends on. `AlpaStrategy` documents each of them."""
 
+    # Seconds that the other ranks wait for rank 0's plan.
     plan_timeout_seconds: float = 3600.0
+
+    # Seconds after which a collective of the process group fails.
     collective_timeout_seconds: float = 1800.0
+
+    # Bytes of gradients that are reduced by one collective.
     bucket_bytes: int = BUCKET_BYTES
-    capture: str = (
-        "auto"  # one of CAPTURES: whether steps that cannot be captured run as they are written
-    )
+
+    # One of CAPTURES: whether steps that cannot be captured run eagerly.
+    capture: str = "auto"
+
+    # Steps between two comparisons of replicated parameters; 0: none.
     check_replicas_every: int = CHECK_REPLICAS_EVERY
+
+    # Whether every step's gradients are checked for non-finite values.
     check_gradients: bool = False
+
+    # Whether rank 0 prints phases, plan and step times.
     verbose: bool = True
+
+    # Whether training continues while a checkpoint is written.
     async_checkpoint: bool = False
-    replicas: int | None = (
-        None  # that the devices are divided into; None: each is one, whose steps run as written
-    )
+
+    # Number of replicas that the devices are divided into; None: each device is one, and its steps
+    # are eager.
+    replicas: int | None = None
+
+    # Whether bf16-true trainings keep fp32 parameters.
     master_weights: bool = False
 
     @classmethod
-    def from_user(cls, **given: Any) -> "Limits":
-        """Validated; OptionError as of `PlanOptions.from_user`."""
-        return cls(**{name: _read(name, value) for name, value in given.items()})
+    def from_user(cls, **values: Any) -> "Limits":
+        """Validate a user's values and freeze them.
+
+        Raises:
+            OptionError: an option has a value that it cannot have.
+        """
+        return cls(**{name: _read(name, value) for name, value in values.items()})

@@ -1,5 +1,4 @@
-"""Recipes: a YAML file that names a model, its data, the Trainer's arguments and the strategy's
-options.
+"""Recipes: YAML files with a model, its data, the Trainer's arguments and the strategy's options.
 
     model: {_target_: gpt.GPT, num_layers: 4, ...}      a LightningModule
     data: {_target_: text.TextData, batch_size: 8, ...}  a LightningDataModule
@@ -7,8 +6,8 @@ options.
     strategy: {parallel: auto, ...}                      options of AlpaStrategy
     seed: 0
 
-`_target_` is looked up beside the recipe file first, then as an importable name. Everything is
-checked when the recipe is read, so that a misspelt key is an error before anything is built.
+`_target_` is looked up in the recipe's folder first, then as an importable name. Every key is
+checked when the recipe is read: a misspelt one is an error before anything is built.
 """
 
 import importlib
@@ -37,42 +36,62 @@ from alpa_strategy.strategy import OPTION_NAMES, AlpaStrategy
 _TARGET_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 TARGET = "_target_"
 SECTIONS = ("model", "data", "trainer", "strategy")
-KEYS = (*SECTIONS, "seed")  # of a recipe, and what overrides may begin with
+# Keys of a recipe, and first keys of its overrides.
+KEYS = (*SECTIONS, "seed")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as read and checked. The sections are plain data; `model` and `data` carry their
-    `_target_`.
-    """
+    """A recipe that was read and checked. Its sections are plain data."""
 
+    # The recipe's file.
     path: Path
+
+    # `_target_`, a LightningModule, and its arguments.
     model: Mapping[str, Any]
+
+    # `_target_`, a LightningDataModule, and its arguments.
     data: Mapping[str, Any]
+
+    # Arguments of the Trainer.
     trainer: Mapping[str, Any] = field(default_factory=dict)
+
+    # Options of AlpaStrategy.
     strategy: Mapping[str, Any] = field(default_factory=dict)
+
+    # Seed of all random states; None: they are not seeded.
     seed: int | None = None
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe, apply `key=value` overrides (dotted keys, YAML values) and check every key.
+    """Read a recipe, apply overrides and check every key.
 
-    `path` is a file, or the name of a recipe that comes with the package, such as `gpt_tiny`.
+    Args:
+        path: a file, or the name of a recipe that comes with the package, such as `gpt_tiny`.
+        overrides: texts `key=value` with dotted keys and YAML values.
 
-    Raises OptionError: no file, a YAML mistake (with its line), an unknown key (with the nearest),
-    a wrong type.
+    Raises:
+        OptionError: there is no such file, it is not valid YAML, a key is unknown, or a value has
+            the wrong type.
     """
-    path = find_named(path, RECIPES) or Path(path)  # neither: `read_yaml` says what there is
+    # Without such a file, `read_yaml` raises an error with the names that there are.
+    path = find_named(path, RECIPES) or Path(path)
     content = read_yaml(path)
     check_names(content, KEYS, f"{path}: unknown key")
     merged = _merge(path, content, overrides, KEYS)
+
     seed = merged.get("seed")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+    is_integer = isinstance(seed, int) and not isinstance(seed, bool)
+    if seed is not None and not is_integer:
         raise OptionError(
             f"{path}: seed is {seed!r}, not a whole number", "write for example seed: 0"
         )
-    sections = {section: dict(merged.get(section) or {}) for section in SECTIONS}
+
+    sections = {}
+    for section in SECTIONS:
+        sections[section] = dict(merged.get(section) or {})
     recipe = Recipe(path, **sections, seed=seed)
+
     for section in ("model", "data"):
         if TARGET not in sections[section]:
             raise OptionError(
@@ -80,12 +99,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
                 f"name the class, for example {section}: {{{TARGET}: ...}}",
             )
         _checked_target(recipe, sections[section], section)
-    rows = recipe.data.get("batch_size")
-    if type(rows) is int and rows < 1:
-        raise OptionError(f"{path}: data.batch_size is {rows}", "give a whole number of at least 1")
+
+    batch_size = recipe.data.get("batch_size")
+    if type(batch_size) is int and batch_size < 1:
+        problem = f"{path}: data.batch_size is {batch_size}"
+        raise OptionError(problem, "give a whole number of at least 1")
+
     _check_call(lightning.Trainer, recipe.trainer, f"{path}: trainer", required=False)
-    # The Trainer tells the strategy how many batches it accumulates; `alpa plan` takes it as an
-    # option.
+    # `alpa plan` has no Trainer that sets `accumulate_grad_batches`: there it is an option.
     check_names(
         recipe.strategy,
         [*OPTION_NAMES, "accumulate_grad_batches"],
@@ -95,8 +116,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """A YAML mapping as plain data, interpolations as written; OptionError with file and line if it
-    is not valid.
+    """Read a YAML mapping as plain data; interpolations stay unresolved.
+
+    Raises:
+        OptionError: the file does not exist, cannot be read, or is no valid YAML mapping.
     """
     path = Path(path)
     try:
@@ -118,43 +141,48 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _nearest_recipe(path: Path) -> str:
-    beside = [file.name for file in path.parent.glob("*.y*ml")]
+    """Return the fix for a missing recipe: a similar name, else all shipped names."""
+    neighbours = [file.name for file in path.parent.glob("*.y*ml")]
     shipped = shipped_names(RECIPES) if len(path.parts) == 1 else []
     known = f"give a file or one of: {', '.join(shipped)}" if shipped else "check the path"
-    return did_you_mean(path.name, beside) or did_you_mean(path.stem, shipped) or known
+    return did_you_mean(path.name, neighbours) or did_you_mean(path.stem, shipped) or known
 
 
 def build_model(recipe: Recipe) -> lightning.LightningModule:
-    """The recipe's model (on the default device of the caller: under `torch.device("meta")` no
-    weight is made).
-    """
+    """Build the recipe's model on the default device (`torch.device("meta")`: without memory)."""
     return _instantiate(recipe, recipe.model, "model")
 
 
 def build_data(recipe: Recipe) -> lightning.LightningDataModule:
-    """The recipe's data module."""
+    """Build the recipe's data module."""
     return _instantiate(recipe, recipe.data, "data")
 
 
 def build_trainer(recipe: Recipe) -> lightning.Trainer:
-    """The Trainer with `AlpaStrategy(**strategy)`; `trainer.strategy` (`ddp`, ...) replaces it, for
-    comparison.
+    """Build the Trainer with `AlpaStrategy(**strategy)`.
+
+    An override `trainer.strategy=ddp` replaces the strategy, for comparison.
     """
-    arguments = {
-        key: _instantiate(recipe, value, f"trainer.{key}") for key, value in recipe.trainer.items()
-    }
-    if (
-        arguments.get("strategy") is None
-    ):  # else `trainer.strategy=ddp`: the recipe's own options are for ours alone
-        arguments["strategy"] = _call(
-            AlpaStrategy, dict(recipe.strategy), f"{recipe.path}: strategy"
-        )
+    arguments = {}
+    for key, value in recipe.trainer.items():
+        arguments[key] = _instantiate(recipe, value, f"trainer.{key}")
+
+    if arguments.get("strategy") is None:
+        options = dict(recipe.strategy)
+        arguments["strategy"] = _call(AlpaStrategy, options, f"{recipe.path}: strategy")
     return _call(lightning.Trainer, arguments, f"{recipe.path}: trainer")
 
 
 def resolve_target(target: str, folder: Path, what: str = TARGET) -> Any:
-    """The class (or function) that `module.Name` means: a file in `folder` first, then an
-    importable module.
+    """Return the class or function that `module.Name` means.
+
+    Args:
+        target: the name. Its module is a file in `folder`, else an importable module.
+        folder: folder of the recipe.
+        what: the key or option that has this value, for messages.
+
+    Raises:
+        OptionError: there is no such module or name, or the module needs one that is missing.
     """
     if not _TARGET_NAME.fullmatch(str(target)):
         raise OptionError(
@@ -166,14 +194,14 @@ def resolve_target(target: str, folder: Path, what: str = TARGET) -> Any:
             f"{what}: {target!r} has no module",
             f"write file.Class, for example gpt.{target or 'GPT'}",
         )
-    # `text.py` beside the recipe is meant, not an installed package of that name.
+
+    # A `text.py` in the recipe's folder precedes an installed package of that name.
     file = folder.joinpath(*module_name.split(".")).with_suffix(".py")
     try:
-        module = (
-            _import_file(module_name, file.resolve())
-            if file.is_file()
-            else importlib.import_module(module_name)
-        )
+        if file.is_file():
+            module = _import_file(module_name, file.resolve())
+        else:
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and not f"{module_name}.".startswith(f"{error.name}."):
             raise OptionError(
@@ -182,32 +210,38 @@ def resolve_target(target: str, folder: Path, what: str = TARGET) -> Any:
         near = did_you_mean(module_name, [p.stem for p in folder.glob("*.py")])
         fix = near or f"put {module_name}.py into {folder}, or install the module"
         raise OptionError(f"{what}: {target}: no module {module_name!r}", fix) from None
+
     if not hasattr(module, name):
         members = [n for n, value in vars(module).items() if callable(value)]
-        where = getattr(module, "__file__", module_name)
+        path = getattr(module, "__file__", module_name)
         raise OptionError(
-            f"{what}: {target}: {where} has no {name!r}",
+            f"{what}: {target}: {path} has no {name!r}",
             did_you_mean(name, members) or "check the name",
         )
     return getattr(module, name)
 
 
 def _import_file(name: str, file: Path) -> types.ModuleType:
-    """Import a file by its path, once. Its folder joins the end of sys.path, for neighbours and
-    loader workers.
+    """Import a file by its path, once.
+
+    Its folder joins the end of sys.path, for imports of its neighbours and in loader workers.
     """
     loaded = sys.modules.get(name)
-    if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() == file:
-        return loaded
-    # Another module of that name may be in use (`text`, `random`): it keeps its name, ours gets one
-    # with its folder.
+    if loaded is not None:
+        loaded_file = getattr(loaded, "__file__", None) or ""
+        if Path(loaded_file).resolve() == file:
+            return loaded
+
+    # Another module of that name may be in use (`text`, `random`). It keeps its name, and the
+    # name of this one includes its folder.
     key = name if loaded is None else f"{name}@{file.parent}"
     if key in sys.modules:
         return sys.modules[key]
-    # At the end, so that a recipe's neighbour called `random.py` hides nothing. Loader workers
-    # import by name.
+
+    # At the end, so that a file called `random.py` in the recipe's folder hides no other module.
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
+
     spec = importlib.util.spec_from_file_location(key, file)
     if spec is None or spec.loader is None:
         raise OptionError(f"{file} cannot be imported", "give a Python file")
@@ -221,7 +255,8 @@ def _import_file(name: str, file: Path) -> types.ModuleType:
             f"{error.filename}, line {error.lineno}: {error.msg}", "correct the Python file"
         ) from None
     except BaseException:
-        del sys.modules[key]  # a second attempt shall see the error again, not half a module
+        # A second import must raise the error again, not return an incomplete module.
+        del sys.modules[key]
         raise
     return module
 
@@ -229,38 +264,30 @@ def _import_file(name: str, file: Path) -> types.ModuleType:
 def _merge(
     path: Path, content: dict[str, Any], overrides: Sequence[str], known: Iterable[str]
 ) -> dict[str, Any]:
+    """Return the recipe's content with overrides applied and interpolations resolved.
+
+    Args:
+        path: the recipe's file, for messages.
+        content: the file's content.
+        overrides: texts `key=value`.
+        known: first keys that overrides may have.
+
+    Raises:
+        OptionError: an override or an interpolation is invalid, or a section is no mapping.
+    """
     config = OmegaConf.create(content)
     for text in overrides:
-        key, equals, value = text.partition("=")
-        parts = key.split(".")
-        if not equals or not all(parts):
-            raise OptionError(
-                f"override {text!r} is not of the form key=value",
-                "write for example trainer.devices=2",
-            )
-        check_names([parts[0]], known, f"override {text!r}: unknown key")
-        for parent in accumulate(parts[:-1], "{}.{}".format):
-            node = OmegaConf.select(config, parent)
-            if node is not None and not OmegaConf.is_config(node):
-                raise OptionError(
-                    f"override {text!r}: {parent} is {node!r} and has no parts",
-                    f"override {parent} itself",
-                )
-        try:
-            # As OmegaConf reads a file: `1e-3` is a number there, `null` is None.
-            parsed = OmegaConf.from_dotlist([f"value={value}"])
-            OmegaConf.update(config, key, parsed["value"], merge=True, force_add=True)
-        except Exception as error:  # OmegaConf and YAML each have their own family of errors
-            raise OptionError(
-                f"override {text!r}: {_first_line(error)}", "write key=value with a YAML value"
-            ) from None
+        _apply_override(config, text, known)
+
     try:
         merged = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise OptionError(
             f"{path}: {_first_line(error)}", "define it, or give it as key=value"
         ) from None
-    assert isinstance(merged, dict)  # as its content was
+
+    # The content is a mapping.
+    assert isinstance(merged, dict)
     for section in SECTIONS:
         if not isinstance(merged.get(section) or {}, dict):
             raise OptionError(
@@ -270,8 +297,38 @@ def _merge(
     return typing.cast("dict[str, Any]", merged)
 
 
+def _apply_override(config: Any, text: str, known: Iterable[str]) -> None:
+    """Apply one override, `key=value`, to the recipe's OmegaConf content."""
+    key, equals, value = text.partition("=")
+    parts = key.split(".")
+    if not equals or not all(parts):
+        raise OptionError(
+            f"override {text!r} is not of the form key=value",
+            "write for example trainer.devices=2",
+        )
+
+    check_names([parts[0]], known, f"override {text!r}: unknown key")
+    for parent in accumulate(parts[:-1], "{}.{}".format):
+        node = OmegaConf.select(config, parent)
+        if node is not None and not OmegaConf.is_config(node):
+            raise OptionError(
+                f"override {text!r}: {parent} is {node!r} and has no keys",
+                f"override {parent} itself",
+            )
+
+    try:
+        # Parsed as OmegaConf parses a file: `1e-3` is a number, `null` is None.
+        parsed = OmegaConf.from_dotlist([f"value={value}"])
+        OmegaConf.update(config, key, parsed["value"], merge=True, force_add=True)
+    # OmegaConf and YAML each have their own family of errors.
+    except Exception as error:
+        raise OptionError(
+            f"override {text!r}: {_first_line(error)}", "write key=value with a YAML value"
+        ) from None
+
+
 def _checked_target(recipe: Recipe, node: Mapping[str, Any], where: str) -> Any:
-    """What a mapping's `_target_` means, which takes the other keys as arguments."""
+    """Return the `_target_` of a mapping, whose other keys are arguments that it accepts."""
     factory = resolve_target(node[TARGET], recipe.path.parent)
     arguments = {key: value for key, value in node.items() if key != TARGET}
     _check_call(factory, arguments, f"{recipe.path}: {where}", required=True)
@@ -281,48 +338,56 @@ def _checked_target(recipe: Recipe, node: Mapping[str, Any], where: str) -> Any:
 def _check_call(
     factory: Callable[..., Any], arguments: Mapping[str, Any], where: str, *, required: bool
 ) -> None:
-    """OptionError unless `factory(**arguments)` would find every name known, present and of its
-    simple type.
+    """Check the arguments of a call against the signature of `factory`.
+
+    Args:
+        factory: the class or function to be called.
+        arguments: its keyword arguments.
+        where: path of these arguments in the recipe, for messages.
+        required: whether arguments without a default must be present.
+
+    Raises:
+        OptionError: an argument is unknown or missing, or has not its annotated simple type.
     """
-    parameters = {n: p for n, p in inspect.signature(factory).parameters.items() if n != "self"}
+    parameters = dict(inspect.signature(factory).parameters)
+    parameters.pop("self", None)
     name = getattr(factory, "__name__", str(factory))
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         check_names(arguments, parameters, f"{where}: {name} has no argument")
-    keywords = [
-        n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    missing = [
-        n
-        for n in keywords
-        if parameters[n].default is inspect.Parameter.empty and n not in arguments
-    ]
+
+    missing = []
+    for parameter in parameters.values():
+        is_keyword = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        has_default = parameter.default is not inspect.Parameter.empty
+        if is_keyword and not has_default and parameter.name not in arguments:
+            missing.append(parameter.name)
     if required and missing:
         raise OptionError(
             f"{where}: {name} needs {', '.join(missing)}", "add it to the recipe or as key=value"
         )
+
     try:
         hints = typing.get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
-    except (
-        Exception
-    ):  # annotations of user classes may not resolve; the constructor still checks its arguments
+    # Annotations of user classes may not resolve; the constructor still checks its arguments.
+    except Exception:
         return
+
     for key, value in arguments.items():
         if key in hints and not _fits(value, hints[key]):
-            expected = (
-                getattr(hints[key], "__name__", None)
-                if inspect.isclass(hints[key])
-                else str(hints[key])
-            )
+            hint = hints[key]
+            expected = hint.__name__ if inspect.isclass(hint) else str(hint)
             raise OptionError(f"{where}.{key} is {value!r}", f"give a value of type {expected}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a YAML value may be meant for a hint; anything but plain numbers, strings and their
-    unions passes.
+    """Whether a YAML value may have the annotated type.
+
+    Only numbers, strings, booleans, None and their unions are checked; other types pass.
     """
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(_fits(value, option) for option in typing.get_args(hint))
-    if hint is float:  # YAML reads `1` as a whole number where 1.0 is meant; `true` is neither
+    # YAML reads `1` as an integer, also for a float argument. A bool is an int in Python.
+    if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
@@ -332,20 +397,19 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _instantiate(recipe: Recipe, node: Any, where: str) -> Any:
-    """Build `node` and every mapping with a `_target_` inside it (callbacks, loggers, parts of a
-    model).
-    """
-    if isinstance(node, dict):
-        factory = _checked_target(recipe, node, where) if TARGET in node else None
-        built = {
-            key: _instantiate(recipe, value, f"{where}.{key}")
-            for key, value in node.items()
-            if key != TARGET
-        }
-        return built if factory is None else _call(factory, built, f"{recipe.path}: {where}")
-    return (
-        [_instantiate(recipe, value, where) for value in node] if isinstance(node, list) else node
-    )
+    """Build `node` and every mapping with a `_target_` in it (callbacks, loggers, submodules)."""
+    if isinstance(node, list):
+        return [_instantiate(recipe, value, where) for value in node]
+    if not isinstance(node, dict):
+        return node
+
+    # Checked before any of its arguments is built.
+    factory = _checked_target(recipe, node, where) if TARGET in node else None
+    built = {}
+    for key, value in node.items():
+        if key != TARGET:
+            built[key] = _instantiate(recipe, value, f"{where}.{key}")
+    return built if factory is None else _call(factory, built, f"{recipe.path}: {where}")
 
 
 def _call(factory: Callable[..., Any], arguments: dict[str, Any], where: str) -> Any:

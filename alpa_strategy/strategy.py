@@ -1,15 +1,15 @@
-"""AlpaStrategy: the life of a run, as the list of hooks that the Trainer calls, in its order.
+"""AlpaStrategy: a run's hooks, in the order in which the Trainer calls them.
 
-The Trainer sets up, runs its sanity check and restores checkpoints on the whole module; the first
-training batch then brings the plan and the shards (`lightning/session.py`). Everything heavy is in
-`alpa_strategy.lightning`.
+The Trainer sets up, runs its sanity check and restores checkpoints on the full module. The first
+training batch is then planned, and the module sharded (`lightning/session.py`). Everything heavy is
+in `alpa_strategy.lightning`.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,19 +38,19 @@ from alpa_strategy.lightning.checkpoint_paths import local_folder
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.full_parameters import check_backward
-from alpa_strategy.lightning.job import Job, compiled_by_user, most_accumulated
+from alpa_strategy.lightning.job import Job, compiled_by_user, options_of_run
 from alpa_strategy.lightning.loader_order import LoaderOrder
 from alpa_strategy.lightning.log_means import reduce_logged
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ENDS, PAUSES, ParallelJob
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL, REPLICAS
+from alpa_strategy.option_values import compile_options
 from alpa_strategy.options import (
     BUCKET_BYTES,
     CHECK_REPLICAS_EVERY,
     Limits,
     PlanOptions,
-    compile_options,
 )
 from alpa_strategy.planner.eager_plan import asks_for_written, submodule_options
 from alpa_strategy.schedules import Orders, Schedule
@@ -63,52 +63,48 @@ if TYPE_CHECKING:
 
 
 class AlpaStrategy(ParallelJob):
-    """Plans how an ordinary LightningModule is sharded, shards it, and trains it: same results as
-    on one device.
+    """Plans, shards and trains an ordinary LightningModule with the results of one device.
 
     Args:
         plan: a plan file to run; None: a stored plan that fits, or a new one.
         plan_dir: folder of stored plans; None: `<default_root_dir>/.alpa/plans`.
         cluster: costs to plan with: a YAML file, the name of one in configs/clusters, or a
-            ClusterSpec;
-            None: measured on the job's devices, once.
+            ClusterSpec; None: measured on the job's devices, once.
         parallel, logical_mesh, placements, device_map, solver, memory_limit, memory_fraction,
-        batch_scope,
-            solver_seconds, baselines, num_microbatches, schedule, num_stages, stages, remat,
-            offload, costs,
-            fp32_reduction: see `PlanOptions`.
-        capture: `auto`: a step that cannot be captured runs as it is written, each rank on its own
-            batch, gradients averaged (DDP's contract); `require`: that is an error; `never`: every
-            step runs so; `submodules`: too, but forwards of submodules that can be captured are
-            planned (so does `auto`, where a plan is asked for).
-        compile: whether stages run through `torch.compile`; a dict: with these of its arguments
-            (`backend`, `mode`,
-            `options`); None: where the module, or a part of it, was given to `torch.compile`.
-        master_weights: with `precision="bf16-true"`: parameters, gradients and the state of the
-            optimizer stay fp32, and steps compute with bf16 copies of the parameters.
+            batch_scope, solver_seconds, baselines, num_microbatches, schedule, num_stages, stages,
+            remat, offload, costs, fp32_reduction: see `PlanOptions`.
+        capture: `auto`: a step that cannot be captured runs eagerly, each rank on its own batch,
+            gradients averaged (DDP's contract); `require`: it is an error; `never`: every step
+            runs eagerly; `submodules`: every step runs eagerly, and forwards of submodules that
+            can be captured are planned (`auto` does so if an option requires a plan).
+        compile: whether stages run through `torch.compile`. A dict: with these arguments of it
+            (`backend`, `mode`, `options`). None: if the module, or a submodule, was given to
+            `torch.compile`.
+        master_weights: with `precision="bf16-true"`: parameters, gradients and optimizer state
+            stay fp32, and steps compute with bf16 copies of the parameters.
         backend: library of the collectives: `auto`, `torch` or `deepspeed`.
-        bucket_bytes: gradients are reduced in buckets of this many bytes.
+        bucket_bytes: bytes of gradients that one collective reduces.
         checkpoint: `sharded`: directories that all ranks write; `single`: ordinary files that rank
-            0 writes (whole tensors in every rank's memory); `auto`: directories while the plan has
-            parameters in shards, ordinary files otherwise.
-        async_checkpoint: training goes on while a checkpoint is written (as with
+            0 writes (full tensors in every rank's memory); `auto`: directories while the plan has
+            sharded parameters, ordinary files otherwise.
+        async_checkpoint: whether training continues while a checkpoint is written (as with
             AsyncCheckpointIO).
-        check_replicas_every: steps between checks that what several ranks hold copies of
-            (parameters, buffers) is the same in all of them, besides the first steps and
-            checkpoints; 0: never.
-        replicas: with `batch_scope="replica"`: into how many replicas the devices are divided,
-            neighbours together. Each runs captured steps on its own batch, which all of its ranks
-            load, planned for its devices; gradients
-            are averaged over the replicas. None: every device is one, and steps run as they are
-                written.
-        check_gradients: look at every step's gradients before and after they are summed over the
-            ranks: a warning says where the first is not finite (one rank's own, a sum, or all
-            ranks', as on one device), and gradients of which several ranks hold copies must be the
-            same. A pass over them, and a wait for the device, a step.
-        plan_timeout_seconds: how long the other ranks wait for rank 0's plan.
+        check_replicas_every: steps between checks that replicated parameters and buffers are equal
+            on all ranks, in addition to checks at the first steps and at checkpoints; 0: never.
+        replicas: with `batch_scope="replica"`: number of replicas that the devices are divided
+            into, neighbours together. Each runs captured steps, planned for its devices, on its own
+            batch, which all of its ranks load. Gradients are averaged over the replicas. None:
+            every device is a replica, and steps are eager.
+        check_gradients: check every step's gradients before and after they are summed over the
+            ranks. A warning reports the first that is not finite: one rank's, a sum, or all ranks'
+            as on one device. Replicated gradients must be equal. Costs a pass over the gradients
+            and a device synchronization per step.
+        plan_timeout_seconds: seconds that the other ranks wait for rank 0's plan.
         collective_timeout_seconds: timeout of the process group.
-        verbose: show phases, the plan, and predicted against measured step time (on rank 0).
-        unknown: anything else is an OptionError that names the nearest option.
+        verbose: print phases, the plan, and predicted against measured step time (on rank 0).
+
+    Raises:
+        OptionError: an option is unknown or has a value that it cannot have.
     """
 
     def __init__(
@@ -154,24 +150,10 @@ class AlpaStrategy(ParallelJob):
         precision_plugin: Any = None,
         **unknown: Any,
     ) -> None:
-        given = dict(
-            locals()
-        )  # the options by name: what each may be is said once, in `options.py`
+        # Every option by its name. `options.py` alone validates values.
+        values = dict(locals())
         check_names(unknown, OPTION_NAMES, "unknown option of AlpaStrategy")
-        self.options = PlanOptions.from_user(
-            **{f.name: given[f.name] for f in fields(PlanOptions) if f.name in given}
-        )
-        self.limits = Limits.from_user(**{f.name: given[f.name] for f in fields(Limits)})
-        asks_for_written(self.options, self.limits)  # told now where that cannot be
-        submodule_options(
-            self.options, self.limits, math.prod(logical_mesh or (1,)) * (replicas or 1)
-        )
-        self._submodules: tuple[int, PlanOptions] | None = (
-            None  # see `submodule_options`; known with the devices
-        )
-        self._compiled_in: Any = (
-            None  # Dynamo's context, where the Trainer is given what `torch.compile` made
-        )
+        self._read_options(values)
         super().__init__(
             collective_timeout_seconds,
             accelerator=accelerator,
@@ -180,66 +162,87 @@ class AlpaStrategy(ParallelJob):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._compile = compile
-        self._plan_file = None if plan is None else Path(plan)
-        self._plan_dir = None if plan_dir is None else Path(plan_dir)
-        self._cluster = ClusterSpec.load(cluster) if isinstance(cluster, str | Path) else cluster
-        select_backend(backend)  # there is one of this name
-        self._backend = backend
-        self._verbose = verbose
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
         self._hooks = BatchHooks()
         self._loader_order = LoaderOrder()
         self._session = Session(self._job, self._checkpoints)
 
+    def _read_options(self, values: Mapping[str, Any]) -> None:
+        """Validate and store the options, `values` by name; see `__init__` for what is raised."""
+        plan_names = [option.name for option in fields(PlanOptions) if option.name in values]
+        limit_names = [option.name for option in fields(Limits)]
+        self.options = PlanOptions.from_user(**{name: values[name] for name in plan_names})
+        self.limits = Limits.from_user(**{name: values[name] for name in limit_names})
+
+        # Both raise for options that contradict each other, before any device is known.
+        mesh_devices = math.prod(values["logical_mesh"] or (1,))
+        num_devices = mesh_devices * (values["replicas"] or 1)
+        asks_for_written(self.options, self.limits)
+        submodule_options(self.options, self.limits, num_devices)
+
+        # Result of `submodule_options` for the job's devices, once these are known.
+        self._submodules: tuple[int, PlanOptions] | None = None
+        # Dynamo's context, if the Trainer is given a module that `torch.compile` made.
+        self._compiled_in: Any = None
+
+        plan, plan_dir, cluster = (values[name] for name in ("plan", "plan_dir", "cluster"))
+        self._plan_file = None if plan is None else Path(plan)
+        self._plan_dir = None if plan_dir is None else Path(plan_dir)
+        self._cluster = ClusterSpec.load(cluster) if isinstance(cluster, str | Path) else cluster
+
+        self._compile = values["compile"]
+        self._verbose = values["verbose"]
+        self._backend = values["backend"]
+        # Raises for an unknown name.
+        select_backend(self._backend)
+
     @property
     def plan(self) -> "Plan | None":
-        """What was planned for the last training (or evaluation without one)."""
+        """The plan of the last training, or of an evaluation without one."""
         return self._session.plan
 
     @property
     def process_bytes(self) -> int:
-        """Host memory of this process beside `plan.predicted.peak_bytes`: resident are both. 0 on
-        GPUs.
-        """
+        """Bytes of host memory that this process uses in addition to `plan.predicted.peak_bytes`;
+        0 on GPUs."""
         return self._session.process_bytes
 
     @property
     def run(self) -> "ShardedRun | None":
-        """What runs the module's steps while its parameters lie in shards, None while they are
-        whole.
-        """
+        """The run of the sharded module's steps; None while its parameters are full."""
         return self._session.run
 
     @property
     def store(self) -> "ParameterStore | None":
-        """The parameters of `run`."""
+        """The parameters of `run`; None while there is none."""
         return None if self.run is None else self.run.store
 
     @property
     def _lightning_module(self) -> pl.LightningModule | None:
-        return self._own_module
+        return self._connected_module
 
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:
-        """The Trainer refuses modules that went through `torch.compile` for strategies it does not
-        know: here the
-        captured step is what is compiled, so the module goes back to what was written."""
+        """Store the module, without `torch.compile` around it.
+
+        The Trainer refuses compiled modules for strategies that it does not know. Here the captured
+        step is compiled instead.
+        """
         if module is not None and module._compiler_ctx is not None:
             self._compiled_in = module._compiler_ctx["dynamo_ctx"]
             to_uncompiled(module)
-        self._own_module = module
+        self._connected_module = module
 
     @property
     def precision_plugin(self) -> Precision:
-        """The Trainer's, or what `master_weights=True` makes of it."""
+        """The Trainer's precision, or `MasterWeights` in its stead if `master_weights=True`."""
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = (
-            with_masters(plugin) if plugin is not None and self.limits.master_weights else plugin
-        )
+        if plugin is not None and self.limits.master_weights:
+            plugin = with_masters(plugin)
+        self._precision_plugin = plugin
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -248,43 +251,41 @@ class AlpaStrategy(ParallelJob):
 
     @property
     def _share(self) -> Replica | None:
-        """The replica whose rows this rank loads now; None: its own."""
+        """The replica whose samples this rank loads now; None: it loads samples of its own."""
         module = self.lightning_module
-        is_ours = (
-            self.limits.replicas is not None and module is not None and module.trainer.training
-        )
-        return divide(self.limits.replicas or 1) if is_ours else None
+        replicas = self.limits.replicas
+        if replicas is None or module is None or not module.trainer.training:
+            return None
+
+        return divide(replicas)
 
     @property
     def _across(self) -> AxisComm:
-        """This rank and those at its place in other replicas."""
-        return divide(self.limits.replicas or (self._submodules or (1,))[0]).across
+        """This rank and the ranks with the same index in the other replicas."""
+        num_submodule_replicas = 1 if self._submodules is None else self._submodules[0]
+        return divide(self.limits.replicas or num_submodule_replicas).across
 
     def _job(self) -> Job:
+        """Return the description of the job for the Trainer's current run."""
         trainer = self._module.trainer
         folder = local_folder(trainer) / ".alpa"
+
         compiled = compile_options(self._compile)
         if self._compile is None:
             compiled = compiled_by_user(self._module, self._compiled_in)
-        accumulated = most_accumulated(trainer)
-        options = replace(
-            self.options, accumulate_grad_batches=accumulated, compile=compiled is not None
-        )
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        replica = (
-            divide(self.limits.replicas) if self.limits.replicas is not None and fitting else None
-        )
-        if replica is not None:
-            options = replace(
-                options, batch_scope="global"
-            )  # of a replica's batch, which each of its ranks has
+
+        replica = None
+        if self.limits.replicas is not None and trainer.state.fn == TrainerFn.FITTING:
+            replica = divide(self.limits.replicas)
+
+        train_step_context = self.precision_plugin.train_step_context
         return Job(
             num_nodes=self.num_nodes,
             devices_per_node=self.num_processes,
             replica=replica,
             submodules=self._submodules,
             device=self.root_device,
-            options=options,
+            options=options_of_run(self.options, trainer, replica, compiled is not None),
             compile=compiled,
             limits=self.limits,
             backend=self._backend,
@@ -292,10 +293,8 @@ class AlpaStrategy(ParallelJob):
             plan_folder=self._plan_dir or folder / "plans",
             plan_file=self._plan_file,
             cluster=self._cluster,
-            context=self.precision_plugin.train_step_context,
-            log_context=getattr(
-                self.precision_plugin, "dtype_context", self.precision_plugin.train_step_context
-            ),
+            context=train_step_context,
+            log_context=getattr(self.precision_plugin, "dtype_context", train_step_context),
             hooks=self._hooks,
             plans=self._checkpoints.plans,
             progress=Progress(enabled=self._verbose and self.global_rank == 0),
@@ -307,33 +306,31 @@ class AlpaStrategy(ParallelJob):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._loader_order.use(self._module.trainer, self.world_size)
+        num_devices = self.num_nodes * self.num_processes
         replicas = self.limits.replicas
-        checks.check_replicas(
-            replicas, self.options.batch_scope, self.num_nodes, self.num_processes
-        )
-        self._submodules = submodule_options(
-            self.options, self.limits, self.num_nodes * self.num_processes
-        )
+        batch_scope = self.options.batch_scope
+        checks.check_replicas(replicas, batch_scope, self.num_nodes, self.num_processes)
+        self._submodules = submodule_options(self.options, self.limits, num_devices)
         self._checkpoints.begin(self._module.trainer, self.run, replicas)
 
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Around `configure_model` and in `trainer.init_module()`: what is built here is made in
-        shards, later.
-        """
+        """Context of `configure_model` and `trainer.init_module()`: modules that are built in it
+        get their shards later."""
         if self.num_nodes * self.num_processes > 1:
             self._session.deferred_init.begin(self.root_device)
         with super().tensor_init_context(empty_init), self._session.deferred_init.recording():
             yield
 
-    # The module is set up, whole or not made yet
+    # The module is set up, full or deferred
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.take_signals(trainer)
+
         deferred_init = self._session.deferred_init
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_precision(self.precision_plugin)
@@ -346,6 +343,7 @@ class AlpaStrategy(ParallelJob):
                 check_backward(self._module)
             if self.options.batch_scope == "global":
                 trainer._accelerator_connector.use_distributed_sampler = False
+
         if is_on_meta(self._module):
             deferred_init.begin(self.root_device)
         with deferred_init.recording():
@@ -353,14 +351,16 @@ class AlpaStrategy(ParallelJob):
         to_load = self._checkpoints.parameters_to_load
         deferred_init.settle(trainer, self._module, to_load, self._session.fits_one_device)
         move_real_tensors(self.model, self.root_device)
+
         if self.run is None:
             broadcast_tensors((*self._module.parameters(), *self._module.buffers()))
         elif fitting:
             raise AlpaError(
-                f"{type(self._module).__name__} is still in shards from the training before: it"
-                " does not fit whole",
+                f"{type(self._module).__name__} is still sharded by the last training: the full"
+                " module does not fit",
                 "save a checkpoint, and train on with a new Trainer and `ckpt_path`",
             )
+
         with deferred_init.recording():
             if fitting:
                 self.setup_optimizers(trainer)
@@ -380,27 +380,26 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """The first batch brings the plan: it is the loader's own, so none is lost and no random
-        state is touched.
-        """
+        """Plan on the first batch. It is the loader's, so no batch is lost and no random state is
+        changed."""
         self._session.before_training_batch(self._module, self.optimizers, batch, batch_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        batch, batch_idx = args[0], args[1] if len(args) > 1 else 0
+        batch_idx = args[1] if len(args) > 1 else 0
         eager_step = partial(super().training_step, *args, **kwargs)
-        return self._session.training_step(batch, batch_idx, eager_step)
+        return self._session.training_step(args[0], batch_idx, eager_step)
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Micro-batches of an accumulated step: gradients stay local until the last one."""
+        """Context of all batches but the last of an accumulated step: gradients stay local."""
         return self._session.accumulating()
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """As in the base class, with the gradients reduced before `on_after_backward` sees them."""
+        """Run the backward; gradients are reduced before `on_after_backward` sees them."""
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         with self._session.in_backward(closure_loss):
             self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
@@ -413,13 +412,14 @@ class AlpaStrategy(ParallelJob):
         with self._session.stepping(closure) as closure:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    # Evaluation: steps as they are written, on parameters that are gathered for them
+    # Evaluation: eager steps on gathered parameters
 
     @override
     def on_validation_start(self) -> None:
         if self._signals is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
             self._signals.meet(PAUSES)
-            self._signals.check_together()  # ranks go through an evaluation together
+            # All ranks run an evaluation together.
+            self._signals.check_together()
         self._session.start_evaluation(self._module)
 
     on_test_start = on_predict_start = on_validation_start
@@ -444,9 +444,7 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def on_train_end(self) -> None:
-        """The module leaves the training whole, and so does the optimizer, unless that would not
-        fit.
-        """
+        """Unshard the module and the optimizer, if they fit."""
         if self._signals is not None:
             self._signals.meet(ENDS)
         self._session.end_training()
@@ -455,7 +453,8 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if self._share is not None:  # else the Trainer lets workers draw by the rank's number
+        # The Trainer would seed the workers by rank; ranks of one replica need equal samples.
+        if self._share is not None:
             _auto_add_worker_init_fn(dataloader, self._share.index)
         return self._checkpoints.process_dataloader(watch(dataloader))
 
@@ -503,42 +502,42 @@ class AlpaStrategy(ParallelJob):
         self._checkpoints.load_optimizers(self.optimizers, checkpoint["optimizer_states"])
 
     def whole_parameters(self) -> AbstractContextManager[None]:
-        """Context in which the module's parameters are whole, for user code; changes are kept.
-        Collective on entry.
-        """
+        """Context in which the module's parameters are full, for user code; changes persist.
+        Collective on entry."""
         return nullcontext() if self.run is None else self.run.whole.entered()
 
     @property
     def is_whole(self) -> bool:
-        """Whether the module has its whole parameters now."""
+        """Whether the module has its full parameters now."""
         return self.run is None or self.run.whole.is_active
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which rows a rank loads: those of its replica, where a training has such, else its
-        own.
-        """
-        if (share := self._share) is None:
+        """Arguments of the sampler: samples of this rank's replica, or of the rank itself."""
+        replica = self._share
+        if replica is None:
             return super().distributed_sampler_kwargs
-        return {"num_replicas": share.count, "rank": share.index}
+        return {"num_replicas": replica.count, "rank": replica.index}
 
     # Values between ranks
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the ranks' distinct data: with `batch_scope="global"` every rank holds the same
-        value already.
-        """
+        """Reduce a value over ranks with different samples. With `batch_scope="global"` all ranks
+        have the same value already."""
         if group is None and self.run is not None:
             group = self.run.peers
-        is_global = group == GLOBAL or (self.options.batch_scope == "global" and group is None)
+
+        has_global_batch = self.options.batch_scope == "global" and group is None
         is_alone = group == REPLICAS and self._across.size == 1
-        if is_global or is_alone or not isinstance(tensor, Tensor):
+        if group == GLOBAL or has_global_batch or is_alone or not isinstance(tensor, Tensor):
             return tensor
+
         if group is None:
             self._meet()
-        group = self._across.group if group == REPLICAS else group
+        if group == REPLICAS:
+            group = self._across.group
 
         def reduce_over(values: Tensor, how: Any) -> Any:
             return super(AlpaStrategy, self).reduce(values, group, how)
@@ -550,9 +549,8 @@ class AlpaStrategy(ParallelJob):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if group is None:
             self._meet()
-        if (
-            self.run is not None and self.run.peers and group in (None, dist.group.WORLD)
-        ):  # as the module's own gives
+        # The same result as of the module's own `all_gather`.
+        if self.run is not None and self.run.peers and group in (None, dist.group.WORLD):
             return stacked(tensor if sync_grads else tensor.detach(), self._across)
         return super().all_gather(tensor, group, sync_grads)
 
@@ -584,18 +582,16 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def teardown(self) -> None:
-        """Called after exceptions too: no collectives here."""
+        """End the run, after exceptions as well: without collectives."""
         self.stop_watching()
         self._session.close(self.interrupted)
-        self._hooks.close()  # after what was put around the same hooks
+        # In reverse order: the session's wrappers are around the same hooks.
+        self._hooks.close()
         if not self.interrupted:
             self._checkpoints.close(interrupted=False)
         with self._session.deferred_init.recording():
             super().teardown()
 
 
-OPTION_NAMES = [
-    name
-    for name in inspect.signature(AlpaStrategy.__init__).parameters
-    if name not in ("self", "unknown")
-]
+_PARAMETERS = inspect.signature(AlpaStrategy.__init__).parameters
+OPTION_NAMES = [name for name in _PARAMETERS if name not in ("self", "unknown")]

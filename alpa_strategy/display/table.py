@@ -578,8 +578,8 @@ def tune_table(found: Mapping[int, Plan | Exception], best: int | None, num_rank
         num_samples = size * num_ranks
         if not isinstance(plan, Plan):
             first_line = next(iter(str(plan).splitlines()), type(plan).__name__)
-            cells: list[Any] = [str(size), str(num_samples), plain(first_line[:60]), "", "", "", ""]
-            table.add_row(*cells, style="dim")
+            problem = plain(first_line[:60])
+            table.add_row(str(size), str(num_samples), problem, style="dim")
             continue
         seconds = plan.iteration_seconds
         count = plan.num_microbatches

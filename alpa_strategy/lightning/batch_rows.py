@@ -1,13 +1,11 @@
-"""Which leaves of a batch are rows, one for each sample: as the loader's collation shows, not as
-sizes suggest.
+"""Finds the leaves of a batch that have a batch dim, by trials of the loader's collation.
 
-`default_collate` stacks samples, so all its tensors are rows. Any other collate function is tried
-on its first samples
-twice and one of them three times: what has so many rows more then has one row a sample, if whole
-numbers in it do not change with what else is in the batch, as indices of rows do. That happens
-where batches are made (in the loader's worker), to samples that were loaded anyway, and leaves its
-random numbers and attributes as they were. Hooks around the transfer to the device are tried in the
-same way on the first batch; what hooks store is known by reading their code.
+`default_collate` stacks samples, so all its tensors have a batch dim. Any other collate function is
+tried on its first samples, each of them twice and one three times. A leaf that grows by the same
+number has a batch dim, unless its integers depend on the other samples (indices of samples do).
+A trial runs where batches are made (in the loader's worker), on samples that were loaded anyway,
+and restores random numbers and attributes. Hooks around the transfer to the device are tried in the
+same way on the first batch. Attributes that hooks store are found in their code.
 """
 
 import copy
@@ -40,8 +38,11 @@ from alpa_strategy.lightning.digests import REPLICA, digest
 from alpa_strategy.lightning.rank_consistency import SAME_SHAPES
 
 Kind = Literal["rows", "same", "own"]
-"""Of a leaf, a tensor or a number that is no item of a list: one row a sample; the same whatever the samples; made of
-this batch's samples in another way."""
+"""The kind of a leaf, a tensor or a number that is no item of a list.
+
+rows: it has a batch dim; same: it does not depend on the samples; own: it depends on this batch's
+samples in another way.
+"""
 
 MAX_LEAVES = 4096
 _BATCH_SIZE = re.compile("batch(?!es)|^bsz?$", re.IGNORECASE)
@@ -53,7 +54,7 @@ _TRANSFER_HOOKS = (
     "on_after_batch_transfer",
 )
 _STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-# Between a step and the update of its weights.
+# Hooks between a step and the update of its weights.
 UPDATE_HOOKS = ("on_before_backward", "backward", *AFTER_BACKWARD)
 
 
@@ -71,9 +72,8 @@ class RecordedCollate:
         self._found = torch.zeros(1 + MAX_LEAVES, dtype=torch.int16).share_memory_()
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name.startswith("__") or name == "collate"
-        ):  # copying and unpickling ask before there is anything
+        # Copying and unpickling ask before there is anything.
+        if name.startswith("__") or name == "collate":
             raise AttributeError(name)
         return getattr(self.collate, name)
 
@@ -82,9 +82,8 @@ class RecordedCollate:
             return self.collate(samples)
         count = len(samples)
         known = int(self._found[0]) - 1
-        probe = (
-            self._with_more(samples) if known < 0 else None
-        )  # first: a collate function may change its samples
+        # First: a collate function may change its samples.
+        probe = self._with_more(samples) if known < 0 else None
         batch = self.collate(samples)
         tensors = list(_tensors_in(batch).values())
         if known == len(tensors):
@@ -101,11 +100,10 @@ class RecordedCollate:
     def kinds(self) -> tuple[Kind, ...] | None:
         """Of every leaf; None where that is not known."""
         count = int(self._found[0]) - 1
-        return (
-            None
-            if count < 0
-            else tuple(_KINDS[kind] for kind in self._found[1 : 1 + count].tolist())
-        )
+        if count < 0:
+            return None
+
+        return tuple(_KINDS[kind] for kind in self._found[1 : 1 + count].tolist())
 
     def _with_more(self, samples: list[Any]) -> tuple[Any, Any] | None:
         """Two batches of the same samples, more than once, which differ where random numbers are
@@ -118,9 +116,8 @@ class RecordedCollate:
             with isolate_rng(include_cuda=False), fields_kept(owner, collate, collate.__call__):
                 first, second = ([copy.deepcopy(samples[i]) for i in order] for _ in range(2))
                 return self.collate(first), self.collate(second)
-        except (
-            Exception
-        ):  # what it says of its own samples is for the real call to raise; here nothing is known
+        # What it says of its own samples is for the real call to raise; here nothing is known.
+        except Exception:
             return None
 
 
@@ -134,18 +131,16 @@ def _more_rows(count: int) -> list[int]:
 def _kinds_in(batch: Any, probe: Any, again: Any, count: int) -> list[Kind]:
     """Of every leaf of `batch`, made of `count` samples; probe, again: of `_more_rows` of them."""
     leaves, more, repeated = (_tensors_in(each) for each in (batch, probe, again))
-    found: dict[Any, Kind] = {
-        path: _kind(leaf, more[path], count) if path in more else "own"
-        for path, leaf in leaves.items()
-    }
+    found: dict[Any, Kind] = {}
+    for path, leaf in leaves.items():
+        found[path] = _kind(leaf, more[path], count) if path in more else "own"
     rows = [
         path
         for path, kind in found.items()
         if kind == "rows" and leaves[path].layout is torch.strided
     ]
-    rows = [
-        path for path in rows if torch.equal(more[path], repeated[path])
-    ]  # others are drawn at random
+    # Others are drawn at random.
+    rows = [path for path in rows if torch.equal(more[path], repeated[path])]
     if not _joint_rows(leaves, rows) <= _joint_rows(more, rows):
         found |= {path: "own" for path in rows if _moved(leaves[path], more[path][1 : 1 + count])}
     return list(found.values())
@@ -178,14 +173,14 @@ def _counts(leaf: Tensor) -> bool:
 
 def _kind(leaf: Tensor, more: Tensor, count: int) -> Kind:
     if leaf.shape[:1] == (count,) and more.shape == (len(_more_rows(count)), *leaf.shape[1:]):
-        # As far as the number of rows, whatever that is: indices of rows, also at random.
-        reaches = (
-            _counts(leaf)
-            and leaf.numel() > 0
-            and bool(leaf.max() < count <= more.max() < len(_more_rows(count)))
-        )
+        # Values that reach up to the number of samples are indices of samples, also random ones.
+        reaches = False
+        if _counts(leaf) and leaf.numel() > 0:
+            reaches = bool(leaf.max() < count <= more.max() < len(_more_rows(count)))
         return "own" if reaches or _shares(leaf, more) else "rows"
-    return "same" if leaf.shape == more.shape and bool((leaf == more).all()) else "own"
+
+    is_same = leaf.shape == more.shape and bool((leaf == more).all())
+    return "same" if is_same else "own"
 
 
 def _moved(leaf: Tensor, now: Tensor) -> bool:
@@ -211,9 +206,8 @@ def _shares(leaf: Tensor, more: Tensor) -> bool:
 
 def watch(loader: Any) -> Any:
     """`loader`, whose collate function will find out what is rows."""
-    if (
-        isinstance(loader, DataLoader) and loader.batch_sampler is not None
-    ):  # else it collates no samples
+    # Else it collates no samples.
+    if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         collate = loader.collate_fn
         if collate is not default_collate and not isinstance(collate, RecordedCollate):
             loader.collate_fn = RecordedCollate(collate)
@@ -227,29 +221,27 @@ class BatchHooks:
 
     def __init__(self) -> None:
         self._watching = ExitStack()
-        self.kinds: tuple[Kind, ...] | None = (
-            None  # of all leaves that transfer hooks give, () if unknown; None: none
-        )
+        # Of all leaves that transfer hooks give, () if unknown; None: none.
+        self.kinds: tuple[Kind, ...] | None = None
         # attributes and buffers, by the last part of their names, that a hook stores which reads
         # the batch -> the hook
         self.stored: dict[str, str] = {}
-        self.are_tried = (
-            True  # transfer hooks, or there are none: what theirs set or fill could not be put back
-        )
+        # Transfer hooks, or there are none: what theirs set or fill could not be put back.
+        self.are_tried = True
 
     def watch(self, module: Any) -> None:
         """Look at hooks of the module and callbacks; try those of transfers when the next training
         batch comes.
         """
         self.close()
-        self.kinds, self.stored, self.are_tried = None, {}, True
+        self.kinds = None
+        self.stored = {}
+        self.are_tried = True
         if world_size() == 1:
             return
-        owners = [
-            each
-            for each in (module, getattr(module.trainer, "datamodule", None))
-            if each is not None
-        ]
+
+        data = getattr(module.trainer, "datamodule", None)
+        owners = [module] if data is None else [module, data]
         hooks = [
             (owner, n)
             for owner in owners
@@ -261,7 +253,8 @@ class BatchHooks:
             if not (is_transfer or is_user_code(hook)):
                 continue
             stores = stored_names(hook)
-            first = 1 if is_transfer or owner is module else 3  # after self, trainer, module
+            # After self, trainer, module.
+            first = 1 if is_transfer or owner is module else 3
             self.are_tried &= not (is_transfer and stores)
             if is_user_code(hook) and reads_parameters(hook, first, -1):
                 self.stored |= dict.fromkeys(stores, f"{type(owner).__name__}.{name}")
@@ -282,15 +275,13 @@ class BatchHooks:
         def first(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if waiting and module.trainer.training:
                 waiting.clear()
-                if (
-                    module._on_before_batch_transfer is first
-                ):  # others may have put theirs around it since
+                # Others may have put theirs around it since.
+                if module._on_before_batch_transfer is first:
                     self.close()
                 try:
                     self.kinds = _tried(module, owners, names, batch)
-                except (
-                    Exception
-                ) as error:  # what it says of the batch itself is for the real call to raise
+                # What it says of the batch itself is for the real call to raise.
+                except Exception as error:
                     rank_zero_info(
                         f"alpa: {names} cannot be tried on more rows: {type(error).__name__}:"
                         f" {error}"
@@ -334,7 +325,8 @@ def _tried(module: Any, owners: list[Any], names: str, batch: Any) -> tuple[Kind
 
     base, more, half = made(range(count)), made(_more_rows(count)), (count + 1) // 2
     found = _kinds_in(base, more, made(_more_rows(count), times=2), count)
-    if "own" in given:  # it was not there with more rows
+    # It was not there with more rows.
+    if "own" in given:
         found = ["own" if kind == "same" else kind for kind in found]
     other = _tensors_in(made([count - 1] * half + [*range(half, count)]))
     rows = [
@@ -406,7 +398,8 @@ def _state_kept(owners: Sequence[Any]) -> Iterator[list[Tensor]]:
                     fields_kept(each, *(getattr(each, name, None) for name in _TRANSFER_HOOKS))
                 )
             yield changed
-    finally:  # a hook that fails may have changed them as well
+    finally:
+        # A hook that fails may have changed them as well.
         for tensor, data, old in tensors:
             # By their bytes: changes through `.data` leave no trace in versions.
             if tensor.data_ptr() != data.data_ptr() or bool(digest(tensor) != digest(old)):
@@ -570,7 +563,8 @@ def check_own_numbers(
     from alpa_strategy.microbatch.rank_samples import where_rows_meet
 
     used, later = set(step.consumers), names_in(own_hooks(module, UPDATE_HOOKS))
-    parts = dict(module.named_modules())  # these, methods and classes are no numbers of rows
+    # These, methods and classes are no numbers of rows.
+    parts = dict(module.named_modules())
     owners = [
         (g, type(parts.get(g.label.rpartition(".")[0])))
         for g in step.attributes
@@ -592,8 +586,14 @@ def check_own_numbers(
     by_place = not (is_guess and may_run_eagerly)
     own_step = functools.partial(again, batch, world_size=1)
     if not text and (line := where_rows_meet(step, world_size(), by_place, own_step)) is not None:
-        text = f"rows are taken by their places in the batch ({line}), where the batch of all ranks has others"
-        guess = f"the loader yields batches, not samples: what meets here may be rows or a sequence's steps ({line})"
+        text = (
+            f"rows are taken by their places in the batch ({line}), where the batch of all ranks"
+            " has others"
+        )
+        guess = (
+            "the loader yields batches, not samples: what meets here may be rows or a sequence's"
+            f" steps ({line})"
+        )
         text = text if by_place else guess
     if text and may_run_eagerly:
         raise NotRowsError(text, REPLICA)
@@ -635,16 +635,19 @@ def _computes_with(
         is_number = is_read and type(part) is int and part == rows
         if is_number or is_list(part):
             names.add(f"the batch's {pytree.keystr(path)}")
-        return step.batch_size if is_number else part * world_size() if is_list(part) else part
+        if is_number:
+            return step.batch_size
+        return part * world_size() if is_list(part) else part
 
     others = pytree.tree_map_with_path(of_all, batch, is_leaf=is_list)
     if not names | in_hooks:
         return ""
     if not in_hooks:
+        # The user's code may not work for `n` times the samples.
         with (
             patched(patches),
             suppress(Exception),
-        ):  # of the user's code, that was not written for so many rows
+        ):
             if replace(again(others), logs=()).graph_digest == replace(step, logs=()).graph_digest:
                 return ""
     used = " or ".join(sorted(names | in_hooks))

@@ -84,7 +84,8 @@ class Checkpoints:
 
     def _forget(self) -> None:
         self._run: Any = None
-        self._run_state: dict[str, Any] | None = None  # of a run that has ended
+        # Of a run that has ended.
+        self._run_state: dict[str, Any] | None = None
         self._resume: Resume | None = None
         self.plans = RunPlans()
         self._num_loaders = 0
@@ -139,9 +140,8 @@ class Checkpoints:
         store = self._store
         parameters = dict(module.named_parameters(remove_duplicate=False))
         held = {name for name, p in parameters.items() if p in store}
-        with (
-            warnings.catch_warnings()
-        ):  # nothing is copied to the meta device: that is what comes later
+        # Nothing is copied to the meta device: that is what comes later.
+        with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message=".*copying from a non-meta parameter in the checkpoint"
             )
@@ -187,16 +187,20 @@ class Checkpoints:
 
     @property
     def resumed(self) -> Mapping[str, Any]:
-        """`ShardedRun.state_dict` of the training that is taken up, empty where none is."""
-        return {} if self._resume is None else self._resume.run or {}
+        """The `ShardedRun.state_dict` of the resumed training; empty if there is none."""
+        if self._resume is None:
+            return {}
+
+        return self._resume.run or {}
 
     @property
     def resumes_an_epoch_of_other_ranks(self) -> bool:
-        """Whether the middle of an epoch is taken up whose rows other ranks shared."""
+        """Whether the run continues an epoch whose samples another number of ranks shared."""
         return self._resume is not None and self._resume.is_of_other_ranks
 
     def restore(self, run: Any, optimizers: Sequence[Optimizer]) -> None:
-        """The run is sharded: read this rank's parts, and continue its random streams.
+        """Read this rank's shards from the checkpoint, and continue its random streams.
+
         Collective.
         """
         self._run = run
@@ -209,13 +213,14 @@ class Checkpoints:
         run.load_state_dict(self.resumed)
 
     def restore_parameters(self, store: ParameterStore) -> None:
-        """Read this rank's parts of the parameters that wait for it. Collective."""
+        """Read this rank's shards of the parameters that the checkpoint has. Collective."""
         if self.parameters_to_load:
             on_all_ranks(
                 lambda: sharded_state_dict.load_parameters(self.parameters_to_load, store),
                 lambda _: None,
             )
-            store.after_optimizer_step()  # copies that were gathered before hold other values
+            # Copies that were gathered before hold other values.
+            store.after_optimizer_step()
             self.parameters_to_load = {}
 
     def _restore_optimizer(self, optimizer: Optimizer) -> None:
@@ -225,7 +230,8 @@ class Checkpoints:
             on_all_ranks(
                 lambda: sharded_state_dict.restore_state(optimizer, stored, store), lambda _: None
             )
-            for parameter, state in optimizer.state.items():  # on the device, or in host memory
+            # Each state is placed as its parameter, on the device or in host memory.
+            for parameter, state in optimizer.state.items():
                 moved = {
                     key: move_data_to_device(value, parameter.device)
                     for key, value in state.items()
@@ -233,10 +239,9 @@ class Checkpoints:
                 state.update({key: value for key, value in moved.items() if key != "step"})
 
     def process_dataloader(self, loader: Any) -> Any:
-        """A training dataloader that knows its position, and takes up that of the checkpoint."""
-        if (
-            self._trainer is None or not self._trainer.training
-        ):  # None: somebody asks for it before any fit
+        """Return a training dataloader with a known position, from that of the checkpoint on."""
+        # Users may require a dataloader before any fit.
+        if self._trainer is None or not self._trainer.training:
             return loader
         resume = self._resume
         index, self._num_loaders = self._num_loaders, self._num_loaders + 1
@@ -244,9 +249,8 @@ class Checkpoints:
             resume.passes[index] if resume is not None and index < len(resume.passes) else None
         )
         if taken_up is not None and isinstance(loader, _Stateful):
-            taken_up = Pass(
-                epoch=taken_up.epoch, now=taken_up.now
-            )  # it finds its position by itself
+            # It finds its position by itself.
+            taken_up = Pass(epoch=taken_up.epoch, now=taken_up.now)
         elif taken_up is not None:
             # Lightning warns that the loader cannot resume: it does.
             warnings.filterwarnings(
@@ -274,7 +278,8 @@ class Checkpoints:
         if self._is_left_alone():
             return {}
         module = strategy.lightning_module
-        if not self._is_in_hook:  # else the entries of the checkpoint that is made are in use
+        # Else the entries of the checkpoint that is made are in use.
+        if not self._is_in_hook:
             self._on_demand.begin()
         if self._is_sharded(strategy.checkpoint_io):
             store = all_whole() if strategy.is_whole else self._store
@@ -289,8 +294,10 @@ class Checkpoints:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         if self._run is None:
-            self._restore_optimizer(optimizer)  # nothing was trained since it was loaded
-        self._on_demand.finish()  # callbacks have run their hooks
+            # Nothing was trained since it was loaded.
+            self._restore_optimizer(optimizer)
+        # Callbacks have run their hooks.
+        self._on_demand.finish()
         if self._is_sharded(strategy.checkpoint_io):
             shards = sharded_state_dict.shards_to_write(self._store, self._on_demand)
             return sharded_state_dict.state_dict_with(optimizer, self._store, shards)
@@ -306,11 +313,13 @@ class Checkpoints:
         """
         if self._left_alone:
             return False
-        self._on_demand.finish()  # the module has run its hooks
+        # The module has run its hooks.
+        self._on_demand.finish()
         if self._run is not None:
             self._run.copies.compare("at a checkpoint")
         if self._on_demand.take_changes():
-            self._store.after_optimizer_step()  # copies that were gathered before hold other values
+            # Copies that were gathered before hold other values.
+            self._store.after_optimizer_step()
         self._add_rank_states(checkpoint)
         self._write(checkpoint, path, storage_options, checkpoint_io)
         self._on_demand.begin()
@@ -323,7 +332,8 @@ class Checkpoints:
             checkpoint = self._in_full(checkpoint)
             if self._trainer.is_global_zero:
                 checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            self._on_demand.finish()  # pickling an object of the user's may have gathered entries
+            # Pickling an object of the user's may have gathered entries.
+            self._on_demand.finish()
             return
         if storage_options is not None:
             raise CheckpointError(
@@ -361,7 +371,8 @@ class Checkpoints:
         own = rank_state(
             self._trainer, self._run_state if self._run is None else self._run.state_dict()
         )
-        self._writer_now().wait()  # the group is its own while it writes
+        # The group is its own while it writes.
+        self._writer_now().wait()
         put_states(checkpoint, all_gather_object(own, self._group), self._num_shares)
 
     def _is_sharded(self, checkpoint_io: Any) -> bool:

@@ -1,6 +1,4 @@
-"""What a module, its callbacks and a Trainer must be for the strategy, and which hooks they bring
-of their own.
-"""
+"""Checks of modules, precision plugins and optimizers before a training; the users' own hooks."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -29,31 +27,43 @@ AFTER_BACKWARD = (
 
 
 def check_module(module: Any) -> None:
-    """SetupError for modules and callbacks that cannot train under this strategy."""
+    """Check that a module has something to train and a step that receives batches.
+
+    Raises:
+        SetupError: no parameter is trainable, or `training_step` takes the loader's iterator.
+    """
     if not any(p.requires_grad for p in module.parameters()):
         raise SetupError(
             f"{type(module).__name__} has no trainable parameters",
-            "create its layers in __init__ or configure_model, and leave requires_grad on for what"
-            " should train",
+            "create its layers in __init__ or configure_model, and leave requires_grad on for the"
+            " parameters that should train",
         )
+
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise SetupError("training_step takes a dataloader_iter", "let it take (batch, batch_idx)")
 
 
 def check_shapes(module: Any) -> None:
-    """SetupError for lazy layers that have seen no batch."""
+    """Check that all parameters and buffers have a shape.
+
+    Raises:
+        SetupError: a lazy layer has seen no batch yet.
+    """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise SetupError(
-                f"{name} has no shape before the first batch, and what the ranks share and plan is"
-                " made from shapes",
+                f"{name} has no shape before the first batch, and the plan is made from shapes",
                 "call the lazy layers on an example batch in __init__ or configure_model, or give"
                 " them their sizes",
             )
 
 
 def check_precision(plugin: Any) -> None:
-    """SetupError for precision plugins that replace layers, or belong to another strategy."""
+    """Check that a precision plugin works with this strategy.
+
+    Raises:
+        SetupError: the plugin replaces layers, or belongs to another strategy.
+    """
     if isinstance(plugin, _OTHER_PRECISIONS):
         raise SetupError(
             f"{type(plugin).__name__} replaces the module's layers or belongs to another strategy",
@@ -63,11 +73,16 @@ def check_precision(plugin: Any) -> None:
 
 
 def check_optimizers(optimizers: Iterable[Any]) -> None:
-    """SetupError for optimizers that cut their state between the ranks by themselves."""
+    """Check that no optimizer shards its state by itself.
+
+    Raises:
+        SetupError: an optimizer is a ZeroRedundancyOptimizer.
+    """
     for optimizer in optimizers:
-        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        names = {kind.__name__ for kind in type(optimizer).__mro__}
+        if "ZeroRedundancyOptimizer" in names:
             raise SetupError(
-                "ZeroRedundancyOptimizer cuts its state between the ranks by itself, beside the"
+                "ZeroRedundancyOptimizer shards its state over the ranks by itself, outside of the"
                 " plan",
                 'return the optimizer that is inside of it, and set parallel="zero2" (or leave it'
                 " to the plan)",
@@ -75,48 +90,68 @@ def check_optimizers(optimizers: Iterable[Any]) -> None:
 
 
 def is_overridden(owner: Any, name: str, base: type) -> bool:
-    """Whether `owner` has a hook `name` that is not `base`'s.
-
-    Asked at every step: no bound method is made.
-    """
-    own = owner.__dict__
-    hook = own[name] if name in own else getattr(type(owner), name, None)
+    """Whether `owner` has a hook `name` that differs from that of `base`."""
+    # Runs at every step, so no bound method is made.
+    instance_attributes = owner.__dict__
+    if name in instance_attributes:
+        hook = instance_attributes[name]
+    else:
+        hook = getattr(type(owner), name, None)
     return hook is not None and getattr(hook, "__func__", hook) is not getattr(base, name, None)
 
 
 def check_replicas(replicas: int | None, batch_scope: str, nodes: int, devices: int) -> None:
-    """OptionError where `nodes` of so many devices each cannot be divided into so many replicas."""
+    """Check that the devices can be divided into replicas.
+
+    Args:
+        replicas: number of replicas; None: each device is one.
+        batch_scope: the option of this name.
+        nodes: number of nodes.
+        devices: number of devices of each node.
+
+    Raises:
+        OptionError: a replica would be neither full nodes nor an equal fraction of one, or
+            `batch_scope` is another one.
+    """
     if replicas is None:
         return
+
     if batch_scope != "replica":
-        problem = f"replicas={replicas} means a step of each replica's own batch, batch_scope={batch_scope!r} does not"
+        problem = (
+            f"replicas={replicas} means a step of each replica's own batch,"
+            f" batch_scope={batch_scope!r} does not"
+        )
         raise OptionError(problem, 'give batch_scope="replica" with it')
-    size = nodes * devices // replicas
-    if nodes * devices % replicas or max(size, devices) % min(size, devices):
+
+    num_devices = nodes * devices
+    size = num_devices // replicas
+    if num_devices % replicas or max(size, devices) % min(size, devices):
         raise OptionError(
             f"replicas={replicas} does not divide {nodes} nodes of {devices} devices",
-            "a replica is whole nodes, or an equal part of one: give another number",
+            "a replica is one or more full nodes, or an equal fraction of one: give another number",
         )
 
 
 def own_hooks(module: Any, names: Iterable[str]) -> list[tuple[Any, str]]:
-    """(owner, name) of those of the hooks `names` that the module and its Trainer's callbacks
-    bring.
+    """Return the hooks among `names` that the module or its Trainer's callbacks override.
+
+    Returns:
+        Pairs of the owner, the module or a callback, and the hook's name.
     """
-    owners = [
-        (module, LightningModule),
-        *((callback, Callback) for callback in module.trainer.callbacks),
-    ]
-    return [
-        (owner, name)
-        for owner, base in owners
-        for name in names
-        if is_overridden(owner, name, base)
-    ]
+    owners: list[tuple[Any, type]] = [(module, LightningModule)]
+    for callback in module.trainer.callbacks:
+        owners.append((callback, Callback))
+
+    hooks = []
+    for owner, base in owners:
+        for name in names:
+            if is_overridden(owner, name, base):
+                hooks.append((owner, name))
+    return hooks
 
 
 def has_own_hooks(module: Any, trainer: Any, names: Iterable[str]) -> bool:
-    """Whether `own_hooks` finds any: what a training asks at every step."""
+    """Whether the module or a callback overrides one of the hooks `names`; fast, for every step."""
     for name in names:
         if is_overridden(module, name, LightningModule):
             return True
@@ -127,6 +162,14 @@ def has_own_hooks(module: Any, trainer: Any, names: Iterable[str]) -> bool:
 
 
 def names_in(hooks: Iterable[tuple[Any, str]]) -> frozenset[str]:
-    """What the user's code among hooks, each (owner, name), mentions."""
-    own = [hook for owner, name in hooks if is_user_code(hook := getattr(owner, name))]
-    return frozenset(name for hook in own for name in mentioned_names(hook))
+    """Return the names that the users' code among `hooks` mentions.
+
+    Args:
+        hooks: pairs of owner and name, as of `own_hooks`.
+    """
+    mentioned: set[str] = set()
+    for owner, name in hooks:
+        hook = getattr(owner, name)
+        if is_user_code(hook):
+            mentioned.update(mentioned_names(hook))
+    return frozenset(mentioned)

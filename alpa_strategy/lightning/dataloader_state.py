@@ -1,10 +1,9 @@
-"""Where a training is in its data and its random numbers: recorded in checkpoints, and taken up
-again exactly.
+"""The position of a training in its data and random numbers, stored in checkpoints.
 
-Lightning restores its counters, but iterates the loader from its beginning. Here the loader is
-wound forward: the epoch's random state is set again, and the batches that were trained on are
-loaded and dropped. Loaders that keep their own state (`state_dict`) are left to it. It lies where
-Lightning keeps the fit loop's: a plain Trainer passes it over.
+Lightning restores its counters, but iterates the loader from its beginning. Here a resumed run
+fast-forwards the loader: it sets the epoch's random state, and loads and drops the batches that
+were trained on. Loaders with a state of their own (`state_dict`) restore that instead. The position
+is stored in the state of Lightning's fit loop, where a plain Trainer ignores it.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,62 +19,70 @@ from torch.utils import _pytree as pytree
 
 
 def random_state() -> dict[str, Any]:
-    """States of Python's, NumPy's and PyTorch's default generators: tensors, numbers and strings
-    only.
+    """Return the states of Python's, NumPy's and PyTorch's default generators.
+
+    The values are tensors, numbers and strings only.
     """
     states = _collect_rng_states(include_cuda=False)
-    # int64: what is sent to other ranks is pickled in a form that knows no unsigned numbers.
-    found = pytree.tree_map_only(
+    # int64, as values for other ranks are pickled in a form without unsigned numbers.
+    states = pytree.tree_map_only(
         numpy.ndarray, lambda keys: torch.from_numpy(keys.astype("int64")), states
     )
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Let all default generators go on from `state`."""
-    _set_rng_states(
-        {**state, "numpy": pytree.tree_map_only(torch.Tensor, torch.Tensor.numpy, state["numpy"])}
-    )
+    """Set all default generators to `state`, as of `random_state`."""
+    numpy_state = pytree.tree_map_only(torch.Tensor, torch.Tensor.numpy, state["numpy"])
+    _set_rng_states({**state, "numpy": numpy_state})
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
 @dataclass
 class Pass:
-    """One iteration over a loader, as far as it has come."""
+    """The position in one iteration over a loader."""
 
-    start: dict[str, Any] | None = None  # random state before the iteration began; None: as it is
-    num_drawn: int = 0  # batches that were taken from it
-    num_ahead: int = 0  # of those, how many the Trainer has not used yet
-    before_last: dict[str, Any] | None = (
-        None  # random state before the last was taken, where that is known
-    )
-    epoch: int | None = (
-        None  # which one it is, counted from 0 (and its sampler's); None: what the Trainer says
-    )
-    now: dict[str, Any] | None = None  # random state with which the training goes on
+    # Random state before the iteration started; None: unknown, the current one is used.
+    start: dict[str, Any] | None = None
+
+    # Number of batches that were taken from the loader.
+    num_drawn: int = 0
+
+    # Number of taken batches that the Trainer has not used yet (prefetched).
+    num_ahead: int = 0
+
+    # Random state before the last batch was taken; None: unknown.
+    before_last: dict[str, Any] | None = None
+
+    # Number of the iteration, from 0, and epoch of its sampler; None: the Trainer's epoch.
+    epoch: int | None = None
+
+    # Random state with which the training continues.
+    now: dict[str, Any] | None = None
 
 
 class ResumableLoader:
-    """A training dataloader that knows its position; to everyone else it is the loader itself.
+    """A training dataloader with a known position. Otherwise it behaves as the loader itself.
 
     Args:
         loader: any iterable of batches.
-        epoch: says which epoch the Trainer is in.
-        resume: the pass that the first iteration takes up.
+        epoch: returns the Trainer's epoch.
+        resume: the pass that the first iteration continues.
     """
 
     _resume: Pass | None
     _at: Pass | None
 
     def __init__(self, loader: Any, epoch: Callable[[], int], resume: Pass | None = None) -> None:
-        # Past `__setattr__`, which hands what is not known here to the loader.
+        # Not through `__setattr__`, which sets unknown attributes on the loader.
         self.__dict__.update(_loader=loader, _epoch=epoch, _resume=resume, _at=None)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # isinstance(self, DataLoader) holds where it holds inside
+    def __class__(self) -> type:
+        # The loader's class, so that isinstance(self, DataLoader) is true for a DataLoader.
         return type(self._loader)
 
     def __getattr__(self, name: str) -> Any:
@@ -87,43 +94,50 @@ class ResumableLoader:
         else:
             setattr(self._loader, name, value)
 
-    def __reduce__(self) -> Any:  # what is stored or copied is the loader, at no position
+    def __reduce__(self) -> Any:
+        # A copy or pickle is the plain loader, without a position.
         return _itself, (self._loader,)
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        resume, self._resume = self._resume, None
-        again = resume or Pass()
-        if again.epoch is not None:
-            # Lightning sets the epoch after this, too late for workers: they have begun with the
-            # first batches.
-            _set_sampler_epoch(self._loader, again.epoch)
-        if (state := again.start or again.now) is not None:
+        resume = self._resume
+        self._resume = None
+        replayed = resume or Pass()
+        if replayed.epoch is not None:
+            # Lightning sets the epoch later. Workers would load the first batches before that.
+            _set_sampler_epoch(self._loader, replayed.epoch)
+        state = replayed.start or replayed.now
+        if state is not None:
             set_random_state(state)
-        self._at = Pass(random_state(), epoch=self._epoch() if again.epoch is None else again.epoch)
+
+        epoch = self._epoch() if replayed.epoch is None else replayed.epoch
+        self._at = Pass(random_state(), epoch=epoch)
         batches = iter(self._loader)
-        if (
-            again.start is None and resume is not None
-        ):  # there is nothing to replay: the pass begins anew
+        # Without a known start nothing can be replayed: the pass starts anew.
+        if replayed.start is None and resume is not None:
             resume = Pass(now=random_state())
-        for _ in range(again.num_drawn - again.num_ahead):
+        for _ in range(replayed.num_drawn - replayed.num_ahead):
             next(batches, None)
             self._at.num_drawn += 1
         return self._batches(batches, self._at, resume)
 
     def _batches(self, batches: Iterator[Any], at: Pass, resume: Pass | None) -> Iterator[Any]:
-        """In a resumed pass what was used up between the batches then is not used up by replaying
-        them.
+        """Yield the batches and count them in `at`.
+
+        The training drew random numbers between the batches. A resumed pass does not draw them when
+        it replays batches, so the state after them is set: `resume.before_last`, then `resume.now`.
         """
         is_sized = sized_len(self._loader) is not None
         while True:
             if resume is not None:
-                is_there = at.num_drawn >= resume.num_drawn
-                if (state := resume.now if is_there else resume.before_last) is not None:
+                is_replayed = at.num_drawn >= resume.num_drawn
+                state = resume.now if is_replayed else resume.before_last
+                if state is not None:
                     set_random_state(state)
-                resume = None if is_there else resume
+                if is_replayed:
+                    resume = None
             if not is_sized:
                 at.before_last = random_state()
             try:
@@ -134,8 +148,10 @@ class ResumableLoader:
             yield batch
 
     def position(self, num_ahead: int) -> Pass | None:
-        """The pass that is under way, of whose batches `num_ahead` are not used yet; None before
-        the first.
+        """Return the current pass; None before the first.
+
+        Args:
+            num_ahead: number of its taken batches that the Trainer has not used.
         """
         return None if self._at is None else replace(self._at, num_ahead=num_ahead)
 
@@ -150,63 +166,85 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Resume:
-    """What this rank takes up from a checkpoint."""
+    """The state of a checkpoint with which this rank continues."""
 
-    passes: tuple[Pass, ...]  # per training dataloader
-    run: (
-        dict[str, Any] | None
-    )  # `Run.state_dict()`, None where the ranks are not those that wrote it
-    is_of_other_ranks: bool = False  # the passes are the rest of an epoch that others shared
+    # Position in each training dataloader.
+    passes: tuple[Pass, ...]
+
+    # `Run.state_dict()`; None if another number of ranks wrote it.
+    run: dict[str, Any] | None
+
+    # Whether the passes are the rest of an epoch whose samples another number of ranks shared.
+    is_of_other_ranks: bool = False
 
 
 def rank_state(trainer: Any, run: dict[str, Any] | None) -> dict[str, Any]:
-    """This rank's part of the state."""
+    """Return this rank's state for a checkpoint: random state, loaders, `Run.state_dict()`."""
     loop = trainer.fit_loop
-    at = (
-        loop.epoch_loop.batch_progress.current
-    )  # an interrupted step's batch was drawn, and not trained on
-    ahead = len(getattr(loop._data_fetcher, "batches", ())) + at.ready - at.processed
-    flattened = [] if loop._combined_loader is None else loop._combined_loader.flattened
-    positions = [loader.position(ahead) for loader in flattened if type(loader) is ResumableLoader]
-    passes = [None if each is None else asdict(each) for each in positions]
-    loader_states = [] if loop._combined_loader is None else loop._combined_loader._state_dicts()
+    # The batch of an interrupted step was drawn, but not trained on.
+    progress = loop.epoch_loop.batch_progress.current
+    num_prefetched = len(getattr(loop._data_fetcher, "batches", ()))
+    num_ahead = num_prefetched + progress.ready - progress.processed
+
+    combined = loop._combined_loader
+    passes = []
+    for loader in [] if combined is None else combined.flattened:
+        if type(loader) is ResumableLoader:
+            position = loader.position(num_ahead)
+            passes.append(None if position is None else asdict(position))
+    loader_states = [] if combined is None else combined._state_dicts()
     return {"random": random_state(), "passes": passes, "loader_states": loader_states, "run": run}
 
 
 def put_states(checkpoint: dict[str, Any], states: list[dict[str, Any]], num_shares: int) -> None:
-    """Add all ranks' states to a Lightning checkpoint; of the ranks, `num_shares` load rows that
-    others do not.
+    """Add all ranks' states to a Lightning checkpoint.
+
+    Args:
+        checkpoint: Lightning's checkpoint, which is changed.
+        states: `rank_state` of every rank.
+        num_shares: number of shares of the samples, each loaded by one or several ranks.
     """
-    found = {"version": VERSION, "ranks": states, "num_shares": num_shares}
-    checkpoint["loops"]["fit_loop"]["state_dict"][KEY] = found
+    data = {"version": VERSION, "ranks": states, "num_shares": num_shares}
+    checkpoint["loops"]["fit_loop"]["state_dict"][KEY] = data
 
 
 def take_up(
     checkpoint: dict[str, Any], rank: int, world_size: int, num_shares: int
 ) -> Resume | None:
-    """What rank `rank` of `world_size` takes up, None when the checkpoint says nothing; corrects
-    the loop's counters.
+    """Return the state with which a rank continues, and correct the loop's counters.
 
-    On another number of ranks, or shares of rows, than the writing ones', as many samples are gone;
-    random states anew.
+    With another number of ranks or shares than the writing ones, the run continues after the same
+    number of samples, with new random states.
+
+    Args:
+        checkpoint: Lightning's checkpoint, whose counters are changed.
+        rank: this rank.
+        world_size: number of ranks.
+        num_shares: as of `put_states`, now.
+
+    Returns:
+        The state; None if the checkpoint has none.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     stored = loop.get("state_dict", {}).get(KEY)
     if stored is None or stored.get("version") != VERSION:
         return None
+
     states = stored["ranks"]
     batches = loop["epoch_loop.batch_progress"]
     in_the_middle = not batches["is_last_batch"]
     epochs = [at["epoch"] for at in states[0]["passes"] if at is not None]
     if batches["current"]["ready"] and epochs:
         _open_epoch(loop["epoch_progress"], epochs[0], in_the_middle)
+
     shares_before = stored.get("num_shares", len(states))
     if (len(states), shares_before) == (world_size, num_shares):
-        own = states[rank]
-        if own["loader_states"]:
-            loop["state_dict"]["combined_loader"] = own["loader_states"]
-        passes = [_pass(at, own["random"], in_the_middle) for at in own["passes"]]
-        return Resume(tuple(passes), own["run"])
+        state = states[rank]
+        if state["loader_states"]:
+            loop["state_dict"]["combined_loader"] = state["loader_states"]
+        passes = [_pass(at, state["random"], in_the_middle) for at in state["passes"]]
+        return Resume(tuple(passes), state["run"])
+
     passes = []
     if in_the_middle:
         passes = [_rescaled(at, shares_before, num_shares) for at in states[0]["passes"]]
@@ -222,11 +260,13 @@ def take_up(
 def _pass(at: dict[str, Any] | None, now: dict[str, Any], in_the_middle: bool) -> Pass:
     if at is None:
         return Pass(now=now)
-    return Pass(**{**at, "now": now}) if in_the_middle else Pass(epoch=at["epoch"] + 1, now=now)
+    if in_the_middle:
+        return Pass(**{**at, "now": now})
+    return Pass(epoch=at["epoch"] + 1, now=now)
 
 
 def _rescaled(at: dict[str, Any] | None, num_before: int, num_now: int) -> Pass:
-    """The same samples in batches of another number of ranks."""
+    """Return the pass after the same number of samples, in batches of another number of shares."""
     if at is None:
         return Pass()
     num_drawn = _scaled(at["num_drawn"] - at["num_ahead"], num_before, num_now)
@@ -234,11 +274,11 @@ def _rescaled(at: dict[str, Any] | None, num_before: int, num_now: int) -> Pass:
 
 
 def _warn_of_other_order() -> None:
-    """One device draws in the order of the loader's sampler, several in DistributedSampler's."""
+    """Warn that several devices use the order of DistributedSampler, one the loader's sampler's."""
     rank_zero_warn(
         "alpa: the checkpoint is of the middle of an epoch on one device. If the loader shuffles, "
-        "the rest of this epoch is in the order that several devices share: some of its rows come "
-        "twice, others not at all, until the next epoch"
+        "the rest of this epoch is in the order that several devices share: some of its samples are"
+        " loaded twice, others not at all, until the next epoch"
     )
 
 
@@ -247,20 +287,22 @@ def _scaled(num_batches: int, num_before: int, num_now: int) -> int:
     if rest:
         rank_zero_warn(
             f"alpa: {num_batches} batches of {num_before} ranks are no whole number of batches of"
-            f" {num_now}: up to "
-            f"{num_now - 1} batches of this epoch are trained on again"
+            f" {num_now}: up to {num_now - 1} batches of this epoch are trained on again"
         )
     return scaled
 
 
 def _open_epoch(progress: dict[str, dict[str, int]], epoch: int, in_the_middle: bool) -> None:
-    """Let the counters say that epoch number `epoch` has begun, and that it is not over where this
-    is its middle.
+    """Set the counters of Lightning's loop: epoch `epoch` has started, and perhaps not ended.
 
-    Lightning's say something else where `max_steps` ended it in its middle (it counts as a whole
-    one), and in the first
-    epoch after a resumption at the end of one: never counted as begun, it would be repeated by a
-    resumption at its end.
+    Lightning's counters are wrong in two cases. An epoch that `max_steps` ended in its middle
+    counts as complete. The first epoch after a resumption at an epoch's end never counts as
+    started, so that a resumption at its own end would repeat it.
+
+    Args:
+        progress: counters of epochs, which are changed.
+        epoch: number of the epoch, from 0.
+        in_the_middle: whether the epoch has not ended.
     """
     for counts in (progress["total"], progress["current"]):
         counts["ready"] = counts["started"] = epoch + 1

@@ -1,12 +1,13 @@
 """A module that was built without memory, from `configure_model` to the first training batch.
 
-The strategy records what builds and fills the module (`runtime/deferred.py`); nothing is made until
-the plan says which part of each parameter this rank keeps. Then parameters are made one after the
-other, cut, and the rest is freed.
+The strategy records the ops that build and fill the module (`runtime/deferred.py`). No tensor is
+made until there is a plan, which decides the shards of each parameter. Then parameters are made one
+after the other, sharded, and the rest is freed.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,53 +34,55 @@ RESETS = ("reset_parameters", "_reset_parameters")
 
 
 class DeferredInit:
-    """What a strategy still has to make of a module that was built without memory; most modules
-    need nothing.
-    """
+    """The deferred tensors of a module that was built without memory. Most modules have none."""
 
     def __init__(self) -> None:
-        self.was_needed = (
-            False  # whether the module of the running training was built without memory
-        )
-        self._device = torch.device("cpu")  # this rank's
-        self._recorder: Recorder | None = None  # as long as there is something to make
+        # Whether the module of the running training was built without memory.
+        self.was_needed = False
+
+        # This rank's device.
+        self._device = torch.device("cpu")
+
+        # Records ops, as long as tensors are deferred.
+        self._recorder: Recorder | None = None
+
+        # Parameter -> its tensor in a checkpoint, from which the shard is read.
         self._loaded: dict[nn.Parameter, Tensor] = {}
-        self._waiting: dict[
-            nn.Parameter, Tensor
-        ] = {}  # parameter with a placeholder -> its deferred tensor
+
+        # Parameter with a placeholder -> its deferred tensor.
+        self._waiting: dict[nn.Parameter, Tensor] = {}
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are tensors to make."""
+        """Whether there are deferred tensors."""
         return self._recorder is not None
 
     def begin(self, device: torch.device) -> None:
-        """Something is built without memory; `device`: this rank's."""
-        if self._recorder is None:
-            if device.type == "cpu":
-                # Random ops are run to move on the generators: kept, their blocks would become as
-                # much as the model.
-                keep_freed(False)
-            self._device, self._recorder = device, Recorder(device)
+        """Start to record the ops that build a module; `device`: this rank's."""
+        if self._recorder is not None:
+            return
+
+        if device.type == "cpu":
+            # Random ops run, to advance the generators. Their freed blocks must go back to the
+            # system: together they are as large as the model.
+            keep_freed(False)
+        self._device = device
+        self._recorder = Recorder(device)
 
     def recording(self) -> AbstractContextManager[None]:
-        """Big tensors that are made here are deferred, ops on them recorded; nothing special where
-        there are none.
+        """Return a context that defers large tensors and records ops on them.
+
+        It does nothing unless `begin` was called.
         """
         return nullcontext() if self._recorder is None else self._recorder.recording()
 
     def before_loading(self, module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-        """Give memory to the buffers that a checkpoint is going to fill; parameters wait for their
-        shards.
-        """
+        """Allocate the buffers that a checkpoint will fill; parameters stay deferred."""
         self._make_others(module)
         for prefix, child in module.named_modules():
             for name, buffer in child._buffers.items():
-                if (
-                    buffer is not None
-                    and buffer.is_meta
-                    and f"{prefix}.{name}".removeprefix(".") in state_dict
-                ):
+                path = f"{prefix}.{name}".removeprefix(".")
+                if buffer is not None and buffer.is_meta and path in state_dict:
                     child._buffers[name] = torch.empty_like(buffer, device=self._device)
 
     def settle(
@@ -89,64 +92,71 @@ class DeferredInit:
         loaded: Mapping[str, Tensor],
         fits: Callable[[nn.Module], bool],
     ) -> None:
-        """Before a run: values for everything on the meta device, the same on all ranks; buffers
-        are made.
+        """Determine the values of all deferred tensors, equal on all ranks, before a run.
 
-        Parameters are made now where no plan will come. Collective.
+        Buffers are made now, and parameters as well if the module will not be sharded. Collective.
 
         Args:
-            loaded: name -> tensor of a checkpoint, of parameters that are read when this rank's
-                part is known.
-            fits: whether the whole module fits into one device: it is not sharded for an evaluation
+            trainer: the Trainer.
+            module: its module.
+            loaded: name -> tensor of a checkpoint, for parameters whose shards are read later.
+            fits: whether the full module fits on one device: it is not sharded for an evaluation
                 then.
 
         Raises:
-            AlpaError: a parameter or buffer on the meta device has no values, and its module no way
-                to make them.
+            AlpaError: a parameter or buffer on the meta device has no values, and its module no
+                method to make them.
         """
         if self._recorder is None:
             return
+
         self._loaded = {module.get_parameter(name): tensor for name, tensor in loaded.items()}
-        on_all_ranks(lambda: self._reset(module), lambda _: None)
-        _agree(self._recorder)
+        # No rank needs the others' results, only their errors.
+        on_all_ranks(partial(self._reset, module), lambda _: None)
+        _synchronize(self._recorder)
         self._make_others(module)
+
         is_training = trainer.state.fn == TrainerFn.FITTING
-        if not is_on_meta(module) or world_size() == 1 or (not is_training and fits(module)):
+        if not is_on_meta(module) or world_size() == 1:
+            stays_full = True
+        else:
+            stays_full = not is_training and fits(module)
+        if stays_full:
             self._put_placeholders(module)
             self._finish()
         elif is_training and trainer.num_sanity_val_steps and trainer.enable_validation:
             trainer.num_sanity_val_steps = 0
             rank_zero_info(
-                "alpa: no sanity check before training: parameters are made in shards, by the plan"
-                " that the first "
-                "training batch brings"
+                "alpa: no sanity check before training: parameters are made in shards, and the plan"
+                " for them is made with the first training batch"
             )
 
     def whole_values(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict with its deferred tensors made."""
-        return {
-            key: self._whole(value) if isinstance(value, Tensor) else value
-            for key, value in state.items()
-        }
+        """Return a state dict in which the deferred tensors are made."""
+        values = {}
+        for key, value in state.items():
+            values[key] = self._full(value) if isinstance(value, Tensor) else value
+        return values
 
     @contextmanager
     def sharding(self, module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Around what shards the module: gives the function that makes all of a parameter or of
-        optimizer state.
+        """Context in which the module is sharded.
+
+        Its value is a function that returns the full tensor of a parameter or of optimizer state.
         """
         if self._recorder is None:
             yield Tensor.detach
             return
+
         self._put_placeholders(module)
-        yield self._whole
+        yield self._full
         self._finish()
         self.was_needed = True
 
     def _put_placeholders(self, module: nn.Module) -> None:
-        """Give deferred parameters their real device, dtype and shape, still without memory, so
-        that `data` may be set.
+        """Give deferred parameters their real device, dtype and shape, still without memory.
 
-        The Parameter objects stay the same.
+        After this, `data` may be set. The Parameter objects stay the same.
         """
         assert self._recorder is not None
         for name, parameter in module.named_parameters():
@@ -158,22 +168,23 @@ class DeferredInit:
                     " change is lost",
                     "change parameters in configure_model (or within trainer.init_module())",
                 )
-            empty = torch.zeros((), dtype=parameter.dtype, device=self._device).expand(
-                parameter.shape
-            )
-            other = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            # Optimizers, callbacks and tied modules hold this very object: only what it points to
-            # changes. `data = ...` cannot leave the meta device, and `torch.utils.swap_tensors`
-            # refuses what has weak references (nn.LSTM).
+
+            zero = torch.zeros((), dtype=parameter.dtype, device=self._device)
+            placeholder = zero.expand(parameter.shape)
+            other = nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
+            # Optimizers, callbacks and tied modules refer to this Parameter object, so only its
+            # implementation is swapped. `data = ...` cannot leave the meta device, and
+            # `torch.utils.swap_tensors` refuses tensors with weak references (nn.LSTM).
             torch._C._swap_tensor_impl(parameter, other)
             self._waiting[parameter] = other.detach()
 
-    def _whole(self, tensor: Tensor) -> Tensor:
-        """All of a parameter or state tensor, on this rank's device; made now where it was
-        deferred.
+    def _full(self, tensor: Tensor) -> Tensor:
+        """Return the full parameter or state tensor on this rank's device; make it if deferred.
+
+        A parameter whose shard will be read from a checkpoint is returned without values.
         """
         if isinstance(tensor, nn.Parameter):
-            if tensor in self._loaded:  # read into its shard later
+            if tensor in self._loaded:
                 return torch.empty((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
             tensor = self._waiting.get(tensor, tensor)
         if self._recorder is None or not tensor.is_meta:
@@ -181,64 +192,67 @@ class DeferredInit:
         return self._recorder.whole(tensor.detach()).to(self._device)
 
     def _finish(self) -> None:
-        """Make what nobody has taken (no plan, or parameters that the step does not use), and
-        forget the record.
-        """
+        """Make the parameters that were not sharded (no plan, or unused), and drop the record."""
         for parameter in self._waiting:
-            # A placeholder, or taken whole while it was still to be read (`_whole`): one element
-            # that stands for all.
+            # Strides of 0: a placeholder, or a parameter that `_full` returned without values.
             if any(parameter.stride()):
                 continue
-            whole = self._whole(parameter)
+
+            full = self._full(parameter)
             if parameter in self._loaded:
-                whole = whole.contiguous()
-                read_chunks(self._loaded[parameter], [Chunk((0,) * whole.dim(), whole)])
-            parameter.data = whole
+                full = full.contiguous()
+                read_chunks(self._loaded[parameter], [Chunk((0,) * full.dim(), full)])
+            parameter.data = full
         self._waiting.clear()
         self._loaded.clear()
         self._recorder = None
 
     def _reset(self, module: nn.Module) -> None:
-        """Let modules on the meta device that nobody recorded initialise themselves, in the tree's
-        order.
+        """Reset the modules on the meta device whose initialisation was not recorded.
+
+        They are reset in the order of the module tree.
+
+        Raises:
+            AlpaError: a module has no method for it.
         """
         missing = set(self._uninitialised(module))
         for prefix, child in module.named_modules():
-            own = (
-                *child.named_parameters(prefix, recurse=False),
-                *child.named_buffers(prefix, recurse=False),
-            )
-            if missing.isdisjoint(name for name, _ in own):
+            names = {
+                *dict(child.named_parameters(prefix, recurse=False)),
+                *dict(child.named_buffers(prefix, recurse=False)),
+            }
+            if missing.isdisjoint(names):
                 continue
-            reset = next(
-                (getattr(child, name) for name in RESETS if callable(getattr(child, name, None))),
-                None,
-            )
-            if reset is not None:
+            resets = [getattr(child, name, None) for name in RESETS]
+            callables = [reset for reset in resets if callable(reset)]
+            if callables:
                 with self.recording():
-                    reset()
-        left = self._uninitialised(module)
-        if left:
-            owner = module.get_submodule(left[0].rpartition(".")[0])
+                    callables[0]()
+
+        remaining = self._uninitialised(module)
+        if remaining:
+            first = remaining[0]
+            owner = type(module.get_submodule(first.rpartition(".")[0])).__name__
             raise AlpaError(
-                f"{left[0]} was built on the meta device, and nothing says what its values are "
-                f"({type(owner).__name__} has no reset_parameters; {len(left)} such tensors)",
+                f"{first} was built on the meta device and has no values ({owner} has no"
+                f" reset_parameters; {len(remaining)} such tensors)",
                 "build the module in configure_model, which is recorded and needs no"
-                " `torch.device('meta')`, or give "
-                f"{type(owner).__name__} a reset_parameters method",
+                f" `torch.device('meta')`, or give {owner} a reset_parameters method",
             )
 
     def _uninitialised(self, module: nn.Module) -> list[str]:
-        """Names of parameters and buffers on the meta device whose values nothing says."""
+        """Return the names of parameters and buffers on the meta device without recorded values."""
         assert self._recorder is not None
-        said, tensors = (
-            self._recorder.is_deferred,
-            (*module.named_parameters(), *module.named_buffers()),
-        )
-        return [name for name, t in tensors if t.is_meta and t not in self._loaded and not said(t)]
+        names = []
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if not tensor.is_meta or tensor in self._loaded:
+                continue
+            if not self._recorder.is_deferred(tensor):
+                names.append(name)
+        return names
 
     def _make_others(self, module: nn.Module) -> None:
-        """Buffers, and tensors that are plain attributes, are whole on every rank."""
+        """Make buffers, and tensors that are plain attributes: these are full on every rank."""
         made: dict[int, Tensor] = {}
         recorder = self._recorder
         assert recorder is not None
@@ -247,57 +261,71 @@ class DeferredInit:
             if isinstance(tensor, nn.Parameter) or not recorder.is_deferred(tensor):
                 return tensor
             if id(tensor) not in made:
-                made[id(tensor)] = self._whole(tensor)
+                made[id(tensor)] = self._full(tensor)
             return made[id(tensor)]
 
         for child in module.modules():
-            for name, value in list(vars(child).items()):  # its dict of buffers is one of them
-                leaves = (
-                    pytree.tree_leaves(value)
-                    if isinstance(value, Tensor | list | tuple | dict)
-                    else ()
-                )
-                if any(isinstance(leaf, Tensor) and real(leaf) is not leaf for leaf in leaves):
+            # The dict of buffers is one of these attributes.
+            for name, value in list(vars(child).items()):
+                if not isinstance(value, Tensor | list | tuple | dict):
+                    continue
+                tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+                if any(real(tensor) is not tensor for tensor in tensors):
                     child.__dict__[name] = pytree.tree_map_only(Tensor, real, value)
 
 
 def is_on_meta(module: nn.Module | None) -> bool:
-    """Whether a parameter or buffer of the module has no memory."""
-    return module is not None and any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+    """Whether a parameter or buffer of the module is on the meta device."""
+    if module is None:
+        return False
+
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def move_real_tensors(module: nn.Module, device: torch.device) -> None:
-    """`module.to(device)`, without what is on the meta device."""
+    """Move the module to `device`, except for tensors on the meta device."""
     if is_on_meta(module):
-        _update_properties(module, device=device)  # what `self.device` gives
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        # Sets the module's `self.device`.
+        _update_properties(module, device=device)
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor if tensor.is_meta else tensor.to(device)
+
+        module._apply(move)
     else:
         module.to(device)
 
 
 def stays_sharded(run: Any) -> bool:
-    """Whether the module has to leave a training in shards, because it does not fit whole (with a
-    word about it).
-    """
+    """Whether the module stays sharded after a training, as the full one does not fit; logs why."""
     against = run.no_room_for_release()
-    if against is not None:
-        rank_zero_info(
-            f"alpa: the module stays in shards after training: {against}. This trainer saves and"
-            " evaluates it as before"
-        )
-    return against is not None
+    if against is None:
+        return False
+
+    rank_zero_info(
+        f"alpa: the module stays in shards after training: {against}. This trainer saves and"
+        " evaluates it as before"
+    )
+    return True
 
 
-def _agree(recorder: Recorder) -> None:
-    """Every rank takes rank 0's random numbers, as DDP takes its parameters. Collective."""
+def _synchronize(recorder: Recorder) -> None:
+    """Set the random numbers of all ranks to rank 0's, as DDP does with parameters. Collective.
+
+    Raises:
+        RuntimeMismatchError: the ranks have recorded different ops.
+    """
     if world_size() == 1 or not recorder.lines:
         return
+
     if len(set(all_gather_object(recorder.digest()))) > 1:
         raise RuntimeMismatchError(
             "the ranks initialise their modules differently", "build the same module on every rank"
         )
-    own = recorder.rank_dependent()
-    if len(set(all_gather_object(tuple(int(digest(tensor)) for tensor in own)))) > 1:
-        first = broadcast_object(own if dist.get_rank() == 0 else None)
-        for tensor, of_first in zip(own, first, strict=True):
-            tensor.data.copy_(of_first)
+
+    random_tensors = recorder.rank_dependent()
+    digests = tuple(int(digest(tensor)) for tensor in random_tensors)
+    if len(set(all_gather_object(digests))) > 1:
+        of_rank_zero = broadcast_object(random_tensors if dist.get_rank() == 0 else None)
+        for tensor, source in zip(random_tensors, of_rank_zero, strict=True):
+            tensor.data.copy_(source)

@@ -28,32 +28,36 @@ REPLICA = (
     "each sample, and the same value of what belongs to no sample on every rank"
 )
 GRADIENT = "the gradient of "
-_WIDTH = (
-    4096  # words of 8 bytes: bytes that change places within a row of so many change the digest
-)
+# Number of 8-byte words in a row. Bytes that are swapped within a row change the digest.
+_WIDTH = 4096
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A number made of all bytes, `[]` of int64 on the tensor's device: one pass over memory, no
-    GPU is waited for.
+    """Return a checksum of all bytes, `[]` of int64 on the tensor's device.
+
+    It takes one pass over memory, and does not wait for a GPU.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     rest = data.numel() % (8 * _WIDTH)
     if rest or data.storage_offset() % 8:
-        padded = data.new_zeros((data.numel() - rest + (8 * _WIDTH if rest else 0),))
+        padding = 8 * _WIDTH if rest else 0
+        padded = data.new_zeros((data.numel() - rest + padding,))
         padded[: data.numel()] = data
         data = padded
-    places = torch.arange(1, 2 * _WIDTH, 2, device=data.device) * _ODD
-    return (data.view(torch.int64).view(-1, _WIDTH).sum(0) * places).sum()  # modulo 2^64
+
+    weights = torch.arange(1, 2 * _WIDTH, 2, device=data.device) * _ODD
+    # Sums are modulo 2^64.
+    return (data.view(torch.int64).view(-1, _WIDTH).sum(0) * weights).sum()
 
 
 class ReplicatedInputCheck:
-    """Checks of every batch that what the step takes to be the same on all ranks is: leaves that
-    are no rows, or all.
+    """Checks that replicated leaves of every batch are equal on all ranks.
+
+    These are the leaves without a batch dim, or all leaves of a global batch.
 
     Args:
-        step: says which leaves these are.
+        step: the captured step.
         batch: one of its batches, for the leaves' names.
         group: the ranks; None: all.
     """
@@ -62,39 +66,44 @@ class ReplicatedInputCheck:
         paths = [path for path, _ in pytree.tree_flatten_with_path(batch)[0]]
         used = set(step.consumers)
         self._all = step.batch_scope == "global"
-        read = [leaf for leaf in step.batch if leaf.value in used]
-        self._leaves = [leaf.leaf for leaf in read if self._all or leaf.batch_dim is None]
-        self.names = [pytree.keystr(paths[leaf]) or "the batch" for leaf in self._leaves]
-        self._under_way: tuple[Tensor, Any] | None = None
+        self._leaves: list[int] = []
+        self.names: list[str] = []
+        for leaf in step.batch:
+            is_replicated = self._all or leaf.batch_dim is None
+            if leaf.value in used and is_replicated:
+                self._leaves.append(leaf.leaf)
+                self.names.append(pytree.keystr(paths[leaf.leaf]) or "the batch")
+        self._in_flight: tuple[Tensor, Any] | None = None
         self._group = group
 
     def begin(self, batch: Any) -> None:
-        """Ask the other ranks for theirs; nothing is waited for. Collective, where there are such
-        leaves.
-        """
+        """Launch the exchange of checksums. Collective if there are such leaves."""
         if not self._leaves or world_size(self._group) == 1:
             return
         leaves = pytree.tree_leaves(batch)
-        own = torch.stack([digest(leaves[index]) for index in self._leaves])  # [leaves]
+        # [leaves]
+        own = torch.stack([digest(leaves[index]) for index in self._leaves])
+        # [ranks, leaves]
         found = own.new_empty(world_size(self._group), len(own))
-        self._under_way = found, dist.all_gather(list(found), own, self._group, async_op=True)
+        self._in_flight = found, dist.all_gather(list(found), own, self._group, async_op=True)
 
     def finish(self) -> None:
-        """Wait for that of `begin`.
+        """Wait for the exchange of `begin`, and compare.
 
         Raises:
             NotRowsError: on all ranks: the batch differs.
             RuntimeMismatchError: on all ranks that are to have the same rows.
         """
-        if self._under_way is None:
+        if self._in_flight is None:
             return
-        (found, work), self._under_way = self._under_way, None
-        with (
-            torch.cuda.stream(torch.cuda.Stream()) if found.is_cuda else nullcontext()
-        ):  # not behind the forward
+        found, work = self._in_flight
+        self._in_flight = None
+        # Not behind the forward.
+        with torch.cuda.stream(torch.cuda.Stream()) if found.is_cuda else nullcontext():
             work.wait()
             found = found.cpu()
-        unequal = (found != found[0]).any(0)  # [leaves]
+        # [leaves].
+        unequal = (found != found[0]).any(0)
         if bool(unequal.any()):
             first = int(unequal.int().argmax())
             values = found[:, first].tolist()
@@ -140,13 +149,11 @@ class ReplicaChecksum:
         device: Any,
         of: str = "",
     ) -> None:
-        self._store, self._module, self._every, self._device, self._of = (
-            store,
-            module,
-            every,
-            device,
-            of,
-        )
+        self._store = store
+        self._module = module
+        self._every = every
+        self._device = device
+        self._of = of
         self._buffers = tuple(buffer.name for buffer in buffers)
         self._first = torch.empty(0)
         if every and world_size() > 1:
@@ -157,26 +164,27 @@ class ReplicaChecksum:
             first = [
                 [column.index(text) for text in column] for column in zip(*places, strict=True)
             ]
-            self._first = torch.tensor(
-                first, device=device
-            ).T  # [ranks, names]: the first rank with the same part
+            # [ranks, names]: the first rank with the same part.
+            self._first = torch.tensor(first, device=device).T
 
     def due(self, step: int) -> bool:
         """Whether step number `step` (from 1) is checked."""
         if self._first.numel() == 0:
             return False
-        return step % self._every == 0 or (
-            step < self._every and step & (step - 1) == 0
-        )  # 1, 2, 4, 8, ...
+        if step % self._every == 0:
+            return True
+        # Steps 1, 2, 4, 8, ... before the first regular check.
+        return step < self._every and step & (step - 1) == 0
 
     def compare(self, when: str) -> None:
         """RuntimeMismatchError, on all ranks, that names what differs."""
         if self._first.numel() == 0:
             return
         nothing = torch.zeros((), dtype=torch.int64, device=self._device)
-        own = torch.stack(
-            [nothing if x is None else digest(x).to(self._device) for x in self._tensors()]
-        )
+        digests = []
+        for x in self._tensors():
+            digests.append(nothing if x is None else digest(x).to(self._device))
+        own = torch.stack(digests)
         found = own.new_empty(world_size(), len(own))
         dist.all_gather(list(found), own)
         unequal = found != found.gather(0, self._first)
@@ -219,9 +227,8 @@ class ReplicaChecksum:
 # Gradients of a step: whether they are finite, and where not first
 
 
-Seen = tuple[
-    bool, str | None, str | None, bool
-]  # loss is bad, first bad own gradient, first bad sum, batch is bad
+# Loss is bad, first bad own gradient, first bad sum, batch is bad.
+Seen = tuple[bool, str | None, str | None, bool]
 
 
 class GradientCheck:
@@ -229,13 +236,16 @@ class GradientCheck:
     `report`.
     """
 
-    copies: ReplicaChecksum  # compares gradients of what several ranks hold
+    # Compares gradients of what several ranks hold.
+    copies: ReplicaChecksum
 
     def __init__(self, divided: bool) -> None:
         self._divided = divided
-        self.batch: Any = None  # of the step under way
-        self.losses: list[Tensor] = []  # of the step under way
-        self._own: list[tuple[str, Tensor]] = []  # in the backward's order, each micro-batch's
+        # Batch and losses of the current step.
+        self.batch: Any = None
+        self.losses: list[Tensor] = []
+        # In the backward's order, each micro-batch's.
+        self._own: list[tuple[str, Tensor]] = []
         self._was_finite = True
 
     def look(self, name: str, used: Tensor) -> None:
@@ -259,10 +269,10 @@ class GradientCheck:
             [flag for _, flag in summed],
         ]
         # Some gradients may lie in host memory.
-        bad = [
-            bool(torch.stack([flag.to(each[0].device) for flag in each]).any()) if each else False
-            for each in flags
-        ]
+        bad = []
+        for group in flags:
+            on_device = [flag.to(group[0].device) for flag in group]
+            bad.append(bool(on_device) and bool(torch.stack(on_device).any()))
         if any(any_rank(bad)):
             leaves = [x for x in pytree.tree_leaves(self.batch) if isinstance(x, Tensor)]
             bad_batch = any(bool(_is_bad(x)) for x in leaves)
@@ -286,12 +296,17 @@ def report(found: Sequence[Seen], divided: bool) -> str:
             to all of them.
     """
     ranks = range(len(found))
-    losses, own, batches = ([r for r in ranks if found[r][i]] for i in (0, 1, 3))
+    losses = [rank for rank in ranks if found[rank][0]]
+    own = [rank for rank in ranks if found[rank][1]]
+    batches = [rank for rank in ranks if found[rank][3]]
     where = "; ".join(f"rank {r}: first that of {found[r][1]}" for r in own[:4])
     lost = f"the loss is not finite on ranks {losses}; " if losses else ""
     rows = f" The batch of ranks {batches} holds values that are not finite." if batches else ""
     if len(own) == len(found):
-        said = f"every rank's gradients are not finite ({where}): the training's own, as it would be on one device"
+        said = (
+            f"every rank's gradients are not finite ({where}): the training's own, as it would be"
+            " on one device"
+        )
         said += (
             ', or came with a value that the plan has the ranks exchange (capture="never" tells)'
             if divided

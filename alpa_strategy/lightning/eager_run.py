@@ -1,9 +1,8 @@
-"""EagerRun: a training whose steps run as they are written, each rank on its own batch: DDP's
-contract.
+"""EagerRun: a training with eager (uncaptured) steps, each rank on its own batch: DDP's contract.
 
-Random numbers, logs and metrics are each rank's own, as under DDP with the same seeds; gradients
-are averaged while the backward runs, buffers are rank 0's when a step begins. Parameters lie as the
-plan says.
+Random numbers, logs and metrics are local to each rank, as under DDP with the same seeds. Gradients
+are averaged while the backward runs, and rank 0's buffers are broadcast before a step. Parameters
+are placed as the plan specifies.
 """
 
 import sys
@@ -53,212 +52,243 @@ from alpa_strategy.runtime.synced_norms import synced
 def why_written(
     module: Any, optimizers: Sequence[Optimizer], job: Job, resumes_written: bool
 ) -> CaptureError | None:
-    """Why capture is not even tried, None where it is.
+    """Return the reason for which no capture is tried, or None if it is.
 
     Args:
-        resumes_written: the training that is resumed ran as it was written.
+        module: the module of the training.
+        optimizers: its optimizers.
+        job: the job.
+        resumes_written: whether the resumed training had eager steps.
     """
-    if (asks := asks_for_written(job.options, job.limits)) is not None:
-        return CaptureError(asks)
+    option = asks_for_written(job.options, job.limits)
+    if option is not None:
+        return CaptureError(option)
     if job.limits.capture == "submodules":
         return CaptureError('capture="submodules"')
     if not module.automatic_optimization:
         return CaptureError(
             f"{type(module).__name__} uses manual optimization (automatic_optimization = False)"
         )
-    if hooked := [
-        n
-        for n, p in module.named_parameters()
-        if p._backward_hooks or p._post_accumulate_grad_hooks
-    ]:
-        return CaptureError(
-            f"{hooked[0]} has a hook (register_hook) for the gradient that a rank's own backward"
-            " makes"
-        )
+
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return CaptureError(
+                f"{name} has a hook (register_hook) for the gradient of each rank's own backward"
+            )
     if _is_pruned(module):
         return CaptureError("ModelPruning puts masks into the module while it trains")
-    averages = any(
-        isinstance(callback, StochasticWeightAveraging) for callback in module.trainer.callbacks
-    )
-    has_norms = any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
-    if not job.may_run_eagerly and averages and has_norms:  # at its end: better to know it now
+    # The training would fail at its end.
+    if not job.may_run_eagerly and _recomputes_batch_norms(module):
         return CaptureError(
             "StochasticWeightAveraging ends with an epoch for BatchNorm's statistics, not captured"
         )
+
     if len(optimizers) != 1:
         return CaptureError(f"configure_optimizers gave {len(optimizers)} optimizers")
     if wants_sparse_gradients(optimizers[0]):
         return CaptureError(
-            f"{type(optimizers[0]).__name__} wants sparse gradients, captured steps make dense ones"
+            f"{type(optimizers[0]).__name__} requires sparse gradients, captured steps make dense"
+            " ones"
         )
     if resumes_written and job.may_run_eagerly:
         return CaptureError(
-            'the checkpoint is of such a training (capture="require" tries to capture once more)'
+            "the checkpoint is of a training with eager steps"
+            ' (capture="require" tries to capture once more)'
         )
     return None
 
 
 def check_may_run_as_written(why: CaptureError, job: Job) -> None:
-    """Raises `why` where a captured step is demanded, with what demands it."""
-    asked = job.limits.capture == "never" or job.options.batch_scope == "replica"
-    against = against_written(job.options) or (
-        "a plan file is given" if job.plan_file is not None else None
-    )
+    """Check that no option requires a captured step.
+
+    Args:
+        why: the reason for which the step is not captured.
+        job: the job.
+
+    Raises:
+        CaptureError: `why`, with the option that requires a captured step.
+    """
+    is_eager_option = job.limits.capture == "never" or job.options.batch_scope == "replica"
+    against = against_written(job.options)
+    if against is None and job.plan_file is not None:
+        against = "a plan file is given"
     if job.replica is not None:
         against = f"replicas={job.replica.count}"
-    if against is None and (asked or job.may_run_eagerly):
+
+    if against is None and (is_eager_option or job.may_run_eagerly):
         return
+
+    if against is None and job.limits.capture == "require":
+        against = 'capture="require"'
     if against is None:
-        against = (
-            'capture="require"'
-            if job.limits.capture == "require"
-            else f"batch_scope={job.options.batch_scope!r}"
-        )
-    way_out = (
-        "to run the step as it is written instead (each rank on its own batch, as under DDP), use"
-        ' capture="auto" and '
-        f"drop what only a captured step can meet: {against}"
+        against = f"batch_scope={job.options.batch_scope!r}"
+    alternative = (
+        "to run the step eagerly instead (each rank on its own batch, as under DDP), use"
+        f' capture="auto" and drop the option that requires a captured step: {against}'
     )
-    raise type(why)(why.problem, f"{why.fix}; {way_out}" if why.fix else way_out) from why
+    fix = f"{why.fix}; {alternative}" if why.fix else alternative
+    raise type(why)(why.problem, fix) from why
 
 
 def _is_pruned(module: Any) -> bool:
     return any(isinstance(callback, ModelPruning) for callback in module.trainer.callbacks)
 
 
+def _recomputes_batch_norms(module: Any) -> bool:
+    """Whether StochasticWeightAveraging adds an epoch that recomputes BatchNorm's statistics."""
+    callbacks = module.trainer.callbacks
+    if not any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+        return False
+
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+
+
 def parameter_inputs(module: nn.Module, trains: bool) -> list[ParameterInput]:
-    """Every parameter once, with all its names."""
-    named = [(p, names) for p, names in names_by_tensor(module) if isinstance(p, nn.Parameter)]
-    return [
-        ParameterInput(i, names, TensorMeta(tuple(p.shape), p.dtype, p.requires_grad and trains))
-        for i, (p, names) in enumerate(named)
-    ]
+    """Return every parameter once, with all its names; without gradients if not `trains`."""
+    inputs: list[ParameterInput] = []
+    for tensor, names in names_by_tensor(module):
+        if isinstance(tensor, nn.Parameter):
+            requires_grad = tensor.requires_grad and trains
+            meta = TensorMeta(tuple(tensor.shape), tensor.dtype, requires_grad)
+            inputs.append(ParameterInput(len(inputs), names, meta))
+    return inputs
 
 
 def _store(
     module: nn.Module, parameters: Sequence[ParameterInput], plan: Plan, job: Job
 ) -> ParameterStore:
+    """Return the store of the parameters, with process groups of its own. Collective."""
     group = cpu_group("agree")
-    # Gradients are on their way while parameters are gathered, beside the step's collectives: in
-    # any order on a rank.
-    uses = "parameters", "gradients"
-    mesh, of_gradients = (
-        build_mesh((world_size(),), backend=job.backend, own_group=use) for use in uses
-    )
-    for each in (mesh, of_gradients):
-        # NCCL may connect at the first call, and hold up the host: a rank in a round of gatherings
-        # would wait for it.
-        each.whole.all_reduce(torch.zeros((), device=job.device))
-    replicas = Replicas(of_gradients, lambda numbers: all_reduce_max(numbers, group))
+    # Reductions of gradients, gathers of parameters and the step's own collectives overlap in an
+    # order that differs between ranks. So each has a process group of its own.
+    size = (world_size(),)
+    mesh = build_mesh(size, backend=job.backend, own_group="parameters")
+    gradient_mesh = build_mesh(size, backend=job.backend, own_group="gradients")
+    for new_mesh in (mesh, gradient_mesh):
+        # NCCL may connect at the first call and block the host. A rank in an on-demand gather would
+        # wait for it.
+        new_mesh.whole.all_reduce(torch.zeros((), device=job.device))
+    replicas = Replicas(gradient_mesh, lambda numbers: all_reduce_max(numbers, group))
     return ParameterStore(module, parameters, plan.stages, [mesh], mesh, replicas=replicas)
 
 
 class EagerRun(ShardedRun):
-    """See the file's docstring. Collective.
+    """A run with eager steps; see the file's docstring. Making one is collective.
 
     Args:
-        why: why the steps are not captured.
-        say: whether the user has yet to be told `why`.
+        given: the module, its optimizers and the job.
+        why: the reason for which the steps are not captured.
+        say: whether `why` is logged.
 
     Raises:
-        AlpaError: shards are asked for, or needed, and an optimizer or a callback cannot work on
-            them.
+        AlpaError: parameters are sharded, and an optimizer or a callback cannot work on shards.
     """
 
     def __init__(self, given: RunInputs, why: CaptureError, say: bool = True) -> None:
-        module, optimizers, job = given.module, given.optimizers, given.job
+        module = given.module
+        optimizers = given.optimizers
+        job = given.job
         infos = [inspect_optimizer([optimizer]) for optimizer in optimizers]
-        parameters, limit = parameter_inputs(module, trains=bool(optimizers)), device_limit(job)
-        plan = plan_eager(
-            parameters, job.options, infos, (job.num_nodes, job.devices_per_node), limit, why
-        )
+        parameters = parameter_inputs(module, trains=bool(optimizers))
+        limit = device_limit(job)
+        devices = (job.num_nodes, job.devices_per_node)
+        plan = plan_eager(parameters, job.options, infos, devices, limit, why)
         for info in infos:
             check_optimizer(info, plan.stages)
-        parameter_plans = plan.stages[0].parameter_plans.values()
-        if optimizers and _is_pruned(module) and not all(each.is_whole for each in parameter_plans):
-            raise SetupError(
-                "ModelPruning puts masks and new parameters into the module while it trains, which"
-                " shards cannot "
-                "follow",
-                'use parallel="data" and memory for it, or prune the trained module'
-                " (torch.nn.utils.prune)",
-            )
-        if optimizers and say:
-            rank_zero_info(
-                "alpa: steps run as they are written, each rank on its own batch, gradients"
-                " averaged (DDP's contract): "
-                f"{' '.join(why.problem.split())}. Captured, the step would be one device's on all"
-                " ranks' rows, and "
-                "its ops could be divided (tensor, sequence and pipeline parallelism) and made"
-                " again one by one"
-            )
-        largest = max(
-            infos, key=lambda each: each.state_bytes, default=OptimizerInfo(state_bytes=0.0)
-        )
+        if optimizers:
+            _check_pruning(module, plan)
+            if say:
+                _log_reason(why)
+
+        no_optimizer = OptimizerInfo(state_bytes=0.0)
+        largest = max(infos, key=lambda info: info.state_bytes, default=no_optimizer)
         with tuned(job.device), given.sharding(module) as values:
             store = _store(module, parameters, plan, job)
             super().__init__(given, largest, plan, store, limit, values)
+
         if job.device.type == "cpu":
             self._adapted.callback(enforce_memory_plan(self, plan, limit, module, optimizers))
         if optimizers and world_size() > 1:
-            every = module.trainer.strategy._layer_sync is not None  # Trainer(sync_batchnorm=True)
-            norms = synced(
-                module,
-                every,
-                lambda: build_mesh((world_size(),), job.backend, own_group="norms").axes[0],
-            )
-            self._adapted.enter_context(patched(norms))
-        self._shares_buffers = (
-            next(module.buffers(), None) is not None
-        )  # as DDP: not where only a step makes some
-        self.buffers_differ = self._shares_buffers  # perhaps
+            self._sync_batch_norms()
+
+        # As under DDP, buffers that a step creates are not shared.
+        self._shares_buffers = next(module.buffers(), None) is not None
+        # They may differ before the first step.
+        self.buffers_differ = self._shares_buffers
+
         if store.sharded_parameters and optimizers:
-            self._reads = _ShardedGradientReads(store)
-            keeps = not any(each.uses_shards for each in parameter_plans)
-            has_room = self.no_room_for_evaluation() is None
-            self.on_use = EagerFullyShard(module, store, cpu_group("rounds"), keeps, has_room)
-            self.whole.on_use.append(self.on_use)
+            self._shard_on_use()
             if job.compile is not None and say:
                 rank_zero_info(
-                    "alpa: nothing is compiled: parameters in parts come and go while a module runs"
+                    "alpa: nothing is compiled: sharded parameters are gathered and freed while a"
+                    " module runs"
                 )
         elif job.compile is not None:
-            self._adapted.enter_context(
-                compiled_as_written(module, job.compile, job.limits.bucket_bytes)
-            )
-        remat = (
-            None if job.options.remat == (SELECTIVE,) else job.options.remat
-        )  # which is for captured steps
-        chooses = remat is None and job.compile is None
-        modules = modules_to_checkpoint(module, remat) if optimizers and (remat or chooses) else {}
-        self._room = (
-            ActivationBudget(module, modules, limit - plan.predicted.peak_bytes)
-            if chooses
-            else None
+            compiled = compiled_as_written(module, job.compile, job.limits.bucket_bytes)
+            self._adapted.enter_context(compiled)
+        self._checkpoint_activations(limit)
+
+    def _sync_batch_norms(self) -> None:
+        """Synchronize statistics of batch norms over the ranks, as the user's modules demand."""
+        backend = self._job.backend
+        # Trainer(sync_batchnorm=True).
+        every = self.module.trainer.strategy._layer_sync is not None
+        norms = synced(
+            self.module,
+            every,
+            lambda: build_mesh((world_size(),), backend, own_group="norms").axes[0],
         )
-        self._adapted.enter_context(ModuleCheckpoint(module, self._room).installed(modules))
+        self._adapted.enter_context(patched(norms))
+
+    def _shard_on_use(self) -> None:
+        """Gather each module's sharded parameters while it runs."""
+        store = self.store
+        self._reads = _ShardedGradientReads(store)
+        parameter_plans = self.plan.stages[0].parameter_plans.values()
+        keeps = not any(parameter_plan.uses_shards for parameter_plan in parameter_plans)
+        has_room = self.no_room_for_evaluation() is None
+        self.on_use = EagerFullyShard(self.module, store, cpu_group("rounds"), keeps, has_room)
+        self.whole.on_use.append(self.on_use)
+
+    def _checkpoint_activations(self, limit: float) -> None:
+        """Checkpoint the activations of the modules that the user named, or of those that have to.
+
+        Args:
+            limit: bytes of a device that may be used.
+        """
+        module, job = self.module, self._job
+        # "selective" is for captured steps.
+        remat = None if job.options.remat == (SELECTIVE,) else job.options.remat
+        is_chosen_here = remat is None and job.compile is None
+
+        modules = {}
+        if self.optimizers and (remat or is_chosen_here):
+            modules = modules_to_checkpoint(module, remat)
+
+        self._budget: ActivationBudget | None = None
+        if is_chosen_here:
+            headroom = limit - self.plan.predicted.peak_bytes
+            self._budget = ActivationBudget(module, modules, headroom)
+        self._adapted.enter_context(ModuleCheckpoint(module, self._budget).installed(modules))
 
     @override
     def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
         super().begin_check(batch, loss)
-        if (
-            loss is not None
-            and self._room is not None
-            and (line := self._room.ends_in(loss)) is not None
-        ):
-            rank_zero_info(f"alpa: {line}")
-        if (
-            loss is not None
-            and self.on_use is not None
-            and self._num_updates == 0
-            and loss.isnan().any()
-        ):
+        if loss is None:
+            return
+
+        if self._budget is not None:
+            line = self._budget.ends_in(loss)
+            if line is not None:
+                rank_zero_info(f"alpa: {line}")
+
+        is_first = self.on_use is not None and self._num_updates == 0
+        if is_first and loss.isnan().any():
             rank_zero_warn(
-                "alpa: the first loss is nan. A parameter in shards has no values where code"
-                " reaches it past the "
-                "module that owns it (through a list, say): if DDP's is a number, make it an"
-                " attribute of the module "
-                'that uses it, or keep parameters whole (parallel="data")'
+                "alpa: the first loss is nan. A sharded parameter has no values if code accesses it"
+                " without its module (through a list, say). If DDP's loss is a number, make the"
+                " parameter an attribute of the module that uses it, or keep parameters full"
+                ' (parallel="data")'
             )
 
     @override
@@ -266,40 +296,42 @@ class EagerRun(ShardedRun):
         self.take_buffers()
         if self.on_use is not None:
             self.on_use.on_demand.begin()
-        # As DDP has it: what a backward within the step makes may be cleared before the Trainer's
-        # own.
+        # As under DDP, gradients of a backward within the step count with manual optimization only:
+        # with automatic optimization they may be cleared before the Trainer's own backward.
         listens = not self.module.automatic_optimization or self.on_use is not None
-        with self.in_step(), self.store.listening(listens), self._parts_of_gradients():
+        with self.in_step(), self.store.listening(listens), self._sharded_gradients():
             output = eager_step()
             if self.on_use is not None and not self.module.automatic_optimization:
                 self.on_use.on_demand.finish()
         self._parameters.leave_frozen()
-        # As DDP has it: not after a step whose gradients stay local, nor where the step runs its
-        # own backward passes.
+        # As under DDP, buffers are not broadcast after a step whose gradients stay local, nor with
+        # manual optimization.
         self.buffers_differ = (
             self._shares_buffers and self.syncs and self.module.automatic_optimization
         )
         return output
 
     @contextmanager
-    def _parts_of_gradients(self) -> Iterator[None]:
-        """Around a step that works on gradients itself, of which ranks have parts: torch's norms
-        are of the whole.
+    def _sharded_gradients(self) -> Iterator[None]:
+        """Context of a step with manual optimization, which works on sharded gradients.
+
+        torch's functions return the norm of the full gradients in it.
         """
         if self.on_use is None or self.module.automatic_optimization:
             yield
             return
+
         clipping = torch.nn.utils.clip_grad
-        of_torch = clipping._get_total_norm
+        torch_norm = clipping._get_total_norm
 
         def total_norm(tensors: Any, norm_type: float = 2.0, *rest: Any, **named: Any) -> Tensor:
             tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            given = set(map(id, tensors))
-            own = [p for p in self.module.parameters() if id(p.grad) in given]
-            if self.store.sharded_parameters.keys().isdisjoint(own):
-                return of_torch(tensors, norm_type, *rest, **named)
+            ids = {id(tensor) for tensor in tensors}
+            parameters = [p for p in self.module.parameters() if id(p.grad) in ids]
+            if self.store.sharded_parameters.keys().isdisjoint(parameters):
+                return torch_norm(tensors, norm_type, *rest, **named)
             self.meet()
-            return gradient_norm(self.store, own, float(norm_type))
+            return gradient_norm(self.store, parameters, float(norm_type))
 
         names = [(clipping, "_get_total_norm"), (torch.nn.utils, "get_total_norm")]
         with patched((owner, name, total_norm) for owner, name in names), self._reads:
@@ -317,42 +349,77 @@ class EagerRun(ShardedRun):
         return {"as_written": True, **super().state_dict()}
 
 
+def _check_pruning(module: Any, plan: Plan) -> None:
+    """Check that ModelPruning works with the plan.
+
+    Raises:
+        SetupError: it is used and parameters are sharded.
+    """
+    parameter_plans = plan.stages[0].parameter_plans.values()
+    if not _is_pruned(module) or all(each.is_whole for each in parameter_plans):
+        return
+
+    raise SetupError(
+        "ModelPruning puts masks and new parameters into the module while it trains, which is"
+        " impossible with sharded parameters",
+        'use parallel="data" and memory for it, or prune the trained module (torch.nn.utils.prune)',
+    )
+
+
+def _log_reason(why: CaptureError) -> None:
+    """Log the reason for eager steps, and the advantages of captured ones."""
+    problem = " ".join(why.problem.split())
+    rank_zero_info(
+        "alpa: steps run eagerly, each rank on its own batch, gradients averaged (DDP's contract):"
+        f" {problem}. A captured step would be that of one device on all ranks' samples; its ops"
+        " could be sharded (tensor, sequence and pipeline parallelism), and its activations"
+        " recomputed one by one"
+    )
+
+
 class _ShardedGradientReads(TorchFunctionMode):
-    """Gradients in parts: says once that the user's code, no optimizer, reads them, and sets parts
-    or whole ones.
+    """Mode of a step with sharded gradients: warns once if the user's code reads one.
+
+    A full gradient that the user's code sets is sharded.
     """
 
     def __init__(self, store: ParameterStore) -> None:
         super().__init__()
-        self._store, self._has_said = store, False
+        self._store = store
+        self._has_warned = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_news = (
-            func == _READS_GRAD and not self._has_said and args[0] in self._store.sharded_parameters
-        )
-        if is_news and _is_of_step(sys._getframe(1)):
-            self._has_said = True
+        sharded = self._store.sharded_parameters
+        is_unknown = func == _READS_GRAD and not self._has_warned and args[0] in sharded
+        if is_unknown and _is_of_step(sys._getframe(1)):
+            self._has_warned = True
             rank_zero_warn(
                 f"alpa: the step reads the gradient of {self._store.name_of(args[0])}, of which"
-                " each rank has a part: "
-                "changes element by element are right, and norms by torch.nn.utils; for sums and"
-                " products of your own "
-                'keep gradients whole (parallel="data")'
+                " each rank has a shard: elementwise changes are right, and norms by"
+                " torch.nn.utils; for sums and products of your own keep gradients full"
+                ' (parallel="data")'
             )
-        if func == _SETS_GRAD and args[1] is not None and args[0] in self._store.sharded_parameters:
-            kept, part = args[0].data, self._store.shard_like(*args)
-            set_data([(args[0], part)])  # whose shape its gradient has
-            func(args[0], part)
-            set_data([(args[0], kept)])
+        if func == _SETS_GRAD and args[1] is not None and args[0] in sharded:
+            parameter = args[0]
+            data = parameter.data
+            shard = self._store.shard_like(*args)
+            # torch checks that a gradient has the shape of the parameter's data.
+            set_data([(parameter, shard)])
+            func(parameter, shard)
+            set_data([(parameter, data)])
             return None
         return func(*args, **(kwargs or {}))
 
 
 def _is_of_step(frame: FrameType) -> bool:
-    # The first is quick, and false nearly always: torch's optimizers ask for every parameter.
-    return is_user_file(frame.f_code.co_filename) and not any(
-        isinstance(caller.f_locals.get("self"), Optimizer) for caller, _ in walk_stack(frame)
-    )
+    """Whether a frame is of the user's step, and not within an optimizer of the user's."""
+    # Nearly always false, as torch's optimizers read the gradient of every parameter.
+    if not is_user_file(frame.f_code.co_filename):
+        return False
+
+    callers = [caller.f_locals.get("self") for caller, _ in walk_stack(frame)]
+    return not any(isinstance(caller, Optimizer) for caller in callers)
 
 
-_READS_GRAD, _SETS_GRAD = cast("Any", Tensor).grad.__get__, cast("Any", Tensor).grad.__set__
+_READS_GRAD = cast("Any", Tensor).grad.__get__
+_SETS_GRAD = cast("Any", Tensor).grad.__set__

@@ -20,9 +20,8 @@ def next_loader(trainer: Any, loader: int, batch_idx: int) -> int | None:
         return None
     if loop._combined_loader._mode != "sequential":
         return 0
-    if ahead := getattr(
-        loop._data_fetcher, "batches", ()
-    ):  # (batch, batch_idx, dataloader_idx): without a length
+    # (batch, batch_idx, dataloader_idx): without a length.
+    if ahead := getattr(loop._data_fetcher, "batches", ()):
         return ahead[0][2]
     if loader >= 0 and batch_idx + 1 < loop.max_batches[loader]:
         return loader
@@ -66,10 +65,10 @@ class EvaluationLoop:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._apart: str | None = None  # which ranks lack which loader; they are not asked any more
-        self._is_watching = hasattr(
-            trainer._active_loop._data_fetcher, "batches"
-        )  # not where steps fetch themselves
+        # Which ranks lack which loader; they are not asked any more.
+        self._apart: str | None = None
+        # Not where steps fetch themselves.
+        self._is_watching = hasattr(trainer._active_loop._data_fetcher, "batches")
         self._buffers = [(buffer, buffer._version) for buffer in trainer.lightning_module.buffers()]
         if self._is_watching:
             self._meet(next_loader(trainer, -1, 0))
@@ -94,9 +93,8 @@ class EvaluationLoop:
 
     def _meet(self, own: int | None) -> None:
         """This rank is done with a loader; its next one is `own`."""
-        logged = (
-            self._trainer._results or {}
-        ).values()  # whether anything of it is reduced when a loader ends
+        # Whether anything of it is reduced when a loader ends.
+        logged = (self._trainer._results or {}).values()
         needed = any(
             not x.is_tensor or (x.meta.sync.should and not x.meta.sync.rank_zero_only)
             for x in logged
@@ -104,9 +102,12 @@ class EvaluationLoop:
         if self._apart is None:
             following, needs = zip(*all_gather_object((own, needed)), strict=True)
             if len(set(following)) > 1:
-                missed = min(each for each in following if each is not None)
-                ranks = [rank for rank, each in enumerate(following) if each != missed]
-                self._apart = f"ranks {ranks} have no batch of dataloader {missed} in this evaluation, the others have"
+                missed = min(loader for loader in following if loader is not None)
+                ranks = [rank for rank, loader in enumerate(following) if loader != missed]
+                self._apart = (
+                    f"ranks {ranks} have no batch of dataloader {missed} in this evaluation, the"
+                    " others have"
+                )
             needed = any(needs)
         if self._apart is not None and needed:
             raise RuntimeMismatchError(

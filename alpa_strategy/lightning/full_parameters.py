@@ -1,18 +1,17 @@
-"""The module with whole parameters for a while (user code, checkpoints), or with nothing but their
-shapes (capture).
+"""Contexts of a sharded module: with full parameters (user code, checkpoints), or shapes (capture).
 
-Hooks of users and callbacks that look at parameters or gradients see whole ones, as on one device.
-Everywhere else in a training the module's parameters are this device's parts. Which hooks look is
-decided before, by what their code mentions, so that all ranks decide alike; what a hook changes
-goes back into the parts. The Trainer's precision plugin clips by the norm of whole gradients, and
-agrees on overflow, without having them whole.
+Hooks of users and callbacks that read parameters or gradients see full ones, as on one device.
+Everywhere else in a training the module's parameters are this device's shards. Hooks that read them
+are found in advance, by the names in their code, so that all ranks decide alike. Changes that a
+hook makes are written back into the shards. The Trainer's precision plugin clips by the norm of the
+full gradients, and reaches consensus on overflow, without gathering them.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -33,188 +32,236 @@ from alpa_strategy.runtime.parameters import ParameterStore
 
 
 class FullParameters:
-    """Context in which the module holds whole parameters; changes to them are kept. May be entered
-    again inside.
+    """Context in which the module has full parameters; changes to them persist. Reentrant.
+
+    Args:
+        store: the module's sharded parameters.
     """
 
     def __init__(self, store: ParameterStore) -> None:
         self.store = store
-        self._parts: list[
-            tuple[nn.Parameter, Tensor, Tensor | None]
-        ] = []  # parameter, its part, its gradient's part
-        self._gathered: dict[
-            nn.Parameter, int
-        ] = {}  # where the data lies that a parameter was given
-        self._replaced: list[
-            Callable[[], None]
-        ] = []  # what brings data into the parts, after the backward
+
+        # Parameter, its shard, its gradient's shard, while the parameters are full.
+        self._shards: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
+
+        # Address of the gathered data of each parameter; another address means replaced data.
+        self._gathered: dict[nn.Parameter, int] = {}
+
+        # Functions that write replaced data into the shards after the backward.
+        self._replaced: list[Callable[[], None]] = []
+
         self.is_entered = False
-        self.on_use: list[
-            EagerFullyShard
-        ] = []  # as long as one is active, parameters are as good as whole
-        # Called before the ranks gather, where hooks of a checkpoint may still wait for others.
+
+        # While one of these is active, accesses of the module's parameters gather them.
+        self.on_use: list[EagerFullyShard] = []
+
+        # Called before a gather: hooks of a checkpoint may still wait for other ranks.
         self.before_gather: Callable[[], None] = lambda: None
 
     @property
     def is_active(self) -> bool:
-        """Whether the module holds whole parameters now."""
-        return self.is_entered or any(each.is_active for each in self.on_use)
+        """Whether the module has full parameters now."""
+        if self.is_entered:
+            return True
+
+        return any(fully_shard.is_active for fully_shard in self.on_use)
 
     @contextmanager
     def entered(
         self, with_gradients: bool = False, awaits_backward: bool = False
     ) -> Iterator[None]:
-        """The context. Collective, unless the module is whole already.
+        """Context with full parameters. Collective, unless the module is full already.
 
         Args:
-            with_gradients: gradients are whole in it as well, unless the module is whole already.
-            awaits_backward: of a step whose forward is over: it uses what the forward did, unless
-                that is changed in place (`p.data = ...` leaves it alone).
+            with_gradients: unshard gradients as well, unless the module is full already.
+            awaits_backward: the forward is over and the backward is not. The backward still uses
+                the forward's values, unless these are changed in place (`p.data = ...` replaces
+                them).
         """
-        if self.is_active:  # the first to enter takes what is changed
+        # The outermost context writes the changes back.
+        if self.is_active:
             yield
             return
         self._gather(with_gradients)
         self.is_entered = True
         try:
             yield
-            self._take_changes(with_gradients, awaits_backward)
+            self._write_back(with_gradients, awaits_backward)
         finally:
             self.is_entered = False
-            _put(self._parts)
-            self._parts = []
+            _set_tensors(self._shards)
+            self._shards = []
 
     def suspended(self, is_stepping: bool = False) -> AbstractContextManager[None]:
-        """To be entered at once. As outside of this context, what was changed so far included: for a checkpoint that is
-        saved inside.
+        """Return a context with the shards again, with all changes made so far; enter it at once.
 
-        is_stepping: gradients and values may be others afterwards, which are then whole. Collective
-        in the context.
+        Args:
+            is_stepping: parameters and gradients may change in the context. They are re-gathered
+                at its end, which is then collective.
         """
-        for each in self.on_use:
-            if each.is_active:
-                return each.suspended()
-        is_idle = not self.is_entered and not self._parts
+        for fully_shard in self.on_use:
+            if fully_shard.is_active:
+                return fully_shard.suspended()
+
+        is_idle = not self.is_entered and not self._shards
         return nullcontext() if is_idle else self._suspended(is_stepping)
 
     @contextmanager
     def _suspended(self, is_stepping: bool) -> Iterator[None]:
-        self._take_changes(is_stepping)
-        is_entered, parts, is_renewed = self.is_entered, self._parts, False
-        whole = [(parameter, parameter.data, parameter.grad) for parameter, _, _ in parts]
-        self.is_entered, self._parts = False, []
-        _put(parts)
+        self._write_back(is_stepping)
+
+        was_entered = self.is_entered
+        shards = self._shards
+        full = [(parameter, parameter.data, parameter.grad) for parameter, _, _ in shards]
+        self.is_entered = False
+        self._shards = []
+        _set_tensors(shards)
+
+        is_gathered = False
         try:
             yield
-            if is_renewed := is_entered and is_stepping:
+            if was_entered and is_stepping:
+                is_gathered = True
                 self._gather(with_gradients=True)
         finally:
-            self.is_entered = is_entered
-            if not is_renewed:
-                self._parts = parts
-                _put(whole)
+            self.is_entered = was_entered
+            if not is_gathered:
+                self._shards = shards
+                _set_tensors(full)
 
     def _gather(self, with_gradients: bool) -> None:
+        """Give every parameter its full data, and gradient if wanted. Collective."""
         self.before_gather()
         store = self.store
-        # Under inference mode (validation) the gathered tensors would be unfit for the training
-        # that goes on later.
+        # The training needs the gathered tensors later: they must not be inference tensors if this
+        # runs within a validation.
         with torch.inference_mode(False), torch.no_grad():
-            parts = [(p, p.data, p.grad) for p in store.sharded_parameters]
-            has_gradient = [grad is not None for _, _, grad in parts]
-            has_gradient = any_rank(has_gradient) if with_gradients else [False] * len(parts)
-            for (parameter, part, grad), present in zip(parts, has_gradient, strict=True):
-                whole, whole_grad = store.gather_like(parameter, part), None
-                if present:
-                    whole_grad = store.gather_like(
-                        parameter, torch.zeros_like(part) if grad is None else grad
-                    )
-                elif with_gradients and (copy := store.summed_later(parameter)) is not None:
-                    whole_grad = None if copy.grad is None else copy.grad.view(whole.shape)
-                parameter.grad, parameter.data = (
-                    None,
-                    whole,
-                )  # a gradient must have its parameter's shape
-                parameter.grad = whole_grad
-        self._parts, self._gathered = parts, {p: p.data.data_ptr() for p, _, _ in parts}
+            shards = [(p, p.data, p.grad) for p in store.sharded_parameters]
+            has_gradient = [False] * len(shards)
+            if with_gradients:
+                has_gradient = any_rank([grad is not None for _, _, grad in shards])
 
-    def _take_changes(self, with_gradients: bool, awaits_backward: bool = False) -> None:
-        """Bring what was changed in the whole tensors into the parts. No communication."""
+            for (parameter, shard, grad), has_any in zip(shards, has_gradient, strict=True):
+                full = store.gather_like(parameter, shard)
+                full_grad = None
+                if has_any:
+                    full_grad = self._full_gradient(parameter, shard, grad)
+                elif with_gradients:
+                    full_grad = self._gradient_summed_later(parameter, full.shape)
+
+                # A gradient must have the shape of its parameter's data.
+                parameter.grad = None
+                parameter.data = full
+                parameter.grad = full_grad
+
+        self._shards = shards
+        self._gathered = {parameter: parameter.data.data_ptr() for parameter, _, _ in shards}
+
+    def _full_gradient(self, parameter: nn.Parameter, shard: Tensor, grad: Tensor | None) -> Tensor:
+        """Gather a gradient; ranks without one contribute zeros. Collective."""
+        if grad is None:
+            grad = torch.zeros_like(shard)
+        return self.store.gather_like(parameter, grad)
+
+    def _gradient_summed_later(self, parameter: nn.Parameter, shape: torch.Size) -> Tensor | None:
+        """Return this rank's gradient that the ranks have not summed yet, in the full shape."""
+        copy = self.store.summed_later(parameter)
+        if copy is None or copy.grad is None:
+            return None
+        return copy.grad.view(shape)
+
+    def _write_back(self, with_gradients: bool, awaits_backward: bool = False) -> None:
+        """Write changes of the full tensors into the shards. No communication."""
         store = self.store
         with torch.inference_mode(False), torch.no_grad():
-            for i, (parameter, part, grad) in enumerate(self._parts):
+            for i, (parameter, shard, grad) in enumerate(self._shards):
                 if not store.holds(parameter):
                     continue
-                take = partial(self._take, parameter, parameter.data, part)
-                is_replaced = parameter.data.data_ptr() != self._gathered[parameter]
-                self._replaced.append(take) if awaits_backward and is_replaced else take()
-                if with_gradients:
-                    whole = parameter.grad
-                    if grad is None and (copy := store.summed_later(parameter)) is not None:
-                        copy.grad, whole = None if whole is None else whole.view(copy.shape), None
-                    self._parts[i] = (
-                        parameter,
-                        part,
-                        None if whole is None else store.shard_like(parameter, whole),
-                    )
 
-    def _take(self, parameter: nn.Parameter, whole: Tensor, part: Tensor) -> None:
-        # Only what changed is written: a step between forward and backward must find its parameters
-        # untouched.
-        if not torch.equal(self.store.shard_like(parameter, whole), part):
-            self.store.take_whole(parameter, whole, part)
-        for each in self.on_use:
-            each.take_whole(parameter, whole)
+                write = partial(self._write_parameter, parameter, parameter.data, shard)
+                is_replaced = parameter.data.data_ptr() != self._gathered[parameter]
+                if awaits_backward and is_replaced:
+                    self._replaced.append(write)
+                else:
+                    write()
+
+                if with_gradients:
+                    new_grad = self._shard_of_gradient(parameter, grad)
+                    self._shards[i] = (parameter, shard, new_grad)
+
+    def _shard_of_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> Tensor | None:
+        """Return the shard of a full gradient.
+
+        A gradient that the ranks sum later is stored in the copy that collects it; then None.
+        """
+        full_grad = parameter.grad
+        copy = self.store.summed_later(parameter) if grad is None else None
+        if copy is not None:
+            copy.grad = None if full_grad is None else full_grad.view(copy.shape)
+            return None
+        return None if full_grad is None else self.store.shard_like(parameter, full_grad)
+
+    def _write_parameter(self, parameter: nn.Parameter, full: Tensor, shard: Tensor) -> None:
+        # Unchanged shards are not written: that would count as a change between forward and
+        # backward.
+        if not torch.equal(self.store.shard_like(parameter, full), shard):
+            self.store.take_whole(parameter, full, shard)
+        for fully_shard in self.on_use:
+            fully_shard.take_whole(parameter, full)
 
     @torch.no_grad()
     def end_of_backward(self) -> None:
-        """What replaced parameters before it takes their place."""
-        for take in self._replaced:
-            take()
+        """Write data that replaced parameters before the backward into the shards."""
+        for write in self._replaced:
+            write()
         self._replaced.clear()
 
 
 @contextmanager
 def shapes_only(store: ParameterStore) -> Iterator[None]:
-    """The module with parameters of their whole shapes that hold one element each: enough for
-    capture, and free.
+    """Context in which parameters have their full shapes, with memory for one element each.
+
+    This is enough for capture.
     """
     shards = [(parameter, parameter.data) for parameter in store.parameters]
     with torch.inference_mode(False), torch.no_grad():
         for parameter, data in shards:
             shape = store.whole_shape(parameter)
             if data.shape != shape:
-                parameter.data = data.new_zeros(()).expand(shape)  # strides of 0
+                # Strides of 0.
+                parameter.data = data.new_zeros(()).expand(shape)
     try:
         yield
     finally:
         set_data(shards)
 
 
-def _put(tensors: list[tuple[nn.Parameter, Tensor, Tensor | None]]) -> None:
-    """Give parameters their data and gradients."""
+def _set_tensors(tensors: list[tuple[nn.Parameter, Tensor, Tensor | None]]) -> None:
+    """Set the data and the gradient of each parameter."""
     for parameter, _, _ in tensors:
-        parameter.grad = None  # of another shape than the data that comes
+        # The new data may have another shape than the old gradient.
+        parameter.grad = None
     set_data((parameter, data) for parameter, data, _ in tensors)
     for parameter, _, grad in tensors:
         parameter.grad = grad
 
 
 _GRADIENT_HOOKS = (*AFTER_BACKWARD, "on_before_zero_grad")
-_HOOKS_OF_STEPS = (
+_STEP_HOOKS = (
     "on_train_batch_start",
     "on_before_backward",
     *_GRADIENT_HOOKS,
     "on_train_batch_end",
 )
 _HOOKS = (
-    *_HOOKS_OF_STEPS,
+    *_STEP_HOOKS,
     *(name for name in dir(Callback) if name.startswith(("on_train_epoch_", "on_validation_"))),
     "lr_scheduler_step",
     "on_save_checkpoint",
     "on_train_end",
 )
-_LOOKING = (WeightAveraging, StochasticWeightAveraging)  # of Lightning's own callbacks
+# Lightning's callbacks that read parameters.
+_LOOKING = (WeightAveraging, StochasticWeightAveraging)
 _PARAMETER_WORDS = re.compile(
     r"(^|_)(param(eter)?s?|weights?|bias(es)?|grads?|gradients?|state_dict|deepcopy)(_|$)"
 )
@@ -229,79 +276,100 @@ _NOT_PARAMETERS = {
 def unshard_for_hooks(
     module: LightningModule, whole: FullParameters, fits: Callable[[bool], str | None]
 ) -> AbstractContextManager[None]:
-    """Context of a running training: its hooks that look at parameters see whole ones.
+    """Return a context of a running training, in which hooks that read parameters see full ones.
 
     Args:
-        fits: None where whole parameters (True: and gradients) have room beside the training, else
-            why not.
+        module: the training's module.
+        whole: its full parameters.
+        fits: returns None if full parameters (with argument True: and gradients) fit into memory in
+            addition to the training, else the reason.
+
+    Raises:
+        AlpaError: they do not fit, and a callback needs them.
     """
-    seeing = [
-        hook
-        for hook in own_hooks(module, _HOOKS)
-        if _looks(getattr(*hook), module) and _has_room(*hook, fits)
-    ]
-    if every_step := [
-        f"{type(owner).__name__}.{name}" for owner, name in seeing if name in _HOOKS_OF_STEPS
-    ]:
+    hooks = []
+    for owner, name in own_hooks(module, _HOOKS):
+        if _reads_parameters(getattr(owner, name), module) and _gets_full(owner, name, fits):
+            hooks.append((owner, name))
+
+    every_step = [f"{type(owner).__name__}.{name}" for owner, name in hooks if name in _STEP_HOOKS]
+    if every_step:
         rank_zero_warn(
             f"alpa: {', '.join(every_step)} may look at parameters or gradients: they are gathered"
-            " for it at every "
-            "step, which costs time and memory. Hooks that need no whole parameters are quicker"
-            " without naming any"
+            " for it at every step, which costs time and memory. Hooks that need no full parameters"
+            " are faster if they name none"
         )
 
-    def seen_whole(owner: Any, name: str) -> Callable[..., Any]:
-        hook = getattr(owner, name)
-        if (
-            name == "optimizer_step"
-        ):  # it may call its closure, the step and its backward, by itself
-            hook = partial(_with_closure, hook, whole.suspended(is_stepping=True))
-        sees_gradients = name in _GRADIENT_HOOKS or "grad" in names_in([(owner, name)])
-        return whole.entered(sees_gradients, name in ("on_before_backward", "on_before_zero_grad"))(
-            hook
-        )
-
-    patches: list[Any] = [(owner, name, seen_whole(owner, name)) for owner, name in seeing]
+    patches: list[Any] = [
+        (owner, name, _with_full_parameters(owner, name, whole)) for owner, name in hooks
+    ]
     for optimizer in module.trainer.optimizers:
-        for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
-            looking = {number: hook for number, hook in hooks.items() if _looks(hook, module)}
-            if looking and _has_room(optimizer, "optimizer_step", fits):
-                patches += [
-                    (hooks, n, whole.entered(with_gradients=True)(hook))
-                    for n, hook in looking.items()
-                ]
+        registries = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        for registry in registries:
+            readers = {i: hook for i, hook in registry.items() if _reads_parameters(hook, module)}
+            if not readers or not _gets_full(optimizer, "optimizer_step", fits):
+                continue
+            for number, hook in readers.items():
+                patches.append((registry, number, whole.entered(with_gradients=True)(hook)))
     return patched(patches)
 
 
-def _with_closure(hook: Callable[..., Any], around: Any, *args: Any, **kwargs: Any) -> Any:
-    *before, closure = args
-    return hook(*before, around(closure), **kwargs)
+def _with_full_parameters(owner: Any, name: str, whole: FullParameters) -> Callable[..., Any]:
+    """Return the hook `name` of `owner`, to be called with full parameters."""
+    hook = getattr(owner, name)
+    # The hook may call its closure, which runs the step and its backward on shards.
+    if name == "optimizer_step":
+        hook = partial(_with_closure, hook, whole)
+
+    sees_gradients = name in _GRADIENT_HOOKS or "grad" in names_in([(owner, name)])
+    awaits_backward = name in ("on_before_backward", "on_before_zero_grad")
+    return whole.entered(sees_gradients, awaits_backward)(hook)
 
 
-def _has_room(owner: Any, name: str, fits: Callable[[bool], str | None]) -> bool:
-    """Whether whole parameters have room for a hook; AlpaError where it can do nothing without
-    them.
+def _with_closure(
+    hook: Callable[..., Any], whole: FullParameters, *args: Any, **kwargs: Any
+) -> Any:
+    """Call an `optimizer_step`, whose closure (the last argument) runs on shards."""
+    *others, closure = args
+
+    @wraps(closure)
+    def closure_on_shards() -> Any:
+        with whole.suspended(is_stepping=True):
+            return closure()
+
+    return hook(*others, closure_on_shards, **kwargs)
+
+
+def _gets_full(owner: Any, name: str, fits: Callable[[bool], str | None]) -> bool:
+    """Whether full parameters fit into memory for a hook; else the user is warned.
+
+    Raises:
+        AlpaError: the hook is a callback's that cannot work without them.
     """
     against = fits(name in _GRADIENT_HOOKS)
-    if against is not None and isinstance(owner, _LOOKING):
+    if against is None:
+        return True
+
+    if isinstance(owner, _LOOKING):
         raise AlpaError(
-            f"{type(owner).__name__} looks at whole parameters, and {against}",
+            f"{type(owner).__name__} needs full parameters, and {against}",
             "remove the callback, or work on the checkpoints afterwards",
         )
-    if against is not None:
-        rank_zero_warn(
-            f"alpa: {type(owner).__name__}.{name} may look at parameters or gradients; whole ones"
-            " have no room on "
-            "a device, so it sees the parts that are there"
-        )
-    return against is None
+    rank_zero_warn(
+        f"alpa: {type(owner).__name__}.{name} may look at parameters or gradients; full ones do not"
+        " fit on a device, so it sees its shards"
+    )
+    return False
 
 
 def check_backward(module: LightningModule) -> None:
-    """SetupError where the module's own `backward` works on gradients: the ranks' are summed after
-    it.
+    """Check that the module's own `backward` does not read gradients: they are summed after it.
+
+    Raises:
+        SetupError: it does.
     """
-    if is_overridden(module, "backward", LightningModule) and _looks(module.backward, module):
+    is_own = is_overridden(module, "backward", LightningModule)
+    if is_own and _reads_parameters(module.backward, module):
         raise SetupError(
             f"{type(module).__name__}.backward works on gradients, which are complete only after"
             " it",
@@ -309,45 +377,49 @@ def check_backward(module: LightningModule) -> None:
         )
 
 
-def _looks(hook: Callable[..., Any], module: nn.Module) -> bool:
-    """Whether a hook, of the module or another's own, may look at parameters."""
+def _reads_parameters(hook: Callable[..., Any], module: nn.Module) -> bool:
+    """Whether a hook, of the module, a callback or an optimizer, may read parameters."""
     owner = getattr(hook, "__self__", None)
-    if isinstance(
-        owner, (*_LOOKING, BaseFinetuning)
-    ):  # which compares values: parts of two parameters may be equal
+    # BaseFinetuning compares parameters by value, and shards of two parameters may be equal.
+    if isinstance(owner, (*_LOOKING, BaseFinetuning)):
         return True
-    if not is_user_code(hook):  # most are Lightning's
+    # Most hooks are Lightning's.
+    if not is_user_code(hook):
         return False
-    names, held = (
-        mentioned_names(hook),
-        {**getattr(owner, "__dict__", {}), **getattr(owner, "_modules", {})},
-    )
-    called = {*names, "forward", "__call__"}  # `self.ema.update(self.net)`, `self.ema(self.net)`
-    names = names.union(
-        *(
-            mentioned_names(f)
-            for name in names & held.keys()
-            for f in functions_of(held[name], called)
-        )
-    )
-    own = {path.rpartition(".")[2] for path, _ in module.named_parameters()}  # `self.gamma`
-    own |= {name for name, value in held.items() if isinstance(value, nn.Parameter)}
-    return not own.isdisjoint(names) or any(map(_PARAMETER_WORDS.search, names - _NOT_PARAMETERS))
+
+    names = set(mentioned_names(hook))
+    attributes = {**getattr(owner, "__dict__", {}), **getattr(owner, "_modules", {})}
+    # Functions of the owner's attributes: `self.ema.update(self.net)`, `self.ema(self.net)`.
+    called = {*names, "forward", "__call__"}
+    for name in names & attributes.keys():
+        for function in functions_of(attributes[name], called):
+            names.update(mentioned_names(function))
+
+    # Parameters by their attribute: `self.gamma`.
+    parameter_names = {path.rpartition(".")[2] for path, _ in module.named_parameters()}
+    for name, value in attributes.items():
+        if isinstance(value, nn.Parameter):
+            parameter_names.add(name)
+    if not parameter_names.isdisjoint(names):
+        return True
+
+    return any(_PARAMETER_WORDS.search(name) for name in names - _NOT_PARAMETERS)
 
 
-# Clipping over parts
+# Clipping over shards
 
 
 def use_whole_norms(plugin: Any, whole: FullParameters) -> AbstractContextManager[None]:
-    """Context: `plugin` clips by the norm of all parts, and agrees on overflow where it scales.
+    """Return a context in which `plugin` clips by the norm of the full gradients.
 
-    Any plugin does, the user's own too: only what it knows of norms and of overflow is replaced, on
-    the object.
+    If it scales gradients, the ranks reach consensus on overflow. A user's own plugin works as
+    well: only these two methods are replaced, on the object.
     """
 
     def clip(optimizer: Optimizer, clip_val: float) -> None:
         parameters = plugin.main_params(optimizer)
-        if whole.is_entered:  # for a hook that sees gradients so
+        # A hook with full gradients clips them itself.
+        if whole.is_entered:
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
         else:
             clip_by_norm(whole.store, float(clip_val), parameters)
@@ -368,18 +440,23 @@ def _unscale_and_agree(
     found_inf: Tensor,
     allow_fp16: bool,
 ) -> dict[torch.device, Tensor]:
-    """A scaler's `unscale`, which skips a step when any rank's gradients overflow, so that all
-    ranks keep one scale.
+    """Run a scaler's `unscale`; the overflow of any rank counts on all, so that scales stay equal.
 
-    torch's ShardedGradScaler does the same for gradients that every rank has; here a rank may have
-    none. And torch's scaler copies its scale to gradients in host memory without waiting for the
-    copy.
+    torch's ShardedGradScaler does the same, but needs gradients on every rank. Also, torch's scaler
+    copies its scale to gradients in host memory without waiting for the copy.
+
+    Returns:
+        The flag of overflow, as the scaler's dict by device.
     """
     device = found_inf.device
-    if not all(p.device == device for group in optimizer.param_groups for p in group["params"]):
-        inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-    found = unscale(optimizer, inv_scale, found_inf, allow_fp16)
-    overflow = torch.stack([flag.to(device) for flag in (found_inf, *found.values())]).amax()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not all(p.device == device for p in parameters):
+        inv_scale = inv_scale.cpu()
+        found_inf = found_inf.cpu()
+
+    flags_by_device = unscale(optimizer, inv_scale, found_inf, allow_fp16)
+    flags = [flag.to(device) for flag in (found_inf, *flags_by_device.values())]
+    overflow = torch.stack(flags).amax()
     if world_size() > 1:
         dist.all_reduce(overflow, dist.ReduceOp.MAX)
     return {device: overflow}
@@ -388,40 +465,51 @@ def _unscale_and_agree(
 def clip_by_norm(
     store: ParameterStore, max_norm: float, parameters: Iterable[nn.Parameter]
 ) -> Tensor:
-    """Scale gradients in place so that their norm, taken as one vector, is at most `max_norm` (as
-    `torch.nn.utils.clip_grad_norm_`). Every element of the whole gradient is counted once, and the
-    norm has the same bits on every device, so that all clip alike. Collective over the mesh.
+    """Scale gradients in place so that their norm as one vector is at most `max_norm`.
+
+    As `torch.nn.utils.clip_grad_norm_` on the full gradients: every element counts once. The norm
+    has the same bits on every device, so that all devices clip alike. Collective over the mesh.
 
     Args:
-        parameters: whose gradients, the same on all devices (an optimizer's).
+        store: the module's parameters.
+        max_norm: largest norm.
+        parameters: parameters with these gradients, the same on all devices (an optimizer's).
 
-    Returns the norm before clipping.
+    Returns:
+        The norm before clipping, in float64.
     """
-    given = tuple(parameters)
-    norm = gradient_norm(store, given)
-    torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+    clipped = tuple(parameters)
+    norm = gradient_norm(store, clipped)
+    torch.nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)
     return norm
 
 
 def gradient_norm(
     store: ParameterStore, parameters: Iterable[nn.Parameter], norm_type: float = 2.0
 ) -> Tensor:
-    """Of the whole gradients as one vector (float64), with the same bits on every device.
-    Collective over the mesh.
+    """Return the norm of the full gradients as one vector, in float64.
+
+    It has the same bits on every device. Collective over the mesh.
+
+    Args:
+        store: the module's parameters.
+        parameters: parameters with these gradients, the same on all devices.
+        norm_type: order of the norm; infinity: the largest absolute value.
     """
-    counted = [
-        p.grad.detach()
-        for p in parameters
-        if p.grad is not None and p.grad.numel() and store.counts_here(p)
-    ]
-    precise = [(grad, torch.promote_types(grad.dtype, torch.float32)) for grad in counted]
-    norms = [
-        torch.linalg.vector_norm(grad, norm_type, dtype=dtype).double() for grad, dtype in precise
-    ]
-    device = store.device  # where collectives are; some gradients may lie in host memory
-    own = torch.stack(
-        [torch.zeros((), dtype=torch.float64, device=device), *(norm.to(device) for norm in norms)]
-    )
+    # Collectives need the mesh's device; some gradients may be in host memory.
+    device = store.device
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None or not grad.numel() or not store.counts_here(parameter):
+            continue
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(grad.detach(), norm_type, dtype=dtype)
+        norms.append(norm.double().to(device))
+
+    local_norms = torch.stack(norms)
     if math.isinf(norm_type):
-        return store.mesh.whole.all_reduce(own.amax(), "max")
-    return store.mesh.whole.all_reduce(own.pow(norm_type).sum()).pow(1 / norm_type)
+        return store.mesh.whole.all_reduce(local_norms.amax(), "max")
+
+    total = store.mesh.whole.all_reduce(local_norms.pow(norm_type).sum())
+    return total.pow(1 / norm_type)

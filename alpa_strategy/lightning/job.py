@@ -1,8 +1,8 @@
-"""Job: where a run takes place, and what the user asked of it."""
+"""Job: devices, options and folders of one run of the Trainer; `torch.compile` of its module."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,34 +28,61 @@ from alpa_strategy.planner.eager_plan import against_written
 
 @dataclass(frozen=True)
 class Job:
-    """What planning and running need to know of the job."""
+    """The devices, options and folders that planning and running need."""
 
+    # Number of nodes of the job.
     num_nodes: int
+
+    # Number of devices of each node.
     devices_per_node: int
-    replica: (
-        Replica | None
-    )  # of this rank, where captured steps are run by replicas; None: by all ranks
-    submodules: tuple[int, PlanOptions] | None  # see `submodule_options`
-    device: torch.device  # this rank's
+
+    # This rank's replica, if replicas run captured steps; None: all ranks run them together.
+    replica: Replica | None
+
+    # Result of `submodule_options`.
+    submodules: tuple[int, PlanOptions] | None
+
+    # This rank's device.
+    device: torch.device
+
+    # Options that plans depend on.
     options: PlanOptions
-    compile: (
-        dict[str, Any] | None
-    )  # arguments of `torch.compile` for the stages' programs; None: they are not compiled
-    limits: Limits  # timeouts and sizes that no plan depends on
-    backend: str  # library of the collectives: `auto`, `torch` or `deepspeed`
-    folder: Path  # `.alpa`: measurements below `costs`
-    plan_folder: Path  # the plan store
-    plan_file: Path | None  # a plan to use instead
-    cluster: ClusterSpec | None  # declared costs, or None to measure
-    context: Callable[
-        [], AbstractContextManager[None]
-    ]  # around `training_step` (autocast of the precision plugin)
-    log_context: Callable[
-        [], AbstractContextManager[None]
-    ]  # around logging instead, where a captured step ran
-    hooks: BatchHooks  # what they make of a loader's batch
-    plans: RunPlans  # of this run of the Trainer, and of the run that it resumes
-    progress: Progress  # shows phases, lines and tables, where this rank shows anything
+
+    # Arguments of `torch.compile` for the stages' programs; None: they are not compiled.
+    compile: dict[str, Any] | None
+
+    # Timeouts and sizes that no plan depends on.
+    limits: Limits
+
+    # Library of the collectives: `auto`, `torch` or `deepspeed`.
+    backend: str
+
+    # The folder `.alpa`; its subfolder `costs` has the measurements.
+    folder: Path
+
+    # Folder of stored plans.
+    plan_folder: Path
+
+    # A plan file to run; None: a stored plan or a new one.
+    plan_file: Path | None
+
+    # Declared costs; None: they are measured.
+    cluster: ClusterSpec | None
+
+    # Context of `training_step` (autocast of the precision plugin).
+    context: Callable[[], AbstractContextManager[None]]
+
+    # Context of logging after a captured step.
+    log_context: Callable[[], AbstractContextManager[None]]
+
+    # The hooks that change a loader's batch.
+    hooks: BatchHooks
+
+    # Plans of this run of the Trainer, and of the run that it resumes.
+    plans: RunPlans
+
+    # Prints phases, lines and tables on the rank that prints.
+    progress: Progress
 
     @property
     def group(self) -> Any:
@@ -64,104 +91,134 @@ class Job:
 
     @property
     def step_devices(self) -> tuple[int, int]:
-        """Nodes, and devices on each, that run a captured step."""
-        count = 1 if self.replica is None else self.replica.count
-        nodes = max(1, self.num_nodes // count)
-        return nodes, self.num_nodes * self.devices_per_node // count // nodes
+        """The number of nodes, and of devices per node, that run a captured step."""
+        num_replicas = 1 if self.replica is None else self.replica.count
+        num_nodes = max(1, self.num_nodes // num_replicas)
+        num_devices = self.num_nodes * self.devices_per_node // num_replicas
+        return num_nodes, num_devices // num_nodes
 
     @property
     def may_run_eagerly(self) -> bool:
-        """Whether a step that cannot be captured runs as it is written instead."""
+        """Whether a step that cannot be captured may run eagerly."""
         is_open = self.limits.capture == "auto" and self.options.batch_scope == "auto"
         return is_open and self.plan_file is None and against_written(self.options) is None
 
 
+def options_of_run(
+    options: PlanOptions, trainer: Any, replica: Replica | None, is_compiled: bool
+) -> PlanOptions:
+    """Return the user's `options` with the settings of the Trainer's run filled in."""
+    accumulated = most_accumulated(trainer)
+    options = replace(options, accumulate_grad_batches=accumulated, compile=is_compiled)
+    if replica is not None:
+        # Every rank of a replica loads the replica's full batch.
+        options = replace(options, batch_scope="global")
+    return options
+
+
 def most_accumulated(trainer: Any) -> int:
-    """Training steps per optimizer step, the most that a scheduler of them will ask for: plans must
-    hold it, too.
+    """Return the largest number of training steps per optimizer step in the run.
+
+    Schedulers of the accumulation may change the number; plans must fit into memory for all.
     """
-    schedulers = (
-        each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)
-    )
-    return max(
-        [
-            trainer.accumulate_grad_batches,
-            *(n for each in schedulers for n in each.scheduling.values()),
-        ]
-    )
+    counts = [trainer.accumulate_grad_batches]
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            counts += callback.scheduling.values()
+    return max(counts)
 
 
 def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] | None:
-    """How the user wants the module compiled, as of `options.compile_options`: as the first part of
-    it that was given
-    to `torch.compile`, if any. `context`: what `torch.compile` made of the whole module runs in."""
-    contexts = [m.dynamo_ctx for m in module.modules() if isinstance(m, OptimizedModule)]
-    calls = [
-        vars(m)["_compiled_call_impl"]
-        for m in module.modules()
-        if m._compiled_call_impl is not None
-    ]
-    cells = (cell.cell_contents for call in calls for cell in call.__closure__ or ())
-    if context is None and not (
-        contexts := [*contexts, *(c for c in cells if isinstance(c, OptimizeContext))]
-    ):
-        return {} if calls else None
+    """Return the arguments of `torch.compile` with which the user compiled the module.
+
+    The arguments of the first compiled submodule count, if there are several.
+
+    Args:
+        module: the module, of which submodules may be compiled.
+        context: Dynamo's context of the full module, if the user compiled that.
+
+    Returns:
+        Arguments as of `compile_options`; None if nothing is compiled.
+    """
+    contexts = []
+    compiled_calls = []
+    for submodule in module.modules():
+        if isinstance(submodule, OptimizedModule):
+            contexts.append(submodule.dynamo_ctx)
+        if submodule._compiled_call_impl is not None:
+            compiled_calls.append(vars(submodule)["_compiled_call_impl"])
+
+    # `module.compile()` stores its context in the closure of the compiled call.
+    for call in compiled_calls:
+        for cell in call.__closure__ or ():
+            if isinstance(cell.cell_contents, OptimizeContext):
+                contexts.append(cell.cell_contents)
+
+    if context is None and not contexts:
+        return {} if compiled_calls else None
+
     backend = getattr(context or contexts[0], "callback", None)
-    while (
-        inner := getattr(backend, "_torchdynamo_orig_backend", None)
-    ) is not None:  # Dynamo's own around it
+    # Dynamo wraps the user's backend, more than once.
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
+
+    # Inductor's backend has a dict of options. CUDA graphs are off as in `compile_options`.
     config = getattr(backend, "config", None)
-    if isinstance(config, dict):  # Inductor's; see `options.compile_options`
+    if isinstance(config, dict):
         return {"options": {**config, "triton.cudagraphs": False}}
-    return (
-        {} if isinstance(backend, CatchErrorsWrapper) or backend is None else {"backend": backend}
-    )
+
+    if backend is None or isinstance(backend, CatchErrorsWrapper):
+        return {}
+    return {"backend": backend}
 
 
 @contextmanager
 def compiled_as_written(
     module: nn.Module, options: Mapping[str, Any], bucket_bytes: int
 ) -> Iterator[None]:
-    """Context in which the module, its children and items of its lists are compiled where they are
-    called.
+    """Context in which calls of the module, its children and the items of its lists are compiled.
 
-    What cannot be compiled runs as it is, with Dynamo's warning. A module of which the user has
-    compiled parts stays as
-    it is. Dynamo ends graphs where buckets end, as under DDP: a compiled backward gives its
-    gradients all at its end.
+    Code that cannot be compiled runs uncompiled, with Dynamo's warning. A module of which the user
+    has compiled submodules is left alone. As under DDP, Dynamo ends graphs where buckets end: a
+    compiled backward returns its gradients all at its end.
+
+    Args:
+        module: the eager module.
+        options: arguments of `torch.compile`.
+        bucket_bytes: bytes of a gradient bucket.
     """
     modules = list(module.modules())
-    if any(
-        each._compiled_call_impl is not None or isinstance(each, OptimizedModule)
-        for each in modules
-    ):
-        yield
-        return
-    lists = (each for each in modules if isinstance(each, nn.ModuleList | nn.ModuleDict))
-    parts = [module, *module.children(), *(item for each in lists for item in each.children())]
+    for submodule in modules:
+        if submodule._compiled_call_impl is not None or isinstance(submodule, OptimizedModule):
+            yield
+            return
+
+    compiled = [module, *module.children()]
+    for submodule in modules:
+        if isinstance(submodule, nn.ModuleList | nn.ModuleDict):
+            compiled += submodule.children()
+
     ddp: Any = SimpleNamespace(bucket_bytes_cap=max(bucket_bytes, LEAST_BUCKET_BYTES))
     with torch._dynamo.config.patch(suppress_errors=True), DDP._inside_ddp_forward(ddp):
-        for part in (
-            parts
-        ):  # Dynamo passes over calls of torch.nn's own, but for those that it gets wrapped
-            call = partial(part._call_impl) if isinstance(part, nn.Sequential) else part._call_impl
-            part._compiled_call_impl = torch.compile(call, **options)
+        for submodule in compiled:
+            call = submodule._call_impl
+            # Dynamo skips methods of torch.nn's own classes; a wrapped one it compiles.
+            if isinstance(submodule, nn.Sequential):
+                call = partial(call)
+            submodule._compiled_call_impl = torch.compile(call, **options)
         try:
             yield
         finally:
-            for part in parts:
-                part._compiled_call_impl = None
+            for submodule in compiled:
+                submodule._compiled_call_impl = None
 
 
 def device_limit(job: Job) -> float:
-    """Bytes of a device that may be used, the least of all ranks. Collective."""
+    """Return the bytes of a device that a plan may use, the least of all ranks. Collective."""
     from alpa_strategy.cost.measured import device_memory_bytes
 
-    cluster = job.cluster
-    own = (
-        device_memory_bytes(job.device, job.devices_per_node)
-        if cluster is None
-        else cluster.device.memory_bytes
-    )
-    return min(all_gather_object(job.options.usable_bytes(own)))
+    if job.cluster is None:
+        memory_bytes = device_memory_bytes(job.device, job.devices_per_node)
+    else:
+        memory_bytes = job.cluster.device.memory_bytes
+    return min(all_gather_object(job.options.usable_bytes(memory_bytes)))

@@ -15,7 +15,8 @@ class LoaderOrder:
     """
 
     def __init__(self) -> None:
-        self._divides_rows: bool | None = None  # the user's `use_distributed_sampler`
+        # The user's `use_distributed_sampler`.
+        self._divides_rows: bool | None = None
 
     def use(self, trainer: Any, world_size: int) -> None:
         """A run of the Trainer begins on `world_size` ranks, before any loader is made."""

@@ -1,9 +1,8 @@
-"""`AlpaStrategy(master_weights=True)`: steps compute with low-precision copies of parameters that
-stay fp32.
+"""`AlpaStrategy(master_weights=True)`: steps compute with bf16 copies of fp32 parameters.
 
-The copies are casts that autograd knows. Captured, they are ops of the step like autocast's: a
-parameter in shards is cast before it is gathered, and its gradient summed over the ranks before it
-is cast back.
+The copies are casts with an autograd backward. Captured, they are ops of the step like autocast's:
+a sharded parameter is cast before it is gathered, and its gradient is summed over the ranks before
+it is cast back.
 """
 
 from collections.abc import Iterator
@@ -19,9 +18,7 @@ from alpa_strategy.errors import SetupError
 
 
 class MasterWeights(HalfPrecision):
-    """Parameters, their gradients and the optimizer's state are fp32; every step computes with bf16
-    copies.
-    """
+    """Precision with fp32 parameters, gradients and optimizer state, and steps in bf16."""
 
     def __init__(self) -> None:
         super().__init__("bf16-true")
@@ -29,17 +26,13 @@ class MasterWeights(HalfPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Parameters in fp32, floating buffers in bf16. fp64 parameters stay: nobody asked for less
-        of them.
-        """
+        """Convert 16-bit parameters to fp32, floating buffers to bf16; fp64 parameters stay."""
         self._module = module
         for owner in module.modules():
             for parameter in owner._parameters.values():
-                if (
-                    parameter is not None
-                    and parameter.is_floating_point()
-                    and parameter.dtype.itemsize < 4
-                ):
+                if parameter is None or not parameter.is_floating_point():
+                    continue
+                if parameter.dtype.itemsize < 4:
                     parameter.data = parameter.data.float()
             for name, buffer in owner._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
@@ -53,8 +46,7 @@ class MasterWeights(HalfPrecision):
     @contextmanager
     @override
     def forward_context(self) -> Iterator[None]:
-        """Context in which the module's floating parameters are copies of them in bf16, and so are
-        new tensors.
+        """Context in which bf16 copies replace the floating parameters, and new tensors are bf16.
 
         Gradients of the copies arrive at the parameters. A tied parameter has one copy.
         """
@@ -68,15 +60,17 @@ class MasterWeights(HalfPrecision):
             yield
 
     def dtype_context(self) -> AbstractContextManager[None]:
-        """The dtype of new tensors, without the copies: for what of a step is not the user's own
-        code.
+        """Context in which new tensors are bf16, without the copies, for code that is not the
+        user's.
         """
         return super().forward_context()
 
 
 def with_masters(plugin: Any) -> MasterWeights:
-    """What `master_weights=True` makes of the Trainer's precision; SetupError where that is not
-    bf16-true.
+    """Return `MasterWeights` in place of the Trainer's precision `plugin`.
+
+    Raises:
+        SetupError: the precision is not bf16-true.
     """
     precision = getattr(plugin, "precision", type(plugin).__name__)
     if precision != "bf16-true":

@@ -1,8 +1,8 @@
-"""Entries that this strategy cannot use, each with an error that names the cure.
+"""Errors for classes that cannot use this strategy: Fabric, and `pytorch_lightning.Trainer`.
 
 `Fabric` has no training step to plan. `pytorch_lightning` is Lightning's code as another package,
-whose Trainer takes none of `lightning`'s strategies for a strategy. Both say "invalid strategy
-name" of ours and no more, so their constructors are wrapped, once, when the strategy is imported.
+whose Trainer does not accept strategies of `lightning`. Both only report "invalid strategy name".
+So their constructors are wrapped, once, when the strategy is imported, and report what to do.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ OTHER_PACKAGE = "pytorch_lightning"
 
 
 def fabric_error() -> SetupError:
-    """The error of `Fabric(strategy=...)`."""
+    """Return the error for `Fabric(strategy="alpa")`."""
     return SetupError(
         "Fabric with the strategy alpa: alpa plans the training_step of a LightningModule, and "
         "Fabric has none",
@@ -35,7 +35,7 @@ def fabric_error() -> SetupError:
 
 
 def other_package_error() -> SetupError:
-    """The error of `pytorch_lightning.Trainer(strategy=...)`."""
+    """Return the error for `pytorch_lightning.Trainer(strategy="alpa")`."""
     return SetupError(
         f"{OTHER_PACKAGE}.Trainer with the strategy alpa, which is one of the package lightning",
         f"write `import lightning.pytorch as pl` in the place of `import {OTHER_PACKAGE} as pl`,"
@@ -44,7 +44,7 @@ def other_package_error() -> SetupError:
 
 
 def name_the_cures() -> None:
-    """Wrap the constructors, those of a package that is imported later as well."""
+    """Wrap the constructors, also of a package that is imported later."""
     refuse_alpa(Fabric, fabric_error)
     if OTHER_PACKAGE in sys.modules:
         _refuse_in_other_package(sys.modules[OTHER_PACKAGE])
@@ -53,21 +53,23 @@ def name_the_cures() -> None:
 
 
 def refuse_alpa(kind: type, error: Callable[[], Exception]) -> None:
-    """Let the constructor of `kind` raise `error()` where its `strategy` is alpa."""
-    own: Any = kind.__init__  # type: ignore[misc]
-    if hasattr(own, "_refuses_alpa"):
+    """Let the constructor of `kind` raise `error()` if its argument `strategy` is alpa."""
+    original: Any = kind.__init__  # type: ignore[misc]
+    if hasattr(original, "_refuses_alpa"):
         return
-    signature = inspect.signature(own)
 
-    @wraps(own)
+    signature = inspect.signature(original)
+
+    @wraps(original)
     def constructor(*args: Any, **kwargs: Any) -> None:
         try:
             strategy = signature.bind_partial(*args, **kwargs).arguments.get("strategy")
-        except TypeError:  # its own error is the better one
+        # The original raises a better error for wrong arguments.
+        except TypeError:
             strategy = None
         if _is_alpa(strategy):
             raise error()
-        own(*args, **kwargs)
+        original(*args, **kwargs)
 
     constructor._refuses_alpa = True  # type: ignore[attr-defined]
     kind.__init__ = constructor  # type: ignore[misc]
@@ -85,7 +87,7 @@ def _refuse_in_other_package(module: ModuleType) -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Finds `pytorch_lightning` as everybody else does, and looks at it once it is imported."""
+    """Import hook that wraps the Trainer of `pytorch_lightning` after the import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,19 +1,16 @@
-"""The job below the strategy: its devices and ranks, how they meet, what passes between them, how
-they end as one.
+"""The job below the strategy: processes, process group, failures and signals.
 
-As in Lightning's DDP strategy, with two differences: ranks that Lightning's launcher started are
-ended when one of them fails (it says which was lost, where Lightning's own kills all silently
-within 5 s of a child's death), and every rank watches the others, so that none waits for a rank
-that is gone.
+As Lightning's DDP strategy, with two differences. If a rank that Lightning's launcher started
+fails, the launcher reports which one and ends the others; Lightning's own launcher kills them
+silently within 5 s. And every rank watches the others, so that none waits for a lost rank.
 
-Signals end all ranks at the same step where it can be, and within `END_SECONDS` in any case.
-Lightning's SIGTERM
-handler broadcasts from within the handler, and only from rank 0: ranks that are in the middle of
-another collective then wait for each other until it times out. Here (`JobSignals`) a handler only
-takes note. A thread, which the signal reaches even while the main thread waits in a collective,
-tells the other ranks through the job's store; at the start of the next training batch all ranks
-agree that one was asked to end (or to save and requeue, under SLURM), and do so together, as
-Lightning would. What has not come to that point in time (planning, a hanging collective) is ended.
+Signals end all ranks at the same step if possible, and within `END_SECONDS` in any case.
+Lightning's SIGTERM handler broadcasts from rank 0 within the handler: ranks that are in another
+collective then wait for each other until it times out. Here (`JobSignals`) a handler only stores
+the signal. A thread, which receives the signal even while the main thread waits in a collective,
+notifies the other ranks through the job's store. At the start of the next training batch all ranks
+reach consensus that one received a signal, and end together (or save and requeue, under SLURM), as
+Lightning would. A rank that does not get there in time (it plans, or a collective hangs) is ended.
 """
 
 import importlib
@@ -24,7 +21,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import FrameType
@@ -47,22 +44,23 @@ from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 
 CHILD_POLL_SECONDS = 0.5
-# Loads all that runs captured steps.
+
+# The module that imports everything for captured steps.
 STEP_MODULE = "alpa_strategy.lightning.run"
-REPORT_SECONDS = 6.0  # that the other ranks have to say what they know and to end by themselves
+
+# Seconds for the other ranks to report their errors and to end by themselves.
+REPORT_SECONDS = 6.0
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Starts the script again for every other rank of this node, and ends them all when one is
-    lost.
-    """
+    """Starts the script for every other rank of this node, and ends all ranks if one is lost."""
 
     def __init__(self, cluster_environment: Any, num_processes: int, num_nodes: int) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._ending = threading.Event()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A Trainer may be pickled: without its processes."""
+        """Pickle the launcher without its processes, as part of a Trainer."""
         return {**vars(self), "procs": [], "_ending": None}
 
     @override
@@ -73,15 +71,16 @@ class Launcher(_SubprocessScriptLauncher):
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
         if not self.cluster_environment.creates_processes_externally:
-            # Where rank 0 ends first, its store is gone: what C++ says of that, with its frames, is
-            # no news.
+            # If rank 0 ends first, its store is gone. C++ would print warnings of that with stack
+            # traces.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             self._call_children_scripts()
             first_rank = self.cluster_environment.node_rank() * self.num_processes + 1
-            watched = self.procs, first_rank, self._ending
-            threading.Thread(
-                target=watch_children, args=watched, daemon=True, name="alpa-child-watch"
-            ).start()
+            arguments = (self.procs, first_rank, self._ending)
+            thread = threading.Thread(
+                target=watch_children, args=arguments, daemon=True, name="alpa-child-watch"
+            )
+            thread.start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
@@ -91,9 +90,7 @@ class Launcher(_SubprocessScriptLauncher):
         super().kill(signum)
 
     def children_to_end(self) -> Sequence[subprocess.Popen]:
-        """The children, for a caller that ends them: what becomes of them from here on is no
-        news.
-        """
+        """Return the child processes for a caller that ends them; they are not watched any more."""
         self._ending.set()
         return self.procs
 
@@ -101,62 +98,86 @@ class Launcher(_SubprocessScriptLauncher):
 def watch_children(
     children: Sequence[subprocess.Popen], first_rank: int, ending: threading.Event
 ) -> None:
-    """Until all have ended well, or one has not: name it, and after `REPORT_SECONDS` kill the rest
-    and this process.
+    """Wait until all children have ended; if one fails, report it and kill the rest and this one.
+
+    The others have `REPORT_SECONDS` to end by themselves.
 
     Args:
+        children: the processes.
         first_rank: global rank of the first child.
-        ending: set by who ends the children: nothing is left to watch.
+        ending: set by a caller that ends the children; then this returns.
     """
-    while not any(codes := [child.poll() for child in children]):
-        if all(code == 0 for code in codes) or ending.wait(CHILD_POLL_SECONDS):
+    codes = _poll(children)
+    while not any(codes):
+        all_ended = all(code == 0 for code in codes)
+        if all_ended or ending.wait(CHILD_POLL_SECONDS):
             return
-    # A rank that raised an error has named it, and all others say that they end because of it.
-    was_killed = any(code is not None and code < 0 for code in codes)
+        codes = _poll(children)
+
+    # A rank that raises an error reports it itself, and the others report that they end because of
+    # it. A rank that a signal killed cannot.
+    exit_codes = [code for code in codes if code is not None]
+    was_killed = any(code < 0 for code in exit_codes)
     if not was_killed and ending.wait(REPORT_SECONDS):
         return
+
     for rank, (child, code) in enumerate(zip(children, codes, strict=True), start=first_rank):
         if code is not None and code != 0:
-            how = f"ended with exit code {code}"
-            if code < 0:  # some signals have no name
-                name = next(
-                    (each.name for each in signal.Signals if each == -code), f"signal {-code}"
-                )
-                how = f"was ended by {name}" + "; out of memory is a common reason" * (
-                    -code == signal.SIGKILL
-                )
-            print(f"\nalpa: rank {rank} (process {child.pid}) {how}", file=sys.stderr, flush=True)
+            text = f"\nalpa: rank {rank} (process {child.pid}) {_exit_text(code)}"
+            print(text, file=sys.stderr, flush=True)
     if was_killed and ending.wait(REPORT_SECONDS):
         return
-    _say_ended(first_rank - 1)
+
+    _report_ended(first_rank - 1)
     for rank, child in enumerate(children, first_rank):
         if child.poll() is None:
-            _say_ended(rank)
+            _report_ended(rank)
             child.kill()
             child.wait()
     discard_unfinished()
-    os.kill(
-        os.getpid(), signal.SIGKILL
-    )  # the main thread may hang in a collective, where no exception reaches it
+    # The main thread may hang in a collective, where no exception reaches it.
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _poll(children: Sequence[subprocess.Popen]) -> list[int | None]:
+    """Return the exit codes of processes; None for those that run."""
+    return [child.poll() for child in children]
+
+
+def _exit_text(code: int) -> str:
+    """Return a text for the exit code of a lost process; it is negative if a signal ended it."""
+    if code > 0:
+        return f"ended with exit code {code}"
+
+    name = f"signal {-code}"
+    # Some signals have no name.
+    with suppress(ValueError):
+        name = signal.Signals(-code).name
+    reason = "; out of memory is a common reason" if -code == signal.SIGKILL else ""
+    return f"was ended by {name}{reason}"
 
 
 def _load_step_module() -> None:
     importlib.import_module(STEP_MODULE)
 
 
-def _say_ended(rank: int) -> None:
-    """Of a rank that knows nothing of the lost one: it plans, say, or waits for whoever does."""
-    text = f"\nalpa: rank {rank} is ended: it was still at work {REPORT_SECONDS:.0f} s after another was lost"
+def _report_ended(rank: int) -> None:
+    """Report a rank that has not noticed the lost one, because it plans or waits for the plan."""
+    text = (
+        f"\nalpa: rank {rank} is ended: it was still at work {REPORT_SECONDS:.0f} s after another"
+        " was lost"
+    )
     print(text, file=sys.stderr, flush=True)
 
 
-def _say_once(error: AlpaError, rank: int) -> None:
-    """Where `error` ends this process, it is its message that is shown, without the frames of this
-    package and torch
-    (ALPA_TRACEBACK=1 shows them): in full by rank 0, whose error is that of all ranks where they
-    agreed on it."""
+def _report_once(error: AlpaError, rank: int) -> None:
+    """Let `error`, if it ends this process, be shown as its message without stack traces.
+
+    Rank 0 shows the full message when it ends, as all ranks raise the same error if they reached
+    consensus on it. The others print a line now. ALPA_TRACEBACK=1 shows stack traces.
+    """
     before = sys.excepthook
-    if rank > 0:  # now: rank 0 says all of it, last
+    if rank > 0:
         print(
             f"rank {rank} ends: {type(error).__name__}: {error.problem.splitlines()[0]}",
             file=sys.stderr,
@@ -173,16 +194,15 @@ def _say_once(error: AlpaError, rank: int) -> None:
 
 
 class ParallelJob(DDPStrategy):
-    """Lightning's DDP strategy without DDP's module around the user's: what a rank holds of it
-    others decide upon.
+    """Lightning's DDP strategy without DDP's wrapper of the module, for a derived strategy.
 
     Args:
-        timeout_seconds: of the process group's collectives.
-        given: what the Trainer hands to every strategy.
+        timeout_seconds: timeout of the process group's collectives.
+        arguments: the arguments that the Trainer gives to every strategy.
     """
 
-    def __init__(self, timeout_seconds: float, **given: Any) -> None:
-        super().__init__(timeout=timedelta(seconds=timeout_seconds), **given)
+    def __init__(self, timeout_seconds: float, **arguments: Any) -> None:
+        super().__init__(timeout=timedelta(seconds=timeout_seconds), **arguments)
         self.interrupted = False
         self._watch: FailureWatch | None = None
         self._signals: JobSignals | None = None
@@ -192,16 +212,17 @@ class ParallelJob(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if self.num_processes * self.num_nodes == 1:  # nothing to launch: works in a notebook too
+        # Without a launcher, a single process works in a notebook, too.
+        if self.num_processes * self.num_nodes == 1:
             return
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
-        # A pipeline has a stream for each channel and direction. With CUDA's 8 queues some would
-        # share one, where a receive that waits for another rank holds up what that rank waits for.
-        # Read when the device is first used.
+        # A pipeline has a stream for each channel and direction. CUDA's default of 8 queues would
+        # let some share a queue, where a receive that waits for another rank can block the send
+        # that this rank waits for. CUDA reads the variable when the device is first used.
         if self.root_device.type == "cuda":
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         super().setup_environment()
@@ -211,24 +232,28 @@ class ParallelJob(DDPStrategy):
         """Join the job's process group, and watch the other ranks."""
         self.set_world_ranks()
         self.interrupted = False
-        if self.world_size == 1:  # random numbers go on as under a plain Trainer
+        # On one rank random numbers continue as under a plain Trainer.
+        if self.world_size == 1:
             return
+
         reset_seed()
         assert self.cluster_environment is not None
         assert self._timeout is not None
         store: dict[str, Any] = {}
-        is_torchruns = (
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        )  # the store of its agent
+        # torchrun's agent has the store. It outlives a job that is restarted.
+        is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if is_torchruns and not dist.is_initialized():
-            place = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
-            store = {"store": fresh_store(*place, self._timeout.total_seconds())}
+            rank = self.cluster_environment.global_rank()
+            world_size = self.cluster_environment.world_size()
+            store = {"store": fresh_store(rank, world_size, self._timeout.total_seconds())}
+
         backend = self._get_process_group_backend()
         device = None if self.root_device.type == "cpu" else self.root_device
         with self._loading_what_steps_need():
             _init_dist_connection(
                 self.cluster_environment, backend, timeout=self._timeout, device_id=device, **store
             )
+
         children = self._launcher.children_to_end if isinstance(self._launcher, Launcher) else tuple
         self._watch = FailureWatch(
             job_store(), self.global_rank, self.world_size, children, last=discard_unfinished
@@ -236,16 +261,15 @@ class ParallelJob(DDPStrategy):
         self._watch.start()
         check_groups()
         if self.root_device.type == "cpu":
-            # Lightning sets its launcher's process alone to fewer threads, and another number of
-            # threads rounds otherwise: work that several ranks do alike would give them weights
-            # that drift apart.
+            # Lightning reduces the threads of its launcher's process alone. Another number of
+            # threads rounds differently, so weights that several ranks compute would drift apart.
             torch.set_num_threads(min(all_gather_object(torch.get_num_threads())))
 
     @contextmanager
     def _loading_what_steps_need(self) -> Iterator[None]:
-        """Around the wait for other ranks: a process that has started them has seconds to spare.
+        """Context of the wait for other ranks, in which the launching process imports modules.
 
-        Its first training step would load these modules; the other ranks load them meanwhile.
+        Its first training step needs them. The other ranks import them in the same seconds.
         """
         if not isinstance(self._launcher, Launcher) or self.global_rank > 0:
             yield
@@ -255,15 +279,13 @@ class ParallelJob(DDPStrategy):
         try:
             yield
         finally:
-            # Loader workers are forked later, and would inherit the locks of a running import.
+            # Forked loader workers must not inherit the locks of a running import.
             loading.wait()
 
     # Values between ranks
 
     def _meet(self) -> None:
-        """Before values are exchanged that user code, callbacks or Lightning want to have
-        exchanged.
-        """
+        """Prepare an exchange of values by user code, callbacks or Lightning."""
         if self._signals is not None:
             self._signals.check_together()
 
@@ -275,20 +297,21 @@ class ParallelJob(DDPStrategy):
     # The end
 
     def tell_others(self, exception: BaseException) -> None:
-        """This rank fails with `exception`: the others end as well."""
+        """Publish the `exception` with which this rank fails, so that the others end as well."""
         if isinstance(exception, AlpaError):
-            _say_once(exception, self.global_rank)
+            _report_once(exception, self.global_rank)
         if self._watch is not None and not isinstance(exception, KeyboardInterrupt):
             self._watch.publish(exception)
 
     def take_signals(self, trainer: Any) -> None:
-        """Before the Trainer registers its handlers: what signals do concerns all ranks."""
-        if self._watch is not None:  # on one rank Lightning's own handlers do
+        """Handle signals for all ranks; called before the Trainer registers its handlers."""
+        # On one rank Lightning's own handlers suffice.
+        if self._watch is not None:
             self._signals = JobSignals(trainer, self._watch)
             self._signals.install()
 
     def stop_watching(self) -> None:
-        """Nobody else's end, and no signal, concerns this rank any more. No communication."""
+        """Stop watching other ranks and handling signals. No communication."""
         if self._signals is not None:
             self._signals.remove()
             self._signals = None
@@ -300,19 +323,35 @@ class ParallelJob(DDPStrategy):
 # Signals
 
 
-END_SECONDS = 5.0  # schedulers kill after 10 to 30; some of that passes until every rank knows
+# Seconds from a signal to the end of a rank that does not end by itself. Schedulers kill after 10
+# to 30 s, and it takes time until every rank is notified.
+END_SECONDS = 5.0
+
+# Seconds from Ctrl+C to a KeyboardInterrupt in the middle of the rank's work.
 INTERRUPT_SECONDS = 2.0
+
+# Seconds that child processes have to end.
 CHILD_SECONDS = 1.0
+
 ENDING = (signal.SIGTERM, signal.SIGINT)
-# Where ranks meet: before a training batch, before an evaluation or an epoch's end, after the last
-# batch.
-POINTS = TRAINS, PAUSES, ENDS = "trains", "pauses", "ends"
-EQUALLY_MANY = "give all ranks equally many (limit_train_batches, max_steps, or drop the surplus in the dataset)"
+
+# Points at which ranks synchronize: before a training batch; before an evaluation or an epoch's
+# end; after the last batch.
+TRAINS = "trains"
+PAUSES = "pauses"
+ENDS = "ends"
+POINTS = (TRAINS, PAUSES, ENDS)
+
+EQUALLY_MANY = (
+    "give all ranks equally many (limit_train_batches, max_steps, or drop the surplus in the"
+    " dataset)"
+)
 
 
 def _stopped_alone(ranks: Sequence[int]) -> RuntimeMismatchError:
-    """The error for `trainer.should_stop` that is set on these ranks and not on all."""
-    shown = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    """Return the error for `trainer.should_stop` that is set on these ranks only."""
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    shown = f"{noun} {', '.join(map(str, ranks))}"
     return RuntimeMismatchError(
         f"trainer.should_stop is set on {shown} alone: the other ranks still train",
         "let all ranks decide alike, as EarlyStopping does: "
@@ -322,78 +361,96 @@ def _stopped_alone(ranks: Sequence[int]) -> RuntimeMismatchError:
 
 
 class JobSignals:
-    """What this rank does about signals, from `install` to `remove`. In the main thread alone, with
-    several ranks.
+    """Handles signals of this rank, from `install` to `remove`, for all ranks of the job.
+
+    In the main thread only, and with several ranks only.
+
+    Args:
+        trainer: the Trainer, whose signal handling is replaced.
+        watch: notifies the other ranks.
     """
 
     def __init__(self, trainer: pl.Trainer, watch: FailureWatch) -> None:
-        self._trainer, self._watch = trainer, watch
+        self._trainer = trainer
+        self._watch = watch
         self._connector = trainer._signal_connector
         self._requeue = self._connector._slurm_sigusr_handler_fn
-        self._asked: int | None = None  # the signal by which the job ends
-        self._requeued, self._interrupted = threading.Event(), False
-        self._is_alone = False  # at a pause to which others do not come
+
+        # The signal that ends the job.
+        self._ending_signal: int | None = None
+
+        # Set by SLURM's signal to save and requeue.
+        self._requeued = threading.Event()
+
+        # Whether Ctrl+C was handled once.
+        self._interrupted = False
+
+        # Whether this rank is at a pause that other ranks do not reach.
+        self._is_alone = False
+
         self._timers: list[threading.Timer] = []
-        self._taken = ExitStack()  # what stands in the place of Lightning's and the process's own
+
+        # Restores the handling of signals by Lightning and the process.
+        self._installed = ExitStack()
         self._old_interrupt: Any = None
 
     def install(self) -> None:
-        """Take the place of what Lightning would do. Before it registers its handlers."""
+        """Replace Lightning's handling of signals, before it registers its handlers."""
+        # In other threads Lightning does not handle signals, either.
         if threading.current_thread() is not threading.main_thread():
-            return  # nor does Lightning get signals there
-        taken = [
-            (self._connector, "_sigterm_notifier_fn", self._ask),
+            return
+
+        fit_loop = self._trainer.fit_loop
+        end_epoch = partial(self._end_epoch, fit_loop.on_advance_end)
+        patches = [
+            (self._connector, "_sigterm_notifier_fn", self._receive),
             (self._connector, "_slurm_sigusr_handler_fn", lambda *_: self._requeued.set()),
-            (self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self.meet),
-            (
-                self._trainer.fit_loop,
-                "on_advance_end",
-                partial(self._end_epoch, self._trainer.fit_loop.on_advance_end),
-            ),
+            (fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self.meet),
+            (fit_loop, "on_advance_end", end_epoch),
         ]
-        self._taken.enter_context(patched(taken))
-        self._watch.on_told = lambda word: self._begin_to_end(
-            int(word), interrupts=True
-        )  # as if Ctrl+C came here, too
-        heard, rung = socket.socketpair()
-        rung.setblocking(False)
+        self._installed.enter_context(patched(patches))
+        # Another rank's signal is handled as if this rank had received Ctrl+C.
+        self._watch.on_told = lambda word: self._start_to_end(int(word), interrupts=True)
+
+        # Python writes the number of each signal to this socket, also during a collective.
+        receiving, sending = socket.socketpair()
+        sending.setblocking(False)
         listener = threading.Thread(
-            target=self._listen, args=(heard,), daemon=True, name="alpa-signals"
+            target=self._listen, args=(receiving,), daemon=True, name="alpa-signals"
         )
         listener.start()
-        self._taken.callback(listener.join, 1.0)
-        self._taken.callback(rung.close)  # ends the listener
-        before = signal.set_wakeup_fd(rung.fileno(), warn_on_full_buffer=False)
-        self._taken.callback(signal.set_wakeup_fd, before)
-        if (
-            signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        ):  # else the user's own, or ignored
+        self._installed.callback(listener.join, 1.0)
+        # A closed socket ends the listener.
+        self._installed.callback(sending.close)
+        before = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
+        self._installed.callback(signal.set_wakeup_fd, before)
+
+        # A handler of the user's, or SIG_IGN, stays.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._old_interrupt = signal.signal(signal.SIGINT, self._on_interrupt)
-            self._taken.callback(self._give_interrupt_back)
+            self._installed.callback(self._restore_interrupt)
 
     def remove(self) -> None:
-        """The Trainer is done: signals are the process's own again."""
+        """Restore the process's own handling of signals, at the end of the Trainer's run."""
         for timer in self._timers:
             timer.cancel()
-        self._taken.close()
+        self._installed.close()
 
-    def _give_interrupt_back(self) -> None:
-        self._connector._original_handlers[signal.SIGINT] = (
-            self._old_interrupt
-        )  # what its teardown restores
+    def _restore_interrupt(self) -> None:
+        # Lightning's teardown restores the handlers of this dict.
+        self._connector._original_handlers[signal.SIGINT] = self._old_interrupt
         if signal.getsignal(signal.SIGINT) == self._on_interrupt:
             signal.signal(signal.SIGINT, self._old_interrupt)
 
-    def _end_epoch(self, as_ever: Callable[[], None]) -> None:
+    def _end_epoch(self, on_advance_end: Callable[[], None]) -> None:
         self.meet(PAUSES)
-        as_ever()
+        on_advance_end()
 
     def meet(self, point: str = TRAINS) -> None:
-        """What any rank was asked to do, all do before a training batch, or after the last.
-        Collective.
+        """Handle the signals of all ranks together, at one of the POINTS. Collective.
 
-        Streams may be of unequal lengths: a rank that pauses while others train goes on alone, and
-        meets them later.
+        Ranks may have different numbers of batches: one that pauses while others train continues
+        alone, and synchronizes with them later.
 
         Raises:
             SIGTERMException, KeyboardInterrupt: the job ends, on all ranks at this batch.
@@ -401,15 +458,19 @@ class JobSignals:
         """
         pauses = True
         while pauses:
-            asked = [*(self._asked == number for number in ENDING), self._requeued.is_set()]
-            ends, interrupts, requeues, trains, pauses, over = any_rank(
-                [*asked, *(point == each for each in POINTS)]
-            )
-            self._is_alone = point == PAUSES and (trains or over)
+            is_ending = [self._ending_signal == number for number in ENDING]
+            is_at = [point == other for other in POINTS]
+            flags = any_rank([*is_ending, self._requeued.is_set(), *is_at])
+            ends, interrupts, requeues = flags[:3]
+            trains, pauses, over = flags[3:]
+
             if point == PAUSES:
+                self._is_alone = trains or over
                 return
+            self._is_alone = False
+
         if trains and over:
-            # All ranks are here: those that pause have met once more.
+            # All ranks are here: those that pause have synchronized once more.
             stopped = all_gather_object(bool(self._trainer.should_stop))
             if any(stopped) and not all(stopped):
                 raise _stopped_alone([rank for rank, stops in enumerate(stopped) if stops])
@@ -418,56 +479,70 @@ class JobSignals:
             )
         if requeues:
             self._requeued.clear()
-            self._requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]  # the frame is not looked at
+            # Lightning's handler does not read the frame.
+            self._requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]
         if ends:
             self._connector.received_sigterm = True
             raise SIGTERMException
         if interrupts:
-            self._asked = self._asked or signal.SIGINT  # what comes late is no second Ctrl+C
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does once it shuts down
+            # A notification that arrives later is no second Ctrl+C.
+            self._ending_signal = self._ending_signal or signal.SIGINT
+            # Lightning ignores it as well while it shuts down.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             raise KeyboardInterrupt
 
     def check_together(self) -> None:
-        """RuntimeMismatchError where others do not come to what this rank is about to do with
-        them.
-        """
-        if self._is_alone and self._trainer.should_stop:
-            raise _stopped_alone([self._trainer.global_rank])
-        if self._is_alone:
-            here = "an evaluation" if self._trainer.validating else "the end of an epoch"
-            problem = f"rank {self._trainer.global_rank} is at {here}, where it needs all ranks: others still train"
-            raise RuntimeMismatchError(problem, EQUALLY_MANY)
+        """Check, before a collective, that all ranks come to it.
 
-    # What is asked: in the main thread by handlers, in others by the listener and the watch
+        Raises:
+            RuntimeMismatchError: this rank pauses while others train.
+        """
+        if not self._is_alone:
+            return
+
+        if self._trainer.should_stop:
+            raise _stopped_alone([self._trainer.global_rank])
+
+        point = "an evaluation" if self._trainer.validating else "the end of an epoch"
+        raise RuntimeMismatchError(
+            f"rank {self._trainer.global_rank} is at {point}, where it needs all ranks: others"
+            " still train",
+            EQUALLY_MANY,
+        )
+
+    # Receiving signals: in the main thread by handlers, in others by the listener and the watch
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """The first time take note; again (by hand, or after `INTERRUPT_SECONDS`): now, wherever
-        this is.
+        """Store the first Ctrl+C; raise a KeyboardInterrupt for the second.
+
+        The second is the user's, or comes from the timer of `INTERRUPT_SECONDS`.
         """
         if self._interrupted:
             raise KeyboardInterrupt
         self._interrupted = True
-        self._ask(signum)
+        self._receive(signum)
 
-    def _listen(self, end: socket.socket) -> None:
-        """Signals as they come, one byte each: while the main thread waits in a collective its
-        handlers do not run.
+    def _listen(self, receiving: socket.socket) -> None:
+        """Read signals from the socket, one byte each.
+
+        Handlers do not run while the main thread waits in a collective.
         """
-        while numbers := end.recv(16):
+        while numbers := receiving.recv(16):
             for number in numbers:
                 if number in ENDING:
-                    self._ask(number)
-        end.close()
+                    self._receive(number)
+        receiving.close()
 
-    def _ask(self, signum: int, frame: FrameType | None = None) -> None:
-        if self._asked is None:
+    def _receive(self, signum: int, frame: FrameType | None = None) -> None:
+        """Notify the other ranks of this rank's first signal, and start to end."""
+        if self._ending_signal is None:
             self._watch.tell(str(signum))
-        self._begin_to_end(signum, interrupts=self._old_interrupt is not None)
+        self._start_to_end(signum, interrupts=self._old_interrupt is not None)
 
-    def _begin_to_end(self, signum: int, interrupts: bool) -> None:
-        if self._asked is not None:
+    def _start_to_end(self, signum: int, interrupts: bool) -> None:
+        if self._ending_signal is not None:
             return
-        self._asked = signum
+        self._ending_signal = signum
         self._timers = [threading.Timer(END_SECONDS, self._end)]
         if signum == signal.SIGINT and interrupts:
             self._timers.append(threading.Timer(INTERRUPT_SECONDS, self._interrupt))
@@ -480,7 +555,12 @@ class JobSignals:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _end(self) -> None:
-        assert self._asked is not None
-        ends = f"ends {END_SECONDS:.0f} s after {signal.Signals(self._asked).name}, in the middle of its work"
-        print(f"\nalpa: rank {self._trainer.global_rank} {ends}", file=sys.stderr, flush=True)
-        self._watch.end_process(128 + self._asked, CHILD_SECONDS)
+        """End this process, which has not ended by itself in time."""
+        assert self._ending_signal is not None
+        name = signal.Signals(self._ending_signal).name
+        rank = self._trainer.global_rank
+        text = (
+            f"\nalpa: rank {rank} ends {END_SECONDS:.0f} s after {name}, in the middle of its work"
+        )
+        print(text, file=sys.stderr, flush=True)
+        self._watch.end_process(128 + self._ending_signal, CHILD_SECONDS)

@@ -1,7 +1,6 @@
-"""Planning inside a running job: every rank captures, rank 0 finds or makes the plan, all ranks get
-the same one.
+"""Planning inside a running job: every rank captures, rank 0 finds or makes the plan for all.
 
-The planner itself is loaded where a plan is made: not by other ranks, nor for a stored plan.
+The planner is imported where a plan is made: not by other ranks, nor for a stored plan.
 """
 
 import math
@@ -56,36 +55,45 @@ from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LEAST_BYTES, PAGE_FAU
 from alpa_strategy.sharding.strategies import localize, op_strategies
 from alpa_strategy.units import format_bytes, format_seconds
 
-STAGES_BUDGET = 3.0  # seconds for timing ops of micro-batches, where pipelines are looked at
-FIRST_BUDGET, LATER_BUDGET = (
-    3.0,
-    1.0,
-)  # seconds for timing ops: of the training step, and of what is pinned to its plan
+# Seconds for timing ops of the training step, and of later steps that are pinned to its plan.
+FIRST_BUDGET = 3.0
+LATER_BUDGET = 1.0
 
-LIKELY_PER_DEVICE, LIKELY_COUNTS = 4, 3  # numbers of micro-batches whose shapes are timed
+# Seconds for timing ops of micro-batches, if pipelines are searched.
+STAGES_BUDGET = 3.0
+
+# Numbers of micro-batches whose ops are timed: at most this many per device, and this many numbers.
+LIKELY_PER_DEVICE = 4
+LIKELY_COUNTS = 3
 
 
 def capture(
     module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Place, ...] = ()
 ) -> StepGraph:
-    """Capture the training step on every rank and make sure that all captured the same. Collective.
+    """Capture the training step on every rank and check that all captured the same. Collective.
 
-    Where the step can still run as it is written, any error is a CaptureError: the user's own comes
-    again there.
+    If the step may still run eagerly, every error is a CaptureError. An eager step raises the
+    user's own error once more.
 
     Args:
-        numbers: what has changed since the step was captured: inputs of the step where that gives
-            the same step.
+        module: the module of the training.
+        batch: this rank's batch.
+        batch_idx: its index in the epoch.
+        job: the job.
+        numbers: numbers that changed since the last capture, to become inputs of the step.
 
     Raises:
+        CaptureError: the step cannot be captured.
         UnlikeStepsError: the ranks' batches or steps differ.
+        RuntimeMismatchError: the ranks' modules differ.
     """
     kinds = batch_rows.agreed_kinds(
         module.trainer, batch, job.hooks, job.may_run_eagerly, job.group
     )
     is_joint = job.options.rows == "rank" and world_size() > 1
-    own = batch_rows.own_leaves(kinds or {}, batch) if is_joint else {}
-
+    own: dict[Any, Any] = {}
+    if is_joint:
+        own = batch_rows.own_leaves(kinds or {}, batch)
     captured = partial(
         capture_step,
         module,
@@ -96,47 +104,66 @@ def capture(
         rows=None if kinds is None else batch_rows.are_rows(kinds, batch),
     )
 
-    def work() -> StepGraph:
-        try:
-            with job.progress("capture"), batch_rows.naming(own, batch):
-                step = captured(batch)
-            batch_rows.check_own_leaves(own, step)
-            if is_joint:
-                batch_rows.check_own_numbers(
-                    job.hooks, module, step, batch, captured, job.may_run_eagerly, kinds is None
-                )
-            if not numbers:
-                return step
-            return _with_numbers(
-                step, module, batch, batch_idx, partial(captured, batch, numbers=numbers)
+    def capture_on_this_rank() -> StepGraph:
+        with job.progress("capture"), batch_rows.naming(own, batch):
+            step = captured(batch)
+        batch_rows.check_own_leaves(own, step)
+        if is_joint:
+            batch_rows.check_own_numbers(
+                job.hooks, module, step, batch, captured, job.may_run_eagerly, kinds is None
             )
-        except Exception as error:
-            if isinstance(error, AlpaError) or not (job.may_run_eagerly or job.submodules):
-                if not isinstance(error, AlpaError):
-                    _explain(error, is_joint)
-                raise
-            text = f"{type(error).__name__}: {error}\n  at {user_line(error.__traceback__)}"
-            raise CaptureError(f"training_step cannot be captured: {text}") from error
+        if not numbers:
+            return step
+        with_numbers = partial(captured, batch, numbers=numbers)
+        return _with_numbers(step, module, batch, batch_idx, with_numbers)
 
     def summary(step: StepGraph) -> tuple[str, str, str]:
         return shapes_text(batch), step.parameter_digest, step.graph_digest
 
-    step, summaries = on_all_ranks(work, summary, job.group)
-    for part, (what, fix, kind) in enumerate(_PARTS):
-        values = [summary[part] for summary in summaries]
-        if len(set(values)) > 1:
-            if what == _COMPUTES:
-                values = _first_that_differs(step, job.group)
-            shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise kind(f"the ranks differ in {what}: {shown}", fix)
+    capture_or_explain = partial(_explaining_errors, capture_on_this_rank, job, is_joint)
+    step, summaries = on_all_ranks(capture_or_explain, summary, job.group)
+    _check_equal(step, summaries, job.group)
     leaves = ReplicatedInputCheck(step, batch, job.group)
     leaves.begin(batch)
     leaves.finish()
     return step
 
 
+def _explaining_errors(capture: Callable[[], StepGraph], job: Job, is_joint: bool) -> StepGraph:
+    """Return `capture()`; errors of the user's code are explained, or a CaptureError.
+
+    They are a CaptureError if the step may run eagerly or with planned submodules.
+    """
+    try:
+        return capture()
+    except AlpaError:
+        raise
+    except Exception as error:
+        if not (job.may_run_eagerly or job.submodules):
+            _explain(error, is_joint)
+            raise
+        text = f"{type(error).__name__}: {error}\n  at {user_line(error.__traceback__)}"
+        raise CaptureError(f"training_step cannot be captured: {text}") from error
+
+
+def _check_equal(step: StepGraph, summaries: list[tuple[str, str, str]], group: Any) -> None:
+    """Check the ranks' summaries of the step (`_SUMMARY_ITEMS`). Collective if they differ.
+
+    Raises:
+        UnlikeStepsError, RuntimeMismatchError: the summaries differ.
+    """
+    for index, (item, fix, kind) in enumerate(_SUMMARY_ITEMS):
+        values = [summary[index] for summary in summaries]
+        if len(set(values)) == 1:
+            continue
+        if item == _COMPUTES:
+            values = _first_that_differs(step, group)
+        shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+        raise kind(f"the ranks differ in {item}: {shown}", fix)
+
+
 def _explain(error: Exception, is_joint: bool) -> None:
-    """An error of the user's step, which stays what it is, says under what the step has run."""
+    """Add to an error of the user's step that the step ran in a capture, and on which batch."""
     if is_joint:
         error.add_note(f"alpa: {_JOINT_ROWS}")
     if error.__cause__ is None:
@@ -150,46 +177,52 @@ def _explain(error: Exception, is_joint: bool) -> None:
 def _with_numbers(
     step: StepGraph, module: Any, batch: Any, batch_idx: int, captured: Callable[[], StepGraph]
 ) -> StepGraph:
-    """The step as `captured` with numbers that change, where this is what `step` has with the
-    numbers as they are.
+    """Return the step as `captured` returns it, with changing numbers as inputs, if it is the same.
+
+    Args:
+        step: the step with the current numbers as constants. It is returned if the other one
+            differs or cannot be captured.
+        module: the module of the training.
+        batch: this rank's batch.
+        batch_idx: its index in the epoch.
+        captured: captures the step with numbers as inputs.
     """
     try:
-        found = captured()
-        known = {
-            **step_counters(module.trainer, batch_idx),
-            **numbers_now(found.numbers, module, batch),
-        }
-        return found if is_same_step(step, found, known) else step
-    except Exception:  # the user's code may be written for plain numbers only
+        numbered = captured()
+        counters = step_counters(module.trainer, batch_idx)
+        numbers = numbers_now(numbered.numbers, module, batch)
+        return numbered if is_same_step(step, numbered, {**counters, **numbers}) else step
+    # The user's code may accept plain numbers only.
+    except Exception:
         return step
 
 
 def _first_that_differs(step: StepGraph, group: Any) -> list[str]:
-    """Of every rank the first op, log or constant that others have not. Collective."""
-    own = [
-        f"{op.call.target_name}{op.call.args} of {op.operands} ({op.source or op.module})"
-        for op in step.ops
-    ]
-    own += [f"self.log({log.name!r}): {stable_text(log)}" for log in step.logs]
-    own += [f"a constant {list(c.meta.shape)} {c.digest[:8]}" for c in step.constants]
-    own += [
-        "what it reads of buffers, returns and checks:"
-        f" {stable_text((step.buffers, step.output, step.checks))}"
-    ]
-    lines = zip_longest(*all_gather_object(own, group), fillvalue="no more")
-    return list(
-        next(
-            (each for each in lines if len(set(each)) > 1),
-            ("the order of values",) * world_size(group),
-        )
-    )
+    """Return, for every rank, its first op, log or constant that differs. Collective."""
+    lines = []
+    for op in step.ops:
+        location = op.source or op.module
+        lines.append(f"{op.call.target_name}{op.call.args} of {op.operands} ({location})")
+    lines += [f"self.log({log.name!r}): {stable_text(log)}" for log in step.logs]
+    lines += [f"a constant {list(c.meta.shape)} {c.digest[:8]}" for c in step.constants]
+    state = stable_text((step.buffers, step.output, step.checks))
+    lines.append(f"buffers, results and checks: {state}")
+
+    lines_of_ranks = all_gather_object(lines, group)
+    for texts in zip_longest(*lines_of_ranks, fillvalue="no more"):
+        if len(set(texts)) > 1:
+            return list(texts)
+    return ["the order of values"] * world_size(group)
 
 
 _JOINT_ROWS = (
-    "all ranks' rows are one batch here: take numbers of rows from its tensors (x.shape[0])"
+    "all ranks' samples are one batch here: take the number of samples from its tensors"
+    " (x.shape[0])"
 )
-_COMPUTES = "what training_step computes"
-_PARTS = (
+_COMPUTES = "the computation of training_step"
+
+# Items of a captured step's summary on which all ranks must agree: text, fix, type of the error.
+_SUMMARY_ITEMS = (
     ("the shapes of their batches", SAME_SHAPES, UnlikeStepsError),
     ("the parameters of the module", "build the same module on every rank", RuntimeMismatchError),
     (_COMPUTES, "do not let the step depend on the rank", UnlikeStepsError),
@@ -197,7 +230,8 @@ _PARTS = (
 
 
 def job_cluster(job: Job) -> ClusterSpec:
-    """The cluster that the plan is made for: declared costs on the job's devices, or measured ones.
+    """Return the cluster to plan for: the job's devices with declared or measured costs.
+
     Collective.
     """
     spec = job.cluster
@@ -219,17 +253,23 @@ def find_or_make_plan(
     running: Plan | None = None,
     resumed: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """The plan of `step`, the same on every rank: the user's file, that of the run that is resumed
-    (`job.plans`), a stored one, or a new one that rank 0 solves.
+    """Return the plan of `step`, the same on every rank. Collective.
+
+    It is the user's file, the plan of the resumed run (`job.plans`), a stored one, or a new one
+    that rank 0 solves.
 
     Args:
-        running: for a step of another shape: the plan under which the parameters lie, and stay.
-        resumed: rank 0: the plan (as data) of the training that is resumed, perhaps at a batch of
-            another shape than
-            its first: it goes on under that plan where nothing but the shape differs.
+        step: the captured step.
+        job: the job.
+        cluster: the job's devices and costs.
+        optimizer: the training's optimizer.
+        rank_zero: distributes rank 0's result.
+        running: the plan of the current layouts, for a step of another shape; they stay.
+        resumed: on rank 0, the plan (as data) of the resumed training. It is used if only the
+            batch's shape differs from that of its first step.
 
     Raises:
-        PlanError: nothing fits, or the running stages cannot run the step.
+        PlanError: no plan fits, or the running stages cannot run the step.
     """
     task = PlanTask(step, cluster, job.options, optimizer)
     pinned: Mapping[str, ParameterPlan] | None = None
@@ -238,38 +278,38 @@ def find_or_make_plan(
 
         task, pinned = pinned_task(task, running)
 
-    def follow(running: Plan) -> Plan:
-        """See `replan`."""
+    def replan_around(running: Plan) -> Plan:
+        """Plan the task around the running stages, with the op times that were measured before."""
         from alpa_strategy.planner.replan import replan
 
-        table = OpTable.load(job.folder / "costs" / "ops.json")  # as it is: nothing is timed
-        costs = (
-            RooflineCosts(cluster.device, table, job.options.compile) if cluster.measured else None
-        )
+        costs = None
+        if cluster.measured:
+            table = OpTable.load(job.folder / "costs" / "ops.json")
+            costs = RooflineCosts(cluster.device, table, job.options.compile)
         with _partial_results(job) as results:
             return replan(replace(task, costs=costs, results=results), running)
 
-    def work() -> Plan:
+    def plan_on_this_rank() -> Plan:
         if running is not None and running.is_pipelined:
             from alpa_strategy.planner.replan import replan_fingerprint
 
             wanted = replan_fingerprint(task, running)
-            return _of_resumed_run(wanted, step, job, task) or _stored(
-                wanted, step, job, partial(follow, running)
-            )
+            plan = _of_resumed_run(wanted, step, job, task)
+            return plan or _stored(wanted, step, job, partial(replan_around, running))
         return _plan_on_rank_zero(replace(task, progress=job.progress), job, pinned, resumed)
 
     def with_current_notes() -> dict[str, Any]:
-        return work().with_notes_of(step.notes).to_dict()
+        return plan_on_this_rank().with_notes_of(step.notes).to_dict()
 
     data = rank_zero.result_of(with_current_notes, "planning")
-    if rank_in(job.group) == 0:  # which writes them into checkpoints
+    # Rank 0 writes its plans into checkpoints.
+    if rank_in(job.group) == 0:
         job.plans.add(data)
     return Plan.from_dict(data)
 
 
 def _of_resumed_run(wanted: Fingerprint, step: StepGraph, job: Job, task: PlanTask) -> Plan | None:
-    """The plan under which the run that is resumed ran this step, None where it cannot be used."""
+    """Return the plan of this step in the resumed run; None if there is none that can be used."""
     why: str | None = None
     try:
         plan = job.plans.find(wanted, task.cluster, task.memory_limit)
@@ -277,19 +317,20 @@ def _of_resumed_run(wanted: Fingerprint, step: StepGraph, job: Job, task: PlanTa
             _check_computes(plan, step, job)
             job.progress.say("alpa: the plan is the checkpoint's")
             return plan
-    except PlanError as error:  # somebody edited it, or a rule has changed since
+    # The plan was edited, or a sharding rule has changed since.
+    except PlanError as error:
         why = error.problem
     job.plans.report_new_plan(wanted, why)
     return None
 
 
 def _partial_results(job: Job) -> PartialResults:
-    """Where this process stores what a planning computes, so that one that is killed goes on."""
+    """Return the store of intermediate results, with which a killed planning continues."""
     return PartialResults(job.folder / "planning", job.progress.tell)
 
 
 def _stored(wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], Plan]) -> Plan:
-    """The stored plan of this fingerprint, or a new one that is stored."""
+    """Return the stored plan with the fingerprint `wanted`, or the one of `make`, and store it."""
     store = PlanStore(job.plan_folder)
     plan = store.find(wanted)
     why = store.explain(wanted) if plan is None else ""
@@ -298,11 +339,14 @@ def _stored(wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], P
             _check_computes(plan, step, job)
             job.progress.say(f"alpa: plan {store.path(plan.fingerprint)}")
             return plan
-        except PlanError as error:  # somebody edited it, or a rule has changed since
+        # The file was edited, or a sharding rule has changed since.
+        except PlanError as error:
             why = f"the stored one cannot be used: {error.problem}"
+
     job.progress.say(f"alpa: making a plan: {why}")
     plan = make().with_notes_of(step.notes)
-    _check_computes(plan, step, job)  # the planner's own are held to it, too
+    # A check of the planner, too.
+    _check_computes(plan, step, job)
     try:
         job.progress.say(f"alpa: plan stored in {store.put(plan)}")
     except OSError as error:
@@ -316,19 +360,32 @@ def _plan_on_rank_zero(
     pinned: Mapping[str, ParameterPlan] | None,
     resumed: Mapping[str, Any] | None,
 ) -> Plan:
+    """Return the plan of the task, on rank 0: resumed, from a file, stored or new.
+
+    Args:
+        task: the task.
+        job: the job.
+        pinned: layouts of parameters that stay; None: all are planned.
+        resumed: as of `find_or_make_plan`.
+
+    Raises:
+        PlanError: no plan fits, or that of the file does not fit the task.
+    """
     wanted = task.fingerprint
     if resumed is not None and _differs_in_shape(resumed, wanted):
         plan = Plan.from_dict(resumed)
-        # Its devices alone: the rest is replanned, and checked, around it.
+        # Only its devices are checked here. The step is replanned around it, and checked then.
         check_devices(plan.stages, math.prod(job.step_devices))
         return plan
+
     if job.plan_file is not None and pinned is None:
         plan = Plan.load(job.plan_file)
         check_fits(plan, wanted, str(job.plan_file))
         _check_computes(plan, task.step, job)
         return plan
 
-    if (plan_of_run := _of_resumed_run(wanted, task.step, job, task)) is not None:
+    plan_of_run = _of_resumed_run(wanted, task.step, job, task)
+    if plan_of_run is not None:
         return plan_of_run
 
     def make() -> Plan:
@@ -339,7 +396,7 @@ def _plan_on_rank_zero(
 
 
 def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
-    """A new plan, by op times measured on this rank where the cluster is measured."""
+    """Return a new plan; on a measured cluster, ops are timed on this rank's device first."""
     if not task.cluster.measured or task.options.costs is not None:
         return _chosen(task, job, pinned)
 
@@ -349,8 +406,9 @@ def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) 
         budget = FIRST_BUDGET if pinned is None else LATER_BUDGET
         shapes = logical_shapes(task.options, task.cluster)
         calls = set().union(*(local_calls(task.step, shape) for shape in shapes))
-        whole = {op.call for op in task.step.ops}  # seldom chosen, and known by their parts
-        costs = _timed(calls, task, job, budget, later=whole)
+        # Unsharded ops come last: they are rarely chosen, and estimated from their shards.
+        unsharded = {op.call for op in task.step.ops}
+        costs = _timed(calls, task, job, budget, later=unsharded)
 
     costed = replace(task, costs=costs, stage_costs=partial(_measured_stage_costs, task, job))
     plan = _chosen(costed, job, pinned)
@@ -359,47 +417,56 @@ def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) 
 
 
 def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
-    """See `choose_plan`. In host memory what is planned has room for freed blocks, too, if the plan
-    is not slower by
-    more than page faults take where all of these are given back in the midst of a step; else it
-    counts them."""
+    """Return the plan of `choose_plan`, with the costs of page faults on CPUs.
+
+    A plan with headroom for freed blocks has no page faults. It is taken if it is not slower than
+    the best plan with its page faults, whose seconds are added to the prediction otherwise.
+    """
     with without_collections():
         from alpa_strategy.planner.planner import choose_plan
 
-    plan, roomy = choose_plan(task, pinned), task.memory_limit / KEPT_BLOCKS
+    plan = choose_plan(task, pinned)
     planned = plan.predicted
-    if job.device.type != "cpu" or planned.peak_bytes <= max(roomy, LEAST_BYTES):
+    limit_with_headroom = task.memory_limit / KEPT_BLOCKS
+    if job.device.type != "cpu" or planned.peak_bytes <= max(limit_with_headroom, LEAST_BYTES):
         return plan
+
     faults = PAGE_FAULTS * planned.step_seconds
+    options = replace(task.options, memory_limit=limit_with_headroom)
     with suppress(PlanError):
-        other = choose_plan(
-            replace(task, options=replace(task.options, memory_limit=roomy)), pinned
-        )
+        other = choose_plan(replace(task, options=options), pinned)
         if other.predicted.step_seconds <= planned.step_seconds + faults:
             return replace(other, fingerprint=plan.fingerprint)
+
+    enough = format_bytes(KEPT_BLOCKS * planned.peak_bytes)
     note = (
         f"{format_seconds(faults)} of a step are page faults: it needs nearly all of the memory"
-        " limit, so freed memory "
-        "goes back to the system at once. A limit of"
-        f" {format_bytes(KEPT_BLOCKS * planned.peak_bytes)} has none"
+        f" limit, so freed memory goes back to the system at once. A limit of {enough} has none"
     )
-    seconds, compute = planned.step_seconds + faults, planned.compute_seconds + faults
-    planned = replace(planned, step_seconds=seconds, compute_seconds=compute)
+    planned = replace(
+        planned,
+        step_seconds=planned.step_seconds + faults,
+        compute_seconds=planned.compute_seconds + faults,
+    )
     return replace(plan, predicted=planned, notes=(*plan.notes, note))
 
 
 def _differs_in_shape(plan: Mapping[str, Any], wanted: Fingerprint) -> bool:
-    """Whether a plan (as data) was made for batches of another shape, and for all else that is
-    wanted.
-    """
+    """Whether a plan (as data) differs from the fingerprint `wanted` in the batch's shape alone."""
     prints = plan.get("fingerprint") if isinstance(plan, Mapping) else None
     if not isinstance(prints, Mapping) or set(prints) != set(Fingerprint.__dataclass_fields__):
         return False
-    return {"batch"} <= set(Fingerprint(**prints).differences(wanted)) <= {"batch", "graph"}
+
+    differences = set(Fingerprint(**prints).differences(wanted))
+    return {"batch"} <= differences <= {"batch", "graph"}
 
 
 def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:
-    """PlanError where a plan would compute anything but the step."""
+    """Check that a plan computes the step.
+
+    Raises:
+        PlanError: it would compute something else.
+    """
     num_devices = math.prod(job.step_devices)
     if not plan.is_pipelined:
         return check_plan(plan, step, num_devices)
@@ -408,45 +475,43 @@ def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:
 
 
 def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> None:
-    """AlpaError when the optimizer cannot work on shards and a stage shards a parameter, or on one
-    stage's alone.
+    """Check that the optimizer can update the parameters as the stages store them.
+
+    Raises:
+        AlpaError: it cannot update shards, or the parameters of one stage alone.
     """
     if len(stages) > 1 and not optimizer.parameter_wise:
         raise AlpaError(
             f"{optimizer.name} updates parameters by other parameters' gradients or in train() and"
-            " eval(), and others "
-            "are on other stages",
-            "use an optimizer that looks at one parameter at a time, such as AdamW, or"
-            " num_stages=1",
+            " eval(), and others are on other stages",
+            "use an optimizer that updates one parameter at a time, such as AdamW, or num_stages=1",
         )
     if optimizer.element_wise:
         return
-    for name, plan in (item for stage in stages for item in stage.parameter_plans.items()):
-        if not plan.is_whole:
-            raise AlpaError(
-                f"{optimizer.name} does not work element by element (or has train() and eval()),"
-                " and the plan stores "
-                f"{name!r} in shards ({modes_text(plan.module_modes)})",
-                'use an element-wise optimizer such as AdamW, or parallel="data"',
-            )
+
+    for stage in stages:
+        for name, plan in stage.parameter_plans.items():
+            if not plan.is_whole:
+                raise AlpaError(
+                    f"{optimizer.name} does not work element by element (or has train() and"
+                    f" eval()), and the plan stores {name!r} in shards"
+                    f" ({modes_text(plan.module_modes)})",
+                    'use an element-wise optimizer such as AdamW, or parallel="data"',
+                )
 
 
 def _measured_stage_costs(task: PlanTask, job: Job) -> RooflineCosts:
-    """Costs with the shapes that micro-batches have in stages: on one device, or on the devices of
-    a node.
-    """
+    """Return costs after timing ops in the shapes of micro-batches, on one device and on a node."""
     from alpa_strategy.planner.microbatch_search import microbatch_counts
 
-    step, cluster, options = task.step, task.cluster, task.options
-    likely = [
-        n
-        for n in microbatch_counts(step, cluster, options)
-        if 1 < n <= LIKELY_PER_DEVICE * cluster.num_devices
-    ]
+    cluster = task.cluster
+    most = LIKELY_PER_DEVICE * cluster.num_devices
+    counts = microbatch_counts(task.step, cluster, task.options)
+    likely = [count for count in counts if 1 < count <= most]
     calls: set[OpCall] = set()
     with job.progress("time ops of stages"):
         for count in likely[:LIKELY_COUNTS]:
-            graph = microbatch(step, count, cluster.num_devices).graph
+            graph = microbatch(task.step, count, cluster.num_devices).graph
             for size in {1, cluster.devices_per_node}:
                 calls |= local_calls(graph, (size,))
         return _timed(calls, task, job, STAGES_BUDGET)
@@ -459,15 +524,20 @@ def _timed(
     budget_seconds: float,
     later: Iterable[OpCall] = (),
 ) -> RooflineCosts:
-    """Costs from the table in `job.folder`, after timing what it lacks on this rank's device,
-    within the budget.
+    """Return costs from the table in `job.folder`, after timing missing ops on this rank's device.
 
-    Where an interrupted planning of the same task has timed its calls already, the table is taken
-    as it is: more times would be other costs, and nothing that was priced by them of any use.
+    If an interrupted planning of the same task has timed its calls, none are timed: other times
+    would be other costs, which would invalidate its intermediate results.
 
-    later: calls that wait until the others are timed.
+    Args:
+        calls: ops to be timed.
+        task: the task.
+        job: the job.
+        budget_seconds: seconds for timing.
+        later: calls that are timed after the others.
     """
-    path, device = job.folder / "costs" / "ops.json", task.cluster.device
+    path = job.folder / "costs" / "ops.json"
+    device = task.cluster.device
 
     def measure() -> OpTable:
         table = OpTable.load(path)
@@ -492,11 +562,12 @@ def _timed(
 
 
 def local_calls(step: StepGraph, mesh_shape: tuple[int, ...]) -> set[OpCall]:
-    """Every op of the step as one device runs it under each of its strategies on the mesh."""
+    """Return the ops of the step in local shapes, under all strategies on a mesh of this shape."""
     origin = (0,) * len(mesh_shape)
-    return {
-        local.call
-        for call in {op.call for op in step.ops}
-        for strategy in op_strategies(call, mesh_shape)
-        if (local := localize(call, strategy, mesh_shape, origin)).implementation is None
-    }
+    local_calls = set()
+    for call in {op.call for op in step.ops}:
+        for strategy in op_strategies(call, mesh_shape):
+            local = localize(call, strategy, mesh_shape, origin)
+            if local.implementation is None:
+                local_calls.add(local.call)
+    return local_calls

@@ -19,7 +19,8 @@ from alpa_strategy.errors import RuntimeMismatchError, UnlikeStepsError
 from alpa_strategy.ir.user_code import mentioned_names
 
 MEET_SECONDS = 60.0
-MAX_SHAPES = 64  # of batches, of which programs are kept
+# Of batches, of which programs are kept.
+MAX_SHAPES = 64
 SAME_SHAPES = (
     "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to"
     " one length: the "
@@ -93,37 +94,40 @@ class StepConsensus:
 
 
 def shapes_text(batch: Any) -> str:
-    """The shapes of the batch's tensors, for people."""
-    return ", ".join(
-        str(list(leaf.shape)) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)
-    )
+    """Return the shapes of the batch's tensors, for messages."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return ", ".join(str(list(tensor.shape)) for tensor in tensors)
 
 
 def toggled(module: Any, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """Parameters that a step as written may freeze and unfreeze on its way: the discriminator of a
-    GAN.
-    """
+    """Return the parameters that an eager step may freeze and unfreeze (as of a GAN's parts)."""
     freezing = mentioned_names(module.training_step) & {
         "requires_grad",
         "requires_grad_",
         "freeze",
         "unfreeze",
     }
-    may_freeze = freezing or not module.automatic_optimization
-    return (
-        [p for each in optimizers for group in each.param_groups for p in group["params"]]
-        if may_freeze
-        else []
-    )
+    if not freezing and module.automatic_optimization:
+        return []
+
+    parameters = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters += group["params"]
+    return parameters
 
 
 class ParameterChangeDetector:
-    """Which parameters `module` has and which of them train, to be compared with later; `toggled`:
-    whichever way.
+    """Records the parameters of a module and which of them train, and detects later changes.
+
+    Args:
+        module: the module.
+        toggled: parameters that may be frozen and unfrozen.
     """
 
     def __init__(self, module: nn.Module, toggled: Iterable[nn.Parameter] = ()) -> None:
-        left_out, self._module = set(map(id, toggled)), module
+        self._module = module
+        left_out = {id(parameter) for parameter in toggled}
         self._flags = [
             (name, p, p.requires_grad)
             for name, p in module.named_parameters()
@@ -139,14 +143,17 @@ class ParameterChangeDetector:
         self._all = set(module.parameters())
 
     def leave_frozen(self) -> None:
-        """What was frozen since, by a step as written, may be unfrozen by a later one: neither is a
-        change.
-        """
-        self._flags = [each for each in self._flags if each[1].requires_grad or not each[2]]
+        """Ignore parameters that an eager step has frozen from now on; it may unfreeze them."""
+        flags = []
+        for name, parameter, trains in self._flags:
+            if parameter.requires_grad or not trains:
+                flags.append((name, parameter, trains))
+        self._flags = flags
 
     def changed(self) -> str | None:
-        """The first change in words, None when there is none. Some microseconds for a hundred
-        parameters.
+        """Return the first change as a text, None if there is none.
+
+        Takes some microseconds for a hundred parameters.
         """
         for name, parameter, trains in self._flags:
             if parameter.requires_grad is not trains:

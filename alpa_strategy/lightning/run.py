@@ -50,15 +50,19 @@ from alpa_strategy.runtime.host_memory import enforce_memory_plan, tuned
 from alpa_strategy.runtime.step_by_bucket import fused
 
 MEASURED_STEPS = range(5, 25)
-_SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")  # before the Trainer clears them
-# Shapes that are captured where steps may run as they are written: two (a last batch may be
-# shorter), and one more each so many steps. Where they come faster, captures would take longer than
-# the steps that they serve.
-MANY_SHAPES, STEPS_PER_SHAPE = 10, 200
-# The same for what a step reads besides shapes: values of attributes and buffers, paths that Python
-# takes.
+# Before the Trainer clears them.
+_SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")
+# Number of shapes that are captured if steps may run eagerly: two (a last batch may be shorter),
+# one more per STEPS_PER_SHAPE steps, at most MANY_SHAPES. If new shapes come faster, captures take
+# longer than the steps that they serve.
+MANY_SHAPES = 10
+STEPS_PER_SHAPE = 200
+
+# The same for changes of attributes, buffers and paths of Python that a step depends on.
 CHANGES = 8
-MAX_PROGRAMS = 16  # of one batch shape
+
+# Largest number of programs for one batch shape.
+MAX_PROGRAMS = 16
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,10 @@ class CapturedStep:
 
     step: StepGraph
     program: StepProgram
-    leaves: ReplicatedInputCheck  # what must be the same in the batches of all ranks
-    own_rows: Mapping[int, MicrobatchPlacement]  # see `rows_of_ranks`
+    # What must be the same in the batches of all ranks.
+    leaves: ReplicatedInputCheck
+    # See `rows_of_ranks`.
+    own_rows: Mapping[int, MicrobatchPlacement]
 
 
 class Run(ShardedRun):
@@ -87,16 +93,15 @@ class Run(ShardedRun):
         self, given: RunInputs, batch: Any, batch_idx: int, resumed: Mapping[str, Any] | None
     ) -> None:
         module, job = given.module, given.job
-        seed, rank_zero = (
-            broadcast_object(torch.initial_seed()),
-            RankZero(job.limits.plan_timeout_seconds),
-        )
-        self._rank_zero, replica = rank_zero, job.replica
-        if replica is not None:  # others draw other numbers
-            seed, self._rank_zero = (
-                seed + replica.index,
-                RankZero(job.limits.plan_timeout_seconds, replica.group),
-            )
+        seed = broadcast_object(torch.initial_seed())
+        timeout = job.limits.plan_timeout_seconds
+        rank_zero = RankZero(timeout)
+        self._rank_zero = rank_zero
+        replica = job.replica
+        # Other replicas draw other random numbers.
+        if replica is not None:
+            seed += replica.index
+            self._rank_zero = RankZero(timeout, replica.group)
         self._to_fuse = given.optimizers if job.compile is not None else ()
         with fused(self._to_fuse):
             info = inspect_optimizer(given.optimizers)
@@ -120,18 +125,13 @@ class Run(ShardedRun):
         limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
         buffers = step.buffers if replica is None else ()
         with tuned(job.device), given.sharding(module) as values, job.progress("lower"):
-            place = (
-                job.device,
-                self._cluster,
-                seed,
-                self._loss_scale,
-                job.backend,
-                job.compile,
-                replica,
+            devices = (job.device, self._cluster, seed, self._loss_scale)
+            self._placed = PlanRuntime(
+                module, step.parameters, plan, *devices, job.backend, job.compile, replica
             )
-            self._placed = PlanRuntime(module, step.parameters, plan, *place)
             super().__init__(given, info, plan, self._placed.store, limit, values, buffers)
-            if plan.fingerprint.batch == step.batch_digest:  # else the resumed run's first batch
+            # Else the resumed run's first batch.
+            if plan.fingerprint.batch == step.batch_digest:
                 job.plans.planned_batch = batch_shapes(step)
             program = self._program(step)
         if job.device.type == "cpu":
@@ -142,7 +142,8 @@ class Run(ShardedRun):
         self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
         self._keep(shape_key(batch), step, program, batch)
         self._num_changes = 0
-        self._numbers: list[Place] = []  # that change
+        # That change.
+        self._numbers: list[Place] = []
         self._step_starts: list[float] = []
         self._loop_clock = LoopClock()
 
@@ -159,24 +160,27 @@ class Run(ShardedRun):
         captured, counters = self._captured_step(key, batch, batch_idx)
         captured.leaves.begin(batch)
         self._clear_gradients(batch_idx)
-        with self.in_step():  # a pipeline's backward is in it
+        # A pipeline's backward is in it.
+        with self.in_step():
             values = captured.program(leaves, counters)
         self._loop_clock.leave()
         self._placed.num_steps += 1
-        captured.leaves.finish()  # long there: the forward has taken its time
+        # Long there: the forward has taken its time.
+        captured.leaves.finish()
         step, own = captured.step, step_effects.own_rows_of(values, captured.own_rows)
         step_effects.verify(step, values)
         step_effects.write_buffers(self.module, step, values)
-        for each in step.stored:  # a validation may have set another (`self.phase = "train"`)
+        # A validation may have set another (`self.phase = "train"`).
+        for each in step.stored:
             each.namespace[each.name] = each.value
-        with (
-            self._job.log_context()
-        ):  # the default dtype and autocast under which the user's step would have logged
+        # The default dtype and autocast under which the user's step would have logged.
+        with self._job.log_context():
             step_effects.update_metrics_and_log(
                 self.module, step, values, leaves, counters, self.metrics
             )
         step_effects.append_to_lists(self.module, step, own, leaves, counters)
-        self.buffers_differ = self._job.replica is not None and self.syncs  # as DDP has it
+        # As DDP has it.
+        self.buffers_differ = self._job.replica is not None and self.syncs
         return step_effects.materialize_output(step.output, own, leaves, counters)
 
     @override
@@ -191,7 +195,8 @@ class Run(ShardedRun):
 
     @override
     def finish_backward(self) -> None:
-        if not self.plan.is_pipelined:  # gradients of a pipeline were complete before it
+        # Gradients of a pipeline were complete before it.
+        if not self.plan.is_pipelined:
             self.store.finish_backward(
                 None if self._job.replica is not None else self.step_completed
             )
@@ -214,14 +219,14 @@ class Run(ShardedRun):
             yield
 
     def _clear_gradients(self, batch_idx: int) -> None:
-        """The Trainer clears the last gradients after the step: where nobody looks at them in
-        between they go now, and
-        need no memory beside its activations, or its own gradients."""
+        """Clear the last step's gradients before the forward, if no hook reads them until then.
+
+        The Trainer clears them after it, when they would add to the memory of activations.
+        """
         begins = batch_idx % self._trainer.accumulate_grad_batches == 0
         if begins and not has_own_hooks(self.module, self._trainer, _SEE_GRADIENTS):
-            for (
-                parameter
-            ) in self.store.parameters:  # the module's own take half a millisecond to find
+            # The module's own take half a millisecond to find.
+            for parameter in self.store.parameters:
                 parameter.grad = None
 
     def _loss_scale(self) -> float:
@@ -331,10 +336,15 @@ class Run(ShardedRun):
             found |= {*last.step.numbers, *changed_numbers(last.step, self.module, batch)}
         places = sorted(found, key=str)
         values = numbers_now(places, self.module, batch)
-        everywhere = all_gather_object(values, self._job.group)
-        same = [p for p in places if len({repr(each.get(str(p))) for each in everywhere}) == 1]
-        self._numbers = [p for p in places if p in same and type(values[str(p)]) in (int, float)]
-        return tuple(self._numbers)
+        values_of_ranks = all_gather_object(values, self._job.group)
+        numbers = []
+        for place in places:
+            name = str(place)
+            texts = {repr(of_rank.get(name)) for of_rank in values_of_ranks}
+            if len(texts) == 1 and type(values[name]) in (int, float):
+                numbers.append(place)
+        self._numbers = numbers
+        return tuple(numbers)
 
     def _keep(
         self, key: Hashable, step: StepGraph, program: StepProgram, batch: Any
@@ -356,10 +366,11 @@ class Run(ShardedRun):
         parameters.
         """
         made_for = self.plan.fingerprint
+        # Else it means other ops.
         if (made_for.graph, made_for.batch) == (
             step.graph_digest,
             step.batch_digest,
-        ):  # else it means other ops
+        ):
             return self._placed.training_program(step, self.plan)
         smaller = plan_on_smaller_batch(step, self._job.plans.planned_batch, self.plan)
         if smaller is not None:
@@ -403,15 +414,15 @@ class Run(ShardedRun):
         if count > MEASURED_STEPS.stop:
             return
         if self._job.device.type == "cuda" and count in (MEASURED_STEPS.start, MEASURED_STEPS.stop):
-            torch.cuda.synchronize(self._job.device)  # the host may be steps ahead
+            # The host may be steps ahead.
+            torch.cuda.synchronize(self._job.device)
         self._step_starts.append(time.perf_counter())
         self._loop_clock.end_step()
         if count == MEASURED_STEPS.stop:
             starts = self._step_starts[MEASURED_STEPS.start :]
             seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
-            if (
-                self._job.device.type == "cuda"
-            ):  # single starts are the host's; both ends were waited for
+            # Single starts are the host's; both ends were waited for.
+            if self._job.device.type == "cuda":
                 seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
             predicted = self._predicted()
             self._job.progress.say(measured_line(predicted, seconds))

@@ -15,7 +15,8 @@ from alpa_strategy.ir.plan import Fingerprint, Plan
 if TYPE_CHECKING:
     from alpa_strategy.planner.smaller_batch import BatchShapes
 
-PlanData = Mapping[str, Any]  # `Plan.to_dict()`
+# `Plan.to_dict()`.
+PlanData = Mapping[str, Any]
 
 
 class RunPlans:

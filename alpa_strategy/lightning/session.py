@@ -1,14 +1,15 @@
-"""Session: the forms that a module takes under one strategy, and what brings each about.
+"""Session: the states of a module under one strategy (`ModuleState`), and their transitions.
 
-It is whole, or built without memory, until the first training batch brings the plan; then its
-parameters lie in shards until the training ends, and beyond that where it does not fit whole. A
-model that does not fit into one device is sharded for an evaluation without a training as well.
+The module is full or deferred until the first training batch, which is planned. Then it is sharded
+until the training ends, and longer if the full one does not fit. A module that does not fit on one
+device is sharded for an evaluation without a training as well.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from enum import Enum
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -30,163 +31,227 @@ from alpa_strategy.loading import without_collections
 if TYPE_CHECKING:
     from alpa_strategy.capture.submodules import Call
     from alpa_strategy.ir.plan import Plan
-    from alpa_strategy.lightning.sharded_run import ShardedRun
+    from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 
 
 _SHAPES = re.compile("shape|size|dimension", re.IGNORECASE)
 
 
+class ModuleState(Enum):
+    """The state of a strategy's module. In the last three, `Session.run` exists."""
+
+    # Full parameters on every rank.
+    FULL = "full"
+
+    # Built without memory; no plan yet.
+    DEFERRED = "deferred"
+
+    # Placed as a plan specifies, for captured steps.
+    SHARDED = "sharded"
+
+    # Placed as a plan specifies, for eager steps.
+    EAGER = "eager"
+
+    # Sharded for one evaluation without a training, as the full module does not fit on a device.
+    EVALUATION = "evaluation"
+
+
 class Session:
-    """One per strategy. Everything that changes the module's form is collective.
+    """The module's state under one strategy. All transitions are collective, but `close`.
 
     Args:
-        make_job: the job as it is now.
-        checkpoints: what they hold is put in place when the module is sharded.
+        make_job: returns the job of the Trainer's current run.
+        checkpoints: restore a checkpoint's values when the module is sharded.
     """
 
     def __init__(self, make_job: Callable[[], Job], checkpoints: Checkpoints) -> None:
-        self._make_job, self._checkpoints = make_job, checkpoints
-        self.run: ShardedRun | None = (
-            None  # of a training or of an evaluation; None while the module is whole
-        )
-        self.plan: Plan | None = None  # that of the last run
-        self.process_bytes = (
-            0  # of the host's memory, what this process took beside its tensors when that run began
-        )
+        self._make_job = make_job
+        self._checkpoints = checkpoints
+
+        # State but for DEFERRED, which `deferred_init` decides.
+        self._state = ModuleState.FULL
+
+        # The run of a training or of an evaluation; None while the module is full or deferred.
+        self.run: ShardedRun | None = None
+
+        # Plan of the last run.
+        self.plan: Plan | None = None
+
+        # Bytes of host memory that this process used in addition to its tensors, when the run
+        # started.
+        self.process_bytes = 0
+
         self.deferred_init = DeferredInit()
-        self._why_written: CaptureError | None = None
-        self._told: CaptureError | None = None  # of these, what the user knows
-        self._is_accumulating = self._stays_local = False
-        self._shards_for_evaluation = False
-        self._calls: Sequence[Call] | None = None  # of submodules, that a run has recorded
+
+        # Reason for eager steps; None: steps are captured.
+        self._reason: CaptureError | None = None
+
+        # The reason that was logged last.
+        self._logged_reason: CaptureError | None = None
+
+        # Whether the current optimizer step has had a batch that is not its last.
+        self._is_accumulating = False
+
+        # Whether gradients of the current batch stay local.
+        self._stays_local = False
+
+        # Calls of submodules that a run has recorded.
+        self._calls: Sequence[Call] | None = None
         self._loop: EvaluationLoop | None = None
+
+    @property
+    def state(self) -> ModuleState:
+        """The module's state."""
+        if self._state is ModuleState.FULL and self.deferred_init.is_pending:
+            return ModuleState.DEFERRED
+        return self._state
 
     # Training
 
     def before_training_batch(
         self, module: Any, optimizers: list[Optimizer], batch: Any, batch_idx: int
     ) -> None:
-        """The module in shards, under a plan for its parameters as they are now."""
+        """Shard the module, at the first batch and after changes of its parameters."""
         if self.run is None:
             self._shard(module, optimizers, batch, batch_idx)
-        elif (change := self.run.changed_parameters()) is not None:
-            # Parameters were frozen, unfrozen or replaced: another plan, from the whole module.
-            if self._is_accumulating:
-                raise AlpaError(
-                    f"{change} between the batches of one optimizer step",
-                    "do it when a step begins (batch_idx % accumulate_grad_batches == 0)",
-                )
-            self.run.say(f"alpa: {change}: planning once more")
-            random_streams, self._calls = self.run.state_dict(), self.run.calls
-            self._make_whole()
-            self._shard(module, optimizers, batch, batch_idx).load_state_dict(random_streams)
+            return
+
+        change = self.run.changed_parameters()
+        if change is None:
+            return
+
+        # Parameters were frozen, unfrozen or replaced: the full module is planned again.
+        if self._is_accumulating:
+            raise AlpaError(
+                f"{change} between the batches of one optimizer step",
+                "do it when a step begins (batch_idx % accumulate_grad_batches == 0)",
+            )
+        self.run.say(f"alpa: {change}: planning once more")
+        random_streams = self.run.state_dict()
+        self._calls = self.run.calls
+        self._unshard()
+        self._shard(module, optimizers, batch, batch_idx).load_state_dict(random_streams)
 
     def _shard(
         self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int
     ) -> "ShardedRun":
-        # Planning and the runtime are loaded with the first batch, not with the import of the
-        # package.
+        """Plan on `batch` and shard the full module. Collective."""
+        # Planning and the runtime are imported with the first batch, not with the package.
         with without_collections():
-            from alpa_strategy.capture.python_state import requiring_grad
-            from alpa_strategy.lightning.eager_run import (
-                EagerRun,
-                check_may_run_as_written,
-                why_written,
-            )
-            from alpa_strategy.lightning.rank_consistency import toggled
-            from alpa_strategy.lightning.run import Run
+            from alpa_strategy.lightning.eager_run import why_written
             from alpa_strategy.lightning.sharded_run import RunInputs
-            from alpa_strategy.lightning.submodule_run import SubmoduleRun
             from alpa_strategy.runtime.host_memory import process_bytes
             from alpa_strategy.runtime.sharded_parameter import are_held
 
-        job, resumed, named = (
-            self._make_job(),
-            self._checkpoints.resumed,
-            list(module.named_parameters()),
-        )
-        held = dict(compress(named, any_rank(are_held([parameter for _, parameter in named]))))
-        submodules = job.submodules and (
-            job.submodules[0],
-            replace(job.submodules[1], kept_whole=tuple(held)),
-        )
-        job = replace(
-            job, options=replace(job.options, kept_whole=tuple(held)), submodules=submodules
-        )
-        given = RunInputs(module, tuple(optimizers), job, self.deferred_init.sharding)
-        resumes_written = any_rank([bool(resumed.get("as_written"))])[0]
-        self._why_written = self._why_written or why_written(
-            module, optimizers, job, resumes_written
-        )
-        with isolate_rng(include_cuda=job.device.type == "cuda"):  # measuring draws
-            run: ShardedRun | None = None
-            if self._why_written is None:
-                try:
-                    run = Run(given, batch, batch_idx, resumed.get("plan"))
-                except CaptureError as error:
-                    self._why_written = error
+        named = list(module.named_parameters())
+        is_shared = any_rank(are_held([parameter for _, parameter in named]))
+        shared = dict(compress(named, is_shared))
+        job = _keeping_full(self._make_job(), tuple(shared))
+        inputs = RunInputs(module, tuple(optimizers), job, self.deferred_init.sharding)
+
+        resumes_eager = any_rank([bool(self._checkpoints.resumed.get("as_written"))])[0]
+        if self._reason is None:
+            self._reason = why_written(module, optimizers, job, resumes_eager)
+
+        # Measurements draw random numbers.
+        with isolate_rng(include_cuda=job.device.type == "cuda"):
+            run = self._captured_run(inputs, batch, batch_idx)
             if run is None:
-                assert self._why_written is not None
-                is_news, self._told = self._why_written is not self._told, self._why_written
-                with requiring_grad(toggled(module, optimizers), True):
-                    if job.submodules is not None:
-                        run = SubmoduleRun(given, self._why_written, self._calls)
-                    else:
-                        check_may_run_as_written(self._why_written, job)
-                        run = EagerRun(given, self._why_written, is_news)
-        self.run, self.plan = run, run.plan
-        if left := [
-            name
-            for name, parameter in held.items()
-            if parameter in set(run.store.sharded_parameters)
-        ]:
-            rank_zero_warn(
-                f"alpa: something else holds the memory of {', '.join(left)} as well (a view made"
-                " before, a NumPy "
-                "array, a state dict): it does not follow the parameter, of which a rank has a"
-                " part, or nothing"
-            )
+                run = self._eager_run(inputs)
+        self._enter(run, ModuleState.EAGER if run.plan.is_eager else ModuleState.SHARDED)
+
+        _warn_of_shared_memory(shared, run)
         self._checkpoints.restore(run, optimizers)
         run.adapt_trainer(module.trainer)
         self.process_bytes = process_bytes(module, optimizers, job.device)
         _show_plan(run, job, self.process_bytes)
         return run
 
+    def _captured_run(self, inputs: "RunInputs", batch: Any, batch_idx: int) -> "ShardedRun | None":
+        """Return a run with captured steps; None, with the reason stored, if there is none."""
+        with without_collections():
+            from alpa_strategy.lightning.run import Run
+
+        if self._reason is not None:
+            return None
+
+        try:
+            return Run(inputs, batch, batch_idx, self._checkpoints.resumed.get("plan"))
+        except CaptureError as error:
+            self._reason = error
+            return None
+
+    def _eager_run(self, inputs: "RunInputs") -> "ShardedRun":
+        """Return a run with eager steps, of which submodules may be planned.
+
+        Raises:
+            CaptureError: an option requires a captured step.
+        """
+        with without_collections():
+            from alpa_strategy.capture.python_state import requiring_grad
+            from alpa_strategy.lightning.eager_run import EagerRun, check_may_run_as_written
+            from alpa_strategy.lightning.rank_consistency import toggled
+            from alpa_strategy.lightning.submodule_run import SubmoduleRun
+
+        reason = self._reason
+        assert reason is not None
+        is_new = reason is not self._logged_reason
+        self._logged_reason = reason
+        with requiring_grad(toggled(inputs.module, inputs.optimizers), True):
+            if inputs.job.submodules is not None:
+                return SubmoduleRun(inputs, reason, self._calls)
+
+            check_may_run_as_written(reason, inputs.job)
+            return EagerRun(inputs, reason, is_new)
+
+    def _enter(self, run: "ShardedRun", state: ModuleState) -> None:
+        """The module is sharded by `run`."""
+        self._state = state
+        self.run = run
+        self.plan = run.plan
+
+    def _stays_sharded(self) -> bool:
+        """Whether the module cannot be unsharded, as the full one does not fit; logs why."""
+        return self.deferred_init.was_needed and stays_sharded(self.run)
+
     def training_step(self, batch: Any, batch_idx: int, eager_step: Callable[[], Any]) -> Any:
-        """What the module's own step returns, its loss differentiable; `eager_step` calls it."""
+        """Return the result of the module's own step, its loss differentiable.
+
+        Args:
+            batch: this rank's batch.
+            batch_idx: its index in the epoch.
+            eager_step: calls the module's own step.
+        """
         assert self.run is not None
         self.run.begin_check(batch)
         try:
-            with _caused_by(self._why_written):
+            with _caused_by(self._reason):
                 return self.run.training_step(batch, batch_idx, eager_step)
         except CaptureError as error:
             is_final = self.run.plan.is_eager or not self._make_job().may_run_eagerly
-            if is_final or (self.deferred_init.was_needed and stays_sharded(self.run)):
+            if is_final or self._stays_sharded():
                 if isinstance(error, FailedCheckError) and error.own is not None:
                     raise error.own from error
                 raise
-            self._why_written = error
-        run = self._go_on_as_written(self.run, batch, batch_idx)
-        with _caused_by(self._why_written):
+            self._reason = error
+
+        run = self._continue_eagerly(self.run, batch, batch_idx)
+        with _caused_by(self._reason):
             return run.training_step(batch, batch_idx, eager_step)
 
-    def _go_on_as_written(self, run: "ShardedRun", batch: Any, batch_idx: int) -> "ShardedRun":
-        """What runs this step and all that follow after `run`, perhaps between batches of one
-        optimizer step.
-        """
+    def _continue_eagerly(self, run: "ShardedRun", batch: Any, batch_idx: int) -> "ShardedRun":
+        """Replace `run` by one with eager steps, perhaps between batches of one optimizer step."""
         run.leave_steps()
         gradients = run.take_gradients() if self._is_accumulating else []
-        self._make_whole()
+        self._unshard()
         run = self._shard(run.module, run.optimizers, batch, batch_idx)
         if world_size() > 1:
             rank_zero_warn(
-                f"alpa: step {run.module.trainer.global_step + 1} and all that follow run as they"
-                " are written, after "
-                "steps that were one device's on all ranks' rows. Where a loss is no mean over"
-                " rows, BatchNorm's "
-                "statistics are taken or random numbers drawn, the training goes on as under DDP,"
-                " not as on one "
-                'device. capture="never" has it so from the first step on, capture="require" never'
+                f"alpa: step {run.module.trainer.global_step + 1} and all that follow run eagerly,"
+                " after steps that were one device's on all ranks' samples. If a loss is no mean"
+                " over samples, BatchNorm's statistics are computed or random numbers drawn, the"
+                " training continues as under DDP, not as on one device."
+                ' capture="never" runs all steps eagerly, capture="require" none'
             )
         for parameter, gradient in gradients:
             run.store.give_gradient(parameter, gradient)
@@ -195,36 +260,37 @@ class Session:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """A backward whose gradients stay local: another batch of the same optimizer step
-        follows.
-        """
+        """Context of a batch that is not the last of its optimizer step: gradients stay local."""
         assert self.run is not None
-        self._is_accumulating = self._stays_local = True
+        self._is_accumulating = True
+        self._stays_local = True
         self.run.sync(False)
         try:
             yield
         finally:
             self._stays_local = False
-            self.run.sync(True)  # perhaps another one than before
+            # The run may have been replaced in the context.
+            self.run.sync(True)
 
     @contextmanager
     def stepping(self, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-        """Around an optimizer's step: parameters get new values. Gives the closure for it."""
+        """Context of an optimizer's step; its value is the closure for that step."""
         assert self.run is not None
 
         with self.run.stepping():
-            # Of a step that runs its own backward the closure computes; the Trainer's calls our
-            # `training_step`.
-            yield closure if self.run.module.automatic_optimization else self.run.in_step()(closure)
-            # perhaps another run: a step that goes on as written is computed in here
+            # With manual optimization the user's closure computes. The Trainer's calls
+            # `training_step`, which prepares the module itself.
+            if not self.run.module.automatic_optimization:
+                closure = self.run.in_step()(closure)
+            yield closure
+            # The closure may have replaced the run by one with eager steps.
             self.run.stepped()
         self._is_accumulating = False
 
     @contextmanager
     def in_backward(self, loss: Tensor) -> Iterator[None]:
-        """Around the backward of a step's loss; gradients are complete after it, unless more are
-        added to them.
-        """
+        """Context of the backward of a step's loss; then gradients are reduced, unless more are
+        accumulated."""
         assert self.run is not None
         self.run.begin_check(loss=loss)
         with self.run.in_step():
@@ -235,41 +301,45 @@ class Session:
         self.run.check_gradients()
 
     def end_training(self) -> None:
-        """The module and its optimizer are whole again, unless that would not fit."""
+        """Unshard the module and its optimizer, if they fit."""
         self._is_accumulating = False
-        if self.run is None or (self.deferred_init.was_needed and stays_sharded(self.run)):
+        if self.run is None or self._stays_sharded():
             return
         self._checkpoints.run_ends()
-        self._make_whole()
+        self._unshard()
 
-    def _make_whole(self) -> None:
+    def _unshard(self) -> None:
         assert self.run is not None
         self.run.release()
         self.run.close()
         self.run = None
+        self._state = ModuleState.FULL
 
     # Evaluation
 
     def start_evaluation(self, module: Any) -> None:
-        """A loop over evaluation batches begins."""
+        """Prepare a loop over evaluation batches."""
+        is_training = module.trainer.state.fn == TrainerFn.FITTING
         if self.run is not None:
             self.run.take_buffers()
-        if self.run is None and world_size() > 1 and module.trainer.state.fn != TrainerFn.FITTING:
-            self._shards_for_evaluation = not self.fits_one_device(module)
-        if self._shards_for_evaluation and self.run is None:
+        elif world_size() > 1 and not is_training and not self.fits_one_device(module):
             self._shard_for_evaluation(module)
         if self.run is not None:
             self.run.start_evaluation()
         self._loop = EvaluationLoop(module.trainer) if world_size() > 1 else None
 
     def fits_one_device(self, module: Any) -> bool:
-        """Whether the whole parameters fit into what a plan may use of a device."""
-        return sum(p.numel() * p.element_size() for p in module.parameters()) <= device_limit(
-            self._make_job()
-        )
+        """Whether the full parameters fit into the memory that a plan may use. Collective."""
+        num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+        return num_bytes <= device_limit(self._make_job())
 
     def evaluate(self, args: tuple[Any, ...], eager_step: Callable[[], Any]) -> Any:
-        """What `eager_step`, an evaluation step, returns; see `ShardedRun.evaluation_step`."""
+        """Return the result of `eager_step`, an evaluation step on `args`.
+
+        Args:
+            args: as of `ShardedRun.evaluation_step`.
+            eager_step: calls the module's own step.
+        """
         output = eager_step() if self.run is None else self.run.evaluation_step(args, eager_step)
         if self._loop is not None:
             self._loop.after_step(*args[1:])
@@ -281,83 +351,109 @@ class Session:
 
         job = self._make_job()
         job = replace(job, options=replace(job.options, parallel="zero3"))
-        given = RunInputs(module, (), job, self.deferred_init.sharding)
+        inputs = RunInputs(module, (), job, self.deferred_init.sharding)
         with torch.inference_mode(False), isolate_rng(include_cuda=job.device.type == "cuda"):
-            run = EagerRun(given, CaptureError("an evaluation"))
+            run = EagerRun(inputs, CaptureError("an evaluation"))
             self._checkpoints.restore_parameters(run.store)
-        self.run, self.plan = run, run.plan
+        self._enter(run, ModuleState.EVALUATION)
         _show_plan(run, job)
 
     def end_evaluation(self) -> None:
-        """The loop has ended; what was sharded for it alone is whole again."""
-        if self.run is not None:  # first: ranks that have batches left may need this one's parts
+        """End a loop over evaluation batches; a module that was sharded for it is unsharded."""
+        # Before anything else, as ranks with remaining batches may need this rank's shards.
+        if self.run is not None:
             self.run.end_evaluation()
         if self._loop is not None:
             self._loop.end()
             self._loop = None
-        if self._shards_for_evaluation and self.run is not None:
-            self._shards_for_evaluation = False
+        if self.run is not None and self._state is ModuleState.EVALUATION:
+            # A module that cannot be unsharded stays as it is for further evaluations.
+            self._state = ModuleState.EAGER
             with torch.inference_mode(False):
-                if not (self.deferred_init.was_needed and stays_sharded(self.run)):
-                    self._make_whole()
+                if not self._stays_sharded():
+                    self._unshard()
 
     def meet(self) -> None:
-        """Code of a step begins a collective of all ranks."""
+        """Synchronize with ranks that still need parameters, before a collective of all ranks."""
         if self.run is not None:
             self.run.meet()
 
-    # The forms, seen from outside
+    # The module's state, used by the strategy
 
     def as_training_holds_it(self) -> AbstractContextManager[Any]:
-        """Context: parameters in parts, also within a hook that sees them whole and saves."""
+        """Return a context with sharded parameters, within hooks that see full ones as well."""
         return nullcontext() if self.run is None else self.run.whole.suspended()
 
     def explain(self, error: BaseException) -> None:
-        """A note to an error about shapes, where parameters lie in parts."""
-        is_of_shapes = isinstance(error, RuntimeError | ValueError | IndexError) and _SHAPES.search(
-            str(error)
-        )
-        if (
-            is_of_shapes
-            and self.run is not None
-            and not self.run.whole.is_active
-            and self.run.store.sharded_parameters
-        ):
+        """Add a note to an error about shapes, if parameters are sharded."""
+        if not isinstance(error, RuntimeError | ValueError | IndexError):
+            return
+        if self.run is None or self.run.whole.is_active or not self.run.store.sharded_parameters:
+            return
+
+        if _SHAPES.search(str(error)):
             error.add_note(
-                "alpa: parameters lie in parts on the ranks. Code that reads or changes them"
-                " outside of the module's "
-                "steps and hooks (a loader that asks the model, an average of weights) wants `with "
-                "trainer.strategy.whole_parameters():` around it, on all ranks together, or"
-                ' parallel="data"'
+                "alpa: parameters are sharded over the ranks. Code that reads or changes them"
+                " outside of the module's steps and hooks (a loader that uses the model, an average"
+                " of weights) needs `with trainer.strategy.whole_parameters():` around it, on all"
+                ' ranks together, or parallel="data"'
             )
 
     def close(self, interrupted: bool) -> None:
-        """The Trainer is done, or an exception has ended it. No communication."""
-        self._shards_for_evaluation, self._why_written, self._calls = False, None, None
-        if self.run is not None and self.deferred_init.was_needed and not interrupted:
-            return  # it stays in shards
-        if self.run is not None:
-            self.run.close()
+        """End the session's run with the Trainer's, or after an exception. No communication."""
+        self._reason = None
+        self._calls = None
+        if self.run is None:
+            return
+
+        # A module that was not unsharded does not fit: it stays sharded.
+        if self.deferred_init.was_needed and not interrupted:
+            if self._state is ModuleState.EVALUATION:
+                self._state = ModuleState.EAGER
+            return
+
+        self.run.close()
         self.run = None
+        self._state = ModuleState.FULL
+
+
+def _keeping_full(job: Job, names: tuple[str, ...]) -> Job:
+    """Return the job with the parameters `names` full, in their current memory."""
+    submodules = job.submodules
+    if submodules is not None:
+        num_replicas, options = submodules
+        submodules = (num_replicas, replace(options, kept_whole=names))
+    options = replace(job.options, kept_whole=names)
+    return replace(job, options=options, submodules=submodules)
+
+
+def _warn_of_shared_memory(shared: Mapping[str, Tensor], run: "ShardedRun") -> None:
+    """Warn of sharded parameters whose full memory is used by other objects."""
+    sharded = set(run.store.sharded_parameters)
+    names = [name for name, parameter in shared.items() if parameter in sharded]
+    if names:
+        rank_zero_warn(
+            f"alpa: something else holds the memory of {', '.join(names)} as well (a view made"
+            " before, a NumPy array, a state dict): it does not follow the parameter, of which a"
+            " rank has a shard, or nothing"
+        )
 
 
 @contextmanager
 def _caused_by(why: CaptureError | None) -> Iterator[None]:
-    """An error of the user's step that `why` foretold has it as its cause; any other stays as it
-    is.
-    """
+    """Context of the user's step: an error that was the reason `why` gets it as its cause."""
     try:
         yield
     except AlpaError:
         raise
     except Exception as error:
-        if error.__cause__ is None and error is not why and _foretells(why, error):
+        if error.__cause__ is None and error is not why and _is_reason(why, error):
             error.__cause__ = why
         raise
 
 
-def _foretells(why: BaseException | None, error: Exception) -> bool:
-    """Whether the step was not captured, or a captured one ended, because it raises this error."""
+def _is_reason(why: BaseException | None, error: Exception) -> bool:
+    """Whether a capture, or a captured step, failed because the step raises this error."""
     if isinstance(why, FailedCheckError):
         return True
     text = f"{type(error).__name__}: "
@@ -365,20 +461,22 @@ def _foretells(why: BaseException | None, error: Exception) -> bool:
 
 
 def _show_plan(run: "ShardedRun", job: Job, process_bytes: int = 0) -> None:
-    if job.progress.enabled:
-        from alpa_strategy.display.table import plan_table
+    """Print the plan of a run, if this rank prints."""
+    if not job.progress.enabled:
+        return
 
-        if (replica := job.replica) is not None:
-            job.progress.say(
-                f"alpa: {replica.count} replicas, each with this plan for its own batches, as under"
-                " DDP"
-            )
-        elif world_size() > 1 and not run.plan.is_eager:
-            job.progress.say(
-                "alpa: losses, gradients and logs of a step are one device's on the batches of all"
-                " ranks"
-            )
-        if (
-            job.submodules is None or run.plan.stages[0].strategies
-        ):  # else it shows which can be planned
-            job.progress.say(plan_table(run.plan, process_bytes=process_bytes))
+    from alpa_strategy.display.table import plan_table
+
+    if job.replica is not None:
+        job.progress.say(
+            f"alpa: {job.replica.count} replicas, each with this plan for its own batches, as under"
+            " DDP"
+        )
+    elif world_size() > 1 and not run.plan.is_eager:
+        job.progress.say(
+            "alpa: losses, gradients and logs of a step are one device's on the batches of all"
+            " ranks"
+        )
+    # A run that only records the calls of submodules has nothing to show.
+    if job.submodules is None or run.plan.stages[0].strategies:
+        job.progress.say(plan_table(run.plan, process_bytes=process_bytes))

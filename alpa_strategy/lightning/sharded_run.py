@@ -1,8 +1,7 @@
-"""ShardedRun: a module whose parameters lie as a plan says, and what its Trainer, checkpoints and
-hooks ask of it.
+"""ShardedRun: a module with sharded parameters, as its Trainer, checkpoints and hooks use it.
 
-How steps run is said by its two kinds: `Run` has them captured and planned, `EagerRun` runs them
-as they are written.
+Its subclasses run the steps: `Run` runs captured, planned steps, `EagerRun` eager ones, and
+`SubmoduleRun` eager ones with planned submodules.
 """
 
 from abc import ABC, abstractmethod
@@ -45,28 +44,36 @@ from alpa_strategy.units import format_bytes
 
 @dataclass(frozen=True)
 class RunInputs:
-    """A module whose parameters are whole, or not made yet, and what it is to be trained with."""
+    """A module with full or deferred parameters, its optimizers and its job."""
 
-    module: Any  # the LightningModule; its Parameter objects stay
-    optimizers: tuple[Optimizer, ...]  # made on the whole parameters; none: for an evaluation
+    # The LightningModule; its Parameter objects stay.
+    module: Any
+
+    # Optimizers of the full parameters; none for an evaluation.
+    optimizers: tuple[Optimizer, ...]
+
     job: Job
-    # context around what shards the module; gives what makes all of a parameter or of optimizer
-    # state
+
+    # Context in which the module is sharded. Its value is a function that returns the full tensor
+    # of a parameter or of optimizer state (see `DeferredInit.sharding`).
     sharding: Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
 
 
 class ShardedRun(ABC):
-    """See the file's docstring. What gathers or reduces is collective.
+    """A module with sharded parameters. Methods that gather or reduce are collective.
 
     Args:
-        optimizer_info: of all optimizers together.
-        store: to be sharded.
+        given: the module, its optimizers and its job.
+        optimizer_info: properties of all optimizers together.
+        plan: the plan.
+        store: store of the parameters, which are sharded here.
         limit: bytes of a device that may be used.
-        values: gives the whole of a parameter, or of a tensor of optimizer state.
-        buffers: of which all ranks are to hold the same, as they do of parameters.
+        values: returns the full tensor of a parameter or of optimizer state.
+        buffers: buffers that must be equal on all ranks.
     """
 
-    _placed: PlanRuntime | None = None  # what runs programs, where there are any
+    # The runtime of programs, if there are any.
+    _placed: PlanRuntime | None = None
 
     def __init__(
         self,
@@ -78,59 +85,68 @@ class ShardedRun(ABC):
         values: Callable[[Tensor], Tensor],
         buffers: Sequence[BufferInput] = (),
     ) -> None:
-        module, optimizers, job = given.module, given.optimizers, given.job
-        self.module, self.optimizers, self.plan, self.store = module, optimizers, plan, store
-        self._job, self.say = job, job.progress.say
-        check = (
-            GradientCheck(divided=not plan.is_eager)
-            if job.limits.check_gradients and optimizers
-            else None
-        )
+        module = given.module
+        optimizers = given.optimizers
+        job = given.job
+        self.module = module
+        self.optimizers = optimizers
+        self.plan = plan
+        self.store = store
+        self._job = job
+        self.say = job.progress.say
+        check = None
+        if job.limits.check_gradients and optimizers:
+            check = GradientCheck(divided=not plan.is_eager)
         self._gradient_check = check
         store.shard(values, job.limits.bucket_bytes, None if check is None else check.look)
         for optimizer in optimizers:
             shard_state(optimizer, store, values)
         self.whole = FullParameters(store)
-        self.on_use: EagerFullyShard | None = None  # for a step that runs as it is written
+        # Gathers parameters on use, in eager steps.
+        self.on_use: EagerFullyShard | None = None
         self._evaluates: EagerFullyShard | None = None
         self._evaluation = ExitStack()
         self._optimizer_info, self._limit = optimizer_info, limit
-        self.syncs = True  # what `sync` was last given
+        # The last argument of `sync`.
+        self.syncs = True
         self.metrics = MetricStates(job.replica)
         self._parameters = ParameterChangeDetector(
             module, toggled(module, optimizers) if plan.is_eager else ()
         )
-        self.buffers_differ = plan.is_eager  # perhaps
+        # Whether buffers may differ between ranks.
+        self.buffers_differ = plan.is_eager
         self._num_updates = 0
         self.copies = ReplicaChecksum(
             store, module, buffers, job.limits.check_replicas_every, job.device
         )
         if check is not None:
             check.copies = ReplicaChecksum(store, module, (), 1, job.device, GRADIENT)
-        self._adapted = ExitStack()  # see `adapt_trainer`
-        self._adapted.enter_context(
-            store.listening(False)
-        )  # as DDP, to nothing outside of a step, as in an evaluation
+        # See `adapt_trainer`.
+        self._adapted = ExitStack()
+        # As under DDP, gradients outside of steps are not reduced.
+        self._adapted.enter_context(store.listening(False))
         self._by_bucket = [StepByBucket(each) for each in optimizers]
-        self.calls: Sequence[Call] | None = None  # of submodules, recorded for the run that follows
-        self.peers: Any = (
-            None  # values of the step under way are exchanged with theirs: a group for `reduce`
-        )
+        # Calls of submodules, recorded for the next run.
+        self.calls: Sequence[Call] | None = None
+        # The group with which `reduce` exchanges values of the current step.
+        self.peers: Any = None
 
     @abstractmethod
     def training_step(self, batch: Any, batch_idx: int, eager_step: Callable[[], Any]) -> Any:
-        """What `module.training_step(batch, batch_idx)` returns, its loss differentiable;
-        `eager_step` calls it.
+        """Return the result of `module.training_step(batch, batch_idx)`, its loss differentiable.
+
+        Args:
+            batch: this rank's batch.
+            batch_idx: its index in the epoch.
+            eager_step: calls the module's own step.
         """
 
     @abstractmethod
     def finish_backward(self) -> None:
-        """After the Trainer's backward: gradients are complete, where no more are added to them."""
+        """Reduce the gradients after the Trainer's backward, unless more are accumulated."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this rank's beyond parameters and optimizer, for a
-        checkpoint: plain data.
-        """
+        """Return this rank's state but for parameters and optimizer, for a checkpoint."""
         streams = {} if self._placed is None else self._placed.state_dict()
         plan = self.plan.to_dict() if rank_in(None) == 0 else None
         plans = self._job.plans.used if rank_in(self._job.group) == 0 else []
@@ -142,9 +158,7 @@ class ShardedRun(ABC):
         }
 
     def changed_parameters(self) -> str | None:
-        """What happened to the module's parameters that wants another plan, None when nothing
-        did.
-        """
+        """Return the change of the module's parameters that requires another plan, None if none."""
         return self._parameters.changed()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,9 +172,9 @@ class ShardedRun(ABC):
         return self.module.trainer
 
     def step_completed(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Let the optimizer step parameters whose gradients are complete, while others are not.
+        """Let the optimizer step parameters with complete gradients before others are complete.
 
-        Nothing is done where somebody may look at the gradients, or change them, before the step.
+        Does nothing if hooks or plugins may read or change gradients before the step.
         """
         stepper = self._stepper()
         if stepper is not None:
@@ -180,40 +194,41 @@ class ShardedRun(ABC):
         return self._by_bucket[0] if can_step_in_parts(self.optimizers[0]) else None
 
     def sync(self, enabled: bool) -> None:
-        """Whether the next backward completes gradients; else they stay local, as more are added to
-        them.
-        """
+        """Set whether the next backward reduces gradients; else they stay local and accumulate."""
         self.syncs = enabled
-        # A pipeline reduces the gradients of each of its steps; what parameters in parts keep of
-        # one is its part.
+        # A pipeline reduces the gradients of each of its steps. Parameters that are gathered on use
+        # accumulate reduced shards.
         if not self.plan.is_pipelined and self.on_use is None:
-            # One device's step: who looks after every batch (to clip, say) finds what it would
-            # there.
-            looks = not self.plan.is_eager and has_own_hooks(
-                self.module, self._trainer, ("on_after_backward",)
-            )
-            self.store.sync(enabled or looks)
+            # Hooks after the backward (clipping, for example) see the same gradients as on one
+            # device.
+            hooks = ("on_after_backward",)
+            is_read = not self.plan.is_eager and has_own_hooks(self.module, self._trainer, hooks)
+            self.store.sync(enabled or is_read)
 
     def leave_steps(self) -> None:
-        """The next step is another run's, in the midst of an epoch."""
+        """Prepare for another run that continues the epoch."""
         return
 
     def take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """All of the gradients that are there, on every rank, for another run. Collective."""
+        """Return the parameters with a gradient on any rank, and their full gradients.
+
+        Another run continues with them. Collective.
+        """
         if not self.plan.is_pipelined:
             self.store.sync(True)
             self.store.finish_backward()
         parameters = list(self.module.parameters())
-        there = any_rank([p.grad is not None for p in parameters])
-        grads = [
-            (p, torch.zeros_like(p) if p.grad is None else p.grad)
-            for p in compress(parameters, there)
-        ]
-        return [(p, self.store.gather_like(p, grad)) for p, grad in grads]
+        has_gradient = any_rank([p.grad is not None for p in parameters])
+        gradients = []
+        for parameter in compress(parameters, has_gradient):
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients.append((parameter, self.store.gather_like(parameter, grad)))
+        return gradients
 
     def in_step(self) -> Any:
-        """Around code of a step, of its backward or of an optimizer's closure: it sees whole
-        parameters. A context manager, and a decorator.
+        """Return a context, or decorator, of a step, its backward or an optimizer's closure.
+
+        Parameters are full in it when they are used.
         """
         if self.on_use is None:
             return self.store.listening(True)
@@ -225,31 +240,29 @@ class ShardedRun(ABC):
             yield
 
     def meet(self) -> None:
-        """The step's own code begins a collective of all ranks: in parts, others may still need
-        parameters first.
+        """Synchronize before a collective of the step's own code.
+
+        With parameters that are gathered on use, other ranks may still need some first.
         """
         for each in self.whole.on_use:
             each.meet()
 
     def end_of_backward(self) -> None:
-        """This rank's backward is done: in parts, others may still need parameters. Within
-        `in_step`.
-        """
+        """Serve parameters to ranks whose backward still runs, within `in_step`."""
         if self.on_use is not None:
             self.on_use.on_demand.finish()
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Around an optimizer's step, to be entered at once; `stepped` follows within it."""
-        if (
-            self.store.awaits_finish
-        ):  # after `loss.backward()` in a step that runs its own backward passes
+        """Return a context of an optimizer's step, to be entered at once; `stepped` ends it."""
+        # With manual optimization, after `loss.backward()`.
+        if self.store.awaits_finish:
             self.end_of_backward()
             self.finish_backward()
             self.check_gradients()
         return self.whole.suspended(True)
 
     def stepped(self) -> None:
-        """An optimizer has stepped. Collective at the steps at which copies are compared."""
+        """Finish an optimizer's step. Collective at the steps at which replicas are compared."""
         for each in self._by_bucket:
             each.end()
         self.store.after_optimizer_step()
@@ -260,43 +273,42 @@ class ShardedRun(ABC):
             self.copies.compare(f"after step {self._num_updates}")
 
     def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
-        """Where gradients are checked: what the step under way computes them from."""
-        if (check := self._gradient_check) is not None:
-            check.batch = check.batch if batch is None else batch
-            if loss is not None:
-                check.losses.append(
-                    loss.detach()
-                )  # looked at later: sums over devices may be under way
+        """Record the batch or the loss of the current step, if gradients are checked."""
+        check = self._gradient_check
+        if check is None:
+            return
+
+        if batch is not None:
+            check.batch = batch
+        if loss is not None:
+            # Checked later, as its all-reduce may be in flight.
+            check.losses.append(loss.detach())
 
     def check_gradients(self) -> None:
-        """Where that is asked for, and they are complete. Collective."""
+        """Check the gradients, if the user wants it and they are complete. Collective."""
         if self._gradient_check is None or not (self.plan.is_pipelined or self.store.is_syncing):
             return
         if self._job.replica is not None and not self.syncs:
             return
-        if (
-            getattr(self.module.trainer.precision_plugin, "scaler", None) is None
-        ):  # which looks for itself
+        # A loss scaler checks for overflow itself.
+        if getattr(self.module.trainer.precision_plugin, "scaler", None) is None:
             gradients = {self.store.name_of(p): p.grad for p in self.store.parameters}
             self._gradient_check.finish(gradients, self._num_updates + 1)
 
     def take_buffers(self) -> None:
-        """Buffers are rank 0's, where the ranks have run a step of their own on them since they
-        were.
-        """
+        """Broadcast rank 0's buffers if the ranks have run local steps since the last broadcast."""
         if self.buffers_differ:
             broadcast_tensors(self.module.buffers())
         self.buffers_differ = False
 
-    # Evaluation steps run as they are written, each rank on its own batches: DDP's semantics by
-    # construction. Where whole parameters have room beside a training step they are gathered once a
-    # loop, else each while it is used.
+    # Evaluation steps are eager, each rank on its own batches: DDP's semantics by construction. If
+    # full parameters fit in addition to a training step they are gathered once per loop, else each
+    # while it is used.
 
     def start_evaluation(self) -> None:
-        """Begin a loop over evaluation batches. Collective."""
-        if (
-            self._job.options.batch_scope == "global" and self._job.replica is None
-        ):  # every rank brings all rows
+        """Prepare a loop over evaluation batches. Collective."""
+        # Every rank loads all samples.
+        if self._job.options.batch_scope == "global" and self._job.replica is None:
             for _, metric in outermost_metrics(self.module):
                 self.metrics.make_global(metric)
         else:
@@ -312,24 +324,24 @@ class ShardedRun(ABC):
             self._evaluation.enter_context(self.whole.entered())
 
     def evaluation_step(self, args: tuple[Any, ...], eager_step: Callable[[], Any]) -> Any:
-        """What `eager_step` returns, a step on this rank's batch.
+        """Return the result of `eager_step`, an evaluation step on this rank's batch.
 
         Args:
             args: (batch, batch_idx, dataloader_idx) as the Trainer gives them, or the first of
                 these.
+            eager_step: calls the module's own step.
         """
         on_use = self._evaluates
         if on_use is not None:
             on_use.on_demand.begin()
         output = eager_step()
-        # The Trainer reduces what was logged when a loader ends: all ranks must have come to its
-        # end.
+        # The Trainer reduces logged values when a loader ends. All ranks must have reached its end.
         if on_use is not None and is_last_of_loader(self.module.trainer, *args[1:]):
             on_use.on_demand.finish()
         return output
 
     def end_evaluation(self) -> None:
-        """The loop has ended. Collective."""
+        """End a loop over evaluation batches. Collective."""
         self.metrics.make_local()
         on_use, self._evaluates = self._evaluates, None
         if on_use is not None:
@@ -337,12 +349,13 @@ class ShardedRun(ABC):
             on_use.on_demand.finish(for_good=True)
         self._evaluation.close()
 
-    # What has room on a device beside a training; None where it has, else why it has not, for a
-    # message
+    # Memory headroom of a device in addition to a training. These return None if the tensors fit,
+    # else the reason, for a message
 
     def no_room_for_whole(self, with_gradients: bool = False) -> str | None:
-        """Whole parameters (and gradients) for a while, beside the parts with their gradients and
-        optimizer state.
+        """Return why full parameters (and gradients) do not fit in addition to the training.
+
+        None if they fit.
         """
         whole = self.store.whole_bytes(self.store.parameters)
         here = [p for p in self.store.parameters if not self.store.is_on_host(p)]
@@ -353,12 +366,12 @@ class ShardedRun(ABC):
         )
 
     def no_room_for_evaluation(self) -> str | None:
-        """Copies of all that lies in shards, for a while, beside the largest that a step needs."""
+        """Return why full parameters do not fit in addition to a training step, or None."""
         copies = self.store.whole_bytes(self.store.sharded_parameters)
         return self._against("they and a training step", self.plan.predicted.peak_bytes + copies)
 
     def no_room_for_release(self) -> str | None:
-        """Whole parameters and optimizer state, for good."""
+        """Return why the full module and optimizer state do not fit; None if they fit."""
         whole = self.store.whole_bytes(self.store.parameters)
         trained = sum(
             self.store.whole_shape(p).numel() for p in self.store.parameters if p.requires_grad
@@ -371,12 +384,10 @@ class ShardedRun(ABC):
             return None
         return f"{what} need {format_bytes(needed)} per device of {format_bytes(self._limit)}"
 
-    # The Trainer's own, the end
+    # Hooks of the Trainer, and the end of the run
 
     def adapt_trainer(self, trainer: Any) -> None:
-        """Let hooks and callbacks see whole parameters and gradients, and the precision plugin clip
-        by all shards.
-        """
+        """Let hooks see full parameters and gradients, and the plugin clip by full norms."""
         if self.store.sharded_parameters or not self.plan.is_eager:
             self._adapted.enter_context(use_whole_norms(trainer.precision_plugin, self.whole))
         if self.store.sharded_parameters:
@@ -385,15 +396,16 @@ class ShardedRun(ABC):
             )
 
     def release(self) -> None:
-        """Give the module and the optimizers their whole tensors back, for good. Collective."""
+        """Unshard the module and the optimizers at the end of the run. Collective."""
         self.metrics.make_local()
         for optimizer in self.optimizers:
             unshard_state(optimizer, self.store)
         self.store.unshard()
-        self.whole.store = all_whole()  # a step may be under way, whose hooks see parameters by it
+        # Hooks of a step that is running see parameters through this store.
+        self.whole.store = all_whole()
 
     def close(self) -> None:
-        """Give the hooks back. No communication."""
+        """Restore the hooks. No communication."""
         self._adapted.close()
         for each in self.store.of_stage.values():
             each.unwatch()

@@ -1,10 +1,8 @@
-"""What a captured step does besides computing: its return value, its `self.log` calls, its metric
-updates.
+"""Effects of a captured step besides its loss: return value, `self.log` calls, metric updates.
 
-Captured steps update torchmetrics objects with the rows of all ranks, on every rank: nothing is to
-be summed over ranks then. Steps that run as they are written add their own rank's rows, and the
-metric sums over ranks when it computes.
-`MetricStates` knows whose rows a metric's state stands for.
+Captured steps update torchmetrics objects on every rank with the samples of all ranks, so that
+metrics must not be summed over ranks. Eager steps add the samples of their own rank, and the metric
+sums over ranks when it computes. `MetricStates` records which samples a metric's state stands for.
 """
 
 import sys
@@ -28,9 +26,10 @@ from alpa_strategy.ir.guards import CounterRef
 if TYPE_CHECKING:
     from alpa_strategy.microbatch.rules import MicrobatchPlacement
 
-# In the place of a group of ranks: the value is that of all of them already, nothing is reduced; or
-# of each replica's.
-GLOBAL, REPLICAS = "global", "replicas"
+# Values in place of a process group. GLOBAL: the value is that of all ranks already, nothing is
+# reduced. REPLICAS: the value is that of each replica, replicas are reduced.
+GLOBAL = "global"
+REPLICAS = "replicas"
 
 
 def materialize_output(
@@ -39,11 +38,15 @@ def materialize_output(
     leaves: Sequence[Any] = (),
     counters: Mapping[str, int] | None = None,
 ) -> Any:
-    """`structure` with a tensor for every ValueRef, a leaf of the batch for a LeafRef, a number for
-    a CounterRef.
-    """
+    """Return `structure` with its references replaced by values.
 
-    # Most are one tensor, or an argument of `self.log`: they need no walk.
+    Args:
+        structure: a pytree; its leaves may be ValueRef, LeafRef and CounterRef.
+        values: index of a ValueRef -> tensor.
+        leaves: leaves of the batch, for LeafRef.
+        counters: counters by name, for CounterRef.
+    """
+    # Most structures are one tensor, or an argument of `self.log`: they need no walk.
     if isinstance(structure, ValueRef):
         return values[structure.index]
     if structure is None or isinstance(structure, bool | int | float | str):
@@ -62,19 +65,25 @@ def materialize_output(
 def own_rows_of(
     values: Mapping[int, Tensor], own_rows: "Mapping[int, MicrobatchPlacement]"
 ) -> dict[int, Tensor]:
-    """`values`, with this rank's rows where they have rows (`rows_of_ranks`): as the batch that
-    hooks see.
+    """Return `values` restricted to this rank's samples, as hooks see this rank's batch.
+
+    Args:
+        values: values of the step on all ranks' samples.
+        own_rows: index of a value with a batch dim -> its placement (`rows_of_ranks`).
     """
+    local_values = dict(values)
     if not own_rows:
-        return dict(values)
-    # Loaded with a first step, not with the import of the package.
+        return local_values
+
+    # Imported with a first step, not with the package.
     from alpa_strategy.microbatch.rules import cut
 
-    rank, ranks = dist.get_rank(), world_size()
-    return {
-        v: cut(x, own_rows[v], ranks, rank).clone() if v in own_rows else x
-        for v, x in values.items()
-    }
+    rank = dist.get_rank()
+    num_ranks = world_size()
+    for index, placement in own_rows.items():
+        if index in values:
+            local_values[index] = cut(values[index], placement, num_ranks, rank).clone()
+    return local_values
 
 
 def append_to_lists(
@@ -84,7 +93,7 @@ def append_to_lists(
     leaves: Sequence[Any],
     counters: Mapping[str, int],
 ) -> None:
-    """Append to the module's lists what the step appended."""
+    """Append the step's values to the module's lists, as the user's step would."""
     if not step.appended:
         return
     detached = {index: value.detach() for index, value in values.items()}
@@ -113,7 +122,8 @@ def _exception_of(check: Check) -> Exception | None:
         return None
     try:
         return kind(check.text or check.source)
-    except TypeError:  # a class of the user's that wants something else
+    except TypeError:
+        # A class of the user's that wants something else.
         return None
 
 
@@ -128,7 +138,7 @@ def write_buffers(module: nn.Module, step: StepGraph, values: Mapping[int, Tenso
 
 
 def leave_logs(trainer: Any, steps: Sequence[StepGraph]) -> None:
-    """Steps that run as they are written go on with what these have logged: each rank's own values
+    """Eager steps go on with what these have logged: each rank's own values
     are reduced.
     """
     logged = {log.name: dict(log.kwargs) for step in steps for log in step.logs}
@@ -139,7 +149,8 @@ def leave_logs(trainer: Any, steps: Sequence[StepGraph]) -> None:
             and item.meta.sync.group == GLOBAL
             and item.meta.name in logged
         ):
-            own = logged[item.meta.name]  # Lightning wants the same arguments as before
+            # Lightning wants the same arguments as before.
+            own = logged[item.meta.name]
             item.meta.sync.should, item.meta.sync.group = (
                 bool(own.get("sync_dist")),
                 own.get("sync_dist_group"),
@@ -244,7 +255,8 @@ class MetricStates:
             if isinstance(each, Metric) and id(each) not in self._global
         ]
         if changed and isinstance(metric, MetricCollection):
-            metric.values()  # metrics that share one state (compute groups) get one each
+            # Metrics that share one state (compute groups) get one each.
+            metric.values()
         for each in changed:
             self._global[id(each)] = each, each.sync_on_compute, each.process_group
             if each.sync_on_compute and each.update_called and world_size(self._group) > 1:
@@ -277,15 +289,17 @@ def _set_sync(metric: Metric, sync: bool) -> None:
 
 def _keep_synced(metric: Metric) -> None:
     """Every rank's state becomes that of all ranks."""
-    metric.sync()  # lists become one tensor there, which `update` could not append to
+    # Lists become one tensor there, which `update` could not append to.
+    metric.sync()
     for name, default in metric._defaults.items():
         state = getattr(metric, name)
         if isinstance(default, list) and not isinstance(state, list):
             setattr(metric, name, [state])
+    # Else `update` refuses, and `compute` brings the old state back.
     metric._is_synced, metric._cache = (
         False,
         None,
-    )  # else `update` refuses, and `compute` brings the old state back
+    )
 
 
 def _keep_part(metric: Metric, num_ranks: int, rank: int) -> None:

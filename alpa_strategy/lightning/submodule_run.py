@@ -1,9 +1,9 @@
-"""SubmoduleRun: steps run as they are written, but for submodules, whose forwards are planned
-programs.
+"""SubmoduleRun: eager steps that call planned programs as the forwards of submodules.
 
-The ranks of a replica run the user's step alike, on the same rows and random numbers, and divide
-the work of the programs. Gradients are complete when they are made, and averaged over replicas, as
-under DDP with a rank for each. The first step runs whole and shows which submodules can be planned.
+The ranks of a replica run the user's step on the same samples and random numbers, and divide the
+work of the programs. Gradients are complete as soon as the backward has computed them, and are
+averaged over replicas, as under DDP with one rank per replica. The first step runs unsharded and
+records the submodules that can be planned.
 """
 
 import pickle
@@ -37,6 +37,7 @@ from alpa_strategy.lightning.planning import check_optimizer, find_or_make_plan,
 from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 from alpa_strategy.lightning.step_effects import REPLICAS, materialize_output
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.pipeline.step_programs import PlanRuntime
 from alpa_strategy.planner.eager_plan import plan_eager
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
@@ -48,14 +49,15 @@ from alpa_strategy.runtime.synced_norms import synced
 
 
 class SubmoduleRun(ShardedRun):
-    """See the file's docstring. Collective.
+    """A run with planned submodules; see the file's docstring. Making one is collective.
 
     Args:
-        why: why the step itself is not captured.
+        given: the module, its optimizers and the job.
+        why: the reason for which the step itself is not captured.
         recorded: calls of submodules in the first step; None: this run records them.
 
     Raises:
-        CaptureError: `why`, where no submodule can be planned either.
+        CaptureError: `why`, if no submodule can be planned either.
     """
 
     _placed: PlanRuntime
@@ -63,65 +65,62 @@ class SubmoduleRun(ShardedRun):
     def __init__(
         self, given: RunInputs, why: CaptureError, recorded: Sequence[Call] | None
     ) -> None:
-        module, job = given.module, given.job
+        module = given.module
+        job = given.job
         assert job.submodules is not None
-        count, options = job.submodules
-        self._joins = (
-            job.replica is None and job.options.batch_scope != "global"
-        )  # each rank loads rows of its own
-        self._replica = replica = divide(count)
-        limit, seed = device_limit(job), broadcast_object(torch.initial_seed()) + replica.index
+        num_replicas, options = job.submodules
+        # Whether each rank loads samples of its own.
+        self._joins = job.replica is None and job.options.batch_scope != "global"
+        self._replica = replica = divide(num_replicas)
+        limit = device_limit(job)
+        seed = broadcast_object(torch.initial_seed()) + replica.index
         job = replace(job, replica=replica, options=replace(options, memory_limit=limit))
+
         infos = [inspect_optimizer([optimizer]) for optimizer in given.optimizers]
-        info = max(infos, key=lambda each: each.state_bytes)
+        info = max(infos, key=lambda info: info.state_bytes)
         info = replace(info, element_wise=all(each.element_wise for each in infos))
         inputs = {each.name: each for each in parameter_inputs(module, trains=True)}
         plan = plan_eager([*inputs.values()], job.options, infos, job.step_devices, limit, why)
-        parts, cluster = list[Call](), None
+
+        calls: list[Call] = []
+        cluster = None
         if recorded is not None:
-            graph, parts = _captured(module, recorded, job, why)
-            cluster, whole, notes = job_cluster(job), plan.stages[0], plan.notes
-            names = {name for each in graph.parameters for name in each.names}
-            rest = [each for name, each in inputs.items() if name not in names]
-            taken = plan_eager(
-                rest, job.options, infos, job.step_devices, limit, why
-            ).predicted.peak_bytes
-            pins = tuple(
-                pin
-                for pin in options.placements
-                if any(fnmatchcase(name, pin[0]) for name in names)
-            )
-            if unmet := [pattern for pattern, _ in {*options.placements} - {*pins}]:
-                rank_zero_info(
-                    f"alpa: placements of {', '.join(unmet)}: whole, as nothing is planned that"
-                    " uses them"
-                )
-            beside = replace(
-                job, options=replace(options, memory_limit=max(limit - taken, 1.0), placements=pins)
-            )
-            found = find_or_make_plan(
-                graph, beside, cluster, info, RankZero(job.limits.plan_timeout_seconds)
-            )
-            modes = whole.parameter_plans | found.stages[0].parameter_plans
-            # Nothing is begun ahead: the user's code is in between.
-            stage = replace(
-                found.stages[0], parameter_plans=modes, shapes=whole.shapes, ahead_bytes=0
-            )
-            plan = replace(
-                found, stages=(stage,), schedule=plan.schedule, notes=(*notes, *found.notes)
-            )
-            inputs |= {each.name: each for each in graph.parameters}
+            graph, calls = _captured(module, recorded, job, why)
+            cluster = job_cluster(job)
+            names = {name for parameter in graph.parameters for name in parameter.names}
+            others = [parameter for name, parameter in inputs.items() if name not in names]
+            plan_of_others = plan_eager(others, job.options, infos, job.step_devices, limit, why)
+            free_bytes = limit - plan_of_others.predicted.peak_bytes
+            job_of_calls = _job_of_calls(job, options, names, free_bytes)
+            rank_zero = RankZero(job.limits.plan_timeout_seconds)
+            plan_of_calls = find_or_make_plan(graph, job_of_calls, cluster, info, rank_zero)
+            plan = _combined(plan, plan_of_calls)
+            inputs |= {parameter.name: parameter for parameter in graph.parameters}
+
         check_optimizer(info, plan.stages)
-        place = job.device, cluster, seed, lambda: 1.0, job.backend, job.compile, replica
         with tuned(job.device), given.sharding(module) as values:
-            self._placed = PlanRuntime(module, [*inputs.values()], plan, *place)
+            self._placed = PlanRuntime(
+                module,
+                [*inputs.values()],
+                plan,
+                job.device,
+                cluster,
+                seed,
+                lambda: 1.0,
+                job.backend,
+                job.compile,
+                replica,
+            )
             super().__init__(replace(given, job=job), info, plan, self._placed.store, limit, values)
+
         self._metrics = [metric for _, metric in outermost_metrics(module)]
+        # The user's code between the programs.
         self._glue = UnshardOnAccess(self.store)
-        programs = [Program(part, self._placed, plan) for part in parts]
+        programs = [Program(call, self._placed, plan) for call in calls]
         self._forwards = Forwards(programs, job, recorded is None)
         self._adapted.enter_context(self._forwards.installed(module))
-        every = module.trainer.strategy._layer_sync is not None  # Trainer(sync_batchnorm=True)
+        # Trainer(sync_batchnorm=True).
+        every = module.trainer.strategy._layer_sync is not None
         self._adapted.enter_context(patched(synced(module, every, lambda: replica.across)))
 
     # A training step
@@ -131,16 +130,16 @@ class SubmoduleRun(ShardedRun):
         self.take_buffers()
         for metric in self._metrics:
             self.metrics.make_global(metric)
-        step = partial(
-            eager_step.func, self._of_replica(batch), *eager_step.args[1:], **eager_step.keywords
-        )
-        own = self.module.log
+        full_batch = self._of_replica(batch)
+        step = partial(eager_step.func, full_batch, *eager_step.args[1:], **eager_step.keywords)
+        module_log = self.module.log
 
         def log(*args: Any, **kwargs: Any) -> None:
-            own(*args, **{**kwargs, "sync_dist_group": kwargs.get("sync_dist_group") or REPLICAS})
+            kwargs["sync_dist_group"] = kwargs.get("sync_dist_group") or REPLICAS
+            module_log(*args, **kwargs)
 
         plugin = self.module.trainer.precision_plugin
-        clip = self._in_parts()(plugin.clip_gradients)
+        clip = self._sharded_access()(plugin.clip_gradients)
         changed = [(self.module, "log", log), (plugin, "clip_gradients", clip)]
         self.peers = REPLICAS
         try:
@@ -152,10 +151,12 @@ class SubmoduleRun(ShardedRun):
                 return step()
         finally:
             self.peers = None
-            self.buffers_differ = self.syncs and self.module.automatic_optimization  # as DDP has it
+            # As under DDP.
+            self.buffers_differ = self.syncs and self.module.automatic_optimization
 
     def _of_replica(self, batch: Any) -> Any:
-        """The batch of all ranks of the replica, which draw the same random numbers from here on.
+        """Return the joint batch of the replica's ranks, and equalize their random states.
+
         Collective.
         """
         axis = self.store.mesh.whole
@@ -164,23 +165,21 @@ class SubmoduleRun(ShardedRun):
         set_random_state(all_gather_object(random_state(), self._replica.group)[0])
         return batch_rows.of_replica(self.module.trainer, batch, self._job.hooks, axis, self._joins)
 
-    def _in_parts(self) -> Any:
-        """Context, or decorator, of code that knows of parts."""
+    def _sharded_access(self) -> Any:
+        """Return a context, or decorator, of code that works on shards: nothing is gathered."""
         return patched([(self._glue, "sees", False)])
 
     @override
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        with (
-            super().in_step(),
-            patched([(self._forwards, "is_active", True), (self._glue, "sees", True)]),
-        ):
+        active = patched([(self._forwards, "is_active", True), (self._glue, "sees", True)])
+        with super().in_step(), active:
             yield
 
     @override
     def finish_backward(self) -> None:
         if self.syncs:
-            with self._in_parts():
+            with self._sharded_access():
                 average(
                     self.store.parameters,
                     self._replica.across,
@@ -190,17 +189,17 @@ class SubmoduleRun(ShardedRun):
 
     @override
     def check_gradients(self) -> None:
-        with self._in_parts():
+        with self._sharded_access():
             super().check_gradients()
 
     @contextmanager
     @override
     def stepping(self) -> Iterator[None]:
-        if (
-            not self.module.automatic_optimization
-        ):  # perhaps after `loss.backward()`; a mean's mean is itself
+        # With manual optimization, `loss.backward()` may have run before. Averaging twice changes
+        # nothing.
+        if not self.module.automatic_optimization:
             self.finish_backward()
-        with self.whole.suspended(True), self._in_parts():
+        with self.whole.suspended(True), self._sharded_access():
             yield
 
     @override
@@ -219,7 +218,12 @@ class SubmoduleRun(ShardedRun):
 def _captured(
     module: Any, recorded: Sequence[Call], job: Job, why: CaptureError
 ) -> tuple[StepGraph, list[Call]]:
-    """What is planned, as rank 0 finds it out; the same on every rank. Collective."""
+    """Return the graph of the submodules' calls that can be planned, and these calls. Collective.
+
+    Raises:
+        CaptureError: `why`, if there are none.
+        RuntimeMismatchError: the ranks' submodules differ.
+    """
     with job.progress("capture"):
         rank_zero = RankZero(job.limits.plan_timeout_seconds)
         calls, others = rank_zero.result_of(
@@ -236,69 +240,130 @@ def _captured(
             "the ranks' submodules are not the same", "build the same module on every rank"
         )
     assert job.replica is not None
+    problem = " ".join(why.problem.split())
+    paths = ", ".join(dict.fromkeys(call.path for call in calls))
     rank_zero_info(
-        f"alpa: the step runs as it is written in {job.replica.count} replicas"
-        f" ({' '.join(why.problem.split())}), as "
-        "under DDP with a rank for each; planned are"
-        f" {', '.join(dict.fromkeys(call.path for call in calls))}{text}"
+        f"alpa: the step runs eagerly in {job.replica.count} replicas ({problem}), as under DDP"
+        f" with one rank per replica; planned are {paths}{text}"
     )
     return graph, parts
 
 
-class Program:
-    """What runs calls of a submodule that are like the one which it was made for."""
+def _job_of_calls(job: Job, options: PlanOptions, names: set[str], free_bytes: float) -> Job:
+    """Return the job with the options for planning the submodules' calls.
 
-    def __init__(self, part: Call, placed: PlanRuntime, plan: Plan) -> None:
-        assert part.step is not None
-        self.path, self._step, self._output, root = part.path, part.step, part.output, placed.module
-        self._run, self._device = placed.training_program(part.step, plan), placed.store.device.type
-        self._key, self._trained = shape_key(part.given), _trained(part.given)
-        self._hooks, self._before = (
-            hooks_in(root.get_submodule(part.path)),
-            [None] * part.first,
-        )  # leaves of others
+    Args:
+        job: the job.
+        options: the user's options.
+        names: names of the calls' parameters; pins of other parameters are dropped, and logged.
+        free_bytes: bytes per device that the other parameters leave free.
+    """
+    pins = []
+    unused = set()
+    for pattern, modes in options.placements:
+        if any(fnmatchcase(name, pattern) for name in names):
+            pins.append((pattern, modes))
+        else:
+            unused.add(pattern)
+    if unused:
+        rank_zero_info(
+            f"alpa: placements of {', '.join(unused)}: not sharded, as no planned submodule uses"
+            " them"
+        )
+
+    options = replace(options, memory_limit=max(free_bytes, 1.0), placements=tuple(pins))
+    return replace(job, options=options)
+
+
+def _combined(plan: Plan, plan_of_calls: Plan) -> Plan:
+    """Return the plan of the calls with the parameters and notes of the module's eager `plan`."""
+    stage = plan.stages[0]
+    stage_of_calls = plan_of_calls.stages[0]
+    # Nothing is prefetched: the user's code runs between the programs.
+    combined_stage = replace(
+        stage_of_calls,
+        parameter_plans=stage.parameter_plans | stage_of_calls.parameter_plans,
+        shapes=stage.shapes,
+        ahead_bytes=0,
+    )
+    notes = (*plan.notes, *plan_of_calls.notes)
+    return replace(plan_of_calls, stages=(combined_stage,), schedule=plan.schedule, notes=notes)
+
+
+class Program:
+    """Runs the calls of a submodule that have the same signature as the recorded one.
+
+    Args:
+        call: the recorded call.
+        runtime: the runtime of the plan.
+        plan: the plan.
+    """
+
+    def __init__(self, call: Call, runtime: PlanRuntime, plan: Plan) -> None:
+        assert call.step is not None
+        self.path = call.path
+        self._step = call.step
+        self._output = call.output
+        self._run = runtime.training_program(call.step, plan)
+        self._device = runtime.store.device.type
+        self._key = shape_key(call.given)
+        self._trained = _trained(call.given)
+        self._hooks = hooks_in(runtime.module.get_submodule(call.path))
+        # Stand for the inputs of earlier calls in the graph.
+        self._before = [None] * call.first
 
     def serves(self, given: Any) -> bool:
-        """Whether it is for inputs (args, kwargs) like these, and for the submodule as it is
+        """Whether it can compute the forward for inputs (args, kwargs), with the submodule's state
         now.
         """
-        if (
-            shape_key(given) != self._key
-            or not _trained(given) <= self._trained
-            or any(self._hooks)
-        ):
+        if shape_key(given) != self._key or any(self._hooks):
             return False
+        if not _trained(given) <= self._trained:
+            return False
+
         is_same = changed_value(self._step.attributes) is None
         return is_same and leaves_hold(self._step.leaves, [self._before, given])
 
     def __call__(self, given: Any) -> Any:
+        """Return the submodule's output for the inputs (args, kwargs)."""
         with torch._C.DisableTorchFunction(), torch.autocast(self._device, enabled=False):
             batch = pytree.tree_map_only(Tensor, Tensor.contiguous, [self._before, given])
-            return materialize_output(self._output, self._run(pytree.tree_leaves(batch), {}))
+            leaves = pytree.tree_leaves(batch)
+            return materialize_output(self._output, self._run(leaves, {}))
 
 
 def _trained(given: Any) -> set[int]:
-    """The places of tensors that want gradients."""
-    return {
-        i
-        for i, x in enumerate(pytree.tree_leaves(given))
-        if isinstance(x, Tensor) and x.requires_grad
-    }
+    """Return the indices of the leaves that require gradients."""
+    indices = set()
+    for index, leaf in enumerate(pytree.tree_leaves(given)):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            indices.add(index)
+    return indices
 
 
 class Forwards:
-    """Forwards of submodules: as they are written, recorded or not, or as a program does them.
-    Copies are inactive.
+    """Forwards of submodules: eager, eager and recorded, or computed by a program.
+
+    Copies and pickles are inactive.
+
+    Args:
+        programs: the programs.
+        job: the job; None: inactive.
+        records: whether calls are recorded.
     """
 
     def __init__(
         self, programs: Sequence[Program] = (), job: Job | None = None, records: bool = False
     ) -> None:
         self._programs = programs
-        self.recorded = list[Call]() if records else None  # callers first
-        self._places: dict[Any, int] = {}  # of recorded calls, by what they are
+        # Recorded calls, callers before callees; None: calls are not recorded.
+        self.recorded = list[Call]() if records else None
+        # Path and signature of a recorded call -> its index.
+        self._indices: dict[Any, int] = {}
+        # Indices of the calls that are running, outermost first.
         self._callers: list[int] = []
-        self.is_active = False  # True in a step, and in its backward, where forwards may run again
+        # True in a step and in its backward, which may recompute forwards.
+        self.is_active = False
         self._device = "cpu" if job is None else job.device.type
         with nullcontext() if job is None else job.context():
             self._casts = _casts(self._device)
@@ -307,19 +372,18 @@ class Forwards:
         return type(self), ()
 
     def installed(self, root: nn.Module) -> AbstractContextManager[None]:
-        """Context in which the forwards of submodules are ours."""
+        """Return a context in which the forwards of submodules are replaced."""
         paths = {program.path for program in self._programs}
-        modules = {
-            k: m for k, m in root.named_modules() if k and not isinstance(m, torch.jit.ScriptModule)
-        }
-        own = {
-            k: m
-            for k, m in modules.items()
-            if k in paths or (self.recorded is not None and [*m.parameters()])
-        }
-        return patched(
-            (m, "forward", partial(self._forward, k, m, m.forward)) for k, m in own.items()
-        )
+        patches = []
+        for path, module in root.named_modules():
+            if not path or isinstance(module, torch.jit.ScriptModule):
+                continue
+            has_parameters = next(module.parameters(), None) is not None
+            is_recorded = self.recorded is not None and has_parameters
+            if path in paths or is_recorded:
+                forward = partial(self._forward, path, module, module.forward)
+                patches.append((module, "forward", forward))
+        return patched(patches)
 
     @torch.compiler.disable
     def _forward(
@@ -331,18 +395,20 @@ class Forwards:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if (of_copy := forward_of_copy(module)) is not None:
-            return of_copy(*args, **kwargs)
-        if (
-            not self.is_active or torch._C._functorch.peek_interpreter_stack() is not None
-        ):  # not tensors of a program
+        copied_forward = forward_of_copy(module)
+        if copied_forward is not None:
+            return copied_forward(*args, **kwargs)
+        # Programs cannot compute with the tensors of torch.func's transforms.
+        if not self.is_active or torch._C._functorch.peek_interpreter_stack() is not None:
             return forward(*args, **kwargs)
+
         given = (args, kwargs) if _casts(self._device) == self._casts else None
         if self.recorded is None:
-            program = next(
-                (p for p in self._programs if given and p.path == path and p.serves(given)), None
-            )
-            return forward(*args, **kwargs) if program is None else program(given)
+            for program in self._programs if given else ():
+                if program.path == path and program.serves(given):
+                    return program(given)
+            return forward(*args, **kwargs)
+
         self._callers.append(self._record(self.recorded, path, given))
         try:
             return forward(*args, **kwargs)
@@ -350,26 +416,40 @@ class Forwards:
             self._callers.pop()
 
     def _record(self, recorded: list[Call], path: str, given: Any) -> int:
-        """The number of the recorded call that is like this one."""
+        """Return the index of the recorded call with the same signature; record it if new.
+
+        Args:
+            recorded: the recorded calls.
+            path: path of the submodule.
+            given: inputs (args, kwargs); None: they cannot be planned.
+        """
         key: tuple[str, Any] = path, None
-        usable = None
-        with suppress(Exception):  # of many kinds: what cannot be compared, or sent to other ranks
+        inputs = None
+        # Inputs that cannot be compared, or sent to other ranks, raise errors of many types. Such a
+        # call is recorded without inputs.
+        with suppress(Exception):
             to_meta = partial(torch.empty_like, device="meta")
-            found = pytree.tree_map_only(
+            on_meta = pytree.tree_map_only(
                 Tensor, lambda x: to_meta(x, requires_grad=x.requires_grad), given
             )
-            pickle.dumps(found)
-            if hash(kind := shape_key(given)) and given:
-                key, usable = (path, kind), found
-        place = self._places.setdefault(key, len(recorded))
-        if place == len(recorded):
-            recorded.append(Call(path, usable, self._callers[-1] if self._callers else None))
-        for leaf in _trained(usable):  # in this call or another one
-            pytree.tree_leaves(recorded[place].given)[leaf].requires_grad_(True)
-        return place
+            pickle.dumps(on_meta)
+            signature = shape_key(given)
+            if hash(signature) and given:
+                key = path, signature
+                inputs = on_meta
+
+        index = self._indices.setdefault(key, len(recorded))
+        if index == len(recorded):
+            caller = self._callers[-1] if self._callers else None
+            recorded.append(Call(path, inputs, caller))
+        # An input requires a gradient if it does in any call.
+        for leaf in _trained(inputs):
+            pytree.tree_leaves(recorded[index].given)[leaf].requires_grad_(True)
+        return index
 
 
 def _casts(device: str) -> tuple[bool, torch.dtype, torch.dtype]:
+    """Return whether autocast is on, its dtype, and the default dtype."""
     return (
         torch.is_autocast_enabled(device),
         torch.get_autocast_dtype(device),

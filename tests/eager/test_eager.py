@@ -107,7 +107,7 @@ class Said(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if "as they are written" in text:
+        if "steps run eagerly" in text:
             self.lines.append(text)
 
 
@@ -231,7 +231,7 @@ def warnings_of_parts(name: str, folder: str) -> int:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         train(name, "alpa", folder, "zero3")
-    return sum("of which each rank has a part" in str(each.message) for each in said)
+    return sum("of which each rank has a shard" in str(each.message) for each in said)
 
 
 def test_who_reads_parts_of_gradients_is_told_so_once(pool, tmp_path) -> None:
@@ -450,8 +450,8 @@ def resume(root: str) -> tuple[list[str], int]:
 def test_a_resumed_run_is_not_captured_again(pool, tmp_path) -> None:
     (lines, steps), _ = pool.run(RANKS, resume, str(tmp_path))
     assert steps == 2 * programs.BATCHES
-    assert "the checkpoint is of such a training" not in lines[0]
-    assert "the checkpoint is of such a training" in lines[1]
+    assert "the checkpoint is of a training with eager steps" not in lines[0]
+    assert "the checkpoint is of a training with eager steps" in lines[1]
 
 
 def warned(name: str, root: str) -> list[str]:
@@ -459,11 +459,7 @@ def warned(name: str, root: str) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         train(name, "alpa", root)
-    return [
-        str(each.message)
-        for each in found
-        if "that follow run as they are written" in str(each.message)
-    ]
+    return [str(each.message) for each in found if "that follow run eagerly" in str(each.message)]
 
 
 @pytest.mark.parametrize(("name", "times"), [("CapturableAtFirst", 1), ("ReadsItsLoss", 0)])

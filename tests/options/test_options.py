@@ -50,7 +50,7 @@ def test_values_are_frozen_and_sizes_are_read() -> None:
         ({"logical_mesh": "2x2"}, "logical_mesh='2x2'"),
         ({"logical_mesh": [2, 2, 2]}, "one or two"),
         ({"placements": {"a": "Q0"}}, "Q0"),
-        ({"placements": {"a": "S0"}, "logical_mesh": [2, 2]}, "1 modes"),
+        ({"placements": {"a": "S0"}, "logical_mesh": [2, 2]}, "is for 1 axis, logical_mesh"),
         ({"placements": "S0"}, "mapping"),
         ({"device_map": "0-3"}, "device_map='0-3' is no mapping"),
         ({"device_map": {"a": "3-1"}}, "device_map={'a': '3-1'}"),

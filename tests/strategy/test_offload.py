@@ -270,7 +270,7 @@ def test_pins_and_the_plan_file(tmp_path: Path) -> None:
     assert PlanOptions.from_user(offload="auto").offload is None
     with pytest.raises(OptionError, match="matches no parameter"):
         planned(tmp_path, offload="nothing.*")
-    with pytest.raises(OptionError, match="neither whether nor what"):
+    with pytest.raises(OptionError, match="neither true, false nor names"):
         PlanOptions.from_user(offload=3)
     with pytest.raises(DoesNotFitError):
         planned(tmp_path, offload=False, memory_limit=LIMIT)

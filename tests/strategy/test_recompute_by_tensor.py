@@ -228,7 +228,7 @@ def test_names_that_can_mean_nothing() -> None:
         plan("gpt", remat="view_*")
     with pytest.raises(OptionError, match="decide by themselves"):
         PlanOptions.from_user(remat="selective", compile=True)
-    with pytest.raises(OptionError, match="says neither whether nor what"):
+    with pytest.raises(OptionError, match="is neither true, false nor names"):
         PlanOptions.from_user(remat=3)
 
 

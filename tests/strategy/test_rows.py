@@ -485,7 +485,7 @@ def demand_with_rows_in_the_code(root: str) -> None:
 
 def test_where_numbers_of_rows_in_the_code_fail_it_is_said_whose_they_are(pool, tmp_path) -> None:
     with pytest.raises(
-        WorkerError, match=r"shape '.4, 5.' is invalid(.|\n)*alpa: all ranks' rows are one batch"
+        WorkerError, match=r"shape '.4, 5.' is invalid(.|\n)*alpa: all ranks' samples are one batch"
     ):
         pool.run(2, demand_with_rows_in_the_code, str(tmp_path))
 
@@ -529,7 +529,7 @@ def unlike(root: str) -> None:
 
 
 def test_ranks_whose_steps_differ_are_told_the_first_op(pool, tmp_path) -> None:
-    what = r"differ in what training_step computes: rank 0: aten.sigmoid.*test_rows.py:\d+.*rank 1: aten.tanh"
+    what = r"differ in the computation of training_step: rank 0: aten.sigmoid.*test_rows.py:\d+.*rank 1: aten.tanh"
     with pytest.raises(WorkerError, match=what):
         pool.run(2, unlike, str(tmp_path))
 
