@@ -117,10 +117,19 @@ def worker(args: argparse.Namespace) -> None:
                 model.configure_model = model.shard  # type: ignore[method-assign]
             clock = Clock()
             trainer = pl.Trainer(
-                accelerator="cpu", num_nodes=args.nodes, devices=args.ranks, strategy=strategy, max_steps=args.steps,
-                callbacks=[clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                enable_model_summary=False, default_root_dir=args.folder, use_distributed_sampler=True,
-            )  # fmt: skip
+                accelerator="cpu",
+                num_nodes=args.nodes,
+                devices=args.ranks,
+                strategy=strategy,
+                max_steps=args.steps,
+                callbacks=[clock],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                default_root_dir=args.folder,
+                use_distributed_sampler=True,
+            )
             trainer.fit(model, DataLoader(Rows(), batch_size=rows))
             found[name] += [b - a for a, b in pairwise(clock.times)][args.warmup :]
             if isinstance(strategy, AlpaStrategy) and strategy.plan is not None:

@@ -84,9 +84,16 @@ def worker(args: argparse.Namespace) -> None:
     watch.start()
     strategy = AlpaStrategy(batch_scope="global", memory_limit=args.limit, verbose=False)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=RANKS, strategy=strategy, max_steps=STEPS, callbacks=[clock], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=strategy,
+        max_steps=STEPS,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(
         model_of(args, args.heads, args.length), DataLoader([(row[:-1], row[1:]) for row in rows])
     )

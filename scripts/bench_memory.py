@@ -209,9 +209,16 @@ def worker(case: Case, out: Path) -> None:
         **case.strategy,
     )
     trainer = pl.Trainer(
-        accelerator="cpu", devices=case.ranks, strategy=strategy, max_steps=4, callbacks=[marks], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=case.ranks,
+        strategy=strategy,
+        max_steps=4,
+        callbacks=[marks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Model(), DataLoader(Tokens(), batch_size=case.rows))
     steps = marks.steps
     with torch.device("meta"):

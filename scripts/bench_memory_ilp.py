@@ -78,9 +78,16 @@ def worker(args: argparse.Namespace) -> None:
     }
     strategy = AlpaStrategy(memory_limit=args.limit, **options)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_steps=args.steps, callbacks=[clock], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_steps=args.steps,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Llama(args.width, LAYERS, 4), DataLoader(data, args.rows))
     plan = strategy.plan
     found = {

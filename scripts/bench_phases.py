@@ -89,10 +89,17 @@ def worker(args: argparse.Namespace) -> None:
 
     module, watch = Timed(SIZES[args.size], answer), Clock()
     trainer = pl.Trainer(
-        accelerator="cpu", devices=args.rank_count, strategy=AlpaStrategy(parallel="data", verbose=False),
-        max_steps=2 * args.steps, callbacks=[watch], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=args.folder,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=args.rank_count,
+        strategy=AlpaStrategy(parallel="data", verbose=False),
+        max_steps=2 * args.steps,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=args.folder,
+    )
     trainer.fit(module, PromptData(PROMPTS, SIZES[args.size]["vocab_size"], prompt))
     if trainer.global_rank:
         return

@@ -39,14 +39,27 @@ sys.path.append(str(ROOT / "recipes"))
 from searches import SEARCHES, Space  # noqa: E402
 
 CELLS = (
-    "gpt_350m:p3_16xlarge_x8:1:64", "gpt_1_3b:p3_16xlarge_x8:1:128", "gpt_2_6b:p3_16xlarge_x8:1:128",
-    "gpt_6_7b:p3_16xlarge_x8:2:128", "gpt_15b:p3_16xlarge_x8:4:256", "gpt_39b:p3_16xlarge_x8:8:512",
-    "moe_1_3b:p3_16xlarge_x8:1:32", "moe_2_4b:p3_16xlarge_x8:2:64", "moe_10b:p3_16xlarge_x8:2:64",
-    "wide_resnet_1b:p3_16xlarge_x8:1:32", "wide_resnet_4b:p3_16xlarge_x8:2:32", "gpt_15b:dgx_h100:8:64",
-)  # fmt: skip
+    "gpt_350m:p3_16xlarge_x8:1:64",
+    "gpt_1_3b:p3_16xlarge_x8:1:128",
+    "gpt_2_6b:p3_16xlarge_x8:1:128",
+    "gpt_6_7b:p3_16xlarge_x8:2:128",
+    "gpt_15b:p3_16xlarge_x8:4:256",
+    "gpt_39b:p3_16xlarge_x8:8:512",
+    "moe_1_3b:p3_16xlarge_x8:1:32",
+    "moe_2_4b:p3_16xlarge_x8:2:64",
+    "moe_10b:p3_16xlarge_x8:2:64",
+    "wide_resnet_1b:p3_16xlarge_x8:1:32",
+    "wide_resnet_4b:p3_16xlarge_x8:2:32",
+    "gpt_15b:dgx_h100:8:64",
+)
 LEAST_SECONDS = 5.0
-COLOURS = {"mcmc": "#d97706", "greedy": "#2563eb", "exhaustive": "#6b7280", "megatron": "#16a34a",
-           "flexflow-like": "#db2777"}  # fmt: skip
+COLOURS = {
+    "mcmc": "#d97706",
+    "greedy": "#2563eb",
+    "exhaustive": "#6b7280",
+    "megatron": "#16a34a",
+    "flexflow-like": "#db2777",
+}
 
 
 def space_of(cell: str) -> Space:

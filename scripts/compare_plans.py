@@ -32,11 +32,20 @@ from pathlib import Path
 from plan_process import run_plan
 
 PAIRS = (
-    "gpt_350m:p3_16xlarge_x8:1", "gpt_1_3b:p3_16xlarge_x8:1", "gpt_1_3b:dgx_h100:1", "gpt_2_6b:p3_16xlarge_x8:1",
-    "gpt_6_7b:p3_16xlarge_x8:2", "gpt_tiny:p3_16xlarge_x8:1", "moe_380m:p3_16xlarge_x8:1", "moe_1_3b:dgx_h100:1",
-    "moe_2_4b:p3_16xlarge_x8:2", "wide_resnet_250m:p3_16xlarge_x8:1", "wide_resnet_1b:dgx_h100:1",
-    "wide_resnet_2b:p3_16xlarge_x8:1", "wide_resnet_tiny:p3_16xlarge_x8:1",
-)  # fmt: skip
+    "gpt_350m:p3_16xlarge_x8:1",
+    "gpt_1_3b:p3_16xlarge_x8:1",
+    "gpt_1_3b:dgx_h100:1",
+    "gpt_2_6b:p3_16xlarge_x8:1",
+    "gpt_6_7b:p3_16xlarge_x8:2",
+    "gpt_tiny:p3_16xlarge_x8:1",
+    "moe_380m:p3_16xlarge_x8:1",
+    "moe_1_3b:dgx_h100:1",
+    "moe_2_4b:p3_16xlarge_x8:2",
+    "wide_resnet_250m:p3_16xlarge_x8:1",
+    "wide_resnet_1b:dgx_h100:1",
+    "wide_resnet_2b:p3_16xlarge_x8:1",
+    "wide_resnet_tiny:p3_16xlarge_x8:1",
+)
 MOST_SECONDS, MOST_CPU = 1.001, 1.05
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -71,10 +71,17 @@ def worker(devices: int, out: str, began: float) -> None:
         **{name: value for name, value in options.items() if name in known}
     )
     trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_steps=STEPS,
-        callbacks=[clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=str(Path(out).parent),
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_steps=STEPS,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(Path(out).parent),
+    )
     trainer.fit(gpt.GPT(**sizes), loader)
     if trainer.is_global_zero:
         steps = [b - a for a, b in zip(clock.ends[WARM:], clock.ends[WARM + 1 :], strict=False)]

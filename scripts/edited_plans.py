@@ -319,12 +319,32 @@ def an_op(
 
 
 EDITS: dict[Edit, int] = {  # how often each is drawn
-    drop_star: 3, a_placement: 5, all_placements: 3, like_another_op: 6, swap_ops: 2, one_kind: 4, rename_op: 1,
-    a_mode: 5, a_mode_everywhere: 5, all_modes: 5, segments: 2, forget_or_add: 2, a_boundary: 4,
-    a_boundary_on_both_sides: 4, another_value: 1, a_mesh: 2, devices: 3, a_cut: 3, stages_reordered: 3, a_schedule: 3,
-    microbatches: 4, recomputation: 5, what_is_only_said: 2, a_fingerprint: 1,
+    drop_star: 3,
+    a_placement: 5,
+    all_placements: 3,
+    like_another_op: 6,
+    swap_ops: 2,
+    one_kind: 4,
+    rename_op: 1,
+    a_mode: 5,
+    a_mode_everywhere: 5,
+    all_modes: 5,
+    segments: 2,
+    forget_or_add: 2,
+    a_boundary: 4,
+    a_boundary_on_both_sides: 4,
+    another_value: 1,
+    a_mesh: 2,
+    devices: 3,
+    a_cut: 3,
+    stages_reordered: 3,
+    a_schedule: 3,
+    microbatches: 4,
+    recomputation: 5,
+    what_is_only_said: 2,
+    a_fingerprint: 1,
     an_odd_value: 4,
-}  # fmt: skip
+}
 
 
 def edited(

@@ -81,9 +81,17 @@ def trainer_of(root: str, devices: int, options: dict[str, Any], max_steps: int)
         **{"cluster": "pcie_8gpu", "verbose": False, "plan_dir": root + "/plans", **options}
     )
     return pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=devices, max_steps=max_steps, max_epochs=100, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=root, enable_checkpointing=False,
-    )  # fmt: skip
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        max_steps=max_steps,
+        max_epochs=100,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        enable_checkpointing=False,
+    )
 
 
 def rows() -> torch.utils.data.DataLoader:

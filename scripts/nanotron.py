@@ -43,8 +43,19 @@ NEAR, FAR = (
     0.9,
 )  # of the published plan's predicted seconds: what is met; what says that the costs are wrong
 SCHEDULES = ("1F1B", "GPipe")
-HEADER = ("model", "H100", "published best", "measured", "predicted", "free choice", "predicted", "free / published",
-          "free / measured", "CPU-s", "within 3 %")  # fmt: skip
+HEADER = (
+    "model",
+    "H100",
+    "published best",
+    "measured",
+    "predicted",
+    "free choice",
+    "predicted",
+    "free / published",
+    "free / measured",
+    "CPU-s",
+    "within 3 %",
+)
 
 
 def planned(case: Case, **pins: object) -> Plan:

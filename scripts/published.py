@@ -67,8 +67,10 @@ def summary(name: str, priced: Priced) -> list[str]:
     errors = [p.seconds / c.seconds - 1 for c, p in priced]
     absolute = [abs(e) for e in errors]
     memory = [abs(p.num_bytes / c.num_bytes - 1) for c, p in priced if c.num_bytes]
-    speeds = [(c.tokens / c.seconds / c.cluster.num_devices, c.tokens / p.seconds / c.cluster.num_devices)
-              for c, p in priced]  # fmt: skip
+    speeds = [
+        (c.tokens / c.seconds / c.cluster.num_devices, c.tokens / p.seconds / c.cluster.num_devices)
+        for c, p in priced
+    ]
     rank = rank_correlation(speeds)
     return [
         name,
@@ -112,14 +114,33 @@ def table(priced: Priced) -> list[list[str]]:
     return [*lines, *(summary(name, group) for name, group in groups.items() if group)]
 
 
-COLOURS = ("#5b8db8", "#b57fc0", "#74b38c", "#d08c5b", "#c7594f", "#7a6fb0", "#4a9a9a", "#a0a040", "#888888", "#d070a0",
-           "#3b6f3b", "#b8a05b", "#505a6b")  # fmt: skip
+COLOURS = (
+    "#5b8db8",
+    "#b57fc0",
+    "#74b38c",
+    "#d08c5b",
+    "#c7594f",
+    "#7a6fb0",
+    "#4a9a9a",
+    "#a0a040",
+    "#888888",
+    "#d070a0",
+    "#3b6f3b",
+    "#b8a05b",
+    "#505a6b",
+)
 
 
 def scatter_svg(priced: Priced, width: int = 860, height: int = 620) -> str:
     """Measured against predicted tokens/s per device, both logarithmic; the band is 10 %."""
-    points = [(c.source, c.tokens / c.seconds / c.cluster.num_devices, c.tokens / p.seconds / c.cluster.num_devices)
-              for c, p in priced]  # fmt: skip
+    points = [
+        (
+            c.source,
+            c.tokens / c.seconds / c.cluster.num_devices,
+            c.tokens / p.seconds / c.cluster.num_devices,
+        )
+        for c, p in priced
+    ]
     values = [v for _, *pair in points for v in pair]
     low, high = math.log10(min(values)) - 0.1, math.log10(max(values)) + 0.1
     left, bottom, size = 70, height - 60, height - 100
@@ -185,8 +206,11 @@ def ties(priced: Priced) -> list[str]:
     """
     lines = []
     for source in dict.fromkeys(case.source for case, _ in priced):
-        rows = [(c.tokens / c.seconds / c.cluster.num_devices, p.seconds / c.tokens, c)
-                for c, p in priced if c.source == source]  # fmt: skip
+        rows = [
+            (c.tokens / c.seconds / c.cluster.num_devices, p.seconds / c.tokens, c)
+            for c, p in priced
+            if c.source == source
+        ]
         alike = {x: [speed for speed, y, _ in rows if math.isclose(x, y)] for _, x, _ in rows}
         same = [sorted(speeds) for speeds in alike.values() if len(set(speeds)) > 1]
         most = rank_correlation([(speed, statistics.fmean(alike[x])) for speed, x, _ in rows])

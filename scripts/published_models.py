@@ -97,9 +97,22 @@ class Transformer(lightning.LightningModule):
     """
 
     def __init__(
-        self, num_blocks: int, dim: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq_len: int,
-        gated: bool, bias: bool, fused: bool, alibi: bool, tied: bool, fused_loss: bool, float8: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        num_blocks: int,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        ffn: int,
+        vocab: int,
+        seq_len: int,
+        gated: bool,
+        bias: bool,
+        fused: bool,
+        alibi: bool,
+        tied: bool,
+        fused_loss: bool,
+        float8: str = "",
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, dim)
         self.fused_loss = fused_loss

@@ -207,12 +207,28 @@ def express(row: dict[str, Any]) -> Case | str:
         program = replace(program, gradient_bytes=2)
     source = _short(row["source"]) + " float8" * (is_float8 and precision != "amp_fp8")
     case = Case(
-        row["id"], source, row["model"], program, _cluster(row), arch["layers"], model, rows,
-        max(1, own // rows), dp, tp, pp, row["vp"] or 1, _zero(row, program, pp),
-        min(8, dp) if "HSDP" in notes else dp, recompute,
-        program.compiled if row["compile"] is None else bool(row["compile"]), 0.0, _bytes(row, notes), share,
+        row["id"],
+        source,
+        row["model"],
+        program,
+        _cluster(row),
+        arch["layers"],
+        model,
+        rows,
+        max(1, own // rows),
+        dp,
+        tp,
+        pp,
+        row["vp"] or 1,
+        _zero(row, program, pp),
+        min(8, dp) if "HSDP" in notes else dp,
+        recompute,
+        program.compiled if row["compile"] is None else bool(row["compile"]),
+        0.0,
+        _bytes(row, notes),
+        share,
         bool(row.get("async_tp")),
-    )  # fmt: skip
+    )
     seconds = _measured_seconds(row, case)
     if not seconds:
         return "neither seconds, tokens/s nor FLOP/s are published"

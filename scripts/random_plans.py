@@ -160,8 +160,11 @@ def run_and_tell(cases: Sequence[Case], seed: int, pool: WorkerPool) -> int:
     for text, count in refusals.most_common(12):
         print(f"{count:5} x {text}")
     seconds = time.monotonic() - started
-    print(f"seed {seed}: {counts['equal']} equal to one process, {counts['refused']} refused, {counts['bad']} bad, "
-          f"{seconds:.0f} s")  # fmt: skip
+    print(
+        f"seed {seed}: {counts['equal']} equal to one process, {counts['refused']} refused,"
+        f" {counts['bad']} bad, "
+        f"{seconds:.0f} s"
+    )
     return 1 if counts["bad"] else 0
 
 

@@ -404,10 +404,19 @@ def train(name: str, kind: str, folder: str) -> dict[str, Any]:
         strategy = AlpaStrategy(verbose=False, cluster="pcie_8gpu", parallel=kind)
     losses = Losses()
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1 if is_one else RANKS, strategy=strategy, max_steps=STEPS, precision="64-true",
-        callbacks=[losses], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, default_root_dir=folder,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1 if is_one else RANKS,
+        strategy=strategy,
+        max_steps=STEPS,
+        precision="64-true",
+        callbacks=[losses],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+    )
     trainer.fit(module, loader)
     plan = getattr(strategy, "plan", None)
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
@@ -482,8 +491,14 @@ def table(folder: str, names: list[str], plans: list[str]) -> int:
             is_right = same and apart[0 if own["is_written"] else 1] <= TOLERANCE
             wrong += not is_right
             step = "as written" if own["is_written"] else "captured"
-            shown.add_row(name, plan, step, *(f"{each:.0e}" for each in apart), "same" if same else "DIFFER",
-                          style=None if is_right else "red")  # fmt: skip
+            shown.add_row(
+                name,
+                plan,
+                step,
+                *(f"{each:.0e}" for each in apart),
+                "same" if same else "DIFFER",
+                style=None if is_right else "red",
+            )
     Console(width=120).print(shown)
     print(f"{len(names) * len(plans) - wrong} of {len(names) * len(plans)} equal what they should")
     return wrong

@@ -32,11 +32,16 @@ from alpa_strategy.planner.planner import make_plan
 from alpa_strategy.recipe import build_data, build_model, load_recipe
 
 CELLS = (
-    "gpt_1_3b:p3_16xlarge_cube:1", "gpt_2_6b:p3_16xlarge_cube:1", "moe_380m:p3_16xlarge_cube:1",
-    "gpt_350m:p3_16xlarge_cube:1:4x2:data,tensor:32", "gpt_1_3b:p3_16xlarge_cube:1:4x2:zero3,tensor:32",
-    "gpt_1_3b:two_racks:4", "gpt_2_6b:two_racks:8", "gpt_2_6b:two_racks:4:2x8:data,zero3:16",
+    "gpt_1_3b:p3_16xlarge_cube:1",
+    "gpt_2_6b:p3_16xlarge_cube:1",
+    "moe_380m:p3_16xlarge_cube:1",
+    "gpt_350m:p3_16xlarge_cube:1:4x2:data,tensor:32",
+    "gpt_1_3b:p3_16xlarge_cube:1:4x2:zero3,tensor:32",
+    "gpt_1_3b:two_racks:4",
+    "gpt_2_6b:two_racks:8",
+    "gpt_2_6b:two_racks:4:2x8:data,zero3:16",
     "gpt_2_6b:two_racks:4:2x8:data,tensor:16",
-)  # fmt: skip
+)
 
 
 def cluster_of(name: str, num_nodes: int) -> ClusterSpec:

@@ -70,9 +70,12 @@ def run_cases(cases: Sequence[tuple[int, Case]], folder: str) -> None:
     rank = os.environ["RANK"]
     for number, case in cases:
         options: dict[str, Any] = {
-            "cluster": "pcie_8gpu", "verbose": False, "collective_timeout_seconds": COLLECTIVE_SECONDS,
-            "plan_dir": folder + "/plans", **case.options,
-        }  # fmt: skip
+            "cluster": "pcie_8gpu",
+            "verbose": False,
+            "collective_timeout_seconds": COLLECTIVE_SECONDS,
+            "plan_dir": folder + "/plans",
+            **case.options,
+        }
         if case.plan is not None:
             options["plan"] = f"{folder}/{number}.json"
         result: Any

@@ -249,8 +249,11 @@ def test_within_a_trainer() -> None:
         model = Model()
         data = [model.example_batch(4) for _ in range(3)]
         trainer = pl.Trainer(
-            max_epochs=1, accelerator="cpu", **QUIET, callbacks=callbacks,
-        )  # fmt: skip
+            max_epochs=1,
+            accelerator="cpu",
+            **QUIET,
+            callbacks=callbacks,
+        )
         trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
         return torch.cat([p.flatten() for p in model.parameters()])
 

@@ -214,13 +214,30 @@ def logs_text(self: Step, x: Tensor, i: int) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        branch, item, as_list, as_numpy, rows_by_mask, in_place_function, tensor_hook,
-        gradient_inside, backward_inside, assigns_data, transposes_in_place, hook_of_a_module,
-        changes_through_data, changes_parameter, other_device, metric_value, logs_text,
-        choice, loop, running_sum, maps_a_function, writes_into_a_table,
-       
+        branch,
+        item,
+        as_list,
+        as_numpy,
+        rows_by_mask,
+        in_place_function,
+        tensor_hook,
+        gradient_inside,
+        backward_inside,
+        assigns_data,
+        transposes_in_place,
+        hook_of_a_module,
+        changes_through_data,
+        changes_parameter,
+        other_device,
+        metric_value,
+        logs_text,
+        choice,
+        loop,
+        running_sum,
+        maps_a_function,
+        writes_into_a_table,
     ],
-)  # fmt: skip
+)
 def test_names_the_line_and_a_way_out(function: Callable[..., Any]) -> None:
     module = Step(function)
     weight = module.a.weight.detach().clone()

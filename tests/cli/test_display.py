@@ -127,10 +127,16 @@ def test_table_says_how_long_the_busiest_stage_waits():
 def test_table_fits_a_narrow_terminal(num_stages):
     plan = gpt_plan(num_stages)
     stages = [
-        replace(s, layers=f"blocks.{i + 10}-blocks.{i + 12}, norm", forward_seconds=0.0241, backward_seconds=0.0932,
-                remat=True, remat_cuts=(20, 40))
+        replace(
+            s,
+            layers=f"blocks.{i + 10}-blocks.{i + 12}, norm",
+            forward_seconds=0.0241,
+            backward_seconds=0.0932,
+            remat=True,
+            remat_cuts=(20, 40),
+        )
         for i, s in enumerate(plan.stages)
-    ]  # fmt: skip
+    ]
     plan = replace(plan, stages=tuple(stages), schedule="1F1B", num_microbatches=1024)
     lines = as_text(plan_table(plan), width=80).splitlines()
     assert max(map(len, lines)) <= 80

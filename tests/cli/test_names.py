@@ -184,8 +184,15 @@ def test_random_names(name):
         assert not UNPRINTABLE.search(shown(plan_table(plan), console))
     ET.fromstring(plan_svg(plan))
     assert tags_of(plan_html(plan)) <= {
-        "html", "head", "meta", "style", "body", "pre", "code", "span"
-    }  # fmt: skip
+        "html",
+        "head",
+        "meta",
+        "style",
+        "body",
+        "pre",
+        "code",
+        "span",
+    }
 
 
 @settings(deadline=None, max_examples=50)

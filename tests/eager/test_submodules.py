@@ -276,10 +276,18 @@ def train(
     )
     path, save = arguments.get("path"), arguments.get("save", False)
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=ranks, precision="64-true", callbacks=[watch],
-        max_epochs=1, max_steps=2 if save else -1, use_distributed_sampler=False, default_root_dir=root,
-        accumulate_grad_batches=arguments.get("accumulate", 1), **QUIET,
-    )  # fmt: skip
+        strategy=strategy,
+        accelerator="cpu",
+        devices=ranks,
+        precision="64-true",
+        callbacks=[watch],
+        max_epochs=1,
+        max_steps=2 if save else -1,
+        use_distributed_sampler=False,
+        default_root_dir=root,
+        accumulate_grad_batches=arguments.get("accumulate", 1),
+        **QUIET,
+    )
     val = DataLoader(TensorDataset(tokens[rank::ranks]), batch_size=4)
     trainer.fit(module, loader, val if name == "Unruly" else None, ckpt_path=None if save else path)
     if save:

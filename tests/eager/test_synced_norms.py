@@ -26,10 +26,17 @@ class Images(pl.LightningModule):
     def __init__(self, converted: bool) -> None:
         super().__init__()
         net = nn.Sequential(
-            nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3, bias=False),
-            nn.BatchNorm2d(5, momentum=self.momentum), nn.Flatten(), nn.Linear(5 * 16, 6, bias=False),
-            nn.BatchNorm1d(6, affine=False), nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6, track_running_stats=False),
-        )  # fmt: skip
+            nn.Conv2d(3, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 5, 3, bias=False),
+            nn.BatchNorm2d(5, momentum=self.momentum),
+            nn.Flatten(),
+            nn.Linear(5 * 16, 6, bias=False),
+            nn.BatchNorm1d(6, affine=False),
+            nn.Linear(6, 6, bias=False),
+            nn.BatchNorm1d(6, track_running_stats=False),
+        )
         self.net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if converted else net
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -72,9 +79,15 @@ def train(
 
     strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, **options)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy, sync_batchnorm=asked, max_epochs=2,
-        default_root_dir=root, callbacks=[Watch()], **QUIET,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        sync_batchnorm=asked,
+        max_epochs=2,
+        default_root_dir=root,
+        callbacks=[Watch()],
+        **QUIET,
+    )
     # A sampler of our own: the Trainer would shuffle on several ranks, and not on one.
     rank = torch.distributed.get_rank() if ranks > 1 else 0
     sampler = DistributedSampler(rows, ranks, rank, shuffle=False)

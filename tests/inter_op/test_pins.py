@@ -239,8 +239,10 @@ def test_stages_that_cannot_be_met_are_one_error(options, problem, fix):
 
 
 def places_of(found):
-    return [(stage.layers, f"{stage.first_device}-{stage.first_device + math.prod(stage.submesh) - 1}")
-            for stage in found.stages]  # fmt: skip
+    return [
+        (stage.layers, f"{stage.first_device}-{stage.first_device + math.prod(stage.submesh) - 1}")
+        for stage in found.stages
+    ]
 
 
 @pytest.mark.parametrize(

@@ -192,11 +192,21 @@ def train(
         ModelCheckpoint(root, "every", every_n_train_steps=3),
     ]
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_steps=max_steps, logger=False, max_epochs=10**6,
-        callbacks=saving if signalled else [weights], enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=root, val_check_interval=20 if moment == "validating" else 1.0, num_sanity_val_steps=0,
-        enable_checkpointing=signalled, **(trainer_options or {}),
-    )  # fmt: skip
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_steps=max_steps,
+        logger=False,
+        max_epochs=10**6,
+        callbacks=saving if signalled else [weights],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        val_check_interval=20 if moment == "validating" else 1.0,
+        num_sanity_val_steps=0,
+        enable_checkpointing=signalled,
+        **(trainer_options or {}),
+    )
     if moment in EVALUATIONS:
         getattr(trainer, moment)(model, loader)
         return {}
@@ -231,10 +241,19 @@ class Outcome:
     output: str = ""
 
 
-CASES = [Case(number, ranks, moment, launcher) for number in NUMBERS for ranks in RANKS for moment in MOMENTS
-         for launcher in LAUNCHERS]  # fmt: skip
-OTHER_CASES = [Case(number, ranks, moment, "own") for number in NUMBERS[:2] for ranks in RANKS
-               for moment in OTHER_MOMENTS]  # fmt: skip
+CASES = [
+    Case(number, ranks, moment, launcher)
+    for number in NUMBERS
+    for ranks in RANKS
+    for moment in MOMENTS
+    for launcher in LAUNCHERS
+]
+OTHER_CASES = [
+    Case(number, ranks, moment, "own")
+    for number in NUMBERS[:2]
+    for ranks in RANKS
+    for moment in OTHER_MOMENTS
+]
 
 
 @contextmanager
@@ -261,10 +280,13 @@ def started(
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **(extra or {})}
     with (root / "output").open("w") as output:
         job = subprocess.Popen(
-            [*command, str(path), *arguments], env=environment, stdout=output, stderr=output,
+            [*command, str(path), *arguments],
+            env=environment,
+            stdout=output,
+            stderr=output,
             # a shell's `&` has it ignored
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # fmt: skip
+        )
     try:
         yield job
     finally:

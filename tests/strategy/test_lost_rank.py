@@ -93,8 +93,11 @@ def test_the_others_end_and_name_it(tmp_path, launcher, world, options, lost, mo
     }
     done = subprocess.run(
         [*start, str(script), str(tmp_path), str(lost), str(world), repr(options), moment],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     ended = time.time()
     left = "?"
     while (

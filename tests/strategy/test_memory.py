@@ -86,10 +86,17 @@ def resident_bytes(root: str, strategy: dict[str, Any]) -> list[int]:
     """Resident memory of this rank after every 10 of 120 steps."""
     given = AlpaStrategy(cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, **strategy)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=given, max_epochs=2, default_root_dir=root, **QUIET,
+        accelerator="cpu",
+        devices=2,
+        strategy=given,
+        max_epochs=2,
+        default_root_dir=root,
+        **QUIET,
         val_check_interval=10,
-        limit_val_batches=4, num_sanity_val_steps=0, use_distributed_sampler=False,
-    )  # fmt: skip
+        limit_val_batches=4,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    )
     torch.manual_seed(1)
     model = Perceptron()
     loaders = [DataLoader(Sequences(), batch_size=2) for _ in range(2)]

@@ -164,10 +164,14 @@ def validate(strategy: dict[str, Any] | None, world_size: int) -> dict[str, Any]
     data = Rows(model.example_batch(24, torch.Generator().manual_seed(2)))
     given = {} if strategy is None else {"strategy": AlpaStrategy(**strategy)}
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1 if strategy is None else world_size, max_epochs=1, precision="64-true",
-        use_distributed_sampler=False, **QUIET,
+        accelerator="cpu",
+        devices=1 if strategy is None else world_size,
+        max_epochs=1,
+        precision="64-true",
+        use_distributed_sampler=False,
+        **QUIET,
         **given,
-    )  # fmt: skip
+    )
     trainer.fit(
         model,
         *(
