@@ -176,11 +176,9 @@ class Prompts(Dataset):
     """Prompt i: P tokens and a seed, both drawn from i."""
 
     def __init__(self, vocab_size: int, prompt_length: int, num_samples: int) -> None:
-        self.vocab_size, self.prompt_length, self.num_samples = (
-            vocab_size,
-            prompt_length,
-            num_samples,
-        )
+        self.vocab_size = vocab_size
+        self.prompt_length = prompt_length
+        self.num_samples = num_samples
 
     def __len__(self) -> int:
         return self.num_samples

@@ -99,7 +99,9 @@ class Space(StageSpace):
         return self._priced[state]
 
     def _price(self, state: State) -> Candidate | None:
-        job, v, schedule = self.job, state.stages_per_mesh, state.schedule
+        job = self.job
+        v = state.stages_per_mesh
+        schedule = state.schedule
         counts, meshes = zip(*state.stages, strict=True)
         ranks, rest = divmod(len(meshes), v)
         sizes = [self.sizes[mesh] for mesh in meshes]
@@ -190,7 +192,9 @@ class _Watch:
     """Prices states until the time is over, and keeps the best."""
 
     def __init__(self, space: Space, seconds: float) -> None:
-        self.space, self.trace, self.started = space, Trace(), time.perf_counter()
+        self.space = space
+        self.trace = Trace()
+        self.started = time.perf_counter()
         self.end = self.started + seconds
 
     @property
@@ -264,7 +268,9 @@ def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
     The tables in which changes are priced are made outside of `seconds`, as those of the other
     searches are.
     """
-    job, watch, rng = space.job, _Watch(space, seconds), random.Random(seed)
+    job = space.job
+    watch = _Watch(space, seconds)
+    rng = random.Random(seed)
     whole = len(space.meshes) - 1
     if not space.may_be[0, -1, whole]:
         return watch.trace
@@ -299,7 +305,9 @@ class _Chain:
 
     def __init__(self, space: Space, wish: StageRequest, rng: random.Random) -> None:
         job = self.job = space.job
-        self.space, self.rng, self.solver = space, rng, StageSolver(job)
+        self.space = space
+        self.rng = rng
+        self.solver = StageSolver(job)
         self.priced = self.solver.price(wish)
         self.problem = weighted(self.priced.finest, job.num_microbatches, 1, wish.remat)
         self.near, self.limit = Neighbourhood(self.problem), job.memory_limit
@@ -339,13 +347,17 @@ class _Chain:
         pair = np.array([seconds, self.seconds]), np.array([num_bytes, self.num_bytes])
         price, now = map(float, self._weighed(*pair))
         if _is_taken(price, now, HEAT / len(self.ops), self.rng):
-            self.at, self.seconds, self.num_bytes = at, seconds, num_bytes
+            self.at = at
+            self.seconds = seconds
+            self.num_bytes = num_bytes
             if num_bytes <= self.limit and price < self.best[0]:
                 self.best = price, at
 
     def found(self, submesh: int) -> Candidate | None:
         """The best that fits; short-lived memory that does not is reserved from then on."""
-        job, wish, (_, at) = self.job, self.priced.wish, self.best
+        job = self.job
+        wish = self.priced.wish
+        _, at = self.best
         if math.isinf(self.best[0]):
             return None
         seconds, num_bytes = evaluate(self.problem, at)
@@ -420,7 +432,9 @@ def plan_by(task: PlanTask, name: str, seconds: float = 10.0) -> Plan:
 
     def solve(stages: StageSpace, known: float) -> list[Candidate]:
         found = SEARCHES[name](Space(stages.job, stages.meshes, stages.runs), seconds, 0).best
-        return [found] if found is not None and found.seconds < known else []
+        if found is not None and found.seconds < known:
+            return [found]
+        return []
 
     return plan_pipeline(task, solve=solve)
 

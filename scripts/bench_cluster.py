@@ -242,7 +242,9 @@ def main() -> int:
         return 0
     console.print(", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
     good = max(ratios.values()) >= MIN_BEST and min(ratios.values()) >= MIN_EVERY
-    return 0 if good or not args.require else 1
+    if good or not args.require:
+        return 0
+    return 1
 
 
 def _described(plan: Any) -> str:

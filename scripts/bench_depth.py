@@ -30,7 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 from gpt import GPT
 from wide_resnet import Bottleneck
 
-ROWS, LENGTH, VOCAB = 8, 512, 8192
+ROWS = 8
+LENGTH = 512
+VOCAB = 8192
 
 
 class Tapered(lightning.LightningModule):

@@ -239,7 +239,9 @@ def main() -> int:
                 ]
             table.add_row(*row)
     Console(width=110).print(table)
-    return 0 if is_met or not args.require else 1
+    if is_met or not args.require:
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -107,7 +107,9 @@ LARGE_CASES = [
 
 def state_bytes(gpt: dict[str, int]) -> int:
     """Parameters and Adam's two moments in float32, gradients apart."""
-    h, vocab, length = gpt["hidden"], gpt["vocab_size"], gpt["sequence_length"]
+    h = gpt["hidden"]
+    vocab = gpt["vocab_size"]
+    length = gpt["sequence_length"]
     block = 12 * h * h + 13 * h
     return 12 * (gpt["num_layers"] * block + (vocab + length) * h + 2 * h)
 
@@ -325,7 +327,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as plans:
         for name in args.cases or [name for name in CASES if name not in LARGE_CASES]:
             for found in run_case(name, plans):
-                planned, steps, start = found["planned"], found["steps"], found["start"]
+                planned = found["planned"]
+                steps = found["steps"]
+                start = found["start"]
                 row = [name, str(found["rank"]), f"{planned / 1e6:.0f}", f"{steps / 1e6:.0f}"]
                 row += [f"{steps / planned:.2f}", f"{start / 1e6:.0f}", f"{start / planned:.2f}"]
                 row += [

@@ -173,7 +173,9 @@ def table(args: argparse.Namespace, folder: Path) -> bool:
         for name, job in list(jobs.items())[:: 1 if turn % 2 == 0 else -1]:
             runs.setdefault(name, []).append(run(folder, *job, sizes))
             print(name, runs[name][-1], flush=True)
-    found = {name: min(runs[name], key=lambda row: row["measured"]) for name in jobs}
+    found = {}
+    for name in jobs:
+        found[name] = min(runs[name], key=lambda row: row["measured"])
     found = {
         name: {**row, "peak": max(each["peak"] for each in runs[name])}
         for name, row in found.items()

@@ -112,7 +112,9 @@ def worker(args: argparse.Namespace) -> None:
     costs = RooflineCosts(watch.cluster.device, table)
     plan = make_plan(module, batch, watch.cluster, PlanOptions(parallel="data"), costs=costs)
     kept = {name: statistics.median(each[args.warmup :]) for name, each in seconds.items()}
-    priced = {phase.name: phase.times * (phase.staying_seconds or 0.0) for phase in plan.phases}
+    priced = {}
+    for phase in plan.phases:
+        priced[phase.name] = phase.times * (phase.staying_seconds or 0.0)
     found = {"measured": kept, "priced": priced, "timed": f"{len(table)} of {len(calls)}"}
     Path(args.out).write_text(json.dumps(found))
 

@@ -88,10 +88,12 @@ def main() -> int:
             seconds, gib, file = plan(recipe, int(nodes or 1), folder)
             made = Plan.load(file)
             step = made.predicted.step_seconds
-            ratios = [
-                f"{name} {s / step:.2f}x" if s else f"{name} does not fit"
-                for name, s in made.baselines.items()
-            ]
+            ratios = []
+            for name, s in made.baselines.items():
+                if s:
+                    ratios.append(f"{name} {s / step:.2f}x")
+                else:
+                    ratios.append(f"{name} does not fit")
             mesh = " + ".join("x".join(map(str, stage.logical_mesh)) for stage in made.stages)
             row = (
                 recipe,

@@ -87,7 +87,10 @@ def worse_than_regular(
 
 def picture(points: list[tuple[int, float, float]]) -> str:
     """CPU seconds and GiB over devices, both axes in powers of two."""
-    width, height, left, top = 640, 320, 60, 30
+    width = 640
+    height = 320
+    left = 60
+    top = 30
     low, high = math.log2(points[0][0]), math.log2(points[-1][0])
     most = math.log2(max(max(p[1], p[2]) for p in points))
     least = math.log2(min(min(p[1], p[2]) for p in points))

@@ -94,7 +94,9 @@ def picture(found: dict[str, dict[str, float]]) -> str:
     """A dot per cell and search: its step as a multiple of the solved one; at the right edge where
     it found nothing.
     """
-    height, left, width = 24 * len(found) + 50, 240, 700
+    height = 24 * len(found) + 50
+    left = 240
+    width = 700
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
         ' font-family="sans-serif">'
@@ -192,7 +194,9 @@ def main() -> int:
         (ROOT / "docs" / "search.md").write_text(table(rows, args.least, better), encoding="utf-8")
         (ROOT / "docs" / "pictures" / "search.svg").write_text(picture(found), encoding="utf-8")
     print("better than solved:", ", ".join(better) or "none")
-    return 1 if better or empty else 0
+    if better or empty:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

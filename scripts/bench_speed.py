@@ -165,14 +165,12 @@ def main() -> int:
             for name in order:
                 seconds[name].append(run_job(args, name, plan_dir, environment))
     tokens = args.devices * args.batch * args.sequence
-    rates = {
-        name: [tokens / statistics.median(wall for wall, _ in round_) for round_ in rounds]
-        for name, rounds in seconds.items()
-    }
-    work = {
-        name: min(statistics.median(cpu for _, cpu in round_) for round_ in rounds)
-        for name, rounds in seconds.items()
-    }
+    rates = {}
+    for name, rounds in seconds.items():
+        rates[name] = [tokens / statistics.median(wall for wall, _ in round_) for round_ in rounds]
+    work = {}
+    for name, rounds in seconds.items():
+        work[name] = min(statistics.median(cpu for _, cpu in round_) for round_ in rounds)
     first = strategies[0]
     table = Table(
         title=(
@@ -201,7 +199,9 @@ def main() -> int:
             ),
         )
     Console().print(table)
-    return 0 if args.require is None or ratios[strategies[-1]] >= args.require else 1
+    if args.require is None or ratios[strategies[-1]] >= args.require:
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

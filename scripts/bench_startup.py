@@ -85,7 +85,9 @@ def main() -> int:
         table.add_row(name, f"{medians[name]:.2f}", " ".join(f"{v:.2f}" for v in values))
     Console().print(table)
     Console().print(f"alpa with a stored plan / ddp = {ratio:.3f}")
-    return 0 if args.require is None or ratio <= args.require else 1
+    if args.require is None or ratio <= args.require:
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -80,7 +80,9 @@ def plan(checkout: Path, pair: str, clusters: Path) -> Made:
     path = str(checkout / "recipes" / f"{recipe}.yaml")
     rates = str(clusters / f"{cluster or 'p3_16xlarge_x8'}.yaml")
     made = run_plan(checkout, path, rates, f"cluster.num_nodes={nodes or 1}")
-    data, cpu, rss = made.plan, made.cpu_seconds, made.peak_gib
+    data = made.plan
+    cpu = made.cpu_seconds
+    rss = made.peak_gib
     if data is None:
         return Made(float("inf"), 0.0, cpu, rss, error=made.output[-2000:])
     stages = " + ".join("x".join(map(str, stage["logical_mesh"])) for stage in data["stages"])
@@ -190,7 +192,9 @@ def compare_with_reference(pairs: Sequence[str], write: bool) -> int:
             REFERENCE.write_text(json.dumps(stored, indent=1) + "\n")
     if write:
         write_readme(reference)
-    return 1 if num_worse and not write else 0
+    if num_worse and not write:
+        return 1
+    return 0
 
 
 def main() -> int:
@@ -249,7 +253,9 @@ def main() -> int:
         f"planning: {total[0]:.1f} -> {total[1]:.1f} CPU-s ({total[1] / total[0]:.3f}x); slower:"
         f" {slower or 'none'}"
     )
-    return 1 if slower or total[1] > MOST_CPU * total[0] else 0
+    if slower or total[1] > MOST_CPU * total[0]:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

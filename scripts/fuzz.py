@@ -130,7 +130,9 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     sys.setrecursionlimit(1000)
-    random_numbers, counts, bad = random.Random(arguments.seed), Counter[tuple[str, str]](), []
+    random_numbers = random.Random(arguments.seed)
+    counts = Counter[tuple[str, str]]()
+    bad = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         formats = {each: FORMATS[each](folder) for each in arguments.formats}

@@ -352,7 +352,9 @@ class Checkpoints:
         self._folder, self._canary = folder, str(folder / canary)
         self._good = good_checkpoints(folder)
         self._values = {kind: load_open(path) for kind, path in self._good.items()}
-        self._loader, self._expected, self._is_lightnings = "open", None, False
+        self._loader = "open"
+        self._expected = None
+        self._is_lightnings = False
 
     def write(self, rng: random.Random) -> Path:
         """A damaged copy; the loader that will read it is drawn, too."""
@@ -367,7 +369,10 @@ class Checkpoints:
         accident(path, rng) if is_accident else attack(path, rng, self._canary)
         # Nothing in an ordinary file of torch tells of changed values: its reader does not look at
         # its checksums.
-        self._expected = self._values[kind] if is_accident and path.is_dir() else None
+        if is_accident and path.is_dir():
+            self._expected = self._values[kind]
+        else:
+            self._expected = None
         self._is_lightnings = not (is_accident and path.is_dir())
         return path
 

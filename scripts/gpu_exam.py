@@ -738,7 +738,9 @@ def main() -> int:
     started = time.perf_counter()
     rows = examine(exam, args.parts, args.seconds, args.patience, args.out)
     show(rows, f"alpa on {exam.device}, {time.perf_counter() - started:.0f} s")
-    return 1 if any(row["verdict"] == "failed" for row in rows) else 0
+    if any(row["verdict"] == "failed" for row in rows):
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

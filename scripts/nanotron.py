@@ -163,7 +163,10 @@ def main() -> int:
     best = [
         row for row in rows if "nanotron" in row["source"] and row["kind"].startswith("best plan")
     ]
-    cases = [case for each in best if isinstance(case := express(each), Case)]
+    cases = []
+    for each in best:
+        if isinstance(case := express(each), Case):
+            cases.append(case)
     shown, lines = Table(*HEADER, title="free choices against the best of nanotron's runs"), []
     left_out = []
     for case in cases:

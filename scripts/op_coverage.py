@@ -78,7 +78,9 @@ def main(given: Sequence[str] | None = None) -> int:
     print(f"{time.perf_counter() - started:.0f} s")
     if arguments.write:
         save(verdicts, arguments.write)
-    return 1 if any(v.wrong for v in verdicts) else 0
+    if any(v.wrong for v in verdicts):
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

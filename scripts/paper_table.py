@@ -218,7 +218,9 @@ class Planner:
         """One stage on the flat mesh: experts over all devices, ZeRO for the rest (the best of its
         stages 2 and 3).
         """
-        L, whole, D = self.job.num_layers, len(self.meshes) - 1, self.cluster.num_devices
+        L = self.job.num_layers
+        whole = len(self.meshes) - 1
+        D = self.cluster.num_devices
         experts = {}
         for name, parameter in self.model.named_parameters():
             if parameter.ndim == 3 and parameter.shape[0] % D == 0:

@@ -44,7 +44,9 @@ class AliveBytes(TorchDispatchMode):
     def __init__(self, held: list[torch.Tensor]) -> None:
         super().__init__()
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._now, self.most, self.at = 0, 0, ""
+        self._now = 0
+        self.most = 0
+        self.at = ""
         for tensor in held:
             self._add(tensor)
 
@@ -156,7 +158,9 @@ def main() -> int:
         )
     if args.out is not None:
         args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(BOUNDS[0] <= row["ratio"] <= BOUNDS[1] for row in rows) else 1
+    if all(BOUNDS[0] <= row["ratio"] <= BOUNDS[1] for row in rows):
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

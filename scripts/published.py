@@ -106,7 +106,9 @@ HEADER = [
 def table(priced: Priced) -> list[list[str]]:
     """A line per source, and of those that constants were fitted on, of the others, of all."""
     sources = dict.fromkeys(case.source for case, _ in priced)
-    lines = [summary(s, [(c, p) for c, p in priced if c.source == s]) for s in sources]
+    lines = []
+    for s in sources:
+        lines.append(summary(s, [(c, p) for c, p in priced if c.source == s]))
     lines = [[("fitted: " if line[0] in FITTED else "") + line[0], *line[1:]] for line in lines]
     fitted = [(c, p) for c, p in priced if c.source in FITTED]
     held_out = [(c, p) for c, p in priced if c.source not in FITTED]
@@ -143,7 +145,9 @@ def scatter_svg(priced: Priced, width: int = 860, height: int = 620) -> str:
     ]
     values = [v for _, *pair in points for v in pair]
     low, high = math.log10(min(values)) - 0.1, math.log10(max(values)) + 0.1
-    left, bottom, size = 70, height - 60, height - 100
+    left = 70
+    bottom = height - 60
+    size = height - 100
 
     def at(x: float, y: float) -> tuple[float, float]:
         scale = size / (high - low)
@@ -211,7 +215,9 @@ def ties(priced: Priced) -> list[str]:
             for c, p in priced
             if c.source == source
         ]
-        alike = {x: [speed for speed, y, _ in rows if math.isclose(x, y)] for _, x, _ in rows}
+        alike = {}
+        for _, x, _ in rows:
+            alike[x] = [speed for speed, y, _ in rows if math.isclose(x, y)]
         same = [sorted(speeds) for speeds in alike.values() if len(set(speeds)) > 1]
         most = rank_correlation([(speed, statistics.fmean(alike[x])) for speed, x, _ in rows])
         if same and most < RANK:
@@ -267,7 +273,10 @@ def main() -> None:
     rows = json.loads(args.rows.read_text())
     rows = rows["rows"] if isinstance(rows, dict) else rows
     if args.fit:
-        cases = [case for row in rows if isinstance(case := express(row), Case)]
+        cases = []
+        for row in rows:
+            if isinstance(case := express(row), Case):
+                cases.append(case)
         fit([case for case in cases if case.source in FITTED and args.source in case.source])
         return
     priced: Priced = []

@@ -24,8 +24,12 @@ class Attention(nn.Module):
         alibi: bool,
     ) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.width = heads, kv_heads, dim // heads
-        self.rotary, self.fused, self.alibi = rotary, fused, alibi
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.width = dim // heads
+        self.rotary = rotary
+        self.fused = fused
+        self.alibi = alibi
         self.query = nn.Linear(dim, dim, bias)
         self.key, self.value = (nn.Linear(dim, kv_heads * self.width, bias) for _ in range(2))
         self.out = nn.Linear(dim, dim, bias)
@@ -116,7 +120,10 @@ class Transformer(lightning.LightningModule):
         super().__init__()
         self.tokens = nn.Embedding(vocab, dim)
         self.fused_loss = fused_loss
-        self.positions = None if gated or alibi else nn.Parameter(torch.empty(seq_len, dim))
+        if gated or alibi:
+            self.positions = None
+        else:
+            self.positions = nn.Parameter(torch.empty(seq_len, dim))
         self.register_buffer("angles", torch.empty(seq_len, dim // heads))
         self.blocks = nn.ModuleList(
             Block(dim, heads, kv_heads, ffn, gated, bias, fused, alibi) for _ in range(num_blocks)

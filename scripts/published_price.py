@@ -289,7 +289,9 @@ def _as_programmed(
     (ZeRO-2) reduces gradients
     block by block: where there is one micro-batch, they are never all there.
     """
-    always, saved, working = cost.always, cost.saved, cost.working
+    always = cost.always
+    saved = cost.saved
+    working = cost.working
     if case.program.fused_loss:
         options = list(intra.ops)
         logits = case.rows * case.model["seq_len"] * case.model["vocab"] * 2 / case.tp

@@ -156,7 +156,10 @@ def express(row: dict[str, Any]) -> Case | str:
     seq_len = row["seq_len"] or _number(r"block size (\d+)", notes)
     if not seq_len:
         return "the sequence length is not published"
-    gpus, dp, tp, pp = row["gpus"], row["dp"], row["tp"] or 1, row["pp"] or 1
+    gpus = row["gpus"]
+    dp = row["dp"]
+    tp = row["tp"] or 1
+    pp = row["pp"] or 1
     dp = dp or gpus // (tp * pp)
     if dp * tp * pp != gpus:
         return f"{dp} x {tp} x {pp} devices are not {gpus}"
@@ -292,7 +295,9 @@ def _measured_seconds(row: dict[str, Any], case: Case) -> float:
     if not rate and row["mfu_percent"]:
         peak = dict(case.cluster.device.peak_flops)["bfloat16"]
         rate = row["mfu_percent"] / 100 * peak
-    return step_flops(case) / rate / row["gpus"] if rate and case.program.flops else 0.0
+    if rate and case.program.flops:
+        return step_flops(case) / rate / row["gpus"]
+    return 0.0
 
 
 def step_flops(case: Case) -> float:

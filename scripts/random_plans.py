@@ -59,9 +59,15 @@ def random_case(rng: random.Random, name: str) -> Case:
     world = rng.choice([2, 2, 3, 4])
     options: dict[str, Any] = {"batch_scope": rng.choice(["rank", "global"])}
     rows = SAMPLES if options["batch_scope"] == "global" else SAMPLES // world
-    counts = [count for count in (2, 3, 4, 6, 8) if rows % count == 0 or rng.random() < 0.05]
+    counts = []
+    for count in (2, 3, 4, 6, 8):
+        if rows % count == 0 or rng.random() < 0.05:
+            counts.append(count)
     pipelined = rng.random() < 0.6
-    mesh = None if pipelined or rng.random() < 0.4 else rng.choice(MESHES[world])
+    if pipelined or rng.random() < 0.4:
+        mesh = None
+    else:
+        mesh = rng.choice(MESHES[world])
     if mesh is not None:
         options["logical_mesh"] = mesh
         options["parallel"] = rng.choice(
@@ -134,7 +140,9 @@ def random_cases(count: int, seed: int) -> list[Case]:
 
 def run_and_tell(cases: Sequence[Case], seed: int, pool: WorkerPool) -> int:
     """Run them, a line for each that is not equal, and a summary; 1 where one was bad."""
-    counts, refusals, started = Counter[str](), Counter[str](), time.monotonic()
+    counts = Counter[str]()
+    refusals = Counter[str]()
+    started = time.monotonic()
 
     def said(case: Case, outcome: Outcome) -> None:
         counts[outcome.kind] += 1

@@ -49,7 +49,10 @@ def main() -> int:
         if all(text in str(case) for text in arguments.match)
     ]
     random.Random(arguments.seed).shuffle(cases)
-    cases, pool, num_bad, slowest = cases[part - 1 :: parts], WorkerPool(), 0, 0.0
+    cases = cases[part - 1 :: parts]
+    pool = WorkerPool()
+    num_bad = 0
+    slowest = 0.0
     with tempfile.TemporaryDirectory() as folder:
         undisturbed = Undisturbed(Path(folder), pool)
         for index, case in enumerate(cases):
@@ -59,15 +62,15 @@ def main() -> int:
                 outcome = run_case(case, root, limit=arguments.limit)
                 if case.moment not in EVALUATIONS:
                     check_resumption(case, root, pool, undisturbed, outcome)
-                seconds, step, wrong = outcome.seconds, outcome.resumed_from, outcome.wrong
+                seconds = outcome.seconds
+                step = outcome.resumed_from
+                wrong = outcome.wrong
                 text = outcome.output
             except AssertionError as error:  # it did not come so far, or the resumption failed
-                seconds, step, wrong, text = (
-                    0.0,
-                    None,
-                    [str(error).strip().splitlines()[-1]],
-                    str(error),
-                )
+                seconds = 0.0
+                step = None
+                wrong = [str(error).strip().splitlines()[-1]]
+                text = str(error)
             slowest = max(slowest, seconds)
             num_bad += bool(wrong)
             print(

@@ -35,7 +35,11 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-RANKS, STEPS, ROWS, CLASSES, TOKENS = 2, 4, 4, 5, 101
+RANKS = 2
+STEPS = 4
+ROWS = 4
+CLASSES = 5
+TOKENS = 101
 TOLERANCE = 1e-6  # libraries keep some constants in fp32
 
 
@@ -235,7 +239,9 @@ def diffusers_unet() -> Made:
     scheduler = DDPMScheduler(num_train_timesteps=20)
 
     def loss(module: Trained, batch: Any) -> Tensor:
-        x, steps, noise = batch[0], 3 * batch[1], batch[0].roll(1, -1)
+        x = batch[0]
+        steps = 3 * batch[1]
+        noise = batch[0].roll(1, -1)
         return F.mse_loss(module.net(scheduler.add_noise(x, noise, steps), steps).sample, noise)
 
     blocks = {
@@ -323,11 +329,9 @@ def lightly_dino() -> Made:
             taught, [module.head(module.net(view)) for view in views], epoch=module.current_epoch
         )
 
-    net, head, teachers_head = (
-        embedder(),
-        DINOProjectionHead(16, 32, 8, 24),
-        DINOProjectionHead(16, 32, 8, 24),
-    )
+    net = embedder()
+    head = DINOProjectionHead(16, 32, 8, 24)
+    teachers_head = DINOProjectionHead(16, 32, 8, 24)
     others = {"teacher": copy.deepcopy(net), "teachers_head": teachers_head}
     for each in others.values():
         deactivate_requires_grad(each)

@@ -48,7 +48,9 @@ def cluster_of(name: str, num_nodes: int) -> ClusterSpec:
     if name != "two_racks":
         return ClusterSpec.load(name, {"num_nodes": num_nodes})
     base = ClusterSpec.load("a100_40gb", {"num_nodes": num_nodes, "devices_per_node": 4})
-    racks = [[n for n in range(num_nodes) if n % 2 == rack] for rack in (0, 1)]
+    racks = []
+    for rack in (0, 1):
+        racks.append([n for n in range(num_nodes) if n % 2 == rack])
     up = {"name": "rack", "nodes": racks, "latency": 20e-6, "bandwidth": base.inter_node.bandwidth}
     return ClusterSpec.from_dict({**base.to_dict(), "name": name, "levels": [up]})
 
@@ -69,7 +71,9 @@ def rates(cluster: ClusterSpec) -> Table:
     Then a row a size of meshes: GB/s of messages between the first of that size and the next one.
     """
     orders = [*cluster.orders(), replace(cluster, order="numbered")]
-    heads = [", ".join(map(str, order.ranks_of(0, 8))) or "as numbered" for order in orders]
+    heads = []
+    for order in orders:
+        heads.append(", ".join(map(str, order.ranks_of(0, 8))) or "as numbered")
     table = Table("logical mesh", *(f"{head}, GB/s" for head in heads))
     table.title = f"{cluster.name}, {cluster.num_nodes} x {cluster.devices_per_node}"
     for shape in cluster.logical_shapes():

@@ -123,7 +123,9 @@ class WorkerPool:
                 try:
                     succeeded, value, when = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
-                    succeeded, value, when = False, "(the process died)", time.monotonic()
+                    succeeded = False
+                    value = "(the process died)"
+                    when = time.monotonic()
                 if succeeded:
                     results[rank] = value
                     continue

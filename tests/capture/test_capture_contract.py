@@ -31,7 +31,9 @@ from alpa_strategy.ir.graph import LogRecord, MetricRef, StepGraph, ValueRef
 class Step(LightningModule):
     def __init__(self, function: Callable[..., Any], child: nn.Module | None = None) -> None:
         super().__init__()
-        self.a, self.child, self.function = nn.Linear(4, 4), child, function
+        self.a = nn.Linear(4, 4)
+        self.child = child
+        self.function = function
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.function(self, batch, batch_idx)
@@ -195,7 +197,9 @@ def test_graph_is_functional_and_numbered_in_order(name: str) -> None:
 
 
 def fingerprint(module: LightningModule) -> Any:
-    attributes = {n: {k: id(v) for k, v in vars(m).items()} for n, m in module.named_modules()}
+    attributes = {}
+    for n, m in module.named_modules():
+        attributes[n] = {k: id(v) for k, v in vars(m).items()}
     return type(module), attributes, {k: v.clone() for k, v in module.state_dict().items()}
 
 

@@ -29,7 +29,9 @@ class Step(LightningModule):
 
     def __init__(self, function: Callable[..., Any], child: nn.Module | None = None) -> None:
         super().__init__()
-        self.a, self.b, self.child = nn.Linear(4, 4), nn.Linear(4, 4), child
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.child = child
         self.register_buffer("buffer", torch.ones(4))
         self.constant = torch.arange(4.0)
         self.function = function

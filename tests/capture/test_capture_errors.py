@@ -26,7 +26,9 @@ from alpa_strategy.errors import AlpaError, CaptureError, OptionError
 class Step(LightningModule):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.a, self.metric, self.function = nn.Linear(4, 4), MeanMetric(), function
+        self.a = nn.Linear(4, 4)
+        self.metric = MeanMetric()
+        self.function = function
         self.hidden, self.counts = [nn.Parameter(torch.ones(4))], SimpleNamespace(steps=0)
         self.table, self.norms = torch.zeros(4), [nn.BatchNorm1d(4, affine=False)]
         self.by_name = {"accuracy": MulticlassAccuracy(4, average="micro", validate_args=False)}

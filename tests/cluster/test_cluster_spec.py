@@ -198,9 +198,9 @@ def test_a_burst_of_noise_at_one_size_leaves_the_others_alone():
     line = [(4**k, 1e-4 + 4**k * 1e-9) for k in range(5, 13)]
     assert without_outliers(line) == tuple(line)
     for spoilt in range(len(line)):
-        noisy = [
-            (size, seconds * (100 if i == spoilt else 1)) for i, (size, seconds) in enumerate(line)
-        ]
+        noisy = []
+        for i, (size, seconds) in enumerate(line):
+            noisy.append((size, seconds * (100 if i == spoilt else 1)))
         for i, ((_, seconds), (_, found)) in enumerate(
             zip(line, without_outliers(noisy), strict=True)
         ):

@@ -219,8 +219,13 @@ def _averaged(outcomes: list[Any]) -> list[Any]:
     if isinstance(outcomes[0], Mean):
         return [_mean([o.value for o in outcomes])] * len(outcomes)
     if isinstance(outcomes[0], dict):
-        keys = [k for k in outcomes[0] if all(isinstance(o, dict) and k in o for o in outcomes)]
-        averaged = {key: _averaged([o[key] for o in outcomes]) for key in keys}
+        keys = []
+        for k in outcomes[0]:
+            if all(isinstance(o, dict) and k in o for o in outcomes):
+                keys.append(k)
+        averaged = {}
+        for key in keys:
+            averaged[key] = _averaged([o[key] for o in outcomes])
         return [
             {k: averaged[k][i] if k in averaged else v for k, v in o.items()}
             for i, o in enumerate(outcomes)

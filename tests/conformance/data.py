@@ -51,7 +51,9 @@ class Module(pl.LightningDataModule):
 
 
 def data_module(bench: Bench) -> Any:
-    module, data, trainer = bench.module(), Module(bench), bench.trainer(max_epochs=2)
+    module = bench.module()
+    data = Module(bench)
+    trainer = bench.trainer(max_epochs=2)
     trainer.fit(module, datamodule=data)
     found = bench.outcome(trainer, module)
     found["tested"] = trainer.test(module, datamodule=data, verbose=False)

@@ -216,7 +216,9 @@ def checkpoints_read_after_training(bench: Bench) -> Any:
 
     Batches of 13 rows and of 9 are of different shapes, or numbers, on the ranks."""
     plan: dict[str, Any] = {"plan": {"memory_limit": 4.0e5}} if bench.is_alpa else {}
-    module, trainer, path = built(), bench.trainer(**plan), ordinary_file(bench)
+    module = built()
+    trainer = bench.trainer(**plan)
+    path = ordinary_file(bench)
     trainer.fit(module, loader(bench))
     if bench.is_alpa:
         assert trainer.strategy.run is not None

@@ -282,7 +282,9 @@ def csv_logger(bench: Bench) -> Any:
         (bench.root / "logs/version_0/metrics.csv").read_text() if trainer.is_global_zero else "\n"
     )
     header, *lines = (line.split(",") for line in text.splitlines())
-    rows = [{k: float(v) for k, v in zip(header, line, strict=True) if v} for line in lines]
+    rows = []
+    for line in lines:
+        rows.append({k: float(v) for k, v in zip(header, line, strict=True) if v})
     hparams = (
         (bench.root / "logs/version_0/hparams.yaml").read_text() if trainer.is_global_zero else ""
     )

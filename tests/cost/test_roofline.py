@@ -100,7 +100,9 @@ def test_flops_by_hand(made: OpCall, flops: float):
 
 
 def test_attention_flops_and_its_causal_half():
-    q, k, v = tensor(2, 4, 16, 8), tensor(2, 4, 32, 8), tensor(2, 4, 32, 8)
+    q = tensor(2, 4, 16, 8)
+    k = tensor(2, 4, 32, 8)
+    v = tensor(2, 4, 32, 8)
     whole = call(aten.scaled_dot_product_attention.default, q, k, v)
     assert op_flops(whole) == 2 * 2 * 4 * 16 * 32 * (8 + 8)
     for causal in (

@@ -114,7 +114,9 @@ def test_a_loss_of_two_kernels_holds_the_gradient_between_them():
 
 @pytest.mark.parametrize("shape", [(2, 4, 16, 8), (3, 1, 5, 8)])
 def test_attention_keeps_no_score_matrix(shape: tuple[int, ...]):
-    q, k, v = tensor(*shape), tensor(*shape), tensor(*shape)
+    q = tensor(*shape)
+    k = tensor(*shape)
+    v = tensor(*shape)
     made, operands = call_of(aten.scaled_dot_product_attention.default, q, k, v, is_causal=True)
     found = RooflineCosts(CPU).saved(made)
     assert found == Saved((True, True, True), (True,), 4 * shape[0] * shape[1] * shape[2])

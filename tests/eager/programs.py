@@ -22,7 +22,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-WIDTH, CLASSES, ROWS, BATCHES = 6, 3, 4, 6
+WIDTH = 6
+CLASSES = 3
+ROWS = 4
+BATCHES = 6
 
 
 class Rows(Dataset):

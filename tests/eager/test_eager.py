@@ -113,9 +113,9 @@ class Said(logging.Handler):
 
 def check_equal(expected: list[Any], found: list[Any]) -> None:
     parts = ("weights", "buffers", "metrics", "steps")
-    of_both = [
-        [{part: rank[part] for part in parts} for rank in each] for each in (expected, found)
-    ]
+    of_both = []
+    for each in (expected, found):
+        of_both.append([{part: rank[part] for part in parts} for rank in each])
     assert not differences(*of_both)
     for key, value in found[0]["weights"].items():
         assert torch.equal(value, found[1]["weights"][key]), key

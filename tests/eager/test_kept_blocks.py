@@ -18,7 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from alpa_strategy import AlpaStrategy
 
-ROWS, WIDTH, LAYERS, STEPS = 512, 4096, 6, 24  # activations of 8 MB
+# activations of 8 MB
+ROWS = 512
+WIDTH = 4096
+LAYERS = 6
+STEPS = 24
 
 
 class Wide(pl.LightningModule):

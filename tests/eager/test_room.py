@@ -19,7 +19,11 @@ from worker_pool import WorkerError
 from alpa_strategy import AlpaStrategy
 from alpa_strategy.runtime.activation_checkpoint import kept_bytes
 
-RANKS, WIDTH, BLOCKS, ROWS, STEPS = 2, 16, 6, 8, 4
+RANKS = 2
+WIDTH = 16
+BLOCKS = 6
+ROWS = 8
+STEPS = 4
 
 
 class Block(nn.Module):
@@ -83,7 +87,9 @@ class Kept(pl.Callback):
 
 def train(root: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(3)
-    module, kept, said = Matching().double(), Kept(), list[str]()
+    module = Matching().double()
+    kept = Kept()
+    said = list[str]()
     used: Any = (
         strategy
         if strategy == "ddp"

@@ -22,7 +22,12 @@ from worker_pool import WorkerError
 from alpa_strategy import AlpaStrategy
 from alpa_strategy.errors import OptionError
 
-WIDTH, LENGTH, CLASSES, ROWS, STEPS = 8, 5, 12, 8, 5  # rows of all ranks in a step
+# rows of all ranks in a step
+WIDTH = 8
+LENGTH = 5
+CLASSES = 12
+ROWS = 8
+STEPS = 5
 TENSOR = {"parallel": "tensor"}  # one replica of all ranks
 TWO = {"logical_mesh": (2, 2), "parallel": ("data", "tensor")}
 
@@ -30,11 +35,9 @@ TWO = {"logical_mesh": (2, 2), "parallel": ("data", "tensor")}
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 4 * WIDTH),
-            nn.Linear(4 * WIDTH, WIDTH),
-        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))

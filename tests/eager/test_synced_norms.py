@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from alpa_strategy import AlpaStrategy
 
-RANKS, ROWS, STEPS = 2, 6, 5
+RANKS = 2
+ROWS = 6
+STEPS = 5
 
 
 class Images(pl.LightningModule):

@@ -63,18 +63,20 @@ def run_microbatches(
     state = dict(buffers)
     results: list[dict[int, Tensor]] = []
     for index in range(micro.num_microbatches):
-        batch = [
-            tensor
-            if leaf.batch_dim is None
-            else cut(tensor, rows(0), micro.num_microbatches, index, num_ranks)
-            for leaf, tensor in zip(micro.graph.batch, batch_leaves, strict=True)
-        ]
-        received = {
-            value: values[source]
-            if micro.states[value].kind == "whole"
-            else cut(values[source], micro.states[value], micro.num_microbatches, index, num_ranks)
-            for value, source in micro.given.items()
-        }
+        batch = []
+        for leaf, tensor in zip(micro.graph.batch, batch_leaves, strict=True):
+            if leaf.batch_dim is None:
+                batch.append(tensor)
+            else:
+                batch.append(cut(tensor, rows(0), micro.num_microbatches, index, num_ranks))
+        received = {}
+        for value, source in micro.given.items():
+            if micro.states[value].kind == "whole":
+                received[value] = values[source]
+            else:
+                received[value] = cut(
+                    values[source], micro.states[value], micro.num_microbatches, index, num_ranks
+                )
         found = run_step(micro.graph, parameters, state, batch, received)
         loss = found[micro.graph.loss]
         if loss.requires_grad:

@@ -187,7 +187,10 @@ def check(tables, found, num_devices, weights, alive, limit, steps):
     """The stages are what they are said to cost, in order, cover the layers and the devices, and
     fit.
     """
-    seconds, bottlenecks, position, left = [], [], 0, num_devices
+    seconds = []
+    bottlenecks = []
+    position = 0
+    left = num_devices
     for i, stage in enumerate(found.stages):
         at = (stage.first, stage.last, stage.submesh, stage.candidate)
         assert stage.first == position

@@ -83,9 +83,12 @@ def run(
         values[step.loss].backward()
     else:
         values = run_microbatches(micro, parameters, buffers, leaves, num_ranks)
-    gradients = {
-        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()
-    }
+    gradients = {}
+    for n, p in parameters.items():
+        if p.grad is None:
+            gradients[n] = torch.zeros_like(p)
+        else:
+            gradients[n] = p.grad
     loss = step.loss if micro is None else micro.graph.loss
     return {v: values[v].detach() for v in step.escaping} | {
         step.loss: values[loss].detach()

@@ -122,7 +122,9 @@ def simulated(schedule, seconds, once, count, v=1, wires=(), overhead=0.0):
     """Seconds of a step of stages that take `seconds` a micro-batch and `once`; a backward takes
     two forwards, and each
     half of the overhead."""
-    each = [[s * share + overhead / 2 for s in seconds] for share in (1 / 3, 2 / 3)]
+    each = []
+    for share in (1 / 3, 2 / 3):
+        each.append([s * share + overhead / 2 for s in seconds])
     end = max(
         done.end
         for done in timeline(schedule, *each, count, len(seconds) // v, [w / 2 for w in wires])
@@ -139,7 +141,9 @@ def test_no_simulated_pipeline_is_below_the_bound(seed):
     costs grow where
     layers are divided."""
     rng = np.random.default_rng(seed)
-    L, D, count = int(rng.integers(3, 6)), 8, int(rng.integers(2, 24))
+    L = int(rng.integers(3, 6))
+    D = 8
+    count = int(rng.integers(2, 24))
     sizes = np.array([1, 2, 4, 8])
     each = rng.choice([0.5, 1.0, 1.0, 1.0], (L, 1)) / sizes ** rng.uniform(0.3, 1.0)
     once = rng.uniform(0, 2.0, (L, 1)) / sizes
@@ -186,7 +190,9 @@ def test_no_division_of_unequal_layers_is_below_the_bound(seed, schedule):
     against the bound.
     """
     rng = np.random.default_rng(seed)
-    L, meshes, D = int(rng.integers(2, 6)), ((1, 1), (1, 2), (1, 4)), 4
+    L = int(rng.integers(2, 6))
+    meshes = ((1, 1), (1, 2), (1, 4))
+    D = 4
     work = rng.choice([0.3, 1.0, 1.0, 2.0], (L, 1)) * rng.uniform(0.8, 1.0, 3) / np.array([1, 2, 4])
     bound = bound_of(work, np.zeros_like(work), 4, D, meshes, schedule=schedule)
     best = math.inf

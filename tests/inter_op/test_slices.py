@@ -50,10 +50,11 @@ def shared_parameters(stages):
     them.
     """
     names = dict.fromkeys(p.name for stage in stages for p in stage.parameters)
-    users = {
-        name: tuple(i for i, s in enumerate(stages) if name in [p.name for p in s.parameters])
-        for name in names
-    }
+    users = {}
+    for name in names:
+        users[name] = tuple(
+            i for i, s in enumerate(stages) if name in [p.name for p in s.parameters]
+        )
     return {name: found for name, found in users.items() if len(found) > 1}
 
 
@@ -78,9 +79,12 @@ def captured(name: str):
     trained = {n: p.clone().requires_grad_() for n, p in parameters.items()}
     outputs = run_step(step, trained, buffers, [batch[b.leaf] for b in step.batch])
     outputs[step.loss].backward()
-    gradients = {
-        n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in trained.items()
-    }
+    gradients = {}
+    for n, p in trained.items():
+        if p.grad is not None:
+            gradients[n] = p.grad
+        else:
+            gradients[n] = torch.zeros_like(p)
     return step, parameters, buffers, batch, {k: v.detach() for k, v in outputs.items()}, gradients
 
 
@@ -164,7 +168,9 @@ def test_stages_under_random_plans_equal_the_whole_step(name):
                 return tensor[tuple(slice(a, b) for a, b in ranges)]
 
             handed: dict[int, tuple[torch.Tensor, str]] = {}
-            found, local, losses = {}, [], []
+            found = {}
+            local = []
+            losses = []
             for stage, plan in zip(stages, plans, strict=True):
                 program = lower(stage, plan, mesh, torch.device("cpu"), ShardedRandom(mesh, 0))
                 own = {}
@@ -178,10 +184,9 @@ def test_stages_under_random_plans_equal_the_whole_step(name):
                     local.append(
                         (p.name, own[p.name], layout, plan.parameter_plans[p.name].modes[0])
                     )
-                rows = [
-                    cut(batch[b.leaf], Layout.parse("S0" if b.batch_dim == 0 else "R"))
-                    for b in stage.batch
-                ]
+                rows = []
+                for b in stage.batch:
+                    rows.append(cut(batch[b.leaf], Layout.parse("S0" if b.batch_dim == 0 else "R")))
                 received = []
                 for (
                     value

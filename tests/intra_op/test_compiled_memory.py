@@ -63,7 +63,10 @@ def kept_by_partitioner(module, batch) -> int:
             for node in output.args[0][1:]
             if isinstance(node, torch.fx.Node) and not is_given(node)
         ]
-        values = [value for node in made if isinstance(value := node.meta["val"], torch.Tensor)]
+        values = []
+        for node in made:
+            if isinstance(value := node.meta["val"], torch.Tensor):
+                values.append(value)
         sizes.extend(value.numel() * value.element_size() for value in values)
         return make_boxed_func(graph.forward)
 

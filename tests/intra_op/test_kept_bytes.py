@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from alpa_strategy import ClusterSpec, PlanOptions, make_plan
 
-WIDTH, ROWS, TOKENS = 64, 256, 96
+WIDTH = 64
+ROWS = 256
+TOKENS = 96
 
 
 def softmax(hidden: Tensor) -> Tensor:

@@ -58,7 +58,9 @@ def test_an_order_within_a_limit_is_found_where_either_rule_finds_one(seed):
     order = plan_order(network, min(largest), float("inf"))
     assert sorted(order) == list(range(9))
     assert plan_order(network, min(largest) - 1, float("inf")) is None
-    around = {v: {u for s in scopes if v in s for u in s} - {v} for v in range(9)}
+    around = {}
+    for v in range(9):
+        around[v] = {u for s in scopes if v in s for u in s} - {v}
     for v in order:
         others = around.pop(v)
         assert math.prod((sizes[u] for u in others), start=sizes[v]) <= min(largest)

@@ -184,10 +184,9 @@ def test_each_op_takes_what_is_cheapest_as_its_operands_lie(seed):
             if t.producer in assignment
             and (uses := tuple(u for u in t.uses if u.choice in assignment))
         ]
-        free = [
-            Choice(c.name, c.cost if i in assignment else c.cost * 0, c.memory)
-            for i, c in enumerate(problem.choices)
-        ]
+        free = []
+        for i, c in enumerate(problem.choices):
+            free.append(Choice(c.name, c.cost if i in assignment else c.cost * 0, c.memory))
         return evaluate(
             Problem(tuple(free), tuple(known)), [assignment.get(i, 0) for i in range(len(free))]
         )[0]

@@ -63,15 +63,25 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12, build=b
     """
     strategies = tuple(map(AxisStrategy.parse, texts))
     implementation = next(s.implementation for s in strategies if s.implementation)
-    axes = tuple(i for i, s in enumerate(strategies) if s.implementation) if axes is None else axes
+    if axes is None:
+        axes = tuple(i for i, s in enumerate(strategies) if s.implementation)
     leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in operands]
     expected = as_tuple(call.call(*leaves))
-    grads = [torch.randn_like(r) if r.requires_grad else None for r in expected]
+    grads = []
+    for r in expected:
+        if r.requires_grad:
+            grads.append(torch.randn_like(r))
+        else:
+            grads.append(None)
     torch.autograd.backward(
         [r for r in expected if r.requires_grad], [g for g in grads if g is not None]
     )
-    operand_duals = [tuple(s.inputs[i] for s in strategies) for i in range(len(operands))]
-    result_duals = [tuple(s.outputs[i] for s in strategies) for i in range(len(expected))]
+    operand_duals = []
+    for i in range(len(operands)):
+        operand_duals.append(tuple(s.inputs[i] for s in strategies))
+    result_duals = []
+    for i in range(len(expected)):
+        result_duals.append(tuple(s.outputs[i] for s in strategies))
 
     def work(mesh):
         mine = [

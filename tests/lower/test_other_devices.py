@@ -41,10 +41,11 @@ def test_a_lowered_program_stays_on_its_device(name):
                 local = cut(case.parameters[p.name], layout, mesh).to(META)
                 parameters[p.name] = local.requires_grad_(p.meta.requires_grad)
             buffers = {name: buffer.to(META) for name, buffer in case.buffers.items()}
-            batch = [
-                cut(tensor, Layout.parse("S0" if leaf.batch_dim == 0 else "R"), mesh).to(META)
-                for leaf, tensor in zip(case.step.batch, case.batch, strict=True)
-            ]
+            batch = []
+            for leaf, tensor in zip(case.step.batch, case.batch, strict=True):
+                batch.append(
+                    cut(tensor, Layout.parse("S0" if leaf.batch_dim == 0 else "R"), mesh).to(META)
+                )
             outputs, _, _ = program(parameters, buffers, batch)
             outputs[case.step.loss].backward()
             return [*outputs.values(), *(p.grad for p in parameters.values() if p.grad is not None)]

@@ -31,7 +31,10 @@ from alpa_strategy.pipeline.stage_worker import OwnStage
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
 WIDTH, ROWS = 6, 144
-IDS, LOSS, ROW_MEANS, COUNT = 100, 200, 201, 202
+IDS = 100
+LOSS = 200
+ROW_MEANS = 201
+COUNT = 202
 F64 = torch.float64
 
 
@@ -200,7 +203,10 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
         if rank not in case.ranks:
             continue
         mesh = meshes[i]
-        mine = [n for n in names if any(cases[user].ranks == case.ranks for user in users[n])]
+        mine = []
+        for n in names:
+            if any(cases[user].ranks == case.ranks for user in users[n]):
+                mine.append(n)
         inputs = tuple(ParameterInput(0, (n,), TensorMeta((WIDTH, WIDTH), F64, True)) for n in mine)
         store = stores.get(case.ranks)
         if store is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
@@ -83,6 +82,11 @@ def test_what_was_planned_is_executed(pool, schedule):
     assert found == [[f"{a.stage}{a.kind}{a.microbatch}" for a in row] for row in planned]
 
 
+def no_random_state():
+    """A bookmark of a program without random numbers."""
+    return nullcontext
+
+
 def run_watched(schedule, recomputes=False):
     """Most activations alive at once, and how many are left after three steps without the garbage
     collector.
@@ -110,7 +114,11 @@ def run_watched(schedule, recomputes=False):
             sent = {v: Watched.apply(t) if t.requires_grad else t for v, t in sent.items()}
             return escaping, sent, made
 
-        bookmark = (lambda: nullcontext) if recomputes else None  # nothing random to draw again
+        # the recomputation draws no random numbers, so its bookmark restores nothing
+        if recomputes:
+            bookmark = no_random_state
+        else:
+            bookmark = None
         stage.program = replace(with_program(stage.program, program), bookmark=bookmark)
     gc.collect()
     gc.disable()

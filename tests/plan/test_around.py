@@ -41,7 +41,8 @@ def plan(model, rows, around=None, devices=4, length=None, **options):
     module = MODELS[model]() if isinstance(model, str) else model()
     batch = module.example_batch(rows)
     options = PlanOptions.from_user(**options)
-    batch = batch if length is None else tuple(part[:, :length] for part in batch)
+    if length is not None:
+        batch = tuple(part[:, :length] for part in batch)
     found = make_plan(module, batch, cluster(devices), options, around=around)
     step = capture_step(module, batch, world_size=devices, batch_scope=options.rows)
     micro = microbatch(step, found.num_microbatches, devices) if found.is_pipelined else None

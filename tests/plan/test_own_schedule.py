@@ -61,7 +61,9 @@ def plan(schedule) -> Plan:
 
 
 def test_a_function_is_a_schedule(tmp_path):
-    own, gpipe, one = plan(waves), plan("GPipe"), plan("1F1B")
+    own = plan(waves)
+    gpipe = plan("GPipe")
+    one = plan("1F1B")
     assert own.schedule == "waves"
     assert one.predicted.step_seconds < own.predicted.step_seconds  # a bubble after every wave
     assert (

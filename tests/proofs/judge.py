@@ -197,12 +197,13 @@ def _makes_infinity(call: OpCall, data: Sequence[Tensor]) -> bool:
 
 def _runs(call: OpCall, data: Sequence[Tensor]) -> bool:
     """Whether the whole op takes this data, forward and backward."""
-    leaves = [
-        (d.detach().double() if d.is_floating_point() else d.detach())
-        .clone()
-        .requires_grad_(m.requires_grad)
-        for d, m in zip(data, call.operands, strict=True)
-    ]
+    leaves = []
+    for d, m in zip(data, call.operands, strict=True):
+        leaves.append(
+            (d.detach().double() if d.is_floating_point() else d.detach())
+            .clone()
+            .requires_grad_(m.requires_grad)
+        )
     try:
         results = call.call(*leaves)
         results = (results,) if isinstance(results, Tensor) else tuple(results)

@@ -128,10 +128,12 @@ class _Sample(pl.LightningModule):
                 self.register_buffer(f"t{i}", leaf.detach().clone())
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        leaves = [
-            getattr(self, f"t{i}") if isinstance(x, Tensor) else x
-            for i, x in enumerate(self.leaves)
-        ]
+        leaves = []
+        for i, x in enumerate(self.leaves):
+            if isinstance(x, Tensor):
+                leaves.append(getattr(self, f"t{i}"))
+            else:
+                leaves.append(x)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         results = [
             x for x in pytree.tree_leaves(self.op[0](*args, **kwargs)) if isinstance(x, Tensor)

@@ -42,7 +42,9 @@ def train(name: str, ranks: int, folder: str, overrides: list[str]) -> dict[str,
     where = [f"trainer.devices={ranks}", f"trainer.default_root_dir={folder}"]
     recipe = load_recipe(RECIPES / f"{name}.yaml", [*overrides, *quiet, *ways, *where])
     torch.manual_seed(0)
-    module, trainer, watch = build_model(recipe), build_trainer(recipe), Watch()
+    module = build_model(recipe)
+    trainer = build_trainer(recipe)
+    watch = Watch()
     trainer.callbacks.append(watch)
     trainer.fit(module, datamodule=build_data(recipe))
     weights = {key: value.detach().clone() for key, value in module.state_dict().items()}

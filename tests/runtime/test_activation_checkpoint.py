@@ -57,7 +57,9 @@ class Normed(Residual):
         self.norm = nn.BatchNorm1d(WIDTH)
         self.fc = nn.utils.parametrizations.spectral_norm(self.fc)
         self.register_buffer("calls", torch.ones(2, 2))
-        self.count, self.seen, self.kinds = 0, [], {"all": []}
+        self.count = 0
+        self.seen = []
+        self.kinds = {"all": []}
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1

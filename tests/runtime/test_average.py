@@ -35,7 +35,10 @@ def test_the_mean_is_that_of_the_replicas_in_their_order(pool):
     for found in (each for ranks in pool.run(RANKS, both, 100) for each in ranks):
         assert found[4] is None  # nobody has one
         for i in range(3):
-            parts = [
-                torch.zeros(SIZES[i]) if each[i] is None else each[i] / RANKS for each in given
-            ]
+            parts = []
+            for each in given:
+                if each[i] is None:
+                    parts.append(torch.zeros(SIZES[i]))
+                else:
+                    parts.append(each[i] / RANKS)
             assert torch.equal(found[i], ((parts[0] + parts[1]) + parts[2]) + parts[3])

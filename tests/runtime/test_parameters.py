@@ -158,9 +158,12 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
     assert identities == {n: id(p) for n, p in net.named_parameters()}
     named = dict(net.named_parameters())
     values = {n: store.gather(p) for n, p in named.items()}
-    grads = {
-        n: p.grad if p.grad is None else store.gather_like(p, p.grad) for n, p in named.items()
-    }
+    grads = {}
+    for n, p in named.items():
+        if p.grad is None:
+            grads[n] = p.grad
+        else:
+            grads[n] = store.gather_like(p, p.grad)
     moments = {
         n: store.gather_like(p, optimizer.state[p]["exp_avg"])
         for n, p in named.items()
@@ -528,7 +531,9 @@ def test_steps_may_use_other_parameters_than_the_first(mode):
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        plans = {p.name: ParameterPlan.parse(mode if p.meta.shape else "R*") for p in inputs}
+        plans = {}
+        for p in inputs:
+            plans[p.name] = ParameterPlan.parse(mode if p.meta.shape else "R*")
         store = store_on(mesh, net, inputs, plans)
         store.shard()
         seen = []

@@ -228,11 +228,15 @@ def _attention_and_norm_cases(add: Any) -> None:
 
     sdpa = aten.scaled_dot_product_attention.default
     add("sdpa", sdpa, *qkv(), expect=("S0,S0,S0->S0", "S1,S1,S1->S1", "S2,R*,R*->S2"))
-    q, k, v = f(4, 4, 5, 6), f(4, 4, 5, 6), f(4, 4, 5, 6)
+    q = f(4, 4, 5, 6)
+    k = f(4, 4, 5, 6)
+    v = f(4, 4, 5, 6)
     add("sdpa_causal", sdpa, q, k, v, None, 0.0, True, expect=("S0,S0,S0->S0", "S1,S1,S1->S1"))
     ring = "S2,S2,S2->S2@ring_attention"
     add("sdpa_ring", sdpa, f(2, 2, 12, 4), f(2, 2, 24, 4), f(2, 2, 24, 4), scale=0.3, expect=ring)
-    q, k, v = f(2, 4, 24, 4), f(2, 2, 24, 4), f(2, 2, 24, 4)
+    q = f(2, 4, 24, 4)
+    k = f(2, 2, 24, 4)
+    v = f(2, 2, 24, 4)
     add("sdpa_ring_causal", sdpa, k, c(2, 2, 24, 4), v, None, 0.0, True, expect=ring)
     add("sdpa_ring_gqa", sdpa, q, k, v, None, 0.0, True, enable_gqa=True, expect=ring)
     add("sdpa_gqa", sdpa, *qkv(8, 4), enable_gqa=True, expect=("S0,S0,S0->S0", "S1,S1,S1->S1"))

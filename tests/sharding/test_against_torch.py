@@ -86,7 +86,9 @@ def _shards(call: OpCall, inputs: list[Any], outputs: list[Any]) -> str | None:
     text = f"{','.join(map(_text, inputs))}->{','.join(map(_text, outputs))}"
     pairs = zip([*inputs, *outputs], (*call.operands, *call.results), strict=True)
     sizes = [meta.shape[p.dim] for p, meta in pairs if not isinstance(p, Replicate | Partial)]
-    return text if sizes and min(sizes) > 1 else None
+    if sizes and min(sizes) > 1:
+        return text
+    return None
 
 
 def _torchs(call: OpCall, operands: Sequence[Tensor]) -> set[str]:
@@ -95,11 +97,15 @@ def _torchs(call: OpCall, operands: Sequence[Tensor]) -> set[str]:
     def given(value: Any) -> Any:
         if isinstance(value, Slot):
             return metas[value.index]
-        return [given(v) for v in value] if isinstance(value, tuple) else value
+        if isinstance(value, tuple):
+            return [given(v) for v in value]
+        return value
 
     kwargs = {name: given(value) for name, value in call.kwargs}
     rules = FUNCTIONS[call.target].func(call.target, tuple(map(given, call.args)), kwargs)
-    placed = [[p for p in rule if p is not None] for rule in rules]
+    placed = []
+    for rule in rules:
+        placed.append([p for p in rule if p is not None])
     n = len(call.results)
     return {text for rule in placed if (text := _shards(call, rule[n:], rule[:n])) is not None}
 

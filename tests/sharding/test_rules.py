@@ -46,7 +46,12 @@ def test_linear_of_any_size_is_right_on_any_axis(
 def test_broadcast_product_is_right_on_any_axis(
     shape: list[int], keep: list[bool], axis_size: int
 ) -> None:
-    other = [size if kept else 1 for size, kept in zip(shape, keep, strict=False)]
+    other = []
+    for size, kept in zip(shape, keep, strict=False):
+        if kept:
+            other.append(size)
+        else:
+            other.append(1)
     _prove_all(*call_of(aten.mul.Tensor, f(*shape), f(*other)), axis_size)
 
 
@@ -65,7 +70,9 @@ def test_embedding_and_its_loss_are_right_for_any_vocabulary(
 def test_grouped_query_attention_keeps_queries_with_their_keys(
     kv: int, group: int, length: int, axis_size: int
 ) -> None:
-    q, k, v = f(2, kv * group, length, 4), f(2, kv, length, 4), f(2, kv, length, 4)
+    q = f(2, kv * group, length, 4)
+    k = f(2, kv, length, 4)
+    v = f(2, kv, length, 4)
     call, operands = call_of(
         aten.scaled_dot_product_attention.default, q, k, v, None, 0.0, True, enable_gqa=True
     )

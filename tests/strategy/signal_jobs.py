@@ -406,7 +406,9 @@ class Undisturbed:
     """Weights after each step of a training that nobody signals, once for each kind of plan."""
 
     def __init__(self, root: Path, pool: Any) -> None:
-        self._root, self._pool, self._found = root, pool, {}
+        self._root = root
+        self._pool = pool
+        self._found = {}
 
     def __call__(self, moment: str) -> dict[int, dict[str, torch.Tensor]]:
         kind = moment if moment in PLANS else "steady"

@@ -67,7 +67,10 @@ def staged_plan(
     for (first, last), ranks in zip(pairwise(cuts), places, strict=True):
         size = len(ranks)
         inner = cluster_layers(slice_stage(graph, first, last), min(3, last - first))[1:-1]
-        spans = tuple(first + cut for cut in inner) if remat else ()
+        if remat:
+            spans = tuple(first + cut for cut in inner)
+        else:
+            spans = ()
         wish = StageRequest(
             first,
             last,

@@ -87,7 +87,9 @@ class Refitted(MLP):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.phase, self.pool, self.phases = "", torch.nn.AvgPool1d(1, 1), []
+        self.phase = ""
+        self.pool = torch.nn.AvgPool1d(1, 1)
+        self.phases = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.phase = "train"

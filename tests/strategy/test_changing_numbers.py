@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 import alpa_strategy.lightning.run as run_module
 from alpa_strategy import AlpaStrategy
 
-ROWS, STEPS, WIDTH = 8, 16, 6
+ROWS = 8
+STEPS = 16
+WIDTH = 6
 
 
 class Samples(Dataset):
@@ -64,9 +66,13 @@ class Net(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.save_hyperparameters({"entropy": 0.3, "kind": "net"})
-        self.first, self.gate, self.drop = nn.Linear(WIDTH, 8), Gate(), nn.Dropout(0.0)
+        self.first = nn.Linear(WIDTH, 8)
+        self.gate = Gate()
+        self.drop = nn.Dropout(0.0)
         self.last = nn.Linear(8, 3)
-        self.beta, self.count, self.weights = 0.5, 3, {"kl": 1.0, "name": "kl"}
+        self.beta = 0.5
+        self.count = 3
+        self.weights = {"kl": 1.0, "name": "kl"}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.gate(self.first(x)))

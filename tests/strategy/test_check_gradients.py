@@ -29,7 +29,9 @@ PIPELINE = {"num_stages": 2, "num_microbatches": 2}
 class Net(pl.LightningModule):
     def __init__(self, lr: float) -> None:
         super().__init__()
-        self.first, self.last, self.lr = nn.Linear(6, 6), nn.Linear(6, 2), lr
+        self.first = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 2)
+        self.lr = lr
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.last(self.first(batch[0]).tanh()).square().mean()

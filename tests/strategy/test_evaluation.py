@@ -320,7 +320,9 @@ class Rows(IterableDataset):
     """A stream that gives each rank other rows, and the last rank fewer."""
 
     def __init__(self, data: TensorDataset, world_size: int, rank: int) -> None:
-        self.data, self.world_size, self.rank = data, world_size, rank
+        self.data = data
+        self.world_size = world_size
+        self.rank = rank
 
     def __iter__(self) -> Iterator[Any]:
         last = len(self.data) - ROWS if self.rank == self.world_size - 1 else len(self.data)

@@ -49,7 +49,9 @@ def train(root: str, ahead_bytes: int | None, precision: str) -> tuple[dict[str,
     torch.manual_seed(3)
     module = MODELS["gpt"](**SIZES)
     batch = module.example_batch(6 * ROWS)
-    rows = [[leaf[i] for leaf in batch] for i in range(6 * ROWS)]
+    rows = []
+    for i in range(6 * ROWS):
+        rows.append([leaf[i] for leaf in batch])
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,

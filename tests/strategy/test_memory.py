@@ -144,7 +144,10 @@ class Most(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self.num_bytes, self._steps, self._before, self.threads = 0, 0, 0, 0
+        self.num_bytes = 0
+        self._steps = 0
+        self._before = 0
+        self.threads = 0
 
     def on_train_batch_start(self, *unused: object) -> None:
         self._steps += 1

@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from alpa_strategy import AlpaStrategy
 
-ROWS, WIDTH, RANKS = 4, 6, 2
+ROWS = 4
+WIDTH = 6
+RANKS = 2
 PLANS: list[dict[str, Any]] = [{"parallel": "data"}, {"parallel": "tensor"}, {"num_stages": 2}]
 
 

@@ -19,7 +19,10 @@ from worker_pool import WorkerError
 
 from alpa_strategy import AlpaStrategy
 
-STEPS, ROWS, REPLICAS, RANKS = 5, 4, 2, 4
+STEPS = 5
+ROWS = 4
+REPLICAS = 2
+RANKS = 4
 WIDTH = 16
 
 
@@ -27,7 +30,9 @@ class Sequences(Dataset):
     """[T, WIDTH] and a class; T is the same of all samples, or is not; so are the values."""
 
     def __init__(self, count: int, lengths: int = 1, same: bool = False) -> None:
-        self.count, self.lengths, self.same = count, lengths, same
+        self.count = count
+        self.lengths = lengths
+        self.same = same
 
     def __len__(self) -> int:
         return self.count
@@ -72,11 +77,9 @@ def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q, k, v = (
@@ -109,7 +112,10 @@ class Model(pl.LightningModule):
         self.drop, self.head = nn.Dropout(dropout), nn.Linear(WIDTH, 3)
         self.accuracy = torchmetrics.MeanMetric()
         self.seen = torchmetrics.SumMetric()
-        self.lengths, self.last_rows, self.same, self.reads = lengths, last_rows, same, reads
+        self.lengths = lengths
+        self.last_rows = last_rows
+        self.same = same
+        self.reads = reads
         self.apart, self.noise = apart, noise
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -314,7 +320,9 @@ def test_replicas_draw_their_own_numbers_and_their_ranks_the_same(pool, tmp_path
     found = pool.run(
         RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"dropout": 0.5, "same": True}, {}
     )
-    own = [[step["own"] for step in one["logged"]] for one in found]
+    own = []
+    for one in found:
+        own.append([step["own"] for step in one["logged"]])
     assert own[0] == own[1]
     assert own[2] == own[3]
     assert all(a != b for a, b in zip(own[0], own[2], strict=True))
@@ -342,7 +350,9 @@ def test_a_checkpoint_goes_from_replicas_to_a_plain_plan_and_back(pool, under_dd
 
 
 def test_a_resumed_training_goes_on_bit_by_bit(pool, tmp_path):
-    path, inside, model = str(tmp_path / "midway.ckpt"), INSIDE["zero3"], {"dropout": 0.5}
+    path = str(tmp_path / "midway.ckpt")
+    inside = INSIDE["zero3"]
+    model = {"dropout": 0.5}
     whole = pool.run(RANKS, train_replicas, str(tmp_path), inside, model, {})
     pool.run(RANKS, train_replicas, str(tmp_path), inside, model, {"save": path})
     found = pool.run(RANKS, train_replicas, str(tmp_path), inside, model, {"resume": path})
@@ -383,7 +393,9 @@ def test_workers_draw_alike_within_a_replica(pool, tmp_path):
     found = pool.run(
         RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"noise": True, "same": True}, {}
     )
-    own = [[step["own"] for step in one["logged"]] for one in found]
+    own = []
+    for one in found:
+        own.append([step["own"] for step in one["logged"]])
     assert own[0] == own[1]
     assert own[2] == own[3]
     assert all(a != b for a, b in zip(own[0], own[2], strict=True))

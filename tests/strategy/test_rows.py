@@ -109,7 +109,9 @@ class Counting:
     """A collate function that draws, counts its calls and takes its samples apart."""
 
     def __init__(self) -> None:
-        self.calls, self.generator, self.seen = 0, __import__("random").Random(3), []
+        self.calls = 0
+        self.generator = __import__("random").Random(3)
+        self.seen = []
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         self.calls += 1

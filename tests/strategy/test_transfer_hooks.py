@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader
 
 from alpa_strategy import AlpaStrategy
 
-ROWS, BATCHES, WIDTH = 6, 5, 6
+ROWS = 6
+BATCHES = 5
+WIDTH = 6
 
 
 class Samples(torch.utils.data.Dataset):
@@ -488,7 +490,9 @@ class AveragesOutside(Net):
 
     def on_fit_start(self) -> None:
         self.teachers = [copy.deepcopy(self.net).requires_grad_(False)]
-        self.seen, self.counts, self.tracker = {"steps": torch.zeros(())}, np.zeros(2), Tracker()
+        self.seen = {"steps": torch.zeros(())}
+        self.counts = np.zeros(2)
+        self.tracker = Tracker()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.factor = 1.0 + batch_idx
@@ -611,7 +615,9 @@ class DatasetOfAThread(Net):
 
     def on_train_start(self) -> None:
         data = self.trainer.train_dataloader.dataset
-        data.scale, data.items, data.fills = 2.0, [], Fills()
+        data.scale = 2.0
+        data.items = []
+        data.fills = Fills()
         data.fills(data.items)
 
     def loss(self, batch: Any, each: Tensor) -> Tensor:
