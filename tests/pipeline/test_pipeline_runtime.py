@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
