@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from fuzz import changed
+from fuzz_damage import changed
 from plan_runs import Case, PlanRuns
 from random_plans import run_and_tell
 from worker_pool import WorkerPool

@@ -27,6 +27,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from fuzz_damage import changed
 
 from alpa_strategy import AlpaError, AlpaStrategy, export_checkpoint, open_checkpoint
 from alpa_strategy.checkpoint.opening import COMPLETE, METADATA, REST
@@ -326,8 +327,6 @@ def _change_metadata(metadata: Any, rng: random.Random) -> None:
 
 def _rewrite_rest(file: Path, rng: random.Random) -> None:
     """Plain values that no checkpoint has, in one that `weights_only` reads."""
-    from fuzz import changed
-
     stored = torch.load(file, weights_only=True)
     for _ in range(rng.randint(1, 4)):
         stored = changed(stored, rng)
