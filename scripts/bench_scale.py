@@ -1,8 +1,11 @@
 """How planning grows from 64 to 4,096 devices, and the large cells of docs; no devices needed.
 
-    python scripts/bench_scale.py                                    # GPT 175B on 8 to 512 nodes of dgx_h100, and cells
-    python scripts/bench_scale.py gpt_175b:128:120:2 moe_70b:64      # recipe:nodes[:most CPU-s[:most GiB]]
-    python scripts/bench_scale.py --regular gpt_1_3b:2               # every regular plan beside the chosen one
+    # GPT 175B on 8 to 512 nodes of dgx_h100, and cells
+    python scripts/bench_scale.py
+    # recipe:nodes[:largest CPU-s[:largest GiB]]
+    python scripts/bench_scale.py gpt_175b:128:120:2 moe_70b:64
+    # every regular plan in addition to the chosen one
+    python scripts/bench_scale.py --regular gpt_1_3b:2
 
 Each plan is made by `alpa plan` in a process of its own (CPU seconds, memory at the peak, distance
 from the bound); a picture of the growth is written to docs/pictures/scale.svg. Fails over a limit,

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +94,9 @@ def collect(cell: str, folder: Path) -> None:
         recorded.extend(_whole_problems(recipe, problem, least.num_bytes))
         return limited(problem, free, least, *rest)
 
-    def record_program(problem, deadline, incumbent=None, tolerance=solving.PROVED):  # type: ignore[no-untyped-def]
+    def record_program(
+        problem: Any, deadline: Any, incumbent: Any = None, tolerance: float = solving.PROVED
+    ) -> Any:
         kind = f"{recipe} chosen strategies"
         recorded.append(Instance("", kind, problem, True, incumbent))
         return by_program(problem, deadline, incumbent, tolerance)
@@ -236,8 +239,9 @@ def solve_instance(instance: Instance, solver: Solver) -> Timing:
         bound = max(relaxed, exact)
     seconds = time.process_time() - started
     objective = _objective(instance, mass, bound)
-    open_gap = not instance.integer or objective - bound > 2e-6 * abs(objective)
-    timed_out = np.isneginf(bound) or (instance.integer and np.isfinite(bound) and open_gap)
+    timed_out = np.isneginf(bound)
+    if instance.integer and np.isfinite(bound):
+        timed_out |= objective - bound > 2e-6 * abs(objective)
     return Timing(seconds, bound, objective, bool(timed_out))
 
 
@@ -293,7 +297,8 @@ def compare(sides: dict[str, list[dict]], folder: Path) -> int:
                 failed.append(name)
         print(line, flush=True)
     for side, results in sides.items():
-        total = sum(timing.seconds for timing in (new if side == "ortools" else old).values())
+        timings = new if side == "ortools" else old
+        total = sum(timing.seconds for timing in timings.values())
         loading = results[0]["loading"]
         megabytes = loading["bytes"] / 2**20
         print(

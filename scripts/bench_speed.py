@@ -26,6 +26,10 @@ from bench_jobs import torchrun, user_threads
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Indices of the clocks in the seconds of a step.
+WALL = 0
+CPU = 1
+
 
 def worker(args: argparse.Namespace, strategy: str) -> None:
     """One rank of one job: train, and let rank 0 write the seconds of every step after warm-up."""
@@ -88,7 +92,7 @@ def worker(args: argparse.Namespace, strategy: str) -> None:
 
 
 def run_job(args: argparse.Namespace, strategy: str, plan_dir: str) -> list[tuple[float, float]]:
-    """(wall, CPU of rank 0) seconds of every step of one job."""
+    """Run one job, and return (wall, CPU of rank 0) seconds of every step."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.json"
         if args.devices == 1:
@@ -110,6 +114,11 @@ def run_job(args: argparse.Namespace, strategy: str, plan_dir: str) -> list[tupl
             command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         run_process(command, strategy, folder, user_threads())
         return json.loads(out.read_text())
+
+
+def median_of(steps: list[tuple[float, float]], clock: int) -> float:
+    """Return the median seconds of a job's steps by one clock, `WALL` or `CPU`."""
+    return statistics.median(step[clock] for step in steps)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -157,7 +166,6 @@ def main() -> int:
 
     baseline = "plain" if args.devices == 1 else "ddp"
     strategies = args.strategies or [baseline, "alpa"]
-
     seconds: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in strategies}
     with tempfile.TemporaryDirectory() as plan_dir:
         for turn in range(args.rounds):
@@ -167,11 +175,10 @@ def main() -> int:
     tokens = args.devices * args.batch * args.sequence
     rates = {}
     for name, rounds in seconds.items():
-        step_seconds = [statistics.median(wall for wall, _ in round_) for round_ in rounds]
-        rates[name] = [tokens / median for median in step_seconds]
+        rates[name] = [tokens / median_of(round_, WALL) for round_ in rounds]
     work = {}
     for name, rounds in seconds.items():
-        work[name] = min(statistics.median(cpu for _, cpu in round_) for round_ in rounds)
+        work[name] = min(median_of(round_, CPU) for round_ in rounds)
     first = strategies[0]
     table = Table(
         title=(

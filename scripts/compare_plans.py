@@ -1,18 +1,21 @@
 """Plans of two checkouts, side by side: predicted seconds, bytes, and what planning took. No
 devices.
 
-    python scripts/compare_plans.py ../before .                                    # thirteen pairs
+    # thirteen pairs
+    python scripts/compare_plans.py ../before .
     python scripts/compare_plans.py ../before . gpt_2_6b:p3_16xlarge_x8:2 moe_1_3b
-    python scripts/compare_plans.py --reference             # large plans against plan_reference.json
-    python scripts/compare_plans.py --reference --write     # and store what this checkout gives
+    # large plans against plan_reference.json
+    python scripts/compare_plans.py --reference
+    # the same, and store this checkout's plans as the reference
+    python scripts/compare_plans.py --reference --write
 
 A pair is `recipe[:cluster[:nodes]]`.
 
-Every plan is made by `alpa plan` of its checkout, in a process and an empty folder of its own, at
+Every plan is made by `alpa plan` of its checkout, in a process and an empty folder of its own, with
 the rates of the first checkout's cluster files: a fitted rate makes a plan neither better nor
-worse. What a checkout gave once is kept in `--kept` (a JSON file) by its commit, so that only the
-new side need run again. Fails where the second checkout has no plan, or one that is predicted to be
-slower by more than 0.1 %, or where planning took more than 5 % more CPU seconds in all.
+worse. The plans of a checkout are stored in `--kept` (a JSON file) by its commit, so that only the
+changed side is planned anew. Fails if the second checkout has no plan, if its plan is predicted to
+be slower by more than 0.1 %, or if planning took more than 5 % more CPU seconds in all.
 
 The reference holds the plans that take longest to make. Their CPU seconds are stored in units of a
 calibration loop, which runs in the process that plans: the reference holds on other machines, too.

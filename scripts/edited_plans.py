@@ -140,10 +140,9 @@ def a_mode_everywhere(plan: dict[str, Any], rng: random.Random) -> None:
 def all_modes(plan: dict[str, Any], rng: random.Random) -> None:
     old, new = rng.choice(MODES), rng.choice(MODES)
     for stage in plan["stages"]:
-        stage["parameters"] = {
-            name: text.replace(old, new) if rng.random() < 0.9 else text
-            for name, text in stage["parameters"].items()
-        }
+        for name, text in stage["parameters"].items():
+            if rng.random() < 0.9:
+                stage["parameters"][name] = text.replace(old, new)
 
 
 def segments(plan: dict[str, Any], rng: random.Random) -> None:
@@ -355,7 +354,9 @@ def edited(
     Args:
         names: of the edits to draw from, all without.
     """
-    edits = {edit: often for edit, often in EDITS.items() if not names or edit.__name__ in names}
+    edits = EDITS
+    if names:
+        edits = {edit: weight for edit, weight in EDITS.items() if edit.__name__ in names}
     plan, done = copy.deepcopy(base), []
     while plan == base:
         plan, done = copy.deepcopy(base), []

@@ -79,7 +79,10 @@ connector._AcceleratorConnector.__init__ = placed
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item):
-    """The tests wait so for the thread that watches DDP's ranks, by its class; every other that is left is an error."""
+    """Wait for the thread that watches the ranks, as the tests wait for DDP's by its class.
+
+    Any other thread that is left is an error for them.
+    """
     for thread in threading.enumerate():
         if thread.name == "alpa-child-watch":
             thread.join(60)
@@ -87,11 +90,18 @@ def pytest_runtest_teardown(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Standalone tests as well: every test has a process of its own here."""
+    """Select standalone tests as well: every test has a process of its own here."""
+    selected = []
     for item in items:
-        alone = [m for m in item.own_markers if m.kwargs.get("reason") == "Requires: [Standalone execution]"]
-        item.own_markers[:] = [m for m in item.own_markers if m not in alone]
-    items[:] = [i for i in items if not any(m.name == "skipif" and m.kwargs.get("condition") for m in i.own_markers)]
+        marks = []
+        for mark in item.own_markers:
+            if mark.kwargs.get("reason") != "Requires: [Standalone execution]":
+                marks.append(mark)
+        item.own_markers[:] = marks
+        skips = [mark for mark in marks if mark.name == "skipif"]
+        if not any(mark.kwargs.get("condition") for mark in skips):
+            selected.append(item)
+    items[:] = selected
 '''
 
 

@@ -182,11 +182,10 @@ def main() -> int:
     best = [
         row for row in rows if "nanotron" in row["source"] and row["kind"].startswith("best plan")
     ]
-    cases = []
-    for each in best:
-        if isinstance(case := express(each), Case):
-            cases.append(case)
-    shown, lines = Table(*HEADER, title="free choices against the best of nanotron's runs"), []
+    expressed = [express(row) for row in best]
+    cases = [case for case in expressed if isinstance(case, Case)]
+    shown = Table(*HEADER, title="free choices against the best of nanotron's runs")
+    lines = []
     left_out = []
     for case in cases:
         if args.cells is not None and case.row not in args.cells:

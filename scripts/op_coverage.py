@@ -1,9 +1,8 @@
 """How much of PyTorch's operator database the sharding rules cover, proved by running shards.
 Minutes on one core.
 
-`--write` stores the findings, `--show linear` prints them. In parts: `--part 0/4 --write
-part0.json` does a quarter of the database, and `--merge part*.json` stores the findings of all of
-them.
+`--write` stores the findings, `--show linear` prints them. `--part 0/4 --write part0.json` covers a
+quarter of the database, and `--merge part*.json` stores the findings of all quarters.
 """
 
 from __future__ import annotations

@@ -134,8 +134,10 @@ def sentence(
     why = ACROSS_NODES if is_wide else REASONS.get((family, column, how), "not explained")
     if value is None or not paper:
         return f"{how}, unlike the paper: {why}"
-    share = f"busiest stage {value['compute']:.3g} s compute and {value['communication']:.3g} s communication"
-    text = f"{value['pflops'] / paper:.2f} x the paper's figure ({share} of {value['seconds']:.3g} s): {why}"
+    compute = f"{value['compute']:.3g} s compute"
+    communication = f"{value['communication']:.3g} s communication"
+    share = f"busiest stage {compute} and {communication} of {value['seconds']:.3g} s"
+    text = f"{value['pflops'] / paper:.2f} x the paper's figure ({share}): {why}"
     if is_wide:
         left = value["seconds"] * value["pflops"] / paper - (
             value["seconds"] - value["communication"]

@@ -1,7 +1,8 @@
 """Bytes planned for a device against those of the storages that are alive in a step, followed op by
 op on a CPU.
 
-    python scripts/planned_memory.py                         # a table; exit 1 where a ratio is out of bounds
+    # a table; exit 1 if a ratio is out of bounds
+    python scripts/planned_memory.py
     python scripts/planned_memory.py --models gpt --out planned_memory.json
 
 One process, plans for a GPU's costs: what autograd keeps is then flash attention's, as it is on

@@ -80,7 +80,9 @@ class Block(nn.Module):
         alibi: bool,
     ) -> None:
         super().__init__()
-        self.norm1, self.norm2 = ((nn.RMSNorm if gated else nn.LayerNorm)(dim) for _ in range(2))
+        norm = nn.RMSNorm if gated else nn.LayerNorm
+        self.norm1 = norm(dim)
+        self.norm2 = norm(dim)
         self.attention = Attention(dim, heads, kv_heads, bias, gated, fused, alibi)
         self.up, self.down = nn.Linear(dim, ffn, bias), nn.Linear(ffn, dim, bias)
         self.gate = nn.Linear(dim, ffn, bias) if gated else None

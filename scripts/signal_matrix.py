@@ -35,7 +35,9 @@ def main() -> int:
         "--limit", type=float, default=10.0, help="seconds until every rank must be gone"
     )
     parser.add_argument(
-        "--others", action="store_true", help="runs as written, by hand, evaluations: 36 cases"
+        "--others",
+        action="store_true",
+        help="eager runs, manual optimization, evaluations: 36 cases",
     )
     parser.add_argument(
         "--part", default="1/1", help="which part of the cases, as in 2/4 (every fourth)"
@@ -43,11 +45,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the order of the cases")
     arguments = parser.parse_args()
     part, parts = map(int, arguments.part.split("/"))
-    cases = [
-        case
-        for case in (OTHER_CASES if arguments.others else CASES)
-        if all(text in str(case) for text in arguments.match)
-    ]
+    all_cases = OTHER_CASES if arguments.others else CASES
+    cases = [case for case in all_cases if all(text in str(case) for text in arguments.match)]
     random.Random(arguments.seed).shuffle(cases)
     cases = cases[part - 1 :: parts]
     pool = WorkerPool()
