@@ -6,9 +6,9 @@ find, and how soon.
 They are for comparison: nothing that trains needs them. One of your own is a function `(task,
 seconds) -> Plan` in a file or module, asked for as `--search my_search.annealing`.
 
-A state is a schedule and stages, each so many layers on a submesh; its price is the simulated step
-of
-`inter_op/candidates.py`, every stage by its cheapest layouts that fit into memory. Searches are
+A state is a schedule and stages, each a number of layers on a submesh. Its price is the simulated
+step of `inter_op/candidates.py`, every stage by its cheapest layouts that fit into memory. Searches
+are
 functions from a
 `Space` and a number of seconds to a `Trace`; they read the clock, so unlike the planner they may
 find something else every time. `megatron` tries equal stages of one shape, `exhaustive` every state
@@ -144,7 +144,9 @@ class Space(StageSpace):
             or (ranks == 1 and v > 1)
         ):
             return None
-        cuts = self.pinned or [round(i * self.job.num_layers / count) for i in range(count + 1)]
+        cuts = self.pinned
+        if not cuts:
+            cuts = [round(i * self.job.num_layers / count) for i in range(count + 1)]
         return State(schedule, v, tuple((b - a, mesh) for a, b in pairwise(cuts)))
 
     def changes(self, state: State) -> Iterator[State]:
@@ -354,7 +356,10 @@ class _Chain:
                 self.best = price, at
 
     def found(self, submesh: int) -> Candidate | None:
-        """The best that fits; short-lived memory that does not is reserved from then on."""
+        """Return the best candidate that fits; None if there is none.
+
+        Temporary memory that does not fit is reserved from then on.
+        """
         job = self.job
         wish = self.priced.wish
         _, at = self.best

@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from bench_jobs import run_job
 from bench_memory import Watch, resident_bytes
 
@@ -36,13 +37,29 @@ UNIFORM: dict[str, Any] = {
     "all kept": False,
     "all recomputed": True,
     "selective": "selective",
-    **{f"{k} of {LAYERS} layers": [f"blocks.{i}" for i in range(k)] for k in (2, 4, 6)},
 }
+for _count in (2, 4, 6):
+    UNIFORM[f"{_count} of {LAYERS} layers"] = [f"blocks.{i}" for i in range(_count)]
+
+
+class Clock(pl.Callback):
+    """Stores CPU seconds of each step, and the peak memory of the last one."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, *unused: object) -> None:
+        self._watch.peak, _ = resident_bytes()
+        self._started = time.process_time()
+
+    def on_train_batch_end(self, *unused: object) -> None:
+        self.seconds.append(time.process_time() - self._started)
+        self.peak = self._watch.peak
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One job; writes what it measured."""
-    import lightning.pytorch as pl
+    """Train in one job, and write its measured figures."""
     import torch
     import torch._dynamo  # what torch.optim imports at the first optimizer
     from bench_compile import SEQUENCE, VOCABULARY, Llama
@@ -52,24 +69,14 @@ def worker(args: argparse.Namespace) -> None:
     import alpa_strategy.planner.planner  # noqa: F401
     from alpa_strategy import AlpaStrategy
 
-    class Clock(pl.Callback):
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-
-        def on_train_batch_start(self, *unused: object) -> None:
-            watch.peak, _ = resident_bytes()
-            self._began = time.process_time()
-
-        def on_train_batch_end(self, *unused: object) -> None:
-            self.seconds.append(time.process_time() - self._began)
-            self.peak = watch.peak
 
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
     tokens = torch.randint(VOCABULARY, (args.steps * args.rows, SEQUENCE + 1))
     data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     base, _ = resident_bytes()
-    watch, clock = Watch(), Clock()
+    watch = Watch()
+    clock = Clock(watch)
     watch.start()
     strategy = AlpaStrategy(
         memory_limit=args.limit,
@@ -144,7 +151,9 @@ def table(args: argparse.Namespace, folder: Path) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     runs: dict[str, list[dict[str, Any]]] = {}
     needed = run(folder, False, math.inf, sizes)["planned"]
-    jobs = {name: (remat, math.inf) for name, remat in UNIFORM.items()}
+    jobs = dict.fromkeys(UNIFORM)
+    for name, remat in UNIFORM.items():
+        jobs[name] = (remat, math.inf)
     planned = {name: run(folder, *job, sizes)["planned"] for name, job in jobs.items()}
     for share in SHARES:
         limit = share * needed

@@ -240,8 +240,9 @@ def fit(
 
 
 def alpa(**options: Any) -> alpa_strategy.AlpaStrategy:
-    """Captured, or an error: a step that quietly runs as it is written equals the plain Trainer's
-    whatever we do.
+    """Return the strategy, with an error for a step that is not captured.
+
+    An eager step equals the plain Trainer's in any case, so it would examine nothing.
     """
     return alpa_strategy.AlpaStrategy(
         **{"verbose": False, "cluster": str(COSTS), "capture": "require", **options}

@@ -111,20 +111,19 @@ def _as_plain(
 
 
 def speed(exam: Exam, add: Add) -> None:
-    """A GPT of 350 M parameters, in turns: tokens/s, host and device time, and what the planner had
-    said of both.
+    """Measure a GPT of 350 M parameters, strategies in turns: tokens/s, host and device time, and
+    the planner's predictions of both.
     """
-    can_compile = "compile" in inspect.signature(alpa_strategy.AlpaStrategy.__init__).parameters
-    names = ["plain", "alpa", "plain + compile", *(["alpa + compile"] if can_compile else [])]
+    names = ["plain", "alpa", "plain + compile"]
+    # older versions of the package have no option `compile`
+    if "compile" in inspect.signature(alpa_strategy.AlpaStrategy.__init__).parameters:
+        names.append("alpa + compile")
     for precision in ("bf16-mixed", "32-true"):
-        rates: dict[str, list[float]] = {
-            name: [] for name in (names if precision == "bf16-mixed" else names[:2])
-        }
-        rounds = (
-            [list(rates)]
-            if exam.small or precision == "32-true"
-            else [list(rates), ["alpa", "plain"]]
-        )
+        compared = names if precision == "bf16-mixed" else names[:2]
+        rates: dict[str, list[float]] = {name: [] for name in compared}
+        rounds = [list(rates)]
+        if not exam.small and precision != "32-true":
+            rounds.append(["alpa", "plain"])
         for turn, order in enumerate(rounds):
             for name in order:
                 with each(add, f"{name} {precision}, round {turn + 1}"):

@@ -288,8 +288,9 @@ def main() -> None:
     rows = rows["rows"] if isinstance(rows, dict) else rows
     if args.fit:
         expressed = [express(row) for row in rows]
-        cases = [case for case in expressed if isinstance(case, Case) and case.source in FITTED]
-        fit([case for case in cases if args.source in case.source])
+        cases = [case for case in expressed if isinstance(case, Case)]
+        fitted = [case for case in cases if case.source in FITTED]
+        fit([case for case in fitted if args.source in case.source])
         return
     priced: Priced = []
     refused: Counter[str] = Counter()

@@ -155,7 +155,8 @@ def _case(row: dict[str, Any]) -> Case:
     notes = str(row["notes"] or "")
     model = _model_sizes(row, program)
     dp, tp, pp = _degrees(row)
-    local_batch = row["local_batch"] or (row["global_batch"] or 0) // dp
+    global_batch = row["global_batch"] or 0
+    local_batch = row["local_batch"] or global_batch // dp
     micro_batch = _micro_batch(row, local_batch, pp)
     recompute, share = _recomputed_share(row, program)
     if "mp_mode PURE" in notes:
@@ -262,7 +263,8 @@ def _recomputed_share(row: dict[str, Any], program: Program) -> tuple[str, float
     if program.recomputes_blocks and recompute == "op" and mfu and hfu:
         # HFU counts recomputed forwards as well, and a forward is a third of a step.
         return "layer", min(1.0, 3 * (hfu / mfu - 1))
-    return recompute, 0.5 if recompute == "layer" else 1.0
+    share = 0.5 if recompute == "layer" else 1.0
+    return recompute, share
 
 
 def _model_sizes(row: dict[str, Any], program: Program) -> dict[str, Any]:

@@ -45,8 +45,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the order of the cases")
     arguments = parser.parse_args()
     part, parts = map(int, arguments.part.split("/"))
-    all_cases = OTHER_CASES if arguments.others else CASES
-    cases = [case for case in all_cases if all(text in str(case) for text in arguments.match)]
+    cases = []
+    for case in OTHER_CASES if arguments.others else CASES:
+        if all(text in str(case) for text in arguments.match):
+            cases.append(case)
     random.Random(arguments.seed).shuffle(cases)
     cases = cases[part - 1 :: parts]
     pool = WorkerPool()

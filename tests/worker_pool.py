@@ -233,7 +233,8 @@ def _run_job(message: bytes) -> Any:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
         return function(*args)
     except BaseException as error:
-        error.failed_at = time.monotonic()  # type: ignore[attr-defined]  # before the group goes and others notice
+        # set before the group is destroyed, which makes the other ranks fail as well
+        error.failed_at = time.monotonic()  # type: ignore[attr-defined]
         raise
     finally:
         faulthandler.cancel_dump_traceback_later()

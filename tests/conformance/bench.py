@@ -226,16 +226,20 @@ def _averaged(outcomes: list[Any]) -> list[Any]:
         averaged = {}
         for key in keys:
             averaged[key] = _averaged([o[key] for o in outcomes])
-        return [
-            {k: averaged[k][i] if k in averaged else v for k, v in o.items()}
-            for i, o in enumerate(outcomes)
-        ]
+        changed = []
+        for rank, outcome in enumerate(outcomes):
+            own_averages = {key: values[rank] for key, values in averaged.items()}
+            changed.append({**outcome, **own_averages})
+        return changed
     return outcomes
 
 
 def _mean(values: list[Any]) -> Any:
     if isinstance(values[0], dict):
-        return {key: _mean([v[key] for v in values]) for key in values[0]}
+        means = {}
+        for key in values[0]:
+            means[key] = _mean([value[key] for value in values])
+        return means
     if isinstance(values[0], list | tuple):
         return [_mean(list(items)) for items in zip(*values, strict=True)]
     return sum(values) / len(values)

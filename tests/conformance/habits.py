@@ -89,6 +89,11 @@ class Habitual(Net):
         return HABITS[self.habit](self, super().training_step(batch, batch_idx), batch_idx)
 
 
+def plain_tensor(value: Any) -> Any:
+    """Return a tensor of a subclass as a plain one, and any other value as it is."""
+    return torch.as_tensor(value) if isinstance(value, Tensor) else value
+
+
 def outcome_of(name: str, kind: str, root: str) -> dict[str, Any]:
     """The weights, what was said, and what lies in all the containers, after one epoch."""
     lists: list[Any] = [Own.items, Store.items, METER.values, METERS["loss"].values, meters.ITEMS]
@@ -115,7 +120,7 @@ def outcome_of(name: str, kind: str, root: str) -> dict[str, Any]:
         "weights": {key: value.clone() for key, value in module.state_dict().items()},
         "said": [line for line in said.getvalue().splitlines() if not line.startswith("alpa:")],
         "warned": warned,
-        "held": [[torch.as_tensor(v) if isinstance(v, Tensor) else v for v in x] for x in lists],
+        "held": [list(map(plain_tensor, items)) for items in lists],
         "by name": dict(METER.by_name),
         "count": Store.count,
         "lines": lines.read_text() if lines.exists() else "",

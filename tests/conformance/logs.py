@@ -22,7 +22,10 @@ class Everything(pl.Callback):
 
     def _look(self, trainer: pl.Trainer, *unused: Any) -> None:
         kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-        self.seen.append({k: {n: float(v) for n, v in getattr(trainer, k).items()} for k in kinds})
+        metrics = {}
+        for kind in kinds:
+            metrics[kind] = {name: float(v) for name, v in getattr(trainer, kind).items()}
+        self.seen.append(metrics)
 
     on_train_batch_end = on_train_epoch_end = on_validation_end = _look
 

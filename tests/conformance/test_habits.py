@@ -20,11 +20,13 @@ def both(pool, tmp_path_factory):
 
 @pytest.mark.parametrize("name", HABITS)
 def test_as_under_ddp(both, name: str) -> None:
-    expected, found = ([rank[name] for rank in kind] for kind in both)
+    under_ddp, under_alpa = both
+    expected = [rank[name] for rank in under_ddp]
+    found = [rank[name] for rank in under_alpa]
     assert not differences(expected, found)
     is_seen = ("said", "warned", "lines", "count", "by name")
-    kept = any(expected[0]["held"]) or any(expected[0][key] for key in is_seen)
-    assert kept or name == "text that decides"
+    effects = [any(expected[0]["held"]), *(expected[0][key] for key in is_seen)]
+    assert any(effects) or name == "text that decides"
 
 
 def test_a_pipeline_refuses_by_the_line(pool, tmp_path) -> None:

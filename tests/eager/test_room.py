@@ -1,5 +1,5 @@
-"""Steps as written whose activations do not fit: the first blocks run again in the backward, as few
-as will do.
+"""Eager steps whose activations do not fit: the smallest number of first blocks is recomputed in
+the backward.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def check_equal(expected: list[Any], found: list[Any]) -> None:
     )
 
 
-# Under ZeRO-2 modules run again on whole parameters, as in "data".
+# Under ZeRO-2 modules are recomputed with unsharded parameters, as in "data".
 @pytest.mark.parametrize(
     "parallel", ["data", pytest.param("zero2", marks=pytest.mark.slow), "zero3"]
 )
@@ -150,9 +150,8 @@ def test_what_does_not_fit_runs_again(pool, tmp_path, parallel: str) -> None:
     for each in (whole, found, again):
         check_equal(expected, each)
     for rank in range(RANKS):
-        kept = found[rank]["bytes"][
-            1:
-        ]  # in the first step nobody knows what the step keeps outside of the blocks
+        # the bytes that the step saves outside of the blocks are unknown in the first step
+        kept = found[rank]["bytes"][1:]
         assert max(kept) <= every // 2
         assert min(kept) > 2 * again[rank]["bytes"][-1]
         assert found[rank]["bytes"][0] < every

@@ -82,13 +82,25 @@ def record_model(
     num_microbatches: int = 1,
     samples: int = SAMPLES_PER_STEP,
 ) -> dict[str, Any]:
-    """Train for `steps` optimizer steps; returns losses, gradients, metrics, final weights and
-    buffers, modes used.
+    """Train for `steps` optimizer steps on this rank, and return what was logged and planned.
 
-    `num_microbatches` (plain Trainer only): plain gradient accumulation over that many parts of
-    every global batch, the reference where statistics are those of a micro-batch. Lightning divides
-    their losses by their number: they add up.
-    `samples`: of all ranks in a step.
+    Args:
+        model_class: makes the module.
+        model_kwargs: its arguments.
+        strategy_kwargs: options of AlpaStrategy; None: the plain Trainer on the global batches.
+        steps: optimizer steps.
+        world_size: number of ranks.
+        clip: largest norm of the gradients.
+        accumulate: `accumulate_grad_batches`.
+        root: `default_root_dir`.
+        precision: of the Trainer.
+        num_microbatches: plain Trainer only: gradient accumulation over that many micro-batches of
+            every global batch, the reference if statistics are those of a micro-batch. Lightning
+            divides their losses by their number: they add up.
+        samples: of all ranks in a step.
+
+    Returns:
+        Losses, gradients and metrics of every step, the final state, and fields of the plan.
     """
     dtype = torch.float64 if precision == "64-true" else torch.float32
     torch.set_default_dtype(dtype)
@@ -99,58 +111,78 @@ def record_model(
     finally:
         torch.set_default_dtype(torch.float32)
     recorder = Recorder()
-    common = {
-        "max_steps": steps,
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "precision": precision,
-        **QUIET,
-        "callbacks": [recorder],
-        "gradient_clip_val": clip,
-        "accumulate_grad_batches": accumulate * num_microbatches,
-        "default_root_dir": root,
-    }
-    data = Rows(rows)
-    if strategy_kwargs is None:
-        trainer = pl.Trainer(devices=1, **common)
-        batches = _global_batches(len(data), world_size, samples)
-        parts = [
-            _part(batch, world_size, num_microbatches, m)
-            for batch in batches
-            for m in range(num_microbatches)
-        ]
-        loader = DataLoader(data, batch_sampler=parts)
-    else:
+    parallel: dict[str, Any] = {"devices": 1}
+    if strategy_kwargs is not None:
         from alpa_strategy import AlpaStrategy
 
-        trainer = pl.Trainer(devices=world_size, strategy=AlpaStrategy(**strategy_kwargs), **common)
-        if strategy_kwargs.get("batch_scope") == "global":
-            loader = DataLoader(data, batch_sampler=_global_batches(len(data), 1, samples))
-        else:
-            rank = int(os.environ.get("RANK", "0"))  # the Trainer's own sampler would shuffle
-            sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=False)
-            loader = DataLoader(data, batch_size=samples // world_size, sampler=sampler)
+        parallel = {"devices": world_size, "strategy": AlpaStrategy(**strategy_kwargs)}
+    trainer = pl.Trainer(
+        max_steps=steps,
+        max_epochs=1,
+        accelerator="cpu",
+        precision=precision,
+        callbacks=[recorder],
+        gradient_clip_val=clip,
+        accumulate_grad_batches=accumulate * num_microbatches,
+        default_root_dir=root,
+        **QUIET,
+        **parallel,
+    )
+    loader = _loader(Rows(rows), strategy_kwargs, world_size, num_microbatches, samples)
     trainer.fit(model, loader)
-    plan = getattr(trainer.strategy, "plan", None)
+    losses = torch.tensor(recorder.losses, dtype=torch.float64).view(-1, num_microbatches)
     return {
-        "losses": torch.tensor(recorder.losses, dtype=torch.float64)
-        .view(-1, num_microbatches)
-        .sum(1)
-        .tolist(),
+        "losses": losses.sum(1).tolist(),
         "gradients": recorder.gradients,
         "metrics": recorder.metrics,
         "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
-        "modes": {}
-        if plan is None
-        else {n: modes_text(p.modes) for n, p in plan.stages[0].parameter_plans.items()},
-        "pipeline": None
-        if plan is None
-        else (len(plan.stages), plan.num_microbatches, plan.schedule),
-        "strategies": {} if plan is None else plan.stages[0].strategies,
-        "recomputed": () if plan is None else plan.stages[0].recomputed,
-        "mesh": None if plan is None else plan.stages[0].logical_mesh,
-        "notes": () if plan is None else plan.notes,
-        "plan": None if plan is None else plan.to_dict(),
+        **_plan_fields(getattr(trainer.strategy, "plan", None)),
+    }
+
+
+def _loader(
+    data: Dataset,
+    strategy_kwargs: dict[str, Any] | None,
+    world_size: int,
+    num_microbatches: int,
+    samples: int,
+) -> DataLoader:
+    """Return this rank's loader; arguments are those of `record_model`."""
+    if strategy_kwargs is None:
+        batches = []
+        for batch in _global_batches(len(data), world_size, samples):
+            for index in range(num_microbatches):
+                batches.append(_part(batch, world_size, num_microbatches, index))
+        return DataLoader(data, batch_sampler=batches)
+    if strategy_kwargs.get("batch_scope") == "global":
+        return DataLoader(data, batch_sampler=_global_batches(len(data), 1, samples))
+    # a sampler of its own, because that of the Trainer would shuffle
+    rank = int(os.environ.get("RANK", "0"))
+    sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=False)
+    return DataLoader(data, batch_size=samples // world_size, sampler=sampler)
+
+
+def _plan_fields(plan: Any) -> dict[str, Any]:
+    """Return the fields of a plan that tests compare; empty ones without a plan."""
+    if plan is None:
+        return {
+            "modes": {},
+            "pipeline": None,
+            "strategies": {},
+            "recomputed": (),
+            "mesh": None,
+            "notes": (),
+            "plan": None,
+        }
+    stage = plan.stages[0]
+    return {
+        "modes": {n: modes_text(p.modes) for n, p in stage.parameter_plans.items()},
+        "pipeline": (len(plan.stages), plan.num_microbatches, plan.schedule),
+        "strategies": stage.strategies,
+        "recomputed": stage.recomputed,
+        "mesh": stage.logical_mesh,
+        "notes": plan.notes,
+        "plan": plan.to_dict(),
     }
 
 

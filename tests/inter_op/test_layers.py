@@ -28,8 +28,11 @@ from alpa_strategy.inter_op.subgraph import (
 
 
 def layer_flops(step, cuts):
-    """Forward FLOPs of every layer."""
-    return [sum(op_flops(op.call) for op in step.ops[a:b]) for a, b in pairwise(cuts)]
+    """Return the forward FLOPs of every layer."""
+    flops = []
+    for first, last in pairwise(cuts):
+        flops.append(sum(op_flops(op.call) for op in step.ops[first:last]))
+    return flops
 
 
 def step_of(name: str, **sizes):

@@ -494,10 +494,12 @@ def test_joined_is_the_inverse_of_cut(
 def test_only_the_whole_batch_makes_the_prologue() -> None:
     def ops_of(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
         micro = microbatch(capture(Step(function), example()), 4)
-        return tuple(
-            [op.call.target_name for op in g.ops] if g else []
-            for g in (micro.prologue, micro.epilogue)
-        )
+        return names_of(micro.prologue), names_of(micro.epilogue)
+
+    def names_of(graph: StepGraph | None) -> list[str]:
+        if graph is None:
+            return []
+        return [op.call.target_name for op in graph.ops]
 
     assert ops_of(sums) == ([], [])
     assert ops_of(made_rows) == ([], [])

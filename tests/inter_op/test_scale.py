@@ -218,12 +218,13 @@ def test_layers_begin_at_blocks_and_none_is_nothing(num_layers):
     for first, last in pairwise(cuts):
         assert sum(op_flops(op.call) for op in step.ops[first:last]) > 0
     blocks = [step.ops[cut].module for cut in cuts[1:-2]]
-    assert [b.split(".")[:2] for b in blocks] == [["blocks", str(i)] for i in range(1, num_layers)]
+    expected = [["blocks", str(i)] for i in range(1, num_layers)]
+    assert [b.split(".")[:2] for b in blocks] == expected
 
 
 def test_what_cannot_fit_by_itself_is_left_out_before_the_solve():
-    """An op's short-lived bytes beside the least that all keep: what is over the limit with them is
-    no choice.
+    """A strategy is no choice if its temporary bytes, in addition to the smallest saved bytes of
+    all ops, are over the limit.
     """
     task = PlanTask(
         step_of("mlp", {}),

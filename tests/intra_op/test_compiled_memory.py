@@ -53,8 +53,10 @@ def kept_by_partitioner(module, batch) -> int:
     sizes: list[int] = []
 
     def is_given(node) -> bool:
+        if node.op == "placeholder":
+            return True
         is_view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-        return node.op == "placeholder" or (is_view and is_given(node.args[0]))
+        return is_view and is_given(node.args[0])
 
     def forward(graph, inputs):
         output = next(node for node in graph.graph.nodes if node.op == "output")

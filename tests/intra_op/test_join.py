@@ -21,4 +21,7 @@ def test_every_entry_is_the_sum_of_its_factors(scopes, scope):
     assert table.shape == tuple(SIZES[v] for v in scope)
     for index in np.ndindex(table.shape):
         at = dict(zip(scope, index, strict=True))
-        assert table[index] == sum(f.table[tuple(at[v] for v in f.scope)] for f in factors)
+        expected = 0
+        for factor in factors:
+            expected += factor.table[tuple(at[v] for v in factor.scope)]
+        assert table[index] == expected

@@ -53,8 +53,10 @@ def test_an_order_within_a_limit_is_found_where_either_rule_finds_one(seed):
     largest = [
         max(s for _, s in elimination_order(sizes, scopes, (), rule)) for rule in (False, True)
     ]
-    factors = tuple(Factor(tuple(scope), np.zeros([sizes[v] for v in scope])) for scope in scopes)
-    network = Network(tuple(sizes), factors, len(sizes))
+    factors = []
+    for scope in scopes:
+        factors.append(Factor(tuple(scope), np.zeros([sizes[v] for v in scope])))
+    network = Network(tuple(sizes), tuple(factors), len(sizes))
     order = plan_order(network, min(largest), float("inf"))
     assert sorted(order) == list(range(9))
     assert plan_order(network, min(largest) - 1, float("inf")) is None

@@ -140,7 +140,7 @@ def test_a_gathering_begins_with_the_casts_it_needs():
 
 
 def zero3(bandwidth: float) -> IntraOp:
-    """A GPT's problem on two devices, whose link moves so many bytes a second."""
+    """The problem of a GPT on two devices whose link moves `bandwidth` bytes per second."""
     links = {"intra_node.bandwidth": bandwidth}
     cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2, **links})
     tables = OptionTables(
@@ -160,7 +160,9 @@ def test_as_many_bytes_are_gathered_ahead_as_hide_the_gathering():
             restrict(intra, PlanOptions(parallel="zero3"), OptimizerInfo()).problem
         ).assignment
         gatherings = sorted(_gatherings(intra, assignment), key=lambda each: each.op)
-        largest, total = (f(each.num_bytes for each in gatherings) for f in (max, sum))
+        gathered_bytes = [gathering.num_bytes for gathering in gatherings]
+        largest = max(gathered_bytes)
+        total = sum(gathered_bytes)
         of_ops = zip(intra.ops, assignment[len(intra.parameters) :], strict=False)
         before = np.cumsum([0.0, *(float(options.forward_seconds[k]) for options, k in of_ops)])
         found.append(bytes_ahead(intra, assignment, math.inf))

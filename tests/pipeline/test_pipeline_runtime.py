@@ -80,7 +80,10 @@ def test_what_was_planned_is_executed(pool, schedule):
     num_ranks = len({stage.ranks for stage in STAGES[schedule]})
     found = pool.run(num_ranks, executed, schedule, 6)
     planned = actions(schedule, num_ranks, 6, len(STAGES[schedule]) // num_ranks)
-    assert found == [[f"{a.stage}{a.kind}{a.microbatch}" for a in row] for row in planned]
+    texts = []
+    for row in planned:
+        texts.append([f"{a.stage}{a.kind}{a.microbatch}" for a in row])
+    assert found == texts
 
 
 def no_random_state():
@@ -112,7 +115,9 @@ def run_watched(schedule, recomputes=False):
 
         def program(inputs, inner=stage.program.spans[0].program):
             escaping, sent, made = inner(inputs)
-            sent = {v: Watched.apply(t) if t.requires_grad else t for v, t in sent.items()}
+            for value, tensor in sent.items():
+                if tensor.requires_grad:
+                    sent[value] = Watched.apply(tensor)
             return escaping, sent, made
 
         # the recomputation draws no random numbers, so its bookmark restores nothing
@@ -252,14 +257,17 @@ def break_off_and_go_on(schedule):
 
     def failing(inputs):
         calls.append(None)
-        if len(calls) == 4 - min(own):  # nobody waits for what another has not sent
+        # at a moment when no rank waits for a message that another has not sent
+        if len(calls) == 4 - min(own):
             raise ValueError("of the user's own")
         return whole.spans[0].program(inputs)
 
     stage.program = with_program(whole, failing)
     with pytest.raises(ValueError, match="of the user's own"):
         pipeline.step(rank_rows(global_batch()))
-    assert not any(worker._in_flight or worker.escaped for worker in pipeline._workers.values())
+    for worker in pipeline._workers.values():
+        assert not worker._in_flight
+        assert not worker.escaped
     stage.program = whole
     for index, restored in own.items():
         restored.buffers.update(buffers[index])

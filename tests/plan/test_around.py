@@ -45,8 +45,11 @@ def plan(model, rows, around=None, devices=4, length=None, **options):
         batch = tuple(part[:, :length] for part in batch)
     found = make_plan(module, batch, cluster(devices), options, around=around)
     step = capture_step(module, batch, world_size=devices, batch_scope=options.rows)
-    micro = microbatch(step, found.num_microbatches, devices) if found.is_pipelined else None
-    check_plan(found, micro.graph if micro else step, devices, micro.given if micro else ())
+    if found.is_pipelined:
+        micro = microbatch(step, found.num_microbatches, devices)
+        check_plan(found, micro.graph, devices, micro.given)
+    else:
+        check_plan(found, step, devices, ())
     return found
 
 

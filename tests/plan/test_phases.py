@@ -79,10 +79,8 @@ def test_phases_are_captured_without_gradients_but_for_the_one_that_trains():
             "judge" if name in ("judge", "again") else "actor"
         }
         made = [step.values[value] for op in step.ops for value in op.results]
-        assert (
-            any(meta.requires_grad for meta in (*made, *(p.meta for p in step.parameters)))
-            == phase.trains
-        )
+        parameters = [parameter.meta for parameter in step.parameters]
+        assert any(meta.requires_grad for meta in (*made, *parameters)) == phase.trains
         if phase.trains:
             given = step.batch
         else:

@@ -1,5 +1,5 @@
-"""Forwards that run again in the backward: the same gradients bit for bit, and traces of a second
-run taken back.
+"""Forwards that are recomputed in the backward: gradients are bitwise the same, and side effects of
+the second run are undone.
 """
 
 from __future__ import annotations
@@ -233,7 +233,11 @@ def test_a_module_that_is_called_often_is_counted_often() -> None:
                 room.ends_in(loss)
                 loss.backward()
         assert found[0] == every
-        assert all(kept < every / 2 if is_short else kept == every for kept in found[1:])
+        for kept in found[1:]:
+            if is_short:
+                assert kept < every / 2
+            else:
+                assert kept == every
 
 
 def test_copies_and_evaluation_run_as_they_do() -> None:

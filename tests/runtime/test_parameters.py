@@ -105,12 +105,12 @@ def reference(accumulate=1, max_norm=None, clear=True):
 
 
 def plan_of(mode: tuple[str, ...], shape) -> ParameterPlan:
-    """`mode`, made to fit a parameter of `shape`: dims that it has not become R*, as do dims too
-    short to be cut.
-    """
-    return ParameterPlan.parse(
-        " ".join(m if m[0] == "R" or int(m[1:]) < len(shape) else "R*" for m in mode)
-    )
+    """`mode` for a parameter of `shape`: an axis that shards a dim that it lacks becomes R*."""
+    fitting = []
+    for m in mode:
+        is_possible = m[0] == "R" or int(m[1:]) < len(shape)
+        fitting.append(m if is_possible else "R*")
+    return ParameterPlan.parse(" ".join(fitting))
 
 
 def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, bucket_bytes=200):
@@ -121,18 +121,10 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
     plans = {p.name: plan_of(mode, p.meta.shape) for p in inputs}
     store = store_on(mesh, net, inputs, plans)
     identities = {n: id(p) for n, p in net.named_parameters()}
-    alive = loss_sum(
-        dict(net.named_parameters(remove_duplicate=False)), batches()[0]
-    )  # knows the whole shapes
+    # a loss whose graph has the unsharded shapes
+    alive = loss_sum(dict(net.named_parameters(remove_duplicate=False)), batches()[0])
     store.shard(bucket_bytes=bucket_bytes)
-    uses = {}
-    for p in inputs:
-        # Where the mode says R, all devices of that axis must do the same work; elsewhere the rows
-        # are divided.
-        whole = tuple(
-            INVARIANT if m.storage is Storage.INVARIANT else REPLICATE for m in plans[p.name].modes
-        )
-        uses[p.name] = Reshard(plans[p.name].step_layout(), whole, p.meta.shape, mesh)
+    uses = uses_of(inputs, plans, mesh)
     divided = [axis for axis, m in enumerate(mode) if m != "R"]
     for i, x in enumerate(batches()):
         for axis in divided:
@@ -172,14 +164,30 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
     for n, p in named.items():
         assert torch.equal(store.shard_like(p, values[n]), p.detach())
     store.unshard()
+    # losses from before: `alive` has the unsharded shapes, `loss` the local ones
     assert alive.requires_grad
-    assert loss.requires_grad  # knows the shards' shapes
+    assert loss.requires_grad
     optimizer.zero_grad()
     assert all(torch.equal(p, values[n]) for n, p in net.named_parameters())
-    loss_sum(
-        dict(net.named_parameters(remove_duplicate=False)), batches()[0]
-    ).backward()  # an ordinary module again
+    # an ordinary module from here on
+    loss_sum(dict(net.named_parameters(remove_duplicate=False)), batches()[0]).backward()
     return values, grads, norms, moments
+
+
+def uses_of(inputs, plans, mesh):
+    """Parameter name -> the Reshard from its step layout to the unsharded value.
+
+    On an axis where the storage placement is R all devices do the same work; on others the samples
+    are divided among them.
+    """
+    uses = {}
+    for p in inputs:
+        plan = plans[p.name]
+        full = []
+        for mode in plan.modes:
+            full.append(INVARIANT if mode.storage is Storage.INVARIANT else REPLICATE)
+        uses[p.name] = Reshard(plan.step_layout(), tuple(full), p.meta.shape, mesh)
+    return uses
 
 
 def train_on_groups(mesh_shape, mode, options):
@@ -302,8 +310,8 @@ def test_regather_is_exact_and_frees_the_gathered_weight(mode):
     "read", [torch.view_as_complex, lambda w: torch.view_as_complex(w).conj().mT, torch.t]
 )
 def test_views_that_read_a_gathered_parameter_otherwise(read):
-    """As complex numbers, conjugated, transposed: what autograd saves of them is made again as it
-    was.
+    """As complex numbers, conjugated, transposed: autograd's saved tensors are re-gathered with the
+    same strides and values.
     """
 
     def gradient(mesh, regather):
@@ -456,7 +464,8 @@ def test_reduction_runs_in_buckets_during_the_backward():
     total = 8 * sum(p.numel() for n, p in make_net().named_parameters() if n != "unused")
     for (first, second), buckets in run_on_threads((2,), work):
         assert first[0] == 0  # the first backward only observes
-        assert second == (len(buckets), [])  # all are under way before the backward ends
+        # all are in flight before the backward ends
+        assert second == (len(buckets), [])
         assert len(buckets) > 1
         assert sum(buckets) == total
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import GPT, MLP, Bert, ConvNet, Llama
 from proofs.prove import prove
-from rule_cases import CASES, aten, c, call_of, f, i, m
+from rule_cases import CASES
+from rule_data import aten, c, call_of, f, i, m
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import ShardingError

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import pytest
 from proofs.prove import prove
-from rule_cases import CASES, Case
+from rule_cases import CASES
+from rule_data import Case
 
 from alpa_strategy.sharding.rule_table import rule_of
 from alpa_strategy.sharding.strategies import axis_strategies, op_strategies, rule_origin

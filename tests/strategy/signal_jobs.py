@@ -2,8 +2,8 @@
 
 A job is the script of a user, started as users start it. At its moment each rank writes its process
 id; the signal is sent; every rank must be gone in time, nothing stays behind, checkpoints are
-whole, and training that goes on from the newest one has bit for bit the weights of a training that
-nobody disturbed.
+complete, and training that resumes from the newest one has bit for bit the weights of an
+undisturbed training.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RANKS = ((0, 1), (0,), (1,))
 MOMENTS = ("planning", "first step", "steady", "pipeline", "saving", "validating")
 LAUNCHERS = ("own", "torchrun")
-PLANS: dict[
-    str, dict[str, Any]
-] = {  # of moments in the midst of other runs than a captured one of one stage
+# Moments in the middle of other runs than a captured one of one stage -> their options.
+PLANS: dict[str, dict[str, Any]] = {
     "pipeline": {"num_stages": 2, "num_microbatches": 2},
-    "as written": {"capture": "never"},
-    "as written in parts": {"capture": "never", "parallel": "zero3"},
-    "backward by hand": {},
+    "eager": {"capture": "never"},
+    "eager, sharded": {"capture": "never", "parallel": "zero3"},
+    "manual backward": {},
 }
-EVALUATIONS = ("validate", "test", "predict")  # of the Trainer, without a training
+# Loops of the Trainer without a training.
+EVALUATIONS = ("validate", "test", "predict")
 OTHER_MOMENTS = (*list(PLANS)[1:], *EVALUATIONS)
-ROWS_PER_RANK, NUM_BATCHES = 4, 400
+ROWS_PER_RANK = 4
+NUM_BATCHES = 400
 TESTS = Path(__file__).resolve().parent.parent
-READY_SECONDS, GONE_SECONDS = 300, 60  # how long is waited for what should come
+# Seconds to wait for a job's moment, and for the end of its ranks.
+READY_SECONDS = 300
+GONE_SECONDS = 60
 
 JOB = """
 import os, sys, time
@@ -53,13 +56,23 @@ train(root, moment, signalled=True)
 print("FINISHED", flush=True)
 """
 
-SRUN = """  # what SLURM's srun does on one node: the processes, and what they know of the job
+# SLURM's srun on one node: starts the ranks with the variables of a job.
+SRUN = """
 import os, subprocess, sys
-names = {"JOB_ID": 77, "JOB_NAME": "train", "NTASKS": 2, "NTASKS_PER_NODE": 2, "NODEID": 0, "NODELIST": "localhost"}
-job = {f"SLURM_{name}": str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-started = [subprocess.Popen([sys.executable, *sys.argv[1:]], env={**os.environ, **job, **rank}) for rank in ranks]
-for process in started:
+job = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "localhost",
+    "MASTER_ADDR": "127.0.0.1",
+}
+processes = []
+for rank in range(2):
+    variables = {**os.environ, **job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    processes.append(subprocess.Popen([sys.executable, *sys.argv[1:]], env=variables))
+for process in processes:
     process.wait()
 """
 
@@ -403,7 +416,7 @@ def check_resumption(
 
 
 class Undisturbed:
-    """Weights after each step of a training that nobody signals, once for each kind of plan."""
+    """Weights after each step of a training without signals, once for each kind of plan."""
 
     def __init__(self, root: Path, pool: Any) -> None:
         self._root = root

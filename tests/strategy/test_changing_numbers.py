@@ -115,7 +115,7 @@ class OfACallback(Net):
 
 
 class WithinTheStep(Net):
-    """As written: what a step stores, a captured one would store once."""
+    """An eager step: a captured one would store the number once."""
 
     def number(self, batch: Any) -> Any:
         self.beta *= 0.95
@@ -232,5 +232,6 @@ def train_both(name: str, root: str) -> Any:
 def test_numbers_of_a_rank_or_stored_by_the_step_run_as_written(pool, tmp_path, name: str) -> None:
     for expected, found in pool.run(2, train_both, name, str(tmp_path)):
         torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=1e-9)
-        assert [each["beta"] for each in found[1]] == [each["beta"] for each in expected[1]]
+        betas = [step["beta"] for step in found[1]]
+        assert betas == [step["beta"] for step in expected[1]]
         assert found[3]

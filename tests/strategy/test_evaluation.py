@@ -120,9 +120,7 @@ def fit(
     stream: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """One training in fp64 with validation on loaders of so many rows; `strategy=None` is the plain
-    Trainer.
-    """
+    """Train once in fp64 with validation on loaders of given sizes; no strategy: plain Trainer."""
     world_size = 1 if strategy is None else torch.distributed.get_world_size()
     rank = 0 if strategy is None else torch.distributed.get_rank()
     torch.manual_seed(7)
@@ -193,7 +191,9 @@ def test_validation_of_several_loaders_with_a_smaller_last_batch(
     assert {"val_loss/dataloader_idx_1", "val_root_epoch/dataloader_idx_0"} <= reference[
         "metrics"
     ].keys()
-    assert all(len(run["groups"]) == 2 and len(set(run["groups"])) == 1 for run in runs)
+    for run in runs:
+        assert len(run["groups"]) == 2
+        assert len(set(run["groups"])) == 1
 
 
 class Plain(MLP):
@@ -242,7 +242,8 @@ class Metrics(MLP):
 
     def __init__(self, written: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.written = written  # whether the second validation step must run as it is written
+        # whether the second validation step must run in eager mode
+        self.written = written
         kinds = {
             "mean": torchmetrics.MeanMetric,
             "sum": torchmetrics.SumMetric,

@@ -135,7 +135,9 @@ class Ends(pl.Callback):
 
 strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, collective_timeout_seconds=1000)
 callbacks = [Ends()] if sys.argv[1] == "epoch" else []
-trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=9, callbacks=callbacks, **QUIET)
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy=strategy, max_steps=9, callbacks=callbacks, **QUIET
+)
 
 class Uneven(Logging):
     def train_dataloader(self):

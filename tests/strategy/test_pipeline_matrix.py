@@ -78,7 +78,8 @@ def check(
     remat=False,
 ):
     places = places_of(schedule, split)
-    world, num_microbatches = 4, 2 if len(places) == 2 else 4 if len(places) == 4 else 8
+    world = 4
+    num_microbatches = {2: 2, 4: 4}.get(len(places), 8)
     kwargs = {**(MODELS | EXTRA)[model], "optimizer": optimizer}
     scope = "rank" if num_microbatches == 2 else "global"  # 8 rows on 4 ranks
     plan = staged_plan(

@@ -319,9 +319,18 @@ class Fails(pl.Callback):
 
 model = MLP()
 rows = torch.utils.data.TensorDataset(*model.example_batch(64))
-strategy = alpa_strategy.AlpaStrategy(cluster="pcie_8gpu", verbose=False, num_stages=2, num_microbatches=2)
-trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, callbacks=[Fails()],
-    default_root_dir=sys.argv[1], **QUIET)
+strategy = alpa_strategy.AlpaStrategy(
+    cluster="pcie_8gpu", verbose=False, num_stages=2, num_microbatches=2
+)
+trainer = pl.Trainer(
+    strategy=strategy,
+    accelerator="cpu",
+    devices=2,
+    max_epochs=2,
+    callbacks=[Fails()],
+    default_root_dir=sys.argv[1],
+    **QUIET,
+)
 trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
 print("FINISHED", flush=True)
 """
@@ -338,5 +347,6 @@ def test_dropout_is_reproducible(pool, tmp_path, world, options):
     options = {**options, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "verbose": False}
     first, again = (pool.run(world, record, "gpt", kwargs, options, STEPS, world) for _ in range(2))
     assert len(set(first[0]["losses"])) == STEPS
-    assert [run["losses"] for run in first] == [run["losses"] for run in again]
+    for one, other in zip(first, again, strict=True):
+        assert one["losses"] == other["losses"]
     assert len({tuple(run["losses"]) for run in first}) == 1

@@ -106,7 +106,8 @@ def test_a_plan_is_found_again_until_something_changes(pool, tmp_path: Path) -> 
 
 def test_errors_are_one_clear_message_on_every_rank(pool, tmp_path: Path) -> None:
     root = str(tmp_path)
-    captured = {"capture": "require"}  # else both run as written
+    # without "require", both would run in eager steps
+    captured = {"capture": "require"}
     for message in pool.run(2, run, "Branching", root, captured):
         assert "test_plans_of_runs.py" in message
         assert "What to do" in message
@@ -124,7 +125,7 @@ def test_errors_are_one_clear_message_on_every_rank(pool, tmp_path: Path) -> Non
 
 
 def test_an_edited_plan_is_refused_and_a_stored_one_made_anew(pool, tmp_path: Path) -> None:
-    """Without the check this edit trains: a summand of the output bias is taken for the whole."""
+    """Without the check this edit trains: a partial value of the output bias is taken for the sum."""
     root = str(tmp_path)
     assert pool.run(2, run, "MLP", root, {}) == ["trained"] * 2
     (path,) = (tmp_path / "plans").glob("*.json")

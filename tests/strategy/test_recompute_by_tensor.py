@@ -1,5 +1,5 @@
-"""Memory by the tensor: where a limit binds, some activations are made again in the backward;
-results are the same.
+"""Activation checkpointing by the tensor: under a limit that binds, some activations are recomputed
+in the backward; results are the same.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def test_what_is_read_through_views_is_made_again(pool, tmp_path: Path) -> None:
 
 
 def noted(strategy: dict[str, Any]) -> int:
-    """How many results were left to be made again in two steps."""
+    """Return the number of results that were left to be recomputed in two steps."""
     noted, note = [], SavedTensorHooks.note_made
 
     def seen(regather: SavedTensorHooks, *arguments: Any) -> None:
@@ -233,7 +233,7 @@ def test_names_that_can_mean_nothing() -> None:
 
 
 def check(pool, tmp_path: Path, model: str, world_size: int, options: dict[str, Any]) -> None:
-    """Two steps are those of the plain Trainer, and something was made again."""
+    """Two steps are those of the plain Trainer, and some results were recomputed."""
     strategy = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path), **options}
     runs = pool.run(world_size, train, model, strategy, world_size)
     (reference,) = pool.run(1, train, model, None, world_size, init_group=False)

@@ -246,7 +246,7 @@ class Fault(pl.Callback):
 def fitted(
     model: Any, loader: Any, strategy: Any, root: str, **options: Any
 ) -> tuple[list[Tensor], bool]:
-    """Final weights on two ranks, and whether the steps were run as they are written."""
+    """Return final weights on two ranks, and whether the steps were eager."""
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, default_root_dir=root, **options, **QUIET
     )
@@ -258,9 +258,7 @@ def fitted(
 def train(
     root: str, use: str, fault: int | None, callbacks: Any = (), model: Any = Model, **options: Any
 ) -> tuple[list[Tensor], bool]:
-    """Final weights, and whether the steps were run as they are written; fault: None with `packed`
-    batches.
-    """
+    """Return final weights, and whether the steps were eager; `fault` None: `packed` batches."""
     torch.manual_seed(3)
     model = model(use).double()
     collate = Scaled() if fault is None else Masked(fault)
@@ -531,8 +529,11 @@ def unlike(root: str) -> None:
 
 
 def test_ranks_whose_steps_differ_are_told_the_first_op(pool, tmp_path) -> None:
-    what = r"differ in what training_step computes: rank 0: aten.sigmoid.*test_rows.py:\d+.*rank 1: aten.tanh"
-    with pytest.raises(WorkerError, match=what):
+    pattern = (
+        r"differ in what training_step computes: rank 0: aten.sigmoid"
+        r".*test_rows.py:\d+.*rank 1: aten.tanh"
+    )
+    with pytest.raises(WorkerError, match=pattern):
         pool.run(2, unlike, str(tmp_path))
 
 
@@ -600,7 +601,9 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, capture="require")
-trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False
+)
 trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(16, 4), 4))
 """
 

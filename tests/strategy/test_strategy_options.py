@@ -76,7 +76,8 @@ def test_modules_that_cannot_train_are_refused(model: Bare, message: str, tmp_pa
         torch.utils.data.TensorDataset(torch.randn(4, 2)), batch_size=2
     )
     trainer = pl.Trainer(
-        strategy=AlpaStrategy(capture="require"),  # else manual optimization runs as written
+        # without "require", manual optimization would run in eager steps
+        strategy=AlpaStrategy(capture="require"),
         accelerator="cpu",
         devices=1,
         max_steps=1,

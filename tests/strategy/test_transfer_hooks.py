@@ -233,9 +233,8 @@ class Tokenized(Net):
     """The loader gives texts."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        codes = torch.tensor(
-            [[float(letter) for letter in text] for text in batch], dtype=torch.float64
-        )
+        letters = [list(map(float, text)) for text in batch]
+        codes = torch.tensor(letters, dtype=torch.float64)
         return codes, codes[:, 0].long() % 3
 
     def train_dataloader(self) -> DataLoader:
@@ -652,9 +651,7 @@ class Lines(logging.Handler):
 def train(
     name: str, strategy: Any, root: str
 ) -> tuple[dict[str, Tensor], list[float], bool, list[str]]:
-    """Final state, losses by step, whether steps ran as written, and the lines that the package
-    says.
-    """
+    """Return the final state, losses by step, whether steps were eager, and the package's log."""
     torch.manual_seed(5)
     model = globals()[name]().double()
     losses: list[float] = []
