@@ -69,7 +69,6 @@ def worker(args: argparse.Namespace) -> None:
     import alpa_strategy.planner.planner  # noqa: F401
     from alpa_strategy import AlpaStrategy
 
-
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
     tokens = torch.randint(VOCABULARY, (args.steps * args.rows, SEQUENCE + 1))
@@ -141,12 +140,13 @@ def main() -> int:
     if args.out:
         worker(args)
         return 0
-    with tempfile.TemporaryDirectory() as own:
-        return int(table(args, args.folder or Path(own)) and args.require)
+    with tempfile.TemporaryDirectory() as temporary:
+        is_missed = table(args, args.folder or Path(temporary))
+    return int(is_missed and args.require)
 
 
 def table(args: argparse.Namespace, folder: Path) -> bool:
-    """Run all jobs, print; whether a goal is missed."""
+    """Run all jobs and print their figures; return whether a goal is missed."""
     sizes = [f"--{name}={getattr(args, name)}" for name in ("width", "rows", "steps")]
     folder.mkdir(parents=True, exist_ok=True)
     runs: dict[str, list[dict[str, Any]]] = {}

@@ -189,6 +189,11 @@ def scatter_svg(priced: Priced, width: int = 860, height: int = 620) -> str:
         " GPU</text>"
     )
     body.append(f'<text x="{left}" y="26">predicted tokens/s per GPU (band: 10 %)</text>')
+    return _svg(body, width, height)
+
+
+def _svg(body: list[str], width: int, height: int) -> str:
+    """Return a picture of the elements `body`."""
     inner = "\n".join(body)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'

@@ -270,7 +270,8 @@ def _recomputed_share(row: dict[str, Any], program: Program) -> tuple[str, float
 def _model_sizes(row: dict[str, Any], program: Program) -> dict[str, Any]:
     """Return the arguments of `Transformer` without `num_blocks`."""
     arch = row["arch"]
-    seq_len = row["seq_len"] or _number(r"block size (\d+)", str(row["notes"] or ""))
+    notes = str(row["notes"] or "")
+    seq_len = row["seq_len"] or _number(r"block size (\d+)", notes)
     if not seq_len:
         raise _NotExpressed("the sequence length is not published")
     gated = "llama" in row["model"].lower()

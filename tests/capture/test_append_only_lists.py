@@ -79,7 +79,8 @@ def empties(module: Keeps) -> float:
 
 
 def appends_inside(module: Keeps) -> float:
-    module.nested[0]["a"].append(1)  # such a step runs as it is written
+    # such a step is eager
+    module.nested[0]["a"].append(1)
     return 0.0
 
 

@@ -74,7 +74,11 @@ def test_metrics_are_recorded_not_run() -> None:
     graph = capture(step, metric)
     assert {k: v for k, v in vars(metric).items() if callable(v)} == before
     assert metric._update_count == 0
-    assert [(m.metric, m.method, len(m.args), [k for k, _ in m.kwargs]) for m in graph.metrics] == [
+    calls = []
+    for record in graph.metrics:
+        names = [name for name, _ in record.kwargs]
+        calls.append((record.metric, record.method, len(record.args), names))
+    assert calls == [
         ("child", "forward", 2, []),
         ("child", "update", 1, ["target"]),
     ]
@@ -262,7 +266,10 @@ def test_within_a_trainer() -> None:
         return torch.cat([p.flatten() for p in model.parameters()])
 
     assert torch.equal(losses([Probe()]), losses([]))
-    assert [[str(g) for g in s.guards] for s in seen] == [
+    guards = []
+    for step in seen:
+        guards.append([str(guard) for guard in step.guards])
+    assert guards == [
         ["(global_step >= 1) is False"],
         *[["(global_step >= 1) is True"]] * 2,
     ]

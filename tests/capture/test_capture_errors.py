@@ -195,7 +195,13 @@ def metric_value(self: Step, x: Tensor, i: int) -> Tensor:
 
 
 def choice(self: Step, x: Tensor, i: int) -> Tensor:
-    return torch.cond(x.sum() > 0, lambda h: h * 2, lambda h: h * 3, (self.a(x),)).sum()
+    def double(h: Tensor) -> Tensor:
+        return h * 2
+
+    def triple(h: Tensor) -> Tensor:
+        return h * 3
+
+    return torch.cond(x.sum() > 0, double, triple, (self.a(x),)).sum()
 
 
 def loop(self: Step, x: Tensor, i: int) -> Tensor:

@@ -536,8 +536,15 @@ def test_a_step_that_changes_its_dataset_is_refused() -> None:
                 capture_step(module, batch)
             refused.append(error.value)
 
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1, callbacks=[Tries()], **options)  # type: ignore[arg-type]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        callbacks=[Tries()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
     rows = Rows(torch.randn(6, 4))
     trainer.fit(Changes(), torch.utils.data.DataLoader(rows, batch_size=6))
     assert refused

@@ -276,8 +276,9 @@ from test_python_state import Logs, own_mean
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.python_reads import _watched_classes
 from alpa_strategy.capture.python_state import patched
-steps = [capture_step(Logs(f), torch.randn(6, 4)) for f in ("mean", torch.mean, own_mean, partial(own_mean), max)]
-print(*[s.graph_digest for s in steps])
+functions = ("mean", torch.mean, own_mean, partial(own_mean), max)
+steps = [capture_step(Logs(function), torch.randn(6, 4)) for function in functions]
+print(*[step.graph_digest for step in steps])
 """
 
 
@@ -590,9 +591,7 @@ def test_what_fails_to_be_set_leaves_nothing_changed():
 
 
 def test_classes_of_c_extensions_are_left_alone(monkeypatch):
-    """Also immutable types that live on the heap, as those of `re` are, in a file that is nobody's
-    package.
-    """
+    """Also immutable types on the heap, as those of `re` are, in a file outside of any package."""
     monkeypatch.setattr(sys.modules["re"], "__file__", __file__)
     assert not re.Pattern.__flags__ & 1 << 9 or re.Pattern.__flags__ & 1 << 8
     assert re.Pattern not in _watched_classes(Owned(Schedule()))

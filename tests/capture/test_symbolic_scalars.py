@@ -253,12 +253,10 @@ def test_a_text_that_chooses_is_guarded(text: Callable[[int], str]) -> None:
     step = capture_step(
         Step(lambda self, x, i: self.a(x).sum() * factors[text(i)]), torch.ones(6, 4)
     )
-    assert [all(guard.holds(batch_idx=i) for guard in step.guards) for i in range(4)] == [
-        True,
-        False,
-        True,
-        False,
-    ]
+    holds = []
+    for index in range(4):
+        holds.append(all(guard.holds(batch_idx=index) for guard in step.guards))
+    assert holds == [True, False, True, False]
 
 
 def test_guards_and_digests_know_no_values() -> None:

@@ -97,7 +97,7 @@ def test_a_chain_of_resumptions(pool, tmp_path: Path) -> None:
 
 
 def resume_as_the_other_kind(root: str, kinds: tuple[str, str]) -> bool:
-    """A training whose steps ran as written goes on captured, and the other way round."""
+    """A training with eager steps is resumed with captured ones, and the other way round."""
     before, after = ({"capture": kind} for kind in kinds)
     fit(root, before, 2, 2, callbacks=[Keep(f"{root}/kept", 2)])
     trainer, _, steps = fit(root, after, 2, 4, ckpt_path=checkpoint_at(root, 2))

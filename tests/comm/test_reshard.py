@@ -132,7 +132,11 @@ def test_all_pairs_on_one_axis(mesh_shape, shape):
 def test_all_pairs_on_two_axes(mesh_shape, shape):
     layouts = all_layouts(len(shape), 2)
     cases = list(itertools.product(layouts, layouts))
-    found = run_on_threads(mesh_shape, lambda m: [reshard_one(m, s, d, shape) for s, d in cases])
+
+    def work(mesh):
+        return [reshard_one(mesh, source, target, shape) for source, target in cases]
+
+    found = run_on_threads(mesh_shape, work)
     for (src, dst), results in zip(cases, zip(*found, strict=True), strict=True):
         check(results, mesh_shape, src, dst, shape)
 

@@ -91,7 +91,10 @@ def test_state_comes_back_after_an_exception():
             random.run((0,), torch.bernoulli, torch.full((3,), 2.0))
         return torch.equal(torch.get_rng_state(), before)
 
-    assert run_on_threads((2, 1), lambda mesh: work(mesh) if mesh.coordinate[0] == 0 else True)[0]
+    def work_of_the_first(mesh):
+        return work(mesh) if mesh.coordinate[0] == 0 else True
+
+    assert run_on_threads((2, 1), work_of_the_first)[0]
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (1,)])

@@ -139,7 +139,7 @@ def outcomes(kind: str, root: str) -> dict[str, dict[str, Any]]:
 
 
 def refusals(root: str) -> dict[str, str]:
-    """What a pipeline, which cannot run a step as it is written, says to every habit."""
+    """Habit -> the error of a pipeline, which has no eager steps."""
     found = {}
     for name in HABITS:
         Habitual.habit = name

@@ -193,7 +193,7 @@ def activation_checkpointing_in_the_module(bench: Bench) -> Any:
 
 
 def compiled_parts_of_the_module(bench: Bench) -> Any:
-    """What is compiled runs as it is written; the strategy's own program takes its place."""
+    """A captured step takes the place of the compiled module, which is not compiled again."""
 
     class Compiled(Net):
         def __init__(self) -> None:

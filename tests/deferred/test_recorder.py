@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 
 def uninitialised(module: nn.Module, recorder: Recorder) -> list[str]:
     tensors = (*module.named_parameters(), *module.named_buffers())
-    return [name for name, tensor in tensors if tensor.is_meta and not recorder.is_deferred(tensor)]
+    on_meta = [(name, tensor) for name, tensor in tensors if tensor.is_meta]
+    return [name for name, tensor in on_meta if not recorder.is_deferred(tensor)]
 
 
 class Block(nn.Module):

@@ -1,5 +1,5 @@
-"""Steps that no graph can hold train as they are written: as under DDP, to the last digits, and the
-user is told.
+"""Steps that cannot be captured train in eager mode: as under DDP to the last digits, with a note
+in the log.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance.bench import differences
+from eager import programs
+from eager.programs import PROGRAMS
 from quiet import QUIET
 from worker_pool import WorkerError
-from written import programs
-from written.programs import PROGRAMS
 
 from alpa_strategy import AlpaStrategy, ClusterSpec
 from alpa_strategy.capture.python_state import patched
@@ -34,7 +34,7 @@ RANKS = 2
 
 
 class Watch(pl.Callback):
-    """What each step logs, and that the run is as written."""
+    """Stores the metrics of each step, and whether the run is eager."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
@@ -115,7 +115,10 @@ def check_equal(expected: list[Any], found: list[Any]) -> None:
     parts = ("weights", "buffers", "metrics", "steps")
     of_both = []
     for each in (expected, found):
-        of_both.append([{part: rank[part] for part in parts} for rank in each])
+        compared = []
+        for rank in each:
+            compared.append({part: rank[part] for part in parts})
+        of_both.append(compared)
     assert not differences(*of_both)
     for key, value in found[0]["weights"].items():
         assert torch.equal(value, found[1]["weights"][key]), key
@@ -172,10 +175,9 @@ AT_OTHER_MOMENTS = {
     *("SparseTablesBySgd", "SetsItsGradients"),
 }
 CASES_IN_SHARDS = [("zero3", name) for name in IN_SHARDS]
-CASES_IN_SHARDS += [
-    pytest.param("zero2", name, marks=() if name in AT_OTHER_MOMENTS else pytest.mark.slow)
-    for name in IN_SHARDS
-]
+for _name in IN_SHARDS:
+    _marks = () if _name in AT_OTHER_MOMENTS else pytest.mark.slow
+    CASES_IN_SHARDS.append(pytest.param("zero2", _name, marks=_marks))
 
 
 @pytest.mark.parametrize(("parallel", "name"), CASES_IN_SHARDS)
@@ -183,7 +185,8 @@ def test_in_shards_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: 
     found = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel)
     check_equal(under_ddp(name), found)
     check_written(name, found)
-    assert all(any(mode[0] in "SG" for mode in rank["modes"].values()) for rank in found)
+    for rank in found:
+        assert any(mode[0] in "SG" for mode in rank["modes"].values())
 
 
 def gatherings(root: str, memory: float) -> list[int]:
@@ -273,7 +276,7 @@ MADE_AGAIN = [
 @pytest.mark.parametrize("parallel", ["data", "zero3"])
 @pytest.mark.parametrize("name", MADE_AGAIN)
 def test_made_again_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
-    """Every part of the module runs again in the backward."""
+    """Every submodule is recomputed in the backward."""
     found = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel, ["*"])
     check_equal(under_ddp(name), found)
     check_written(name, found)
@@ -393,7 +396,7 @@ class Fails(pl.Callback):
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["", "uneven"])
 def test_trainings_in_one_process_use_the_same_process_groups(pool, tmp_path, uneven: bool) -> None:
-    """But for those in which one that failed has left a collective under way."""
+    """But for groups in which a training that failed has left a collective in flight."""
     for first, failed, next_one in pool.run(
         RANKS, groups_after_each, str(tmp_path), uneven, init_group=False
     ):
@@ -431,7 +434,7 @@ def test_nothing_stays_of_a_training_that_failed(
 
 
 def resume(root: str) -> tuple[list[str], int]:
-    """What a run that takes up one of steps as written says, and its steps."""
+    """Return the log of a run that resumes one of eager steps, and the number of its steps."""
     said = Said()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(said)
     try:

@@ -1,6 +1,4 @@
-"""Steps as written keep the memory that they free: its pages are not asked of the system at every
-step again.
-"""
+"""Eager steps keep freed memory: its pages are not requested from the system in every step."""
 
 from __future__ import annotations
 

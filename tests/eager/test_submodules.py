@@ -200,9 +200,9 @@ class Pair:
 
 
 class Unruly(Program):
-    """Forwards that run again in the backward, take numbers, return objects, have hooks, are frozen
-    later, and an
-    evaluation."""
+    """Forwards that are recomputed in the backward, take numbers, return objects, have hooks, are
+    frozen later, and an evaluation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Watch(pl.Callback):
 def train(
     name: str, root: str, options: dict[str, Any] | None, loaders: int, arguments: dict[str, Any]
 ) -> dict:
-    """The outcome on this rank of a training with so many loaders; no options: of DDP."""
+    """Return this rank's outcome of a training with `loaders` loaders; no options: under DDP."""
     program = {
         each.__name__: each
         for each in (Program, Matches, Masked, Gan, Penalized, Unruly, Changes, Looks)
@@ -292,7 +292,8 @@ def train(
         **QUIET,
     )
     val = DataLoader(TensorDataset(tokens[rank::ranks]), batch_size=4)
-    trainer.fit(module, loader, val if name == "Unruly" else None, ckpt_path=None if save else path)
+    val_loader = val if name == "Unruly" else None
+    trainer.fit(module, loader, val_loader, ckpt_path=None if save else path)
     if save:
         trainer.save_checkpoint(path)
     return {

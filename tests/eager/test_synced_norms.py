@@ -1,5 +1,5 @@
-"""BatchNorm over all ranks: asked of the Trainer or of modules, as written and captured, a step is
-one device's.
+"""BatchNorm over all ranks, requested by the Trainer or by modules: eager and captured steps are
+those of one device.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Reads(Images):
 def train(
     name: str, root: str, ranks: int, options: dict[str, Any], converted: bool, asked: bool
 ) -> Any:
-    """Final state, the losses, and whether steps ran as written."""
+    """Return the final state, the losses, and whether steps were eager."""
     torch.manual_seed(3)
     model = globals()[name](converted).double()
     rows = TensorDataset(
@@ -127,7 +127,7 @@ def test_statistics_are_those_of_all_ranks_rows(pool, tmp_path, case: str) -> No
 
 
 def test_a_norm_of_a_rank_alone_stays_so(pool, tmp_path) -> None:
-    """The plain BatchNorms of a step that runs as it is written, where nobody asked."""
+    """The plain BatchNorms of an eager step stay local without a request."""
     (state, _), *_ = pool.run(1, alone, "Reads", str(tmp_path / "one"))
     found, _ = pool.run(RANKS, train, "Reads", str(tmp_path / "two"), RANKS, {}, False, False)
     assert not torch.allclose(found[0]["net.1.running_var"], state["net.1.running_var"], rtol=1e-9)

@@ -165,7 +165,8 @@ class Rows(pl.LightningModule):
 
 def summed_rows(options: dict[str, Any], precision: str, folder: str) -> set[float]:
     """The elements of the gradient of `Rows`."""
-    count = 32768  # of a rank: so many that the plan gathers weights and not rows
+    # samples of a rank: enough for the plan to gather weights and not samples
+    count = 32768
     module, rows = Rows(), torch.zeros(2 * count, 64)
     rows[0], rows[1] = 1.0, 2.0**-9
     strategy = AlpaStrategy(

@@ -1,5 +1,5 @@
-"""Modules that nobody here wrote train as on one device: fp64, 5 steps, losses, gradients, weights
-to 1e-9.
+"""Modules of other libraries train as on one device: fp64, 5 steps, losses, gradients, weights to
+1e-9.
 """
 
 from __future__ import annotations

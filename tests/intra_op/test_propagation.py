@@ -199,8 +199,11 @@ def test_each_op_takes_what_is_cheapest_as_its_operands_lie(seed):
         )[0]
 
     for op in range(num_ops, 2 * num_ops):
-        read = [t for t in problem.transfers if op in [use.choice for use in t.uses]]
-        new = {t.producer for t in read} - set(decided)
+        new = set()
+        for transfer in problem.transfers:
+            if op in [use.choice for use in transfer.uses]:
+                new.add(transfer.producer)
+        new -= set(decided)
         assert len(new) <= 1, "its own parameter; all else is decided"
         tried = {}
         for k in range(len(problem.choices[op].cost)):

@@ -58,8 +58,8 @@ def prove(
     data = tuple(_to_float64(d) for d in data)
     outputs, grads, cotangents = _run_whole(call, data, generator)
 
-    operand_duals = [tuple(s.inputs[i] for s in strategies) for i in range(len(data))]
-    output_duals = [tuple(s.outputs[i] for s in strategies) for i in range(len(outputs))]
+    operand_duals = list(zip(*(strategy.inputs for strategy in strategies), strict=True))
+    output_duals = list(zip(*(strategy.outputs for strategy in strategies), strict=True))
     value_layouts = [list(value_layout(duals)) for duals in operand_duals]
     inputs_at = _spread(data, value_layouts, mesh, generator)
     output_grads = [list(grad_layout(duals)) for duals in output_duals]

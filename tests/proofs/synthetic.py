@@ -62,9 +62,9 @@ class _Builder:
         nums_shards = []
         for strategy in strategies:
             codes.append([_code(placements) for placements in zip(*strategy, strict=True)])
-            results = [rule[-1] for rule in strategy]
             # the work of a partial result is divided as that of a shard
-            nums_shards.append(_num_parts(["S2" if r == "P" else r for r in results]))
+            results = [rule[-1].replace("P", "S2") for rule in strategy]
+            nums_shards.append(_num_parts(results))
         code = np.array(codes)
         split = np.array(nums_shards)
         seconds = 3 * flops / FLOPS / split + 3 * num_bytes / 1e12 / split + 1e-6

@@ -71,16 +71,10 @@ def staged_plan(
             spans = tuple(first + cut for cut in inner)
         else:
             spans = ()
+        num_stages = places.count(ranks)
         wish = StageRequest(
-            first,
-            last,
-            (1, size),
-            (size,),
-            remat,
-            num_microbatches,
-            places.count(ranks),
-            stored[ranks],
-            spans,
+            *(first, last, (1, size), (size,), remat, num_microbatches, num_stages),
+            *(stored[ranks], spans),
         )
         # all segments, also if fewer would need less memory
         plan = replace(solver.solve(wish).plan, remat_cuts=spans)

@@ -125,7 +125,7 @@ def test_errors_are_one_clear_message_on_every_rank(pool, tmp_path: Path) -> Non
 
 
 def test_an_edited_plan_is_refused_and_a_stored_one_made_anew(pool, tmp_path: Path) -> None:
-    """Without the check this edit trains: a partial value of the output bias is taken for the sum."""
+    """Without the check this edit trains: a partial output bias is taken for the sum."""
     root = str(tmp_path)
     assert pool.run(2, run, "MLP", root, {}) == ["trained"] * 2
     (path,) = (tmp_path / "plans").glob("*.json")

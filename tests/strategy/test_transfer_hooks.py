@@ -245,7 +245,8 @@ class Data(pl.LightningDataModule):
     """The hook is the data module's."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return TwoViews.on_after_batch_transfer(self, batch, dataloader_idx)  # type: ignore[arg-type]
+        two_views: Any = TwoViews.on_after_batch_transfer
+        return two_views(self, batch, dataloader_idx)
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(Samples(), ROWS)
