@@ -1,8 +1,8 @@
 """The display: numbers, grouping, and a plan of a realistic GPT as table, picture and page."""
 
 import xml.etree.ElementTree as ET
-from io import StringIO
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 from hypothesis import given

@@ -103,13 +103,8 @@ def record_model(
         Losses, gradients and metrics of every step, the final state, and fields of the plan.
     """
     dtype = torch.float64 if precision == "64-true" else torch.float32
-    torch.set_default_dtype(dtype)
-    try:
-        torch.manual_seed(7)
-        model = model_class(**model_kwargs)
-        rows = model.example_batch(samples * steps * accumulate, torch.Generator().manual_seed(3))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    num_samples = samples * steps * accumulate
+    model, rows = _model_and_rows(model_class, model_kwargs, num_samples, dtype)
     recorder = Recorder()
     parallel: dict[str, Any] = {"devices": 1}
     if strategy_kwargs is not None:
@@ -138,6 +133,19 @@ def record_model(
         "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
         **_plan_fields(getattr(trainer.strategy, "plan", None)),
     }
+
+
+def _model_and_rows(
+    model_class: Callable[..., Any], model_kwargs: dict[str, Any], num_samples: int, dtype: Any
+) -> tuple[Any, Any]:
+    """Make the module and `num_samples` samples with `dtype` as the default dtype."""
+    torch.set_default_dtype(dtype)
+    try:
+        torch.manual_seed(7)
+        model = model_class(**model_kwargs)
+        return model, model.example_batch(num_samples, torch.Generator().manual_seed(3))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def _loader(

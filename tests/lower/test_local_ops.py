@@ -94,43 +94,10 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12, build=b
             for t, d in zip(operands, operand_duals, strict=True)
         ]
         local = local_call(call, strategies, axes, mine, result_duals, mesh)
-        storages = [t.untyped_storage()._cdata for t in mine]
-        saved = set()
-
-        def pack(tensor):
-            storage = tensor.untyped_storage()._cdata
-            saved.update(i for i, operand in enumerate(storages) if operand == storage)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            results = as_tuple(build(call, strategies, local, mesh)(*mine))
-        nodes = backward_of(results)
-        for axis in mesh.axes:
-            axis.record.append(("backward", 0))
-        differentiated = []
-        cotangents = []
-        for result, grad, duals in zip(results, grads, result_duals, strict=True):
-            if grad is not None:
-                differentiated.append(result)
-                cotangents.append(part(grad, grad_layout(duals), mesh))
-        torch.autograd.backward(differentiated, cotangents)
-        return LocalRun(
-            results=[r.detach() for r in results],
-            gradients=[t.grad for t in mine],
-            records=[axis.record for axis in mesh.axes],
-            saved=saved,
-            has_elements=all(t.numel() for t in mine),
-            nodes=nodes,
-        )
+        return run_local(build(call, strategies, local, mesh), mine, grads, result_duals, mesh)
 
     ranks = run_on_threads(mesh_shape, work)
-    for i, result in enumerate(expected):
-        parts = [rank.results[i] for rank in ranks]
-        assert all(local.dtype == result.dtype for local in parts)
-        full = assemble(parts, value_layout(result_duals[i]), result.shape, mesh_shape)
-        torch.testing.assert_close(
-            full, result.detach(), rtol=tolerance, atol=tolerance, equal_nan=True
-        )
+    check_results(ranks, expected, result_duals, mesh_shape, tolerance)
     for i, leaf in enumerate(leaves):
         if leaf.requires_grad:
             parts = [rank.gradients[i] for rank in ranks]
@@ -139,6 +106,49 @@ def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12, build=b
             torch.testing.assert_close(full, leaf.grad, rtol=tolerance, atol=tolerance)
     check_same_backward(ranks)
     return [rank.records for rank in ranks]
+
+
+def run_local(function, operands, grads, result_duals, mesh):
+    """Run forward and backward on one device, as a `LocalRun`."""
+    storages = [t.untyped_storage()._cdata for t in operands]
+    saved = set()
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()._cdata
+        saved.update(i for i, operand in enumerate(storages) if operand == storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        results = as_tuple(function(*operands))
+    nodes = backward_of(results)
+    for axis in mesh.axes:
+        axis.record.append(("backward", 0))
+    differentiated = []
+    cotangents = []
+    for result, grad, duals in zip(results, grads, result_duals, strict=True):
+        if grad is not None:
+            differentiated.append(result)
+            cotangents.append(part(grad, grad_layout(duals), mesh))
+    torch.autograd.backward(differentiated, cotangents)
+    return LocalRun(
+        results=[r.detach() for r in results],
+        gradients=[t.grad for t in operands],
+        records=[axis.record for axis in mesh.axes],
+        saved=saved,
+        has_elements=all(t.numel() for t in operands),
+        nodes=nodes,
+    )
+
+
+def check_results(ranks, expected, result_duals, mesh_shape, tolerance):
+    """The ranks' results together are those of the unsharded op."""
+    for i, result in enumerate(expected):
+        parts = [rank.results[i] for rank in ranks]
+        assert all(local.dtype == result.dtype for local in parts)
+        full = assemble(parts, value_layout(result_duals[i]), result.shape, mesh_shape)
+        torch.testing.assert_close(
+            full, result.detach(), rtol=tolerance, atol=tolerance, equal_nan=True
+        )
 
 
 @dataclass
