@@ -416,7 +416,7 @@ def puts_logits(self: Step, batch: Any, i: int) -> Tensor:
     return batch["logits"].sum()
 
 
-def test_what_a_step_puts_into_its_batch_for_a_hook_is_refused_and_for_no_one_else() -> None:
+def test_values_put_into_the_batch_for_a_hook_are_refused() -> None:
     """Hooks get the batch as it was loaded."""
     batch = {"x": torch.randn(3, 4)}
     module = Step(puts_logits)
@@ -457,7 +457,7 @@ def test_open_files_are_refused_and_left_as_they_are(
     assert (tmp_path / "lines").read_text() == ""
 
 
-def test_messages_of_installed_packages_to_logging_are_said_to_be_left_out(
+def test_log_messages_of_packages_are_reported_as_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = tmp_path / "site-packages"

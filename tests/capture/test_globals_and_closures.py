@@ -499,7 +499,7 @@ def test_a_cache_in_an_object_keeps_no_tensor_of_the_capture() -> None:
     assert CACHE.values == {}
 
 
-def test_a_global_that_an_installed_package_sets_at_first_use_is_no_change_but_a_counter_is(
+def test_lazy_globals_of_installed_packages_may_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As matplotlib.pyplot its backend, where a plot is named in the module's code."""

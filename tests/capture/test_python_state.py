@@ -557,7 +557,7 @@ class SaysAndAsks(Settled):
         return loss
 
 
-def test_a_text_for_a_message_below_its_level_is_good_for_every_batch() -> None:
+def test_messages_below_their_level_need_no_guard() -> None:
     step = capture_step(SaysAndAsks(), torch.randn(6, 4), batch_idx=2)
     assert changed_value(step.attributes) is None
     assert all(guard.holds(batch_idx=4) for guard in step.guards)

@@ -94,7 +94,7 @@ def test_groups_that_cross_share_the_nodes_link(
     assert link.latency == 1e-5
 
 
-def test_a_ring_with_several_devices_a_node_is_not_faster_than_the_nodes_inside():
+def test_a_ring_across_nodes_is_not_faster_than_inside_a_node():
     fast_network = cluster(inter_node={"latency": 0.0, "bandwidth": 100e9})
     assert fast_network.logical_mesh((8,)).axes[0].link.bandwidth == 8e9
     assert fast_network.logical_mesh((2, 4)).axes[0].link.bandwidth == 25e9

@@ -194,7 +194,7 @@ def test_views_cost_nothing(made: OpCall):
     assert RooflineCosts(replace(DEVICE, launch_seconds=1.0)).op_seconds(made) == (0.0, 0.0)
 
 
-def test_taking_a_part_is_free_forward_and_fills_the_whole_backward():
+def test_slicing_is_free_forward_and_writes_all_backward():
     forward, backward = RooflineCosts(DEVICE).op_seconds(
         call(aten.slice.Tensor, tensor(64, 4), 0, 0, 2)
     )
@@ -289,7 +289,7 @@ def test_other_shapes_are_scaled_as_their_neighbours_were():
         assert 3 * low * (1 - 1e-9) <= found[1] / backward <= 3 * high * (1 + 1e-9)
 
 
-def test_a_part_of_a_measured_call_is_scaled_as_that_one_not_as_others_of_its_size():
+def test_a_shard_is_scaled_from_the_measurement_of_its_own_call():
     """Others had made half of a convolution's rows cost more than all of them, and a plan compute
     it on every rank.
     """

@@ -264,7 +264,7 @@ def test_changes_that_were_recorded_are_not_taken_for_others() -> None:
 
 
 @pytest.mark.parametrize("built_on", ["cpu", "meta"])
-def test_a_module_that_moves_knows_its_device_whether_it_has_memory_or_not(built_on: str) -> None:
+def test_a_deferred_module_knows_the_device_it_moves_to(built_on: str) -> None:
     module = LightningModule()
     module.layer = nn.Linear(2, 2, device=built_on)
     assert module.device == CPU

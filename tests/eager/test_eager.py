@@ -181,7 +181,7 @@ for _name in IN_SHARDS:
 
 
 @pytest.mark.parametrize(("parallel", "name"), CASES_IN_SHARDS)
-def test_in_shards_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
+def test_sharded_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
     found = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel)
     check_equal(under_ddp(name), found)
     check_written(name, found)
@@ -249,9 +249,7 @@ def warnings_of_nan(parallel: str, folder: str) -> int:
     return sum("the first loss is nan" in str(each.message) for each in said)
 
 
-def test_what_is_reached_past_its_module_has_no_values_in_shards_and_that_is_said(
-    pool, tmp_path
-) -> None:
+def test_parameters_read_outside_their_module_are_refused_when_sharded(pool, tmp_path) -> None:
     assert pool.run(RANKS, warnings_of_nan, "zero3", str(tmp_path)) == [1, 0]
     assert pool.run(RANKS, warnings_of_nan, "data", str(tmp_path)) == [0, 0]
 
@@ -275,7 +273,7 @@ MADE_AGAIN = [
 
 @pytest.mark.parametrize("parallel", ["data", "zero3"])
 @pytest.mark.parametrize("name", MADE_AGAIN)
-def test_made_again_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
+def test_recomputed_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
     """Every submodule is recomputed in the backward."""
     found = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel, ["*"])
     check_equal(under_ddp(name), found)
@@ -323,9 +321,7 @@ def captured_warnings(name: str, root: str, options: dict[str, Any]) -> list[str
     [{"capture": "require"}, {"batch_scope": "rank"}, {"placements": {"*": "R*"}}],
     ids=str,
 )
-def test_where_a_step_must_be_captured_lists_of_a_ranks_rows_are_warned_of(
-    pool, tmp_path, options
-) -> None:
+def test_required_capture_warns_of_lists_of_local_samples(pool, tmp_path, options) -> None:
     (said, others) = pool.run(RANKS, captured_warnings, "CountsNames", str(tmp_path), options)
     assert len(said) == 1, said
     assert (

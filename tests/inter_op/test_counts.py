@@ -52,7 +52,7 @@ def test_one_bump_on_the_way_to_more_micro_batches_is_passed():
     assert visited == [64, 128, 256, 512, 256]
 
 
-def test_bounds_leave_out_what_cannot_win():
+def test_counts_that_cannot_win_are_skipped_by_their_bound():
     seconds = {count: 10.0 + count / 1000 for count in COUNTS}
 
     def bound(count: int) -> float:

@@ -222,7 +222,7 @@ def test_layers_begin_at_blocks_and_none_is_nothing(num_layers):
     assert [b.split(".")[:2] for b in blocks] == expected
 
 
-def test_what_cannot_fit_by_itself_is_left_out_before_the_solve():
+def test_strategies_over_the_limit_are_left_out_before_the_solve():
     """A strategy is no choice if its temporary bytes, in addition to the smallest saved bytes of
     all ops, are over the limit.
     """
@@ -248,7 +248,7 @@ def test_what_cannot_fit_by_itself_is_left_out_before_the_solve():
         _without_the_largest(intra.problem, intra, kept + most / 2)
 
 
-def test_one_stage_of_few_micro_batches_is_found_behind_pipelines_of_many():
+def test_one_stage_with_few_micro_batches_can_win():
     """Two valleys: pipelines get slower towards few micro-batches, one stage is the faster the
     fewer they are.
     """

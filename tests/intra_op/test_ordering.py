@@ -46,7 +46,7 @@ def test_kept_variables_stay():
 
 
 @given(st.integers(0, 10**6))
-def test_an_order_within_a_limit_is_found_where_either_rule_finds_one(seed):
+def test_an_order_within_a_limit_is_found(seed):
     draw = random.Random(seed)
     sizes = [draw.choice([2, 4, 30, 50]) for _ in range(9)]
     scopes = [draw.sample(range(9), 2) for _ in range(14)]

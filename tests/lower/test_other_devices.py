@@ -69,7 +69,7 @@ class Positions(LightningModule):
         return ((batch @ self.weight) @ mask * scale).sum()
 
 
-def test_the_reference_executor_makes_tensors_where_the_parameters_lie():
+def test_the_reference_executor_uses_the_parameters_device():
     """It runs what a pipeline computes before and after its stages."""
     module = Positions()
     step = capture_step(module, torch.zeros(3, 4))

@@ -63,7 +63,7 @@ def test_weights_wait_until_the_sum_of_the_input_has_begun(monkeypatch):
     assert "rrsww" in first, "gate and up read one input"
 
 
-def test_no_products_of_their_own_where_the_backward_is_divided_or_differentiated():
+def test_matmul_rewrites_are_skipped_for_double_backward():
     case = captured("gpt", 2)
     stage = replace(planned(case.step, 0.0).stages[0], num_chunks={"linear_1": 2})
 

@@ -159,7 +159,7 @@ class ScheduleFree(torch.optim.SGD):
     def eval(self) -> None: ...
 
 
-def test_what_changes_weights_for_evaluation_needs_all_of_its_state() -> None:
+def test_evaluation_weights_need_the_full_state() -> None:
     info = inspect_optimizer(ScheduleFree(parameter(), lr=0.1))
     assert (info.element_wise, info.parameter_wise) == (False, False)
 

@@ -391,7 +391,7 @@ def run_and_count(cuts):
     return saved.most, values[graph.loss].item()
 
 
-def test_layer_by_layer_less_is_saved_than_by_recomputing_a_stage_as_a_whole(pool):
+def test_recomputing_by_segments_saves_less_than_a_full_stage(pool):
     (kept, loss), (whole, loss_again), (layers, loss_by_layers) = (
         pool.run(1, run_and_count, cuts)[0] for cuts in (None, "whole", "layers")
     )

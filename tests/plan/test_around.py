@@ -86,7 +86,7 @@ def test_the_same_step_around_its_own_plan_is_that_plan():
     assert again.stages[0].strategies == first.stages[0].strategies
 
 
-def test_another_step_of_the_same_module_finds_its_parameters_where_they_lie():
+def test_two_steps_of_one_module_share_storage_placements():
     first = plan("mlp", 8, placements={"net.0.*": "S0 R*", "net.2.*": "R* R"}, logical_mesh=(2, 2))
     other = plan(Shallow, 4, first)
     assert stored(other) == stored(first)

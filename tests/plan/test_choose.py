@@ -101,7 +101,7 @@ def test_what_hides_behind_the_backward_is_not_paid_for():
     assert hidden_seconds(best) < hidden_seconds(solved)
 
 
-def test_stages_on_one_mesh_see_it_as_one_grid_whatever_is_best_for_each(monkeypatch):
+def test_stages_on_one_mesh_have_one_logical_shape(monkeypatch):
     """Tied weights in the first and the last stage, which have a mesh in common: they lie in one
     way.
     """
@@ -141,7 +141,7 @@ def on_one_device(model: str, rows: int, share: float, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_stages": 1}, {"parallel": "data"}], ids=str)
-def test_micro_batches_are_for_what_does_not_fit_whoever_decides_what_is_made_again(options):
+def test_micro_batches_only_if_the_batch_does_not_fit(options):
     pinned = on_one_device("gpt", 256, 0.2, remat=True, **options)
     solved = on_one_device("gpt", 256, 0.2, **options)
     assert pinned.num_microbatches > 1
@@ -149,7 +149,7 @@ def test_micro_batches_are_for_what_does_not_fit_whoever_decides_what_is_made_ag
 
 
 @pytest.mark.parametrize("options", [{}, {"num_stages": 1}, {"remat": True}], ids=str)
-def test_little_memory_does_not_ask_for_statistics_of_micro_batches(options):
+def test_little_memory_does_not_require_micro_batch_statistics(options):
     with pytest.raises(DoesNotFitError):
         on_one_device("convnet", 256, 0.2, **options)
     assert on_one_device("convnet", 256, 0.2, num_microbatches=8, **options).num_microbatches == 8

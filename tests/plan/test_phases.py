@@ -70,7 +70,7 @@ def is_whole(phase):
     return set(phase.layout.split()[1:]) == {"R"}
 
 
-def test_phases_are_captured_without_gradients_but_for_the_one_that_trains():
+def test_only_the_training_phase_has_gradients():
     module = Actor()
     found = capture_phases(module, (torch.zeros(ROWS, WIDTH),), DEVICES, "rank", torch.enable_grad)
     assert list(found) == ["judge", "again", "act", "learn0"]
@@ -126,7 +126,7 @@ def test_whole_parameters_are_brought_anywhere_for_nothing():
     assert phases["act"].moved_seconds in (None, 0.0)
 
 
-def test_what_is_frozen_lies_as_its_first_phase_wants_and_is_not_moved():
+def test_frozen_parameters_keep_the_placement_of_their_first_phase():
     _, phases = planned(parallel="zero3")
     assert phases["judge"].moved_seconds is None
     assert phases["again"].moved_seconds is None

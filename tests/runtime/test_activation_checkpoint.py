@@ -171,7 +171,7 @@ def outcome(
 
 
 @pytest.mark.parametrize("kind", [Residual, Drops, Normed, Talkative, Twice])
-def test_gradients_and_all_that_is_left_behind_are_the_same_bit_for_bit(
+def test_gradients_and_side_effects_are_bitwise_the_same(
     kind: type[nn.Module],
 ) -> None:
     kept, again = outcome(kind, False), outcome(kind, True)

@@ -194,7 +194,7 @@ def _rows(weight):
         (lambda w: w + 1, 1),
     ],
 )
-def test_only_views_and_casts_of_a_parameter_are_gathered_again(make, gathers):
+def test_only_views_and_casts_of_a_parameter_are_regathered(make, gathers):
     """What an op makes of a parameter is an activation: the plan has it kept, and its gathering
     paid once.
     """
@@ -219,7 +219,7 @@ def test_only_views_and_casts_of_a_parameter_are_gathered_again(make, gathers):
 
 
 @pytest.mark.parametrize("make", [torch.exp, torch.tanh, lambda x: x.softmax(0)])
-def test_what_is_never_differentiated_does_not_stay(make):
+def test_undifferentiated_values_are_freed(make):
     """An op that saves its own result (for a figure to log, say) must not hold itself where no
     backward comes.
     """
@@ -238,7 +238,7 @@ def test_what_is_never_differentiated_does_not_stay(make):
     assert [result.expired() for result in run_on_threads((2,), work)] == [True, True]
 
 
-def test_nothing_is_gathered_ahead_of_a_use_that_is_over():
+def test_no_prefetch_for_a_use_that_is_over():
     """A layer norm's backward asks for its bias before its weight, which was saved first. No cycle
     keeps the rest.
     """
@@ -332,7 +332,7 @@ def test_a_gradient_that_only_some_devices_have_is_zero_on_the_others():
         assert (bias.item(), weight.item(), unused) == (3.0, 3.0, None)
 
 
-def test_a_stage_without_trainable_parameters_has_nothing_to_agree_on():
+def test_a_stage_without_trainable_parameters_needs_no_consensus():
     def work(mesh):
         reducer = GradientReducer(mesh, [], bucket_bytes=1)
         for _ in range(2):

@@ -15,7 +15,7 @@ from searches import State  # noqa: E402
 from alpa_strategy.inter_op.candidates import TOLERANCE, solve_schedules  # noqa: E402
 
 
-def test_stages_that_share_a_mesh_are_found_where_equal_ones_do_not_fit():
+def test_unequal_stages_on_one_mesh_if_equal_ones_do_not_fit():
     """A 10B model of experts took 8 % longer than what an exhaustive search found: the cuts that
     were moved began where
     nothing fitted."""

@@ -123,7 +123,7 @@ def test_ranks():
     assert published.percentile([1, 2, 3, 4], 0.5) == 2
 
 
-def test_the_rank_that_is_possible_is_said_where_one_configuration_has_several_values():
+def test_ties_report_the_largest_possible_rank():
     """Three rows, two of them priced alike: Spearman's is at most 0.866. Two that are alike in all
     give nothing.
     """

@@ -151,7 +151,7 @@ def test_local_gather_sends_every_byte_once(case):
         assert num_bytes(plan) == 4 * math.prod(shape)
 
 
-def test_a_replicated_target_receives_once_and_gathers_when_the_link_between_nodes_is_slow():
+def test_slow_links_receive_once_and_gather_inside_the_node():
     cluster = ClusterSpec.load("p3_16xlarge_x8", {"num_nodes": 2})
     source = MeshSide((8,), tuple(range(8)), Layout.parse("S0"))
     target = MeshSide((2, 4), tuple(range(8, 16)), Layout.parse("S0 R"))

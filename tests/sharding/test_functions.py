@@ -103,7 +103,7 @@ def test_anything_else_is_whole(name):
     assert not is_random(call_of(function(*WHOLE["any"]), rows(4, 6)))
 
 
-def test_a_dim_whose_length_is_asked_for_stays_whole():
+def test_a_dim_whose_length_is_read_stays_unsharded():
     mean_of_gradients = function(
         forward=lambda x: x.clone(),
         backward=lambda grad, x: grad / grad.shape[0],
@@ -117,7 +117,7 @@ def test_a_dim_whose_length_is_asked_for_stays_whole():
     )
 
 
-def test_a_square_that_is_transposed_is_whole():
+def test_a_transposed_square_is_replicated():
     made = function(
         forward=lambda x: x.t() + 0,
         backward=lambda grad, x: grad.t(),
@@ -125,7 +125,7 @@ def test_a_square_that_is_transposed_is_whole():
     assert ways(made, rows(6, 6)) == {"R->R"}
 
 
-def test_what_draws_is_whole_and_said_to_draw():
+def test_random_functions_are_replicated():
     made = function(
         forward=lambda x: x * torch.rand_like(x),
         backward=lambda grad, x: grad,
@@ -151,7 +151,7 @@ def test_two_operands_of_one_shape_and_a_number():
     assert ways(shared, rows(4, 6), rows(6)) == {"R,R->R"}
 
 
-def test_a_registered_rule_cuts_it():
+def test_a_registered_rule_shards_it():
     made = function(
         forward=lambda x: x.softmax(-1),
         backward=lambda grad, x: grad,
@@ -163,7 +163,7 @@ def test_a_registered_rule_cuts_it():
     assert rule_origin(call) == "registered"
 
 
-def test_an_op_of_another_library_without_a_rule_is_whole_and_may_draw():
+def test_foreign_ops_without_a_rule_are_replicated():
     op = torch.library.custom_op(
         "alpa_test::whole", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
     )

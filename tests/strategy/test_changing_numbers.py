@@ -229,7 +229,7 @@ def train_both(name: str, root: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["WithinTheStep", "OtherOnARank"])
-def test_numbers_of_a_rank_or_stored_by_the_step_run_as_written(pool, tmp_path, name: str) -> None:
+def test_local_numbers_and_stored_ones_run_in_eager_steps(pool, tmp_path, name: str) -> None:
     for expected, found in pool.run(2, train_both, name, str(tmp_path)):
         torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=1e-9)
         betas = [step["beta"] for step in found[1]]

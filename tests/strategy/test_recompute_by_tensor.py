@@ -91,7 +91,7 @@ def test_what_a_second_run_gathers_is_priced() -> None:
     assert again[1] > kept[1]
 
 
-def test_on_many_devices_stages_of_pipelines_recompute_and_not_tensors(monkeypatch) -> None:
+def test_pipelines_on_many_devices_recompute_stages(monkeypatch) -> None:
     """To decide tensor by tensor takes minutes there; the plan is stored under the options as they
     were given.
     """

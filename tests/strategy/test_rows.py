@@ -79,7 +79,7 @@ def packed(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_is_a_row_is_seen_in_the_collation(workers: int) -> None:
+def test_the_batch_dim_is_known_from_the_collation(workers: int) -> None:
     _, rows = sizes(DataLoader(Samples(), ROWS, collate_fn=padded, num_workers=workers))
     assert rows == ("rows", "rows", "rows")
     for size, sampler in ((ROWS, None), (1, [1])):
@@ -96,7 +96,7 @@ def longest_first(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     return padded(sorted(samples, key=lambda sample: -len(sample["tokens"])))
 
 
-def test_rows_in_another_order_are_rows() -> None:
+def test_reordered_samples_are_samples() -> None:
     assert sizes(DataLoader(Samples(), ROWS, collate_fn=longest_first))[1] == (
         "rows",
         "rows",
@@ -132,14 +132,14 @@ def drawing(samples: list[dict[str, Any]], counts: dict[str, int] = DRAWN) -> di
     }
 
 
-def test_looking_leaves_no_trace_outside_of_a_function() -> None:
+def test_trial_collation_leaves_closures_unchanged() -> None:
     first = next(iter(DataLoader(Samples(), ROWS, collate_fn=drawing)))
     GENERATOR.bit_generator.state, DRAWN["calls"] = np.random.default_rng(0).bit_generator.state, 0
     watched = next(iter(watch(DataLoader(Samples(), ROWS, collate_fn=drawing))))
     torch.testing.assert_close(first, watched, rtol=0.0, atol=0.0)
 
 
-def test_looking_leaves_no_trace_in_random_numbers_counters_and_samples() -> None:
+def test_trial_collation_leaves_random_state_and_samples_unchanged() -> None:
     torch.manual_seed(5)
     plain = list(DataLoader(Samples(), ROWS, collate_fn=Counting()))
     torch.manual_seed(5)
@@ -183,7 +183,7 @@ COUNTERS = {
 
 
 @pytest.mark.parametrize("kind", COUNTERS)
-def test_looking_leaves_no_trace_in_what_attributes_hold(kind: str) -> None:
+def test_trial_collation_leaves_attributes_unchanged(kind: str) -> None:
     plain = list(DataLoader(Samples(), ROWS, collate_fn=Stepping(COUNTERS[kind]())))
     loader = watch(DataLoader(Samples(), ROWS, collate_fn=Stepping(COUNTERS[kind]())))
     torch.testing.assert_close(list(loader), plain, rtol=0.0, atol=0.0)
@@ -292,9 +292,7 @@ def test_a_mask_that_differs_on_one_rank_runs_the_step_per_replica(
 
 
 @pytest.mark.parametrize("leaf", ["tokens", "cu_seqlens", "own_row", "views"])
-def test_leaves_that_count_this_ranks_rows_run_the_step_per_replica(
-    pool, tmp_path, leaf: str
-) -> None:
+def test_leaves_with_the_local_batch_size_run_per_replica(pool, tmp_path, leaf: str) -> None:
     for (expected, _), (weights, as_written) in pool.run(2, train_both, str(tmp_path), leaf, None):
         torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
         assert as_written
@@ -442,9 +440,7 @@ def train_both_on_batches(root: str, use: str) -> Any:
 
 
 @pytest.mark.parametrize("use", ["recurrent", "pointwise"])
-def test_where_it_can_but_be_guessed_what_is_a_row_rows_do_not_meet(
-    pool, tmp_path, use: str
-) -> None:
+def test_samples_of_a_guessed_batch_dim_stay_apart(pool, tmp_path, use: str) -> None:
     for (expected, _), (weights, as_written) in pool.run(
         2, train_both_on_batches, str(tmp_path), use
     ):
@@ -482,7 +478,7 @@ def demand_with_rows_in_the_code(root: str) -> None:
     train(root, "mask", 100, model=WrittenOut, num_stages=1, capture="require")
 
 
-def test_where_numbers_of_rows_in_the_code_fail_it_is_said_whose_they_are(pool, tmp_path) -> None:
+def test_errors_of_hard_coded_batch_sizes_name_the_batch(pool, tmp_path) -> None:
     with pytest.raises(
         WorkerError, match=r"shape '.4, 5.' is invalid(.|\n)*alpa: all ranks' rows are one batch"
     ):

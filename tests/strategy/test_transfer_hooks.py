@@ -130,7 +130,7 @@ CAPTURED += ["NamedAsAMethod", "AveragesOutside", "AveragesInOtherMemory", "Chan
 
 
 @pytest.mark.parametrize("name", [*CAPTURED, *PER_REPLICA, "OfTheData"])
-def test_what_a_hook_makes_of_rows_is_known(pool, tmp_path, name: str) -> None:
+def test_hooks_around_a_batch(pool, tmp_path, name: str) -> None:
     (expected, found), (_, second) = pool.run(2, train_both, name, str(tmp_path))
     torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(
