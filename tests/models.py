@@ -433,6 +433,22 @@ class Spectral(TestModel):
         )
 
 
+class ReluTower(pl.LightningModule):
+    """Four linear layers of one width, each with a ReLU. Batch: x [B, width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4))
+        )
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
 MODELS: dict[str, type[TestModel]] = {
     "mlp": MLP,
     "gpt": GPT,
