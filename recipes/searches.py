@@ -4,7 +4,7 @@ find, and how soon.
     alpa plan gpt_1_3b --cluster p3_16xlarge_x8 cluster.num_nodes=1 --search mcmc
 
 They are for comparison: nothing that trains needs them. One of your own is a function `(task,
-seconds) -> Plan` in a file or module, asked for as `--search my_search.annealing`.
+seconds) -> Plan` in a file or module, requested as `--search my_search.annealing`.
 
 A state is a schedule and stages, each a number of layers on a submesh. Its price is the simulated
 step of `inter_op/candidates.py`, every stage by its cheapest layouts that fit into memory. Searches
@@ -91,7 +91,7 @@ class Space(StageSpace):
         return [(name, v) for name in names for v in SCHEDULES[name].stages_per_mesh]
 
     def price(self, state: State) -> Candidate | None:
-        """Every stage by its cheapest candidate; None where it cannot be: devices left over, a
+        """Every stage by its cheapest candidate; None if it cannot be: devices left over, a
         schedule that does not
         go, no memory."""
         if state not in self._priced:
@@ -132,7 +132,7 @@ class Space(StageSpace):
         return self.candidates(self.tables, left, schedule, 1, [choice], alive)[0]
 
     def equal(self, mesh: int, schedule: str, v: int) -> State | None:
-        """Stages of about equally many layers on equal meshes; None where there are more stages
+        """Stages of about equally many layers on equal meshes; None if there are more stages
         than layers.
         """
         ranks, rest = divmod(self.job.cluster.num_devices, self.sizes[mesh])
@@ -150,8 +150,8 @@ class Space(StageSpace):
         return State(schedule, v, tuple((b - a, mesh) for a, b in pairwise(cuts)))
 
     def changes(self, state: State) -> Iterator[State]:
-        """Neighbours: a layer to the next stage, a stage cut into two on half the devices each, two
-        made one.
+        """Neighbours: a layer to the next stage, a stage split into two on half the devices each,
+        two made one.
         """
         stages = state.stages
         for i, ((n, mesh), (m, other)) in enumerate(pairwise(stages)):

@@ -103,7 +103,7 @@ class Llama(pl.LightningModule):
 
 
 def model_and_data(name: str, rows: int) -> tuple[pl.LightningModule, TensorDataset, int]:
-    """The model, `rows` batches of its data per rank, and a rank's rows of one."""
+    """The model, `rows` batches of its data per rank, and a rank's samples of one."""
     sys.path.insert(0, str(ROOT / "recipes"))
     generator = torch.Generator().manual_seed(0)
     if name == "resnet":
@@ -160,7 +160,7 @@ def worker(args: argparse.Namespace, model_name: str, strategy: str) -> None:
     )
     loader = DataLoader(data, batch_size=rows, drop_last=True)
     if compiled and name == "ddp":
-        model.compile()  # its forward: Dynamo stumbles over `self.log`, so not the whole step
+        model.compile()  # its forward: Dynamo stumbles over `self.log`, so not the full step
     trainer.fit(model, loader)
     if trainer.global_rank == 0:
         Path(args.out).write_text(json.dumps(clock.times), encoding="utf-8")
@@ -185,7 +185,7 @@ def run_job(
 
 
 def main() -> int:
-    """Runs the jobs, prints a table; 1 where a goal is missed (with `--require`)."""
+    """Runs the jobs, prints a table; 1 if a goal is missed (with `--require`)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -128,7 +128,7 @@ def run_job(args: argparse.Namespace, program: str, ranks: int, strategy: str, f
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All jobs asked for, one after the other; each is added to the file of `--json` at once."""
+    """All jobs requested, one after the other; each is added to the file of `--json` at once."""
     rows = _stored(args)
     for program in args.programs:
         for ranks in args.ranks:

@@ -38,7 +38,7 @@ TOLERANCE = 1.005
 
 
 def plan(recipe: str, nodes: int, cluster: str, pins: tuple[str, ...] = ()) -> dict | None:
-    """The plan file of one planning, with `cpu` seconds and `gib` at the peak; None where nothing
+    """The plan file of one planning, with `cpu` seconds and `gib` at the peak; None if nothing
     fits.
     """
     made = run_plan(ROOT, recipe, cluster, f"cluster.num_nodes={nodes}", *pins)

@@ -11,7 +11,7 @@ is timed as planning solves it: its arrays, its relaxation, then the integer pro
 incumbent with the time limit of planning. OR-tools and highspy cannot be loaded together, so both
 sides run in processes of their own, in turns; the least CPU seconds of `--repeat` rounds count.
 
-Fails where an instance takes more than 1.1 times what highspy takes, or a bound is another. Those
+Fails if an instance takes more than 1.1 times what highspy takes, or a bound is another. Those
 that neither side solves in time are listed with their bounds and not compared by seconds.
 """
 
@@ -281,7 +281,7 @@ def best_of(rounds: list[dict]) -> dict[str, Timing]:
 
 
 def compare(sides: dict[str, list[dict]], folder: Path) -> int:
-    """Print a line an instance and what both sides take in all; 1 where a limit is passed."""
+    """Print a line an instance and what both sides take in all; 1 if a limit is passed."""
     new = best_of(sides["ortools"])
     old = best_of(sides.get("highspy", []))
     failed = []

@@ -67,7 +67,7 @@ README_MARKS = ("<!-- planning figures: scripts/compare_plans.py -->", "<!-- end
 
 @dataclass(frozen=True)
 class Made:
-    """One planning. `stages`: what was chosen, for people; `error` where nothing fits."""
+    """One planning. `stages`: what was chosen, for users; `error` where nothing fits."""
 
     step_seconds: float
     peak_bytes: float
@@ -96,7 +96,7 @@ def plan(checkout: Path, pair: str, clusters: Path) -> Made:
 
 
 def commit_of(checkout: Path) -> str | None:
-    """The commit of a clean checkout; None where its files differ from it."""
+    """The commit of a clean checkout; None if its files differ from it."""
     git = ["git", "-C", str(checkout)]
     changed = subprocess.run(
         [*git, "status", "--porcelain"], capture_output=True, text=True, check=True

@@ -7,7 +7,7 @@ checkpoints. The result is one table and one JSON.
 
 Every part runs in processes of its own under a time limit, and what it has found until it fails
 counts: one failure hides no other. Several ranks share the one device over gloo (NCCL refuses
-that), so that the collectives' code path runs on CUDA tensors. Exit code 1 where a verdict is not
+that), so that the collectives' code path runs on CUDA tensors. Exit code 1 if a verdict is not
 "ok".
 """
 

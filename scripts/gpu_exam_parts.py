@@ -68,7 +68,7 @@ def equality(exam: Exam, add: Add) -> None:
     itself.
     """
     makers: list[Callable[[Exam], Made]] = [gpt, moe, wide_resnet, llama]
-    torch.backends.cudnn.allow_tf32 = False  # as matrix products by default
+    torch.backends.cudnn.allow_tf32 = False  # as matmuls by default
     precisions = ["32-true", "bf16-mixed", "16-mixed"] if exam.on_gpu else ["32-true", "bf16-mixed"]
     for maker in makers:
         for precision in precisions:

@@ -109,7 +109,7 @@ def rank_jobs(exam: Exam, jobs: Sequence[Row]) -> None:
 def _rank_job(exam: Exam, job: Row, folder: str) -> Row:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    # One device twice; with a number of devices Lightning would ask for two.
+    # One device twice; with a number of devices Lightning would request two.
     here = [torch.device("cuda", 0) if exam.on_gpu else torch.device("cpu")] * 2
     given: Row = {"devices": "auto"}
     options = {

@@ -1,4 +1,4 @@
-"""What a device reaches: matrix products, attention, pointwise ops, copies and launches, as figures
+"""What a device reaches: matmuls, attention, pointwise ops, copies and launches, as figures
 for cost curves.
 
     python scripts/gpu_roofline.py --device cuda --out roofline.json

@@ -74,7 +74,7 @@ def planned(case: Case, **pins: object) -> Plan:
 
 
 def choose(task: PlanTask) -> Plan:
-    """The faster of the best single stage on the whole batch and the best stages on
+    """The faster of the best single stage on the global batch and the best stages on
     micro-batches.
     """
     plans: list[Plan] = []

@@ -126,7 +126,7 @@ def difference(value: dict | None, paper: float) -> str | None:
 def sentence(
     family: str, column: str, num_nodes: int, value: dict | None, paper: float
 ) -> str | None:
-    """How a cell differs from the paper and why; None where it does not."""
+    """How a cell differs from the paper and why; None if it does not."""
     how = difference(value, paper)
     if how is None:
         return None

@@ -277,7 +277,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def plan_cell(cell: Cell, columns: tuple[str, ...], store_dir: Path, known: dict) -> Iterator[dict]:
-    """{column: its entry, or None where nothing fits}, after each column; one device has only
+    """{column: its entry, or None if nothing fits}, after each column; one device has only
     solved.
 
     All columns have the same number of micro-batches: the paper's, or, where nothing at all fits

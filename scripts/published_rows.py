@@ -101,7 +101,8 @@ class Case:
     Attributes:
         rows: sequences of one replica's micro-batch.
         num_microbatches: of a step, per replica.
-        shard: devices among which ZeRO cuts a parameter (fewer than `dp`: the rest keeps replicas).
+        shard: devices among which ZeRO splits a parameter (fewer than `dp`: the rest keeps
+            replicas).
         recompute: `none`, `full`, `layer` (full blocks), `attention`, or `op` (all but attention
             and every other matmul).
         share: of the blocks that recompute so.

@@ -2,7 +2,7 @@
 """Random plans in real trainings: models x meshes x pins x schedules x micro-batches x device
 orders on 2 to 4 ranks.
 
-Each case draws what a user may ask for and trains two steps in fp64. Losses, gradients, metrics and
+Each case draws what a user may request and trains two steps in fp64. Losses, gradients, metrics and
 weights equal one process's to 1e-9, or the options are refused with one clear error. The seed is
 printed; without one it is the date.
 
@@ -139,7 +139,7 @@ def random_cases(count: int, seed: int) -> list[Case]:
 
 
 def run_and_tell(cases: Sequence[Case], seed: int, pool: WorkerPool) -> int:
-    """Run them, a line for each that is not equal, and a summary; 1 where one was bad."""
+    """Run them, a line for each that is not equal, and a summary; 1 if one was bad."""
     counts = Counter[str]()
     refusals = Counter[str]()
     started = time.monotonic()

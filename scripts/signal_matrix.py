@@ -3,7 +3,7 @@
 line each.
 
 A case is good when every rank is gone within the limit, no process is left, checkpoints are whole,
-no partial one lies about, and training that goes on from the newest has bit for bit the weights of
+no partial one lies about, and training that resumes from the newest has bit for bit the weights of
 an undisturbed one.
 
     python scripts/signal_matrix.py --match SIGTERM steady --limit 10

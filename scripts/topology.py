@@ -10,7 +10,7 @@ these are pinned.
 `two_racks` is a100_40gb with four devices a node, whose nodes a scheduler has numbered by turns
 over two racks that are joined by what one node sends (oversubscribed 4 : 1). Prints first the rates
 of mesh axes in both orders, to be checked by hand on the links; then the predicted step of the best
-plan of each. Fails where the searched order is slower by more than 1 % (what the search over stages
+plan of each. Fails if the searched order is slower by more than 1 % (what the search over stages
 leaves open: no mesh of it has slower links).
 """
 

@@ -36,7 +36,7 @@ ADAM = OptimizerInfo(state_bytes=16)
 
 @dataclass(frozen=True)
 class Captured:
-    """A step with inputs and the whole step's results."""
+    """A step with inputs and the full step's results."""
 
     step: StepGraph
     parameters: dict[str, torch.Tensor]
@@ -111,7 +111,7 @@ def stage_of(intra: IntraOp, assignment: list[int], mesh_shape: tuple[int, ...])
 
 
 def run_lowered_stage(case: Captured, stage: StagePlan, mesh_shape: tuple[int, ...]) -> None:
-    """Run it on a thread per device, compare results and gradients with the whole step's."""
+    """Run it on a thread per device, compare results and gradients with the full step's."""
     step = case.step
 
     def device(mesh: ThreadMesh):

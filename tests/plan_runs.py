@@ -175,7 +175,7 @@ class PlanRuns:
         pipeline = runs[0]["pipeline"]
         parts = pipeline[1] if case.model in BATCH_NORM else 1
         reference = self.reference(case, parts)
-        if parts > 1:  # the plain Trainer logs every part, the pipeline the whole step
+        if parts > 1:  # the plain Trainer logs every part, the pipeline the full step
             reference = {**reference, "metrics": runs[0]["metrics"]}
         try:
             for run in runs:

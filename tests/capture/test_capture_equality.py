@@ -456,7 +456,7 @@ def test_autocast_casts_are_ops() -> None:
     "child", [nn.LSTM(4, 4, batch_first=True), nn.GRU(4, 4), nn.GroupNorm(2, 6)], ids=repr
 )
 def test_composite_ops_stay_whole_under_autocast(child: nn.Module) -> None:
-    """They would be ops of this number of rows otherwise, which neither split nor are cut into
+    """They would be ops of this number of rows otherwise, which neither split nor are split into
     micro-batches.
     """
 

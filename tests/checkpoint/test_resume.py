@@ -30,7 +30,7 @@ CASES = {"zero3": ONE_STAGE["zero3"], "tensor": ONE_STAGE["tensor"], "pipeline":
 
 
 def resume_twice(root: str, options: dict[str, Any]) -> bool:
-    """Save every second step of six (four make an epoch), go on from each, and compare every
+    """Save every second step of six (four make an epoch), resume from each, and compare every
     step.
     """
     keep = Keep(f"{root}/kept", 2)

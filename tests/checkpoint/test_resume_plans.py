@@ -1,5 +1,5 @@
 """A resumed run uses the checkpoint's plans, wherever it stores its own and whatever it measures:
-it goes on bit by bit. What the user asks for on resumption goes first.
+it goes on bit by bit. What the user requests on resumption goes first.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_a_run_resumed_elsewhere_goes_on_bit_by_bit(pool, tmp_path) -> None:
     assert found == [dict.fromkeys(PLACES, True)] * 2
 
 
-# What the user asks for on resumption, and the part of the fingerprint that the note names.
+# What the user requests on resumption, and the part of the fingerprint that the note names.
 WISHES: dict[str, tuple[dict[str, Any], str]] = {
     "parallel": ({"parallel": "data"}, "options"),
     "placements": ({"placements": {"head.weight": "R*"}}, "options"),

@@ -1,4 +1,4 @@
-"""Clusters whose links differ: what groups of devices reach, and the order in which devices lie in
+"""Clusters whose links differ: what groups of devices reach, and the order in which devices are in
 meshes.
 """
 

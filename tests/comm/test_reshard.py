@@ -3,7 +3,7 @@ of its parts.
 
 Every pair of dual layouts is tried. A local tensor's meaning is decided here independently of the
 code under test:
-`parts` cuts a whole tensor for a layout, `combine` puts the devices' parts together again.
+`parts` splits a full tensor for a layout, `combine` puts the devices' parts together again.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def all_layouts(num_dims, num_axes):
 
 
 def reshard_one(mesh, src, dst, shape):
-    """This device's (value under dst, gradient under src) for the whole tensors of `shape`."""
+    """This device's (value under dst, gradient under src) for the full tensors of `shape`."""
     value, grad = whole_tensors(shape)
     mine = parts(value, value_layout(src), mesh.shape)[mesh.coordinate].requires_grad_()
     out = Reshard(src, dst, shape, mesh)(mine)

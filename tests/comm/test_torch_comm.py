@@ -38,7 +38,7 @@ def chunk(tensor, dim, size, index):
 
 
 def check_axis(axis, dtypes=DTYPES):
-    """Compare all collectives of one axis with the whole tensors, which every rank can make."""
+    """Compare all collectives of one axis with the full tensors, which every rank can make."""
     num = 0
     for shape, dtype in itertools.product(SHAPES, dtypes):
         parts = [make(shape, dtype, seed) for seed in range(axis.size)]

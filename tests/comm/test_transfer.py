@@ -42,7 +42,7 @@ def local(whole, side, rank):
 
 
 def random_bundles(seed):
-    """[(source, target layouts per tensor, whole tensors, local gather)], the same on all ranks."""
+    """[(source, target layouts per tensor, full tensors, local gather)], the same on all ranks."""
     rng = random.Random(seed)
     bundles = []
     for i in range(6):

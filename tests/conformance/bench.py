@@ -64,7 +64,9 @@ class Net(pl.LightningModule):
 
 @dataclass(frozen=True)
 class Mean:
-    """A value that DDP knows on each rank for its own rows: the mean over the ranks is compared."""
+    """A value that DDP knows on each rank for its local samples: the mean over the ranks is
+    compared.
+    """
 
     value: Any
 

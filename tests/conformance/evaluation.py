@@ -236,7 +236,7 @@ def outputs_kept_in_lists(bench: Bench) -> Any:
 
 
 def sums_and_counts_of_outputs(bench: Bench) -> Any:
-    """A rank's hooks see the sums over its own rows, and how many they are."""
+    """A rank's hooks see the sums over its local samples, and how many they are."""
 
     class Sums(Net):
         def __init__(self) -> None:

@@ -95,7 +95,7 @@ def plain_tensor(value: Any) -> Any:
 
 
 def outcome_of(name: str, kind: str, root: str) -> dict[str, Any]:
-    """The weights, what was said, and what lies in all the containers, after one epoch."""
+    """The weights, what was said, and what is in all the containers, after one epoch."""
     lists: list[Any] = [Own.items, Store.items, METER.values, METERS["loss"].values, meters.ITEMS]
     for each in (*lists, METER.by_name):
         each.clear()

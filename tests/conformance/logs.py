@@ -99,7 +99,7 @@ def logs_of_validation(bench: Bench) -> Any:
             x, y = batch
             rows = F.mse_loss(self.net(x), y, reduction="none").mean(1)
             loss = rows.mean()
-            # What is logged is the whole batch's: it is DDP's where the step reduces rows as
+            # What is logged is the global batch's: it is DDP's where the step reduces rows as
             # `reduce_fx` does ranks.
             for name in ("min", "max", "sum", "mean"):
                 self.log(name, getattr(rows, name)(), reduce_fx=name, sync_dist=True)

@@ -71,7 +71,7 @@ def test_the_budget_leaves_out_large_sizes():
 
 
 class Meshes:
-    """Meshes among the threads of one `run_on_threads`: of each shape that measuring asks for, this
+    """Meshes among the threads of one `run_on_threads`: of each shape that measuring requests, this
     thread's.
     """
 

@@ -267,7 +267,7 @@ class CapturableAtFirst(Program):
 
 
 class AccumulatesOneOfAKind(Program):
-    """The gradient of a number is complete before those that lie in shards, batch by batch of an
+    """The gradient of a number is complete before those that are in shards, batch by batch of an
     optimizer step.
     """
 
@@ -282,7 +282,7 @@ class AccumulatesOneOfAKind(Program):
 
 
 class SetsItsGradients(AccumulatesByHand):
-    """To whole tensors of its own (made sample by sample, say), and to new tensors of what is
+    """To full tensors of its own (made sample by sample, say), and to new tensors of what is
     there.
     """
 
@@ -335,8 +335,8 @@ class TrainsElsewhere(Program):
 
 
 class WritesAnswers(AccumulatesByHand):
-    """Writes answers of a length that the rank's rows decide, beside a frozen reference, and learns
-    from them twice.
+    """Writes answers of a length that the rank's samples decide, beside a frozen reference, and
+    learns from them twice.
     """
 
     def __init__(self) -> None:

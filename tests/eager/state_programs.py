@@ -200,7 +200,7 @@ class LotteryTickets(Pruned):
 
 
 class SparseTables(Program):
-    """Word vectors: each rank's rows of a table alone get gradients."""
+    """Word vectors: each rank's samples of a table alone get gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class SparseTables(Program):
 
 
 class SparseTablesBySgd(SparseTables):
-    """Under an optimizer that takes dense gradients too: tables may lie in shards."""
+    """Under an optimizer that takes dense gradients too: tables may be in shards."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(*batch)
@@ -297,8 +297,8 @@ class Named(Rows):
 
 
 class CountsNames(Program):
-    """Rows are read one by one beside their names: of all ranks' rows there would be those of one
-    rank alone.
+    """Rows are read one by one beside their names: of all ranks' samples there would be those of
+    one rank alone.
     """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

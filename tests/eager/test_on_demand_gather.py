@@ -1,4 +1,4 @@
-"""Rounds of gatherings: right and without a hang whatever each rank asks for, ahead where all
+"""Rounds of gatherings: right and without a hang whatever each rank requests, ahead where all
 repeat themselves.
 """
 

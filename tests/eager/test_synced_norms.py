@@ -103,7 +103,7 @@ def train(
 
 
 def alone(name: str, root: str) -> Any:
-    """One device on all ranks' rows, each step's in another order, for which no mean asks."""
+    """One device on all ranks' samples, each step's in another order, for which no mean asks."""
     return train(name, root, 1, {}, False, False)[:2]
 
 

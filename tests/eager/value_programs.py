@@ -198,7 +198,7 @@ class MoCo(Program):
 
 
 class Contrastive(Program):
-    """self.all_gather with gradients: every rank's rows against all ranks'."""
+    """self.all_gather with gradients: every rank's samples against all ranks'."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         z = F.normalize(self.net(batch[0]), dim=1)

@@ -106,11 +106,7 @@ def record_model(
     num_samples = samples * steps * accumulate
     model, rows = _model_and_rows(model_class, model_kwargs, num_samples, dtype)
     recorder = Recorder()
-    parallel: dict[str, Any] = {"devices": 1}
-    if strategy_kwargs is not None:
-        from alpa_strategy import AlpaStrategy
-
-        parallel = {"devices": world_size, "strategy": AlpaStrategy(**strategy_kwargs)}
+    parallel = _parallel_arguments(strategy_kwargs, world_size)
     trainer = pl.Trainer(
         max_steps=steps,
         max_epochs=1,
@@ -146,6 +142,15 @@ def _model_and_rows(
         return model, model.example_batch(num_samples, torch.Generator().manual_seed(3))
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def _parallel_arguments(strategy_kwargs: dict[str, Any] | None, world_size: int) -> dict[str, Any]:
+    """Return the Trainer's `devices` and `strategy`; without options those of one device."""
+    if strategy_kwargs is None:
+        return {"devices": 1}
+    from alpa_strategy import AlpaStrategy
+
+    return {"devices": world_size, "strategy": AlpaStrategy(**strategy_kwargs)}
 
 
 def _loader(
@@ -208,7 +213,7 @@ def _global_batches(num_samples: int, world_size: int, size: int) -> list[list[i
 
 
 def _part(batch: list[int], world_size: int, num_microbatches: int, m: int) -> list[int]:
-    """The m-th part of every rank's rows."""
+    """The m-th part of every rank's samples."""
     rows = torch.tensor(batch).view(world_size, num_microbatches, -1)
     return rows[:, m].flatten().tolist()
 

@@ -62,7 +62,9 @@ def runs(pool: Any, root: Any, recipe: str, **options: Any) -> list[dict[str, An
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_captured_data_parallel_is_what_ddp_computes(pool, tmp_path, recipe):
-    """Scales are those of a rank's rows in both: losses and weights agree to float32's rounding."""
+    """Scales are those of a rank's samples in both: losses and weights agree to float32's
+    rounding.
+    """
     captured = runs(pool, tmp_path, recipe, parallel="data", capture="require")
     written = runs(pool, tmp_path, recipe, parallel="data", capture="never")
     for step in range(STEPS):

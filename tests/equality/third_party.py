@@ -1,5 +1,5 @@
-"""Modules that nobody here wrote, each wrapped in a LightningModule of a few lines; and what users
-write themselves.
+"""Modules of other libraries, each wrapped in a LightningModule of a few lines, and modules as users
+write them.
 
 Hugging Face models come from their configuration with random weights: nothing is downloaded.
 """
@@ -276,7 +276,7 @@ class _Residual(nn.Module):
 
 
 class ResNet(Wrapped):
-    """Batch norms over the whole batch, in-place ops, label smoothing."""
+    """Batch norms over the global batch, in-place ops, label smoothing."""
 
     def build(self) -> None:
         stem = [

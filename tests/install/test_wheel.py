@@ -1,4 +1,4 @@
-"""The package as a user installs it: a wheel in an environment of its own, no checkout beside it,
+"""The package as a user installs it: a wheel in an environment of its own, no checkout in addition,
 an empty folder.
 """
 

@@ -1,4 +1,4 @@
-"""Reference executor of a MicroStep: whole tensors in one process, micro-batch after
+"""Reference executor of a MicroStep: full tensors in one process, micro-batch after
 micro-batch.
 """
 
@@ -22,7 +22,7 @@ def combine_microbatches(
 
     Args:
         results: per micro-batch the values of `micro.graph.escaping`, whole (of all ranks).
-        num_ranks: ranks that brought their own rows.
+        num_ranks: ranks that brought their local samples.
     """
     combined: dict[int, Tensor] = {}
     for value in micro.graph.escaping:

@@ -1,4 +1,4 @@
-"""No plan that people would try by hand is better than the searched one; what is called a bound is
+"""No plan that users would try by hand is better than the searched one; what is called a bound is
 one.
 """
 
@@ -137,8 +137,8 @@ def simulated(schedule, seconds, once, count, v=1, wires=(), overhead=0.0):
 @example(680)  # as many stages as micro-batches: messages after the last forward count once
 @example(22404)  # fewer micro-batches than stages: a backward has half of the overhead
 def test_no_simulated_pipeline_is_below_the_bound(seed):
-    """Every cut into stages on meshes of every size that pins leave, waiting and messages included;
-    costs grow where
+    """Every split into stages on meshes of every size that pins leave, waiting and messages
+    included; costs grow where
     layers are divided."""
     rng = np.random.default_rng(seed)
     L = int(rng.integers(3, 6))
@@ -196,7 +196,7 @@ def test_no_division_of_unequal_layers_is_below_the_bound(seed, schedule):
     work = rng.choice([0.3, 1.0, 1.0, 2.0], (L, 1)) * rng.uniform(0.8, 1.0, 3) / np.array([1, 2, 4])
     bound = bound_of(work, np.zeros_like(work), 4, D, meshes, schedule=schedule)
     best = math.inf
-    for count in range(2, min(L, D) + 1):  # a schedule that is asked for has two stages or more
+    for count in range(2, min(L, D) + 1):  # a schedule that is requested has two stages or more
         for sizes in product(range(3), repeat=count):
             if sum(2**a for a in sizes) > D:
                 continue

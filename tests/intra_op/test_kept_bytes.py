@@ -1,4 +1,4 @@
-"""What a plan says is kept for the backward, against the storages that autograd really keeps."""
+"""What a plan says is saved for the backward, against the storages that autograd really keeps."""
 
 from __future__ import annotations
 

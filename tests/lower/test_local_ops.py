@@ -1,5 +1,5 @@
-"""Every local implementation gives the whole op's results and gradients, under the dual-placement
-contract.
+"""Every local implementation gives the unsharded op's results and gradients, under the
+dual-placement contract.
 """
 
 import itertools
@@ -33,7 +33,7 @@ def part(tensor, layout, mesh):
 
 
 def assemble(parts, layout, shape, mesh_shape):
-    """The whole tensor from the ranks' parts; replicas must be bitwise equal."""
+    """The full tensor from the ranks' parts; replicas must be bitwise equal."""
     coordinates = list(itertools.product(*map(range, mesh_shape)))
     by_coordinate = dict(zip(coordinates, parts, strict=True))
     whole = torch.zeros(shape, dtype=parts[0].dtype)
@@ -529,7 +529,7 @@ def test_batch_norm_in_bfloat16(build, dtype):
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_one_by_one_convolutions_are_onednn_s_and_give_the_same(dims, groups, stride):
-    """One thread and few rows: PyTorch would make a matrix product of them by a slower library."""
+    """One thread and few rows: PyTorch would make a matmul of them by a slower library."""
     convolve = (aten.conv1d, aten.conv2d, aten.conv3d)[dims - 1].default
     x, weight = (
         torch.randn(2, 4, *(6,) * dims, requires_grad=True),

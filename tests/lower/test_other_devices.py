@@ -1,6 +1,6 @@
 """Programs make nothing on the host but what a CPU job does: on another device (here meta, CUDA's
 stand-in where there
-is no GPU) every value, gradient and random number lies there. A tensor of the host among its
+is no GPU) every value, gradient and random number is there. A tensor of the host among its
 operands is an error."""
 
 from __future__ import annotations

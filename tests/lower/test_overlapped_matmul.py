@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def planned(step: StepGraph, overlap: float, parallel: str = "tensor") -> Plan:
-    """Of the step on two GPUs that lie on PCIe."""
+    """Of the step on two GPUs that are on PCIe."""
     cluster = replace(
         ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2}), overlap=overlap
     )

@@ -1,5 +1,5 @@
 """What the devices tell each other of the batch alone is begun before the forward; parameters are
-gathered ahead.
+prefetched.
 """
 
 from __future__ import annotations

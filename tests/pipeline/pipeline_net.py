@@ -84,7 +84,7 @@ def whole_step(net, batch):
 class StageCase:
     """A stage of the net. `style` per mesh axis: rows cut (`S0`), work repeated (`R`) or
     column-parallel (`T`); `modes`
-    are those of its parameters' plans (default: what the style asks for)."""
+    are those of its parameters' plans (default: what the style requests)."""
 
     ranks: tuple[int, ...]
     layers: tuple[int, ...]

@@ -157,7 +157,7 @@ def run_model(name, places, schedule, num_microbatches, seed, remat=False):
 
 
 def compare(name, case, micro, stages, schedule):
-    """Two steps of the pipeline against the whole step."""
+    """Two steps of the pipeline against the full step."""
     module, step, whole, mine = case
     parameters = {
         p.name: module.get_parameter(p.name).detach().clone().view(p.meta.shape)

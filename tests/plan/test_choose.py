@@ -89,8 +89,8 @@ def test_reduction_hides_behind_the_backward_at_most(bandwidth):
 
 
 def test_what_hides_behind_the_backward_is_not_paid_for():
-    """All-reduces so dear that ZeRO's two halves add up to less, but they run beside the backward
-    and it has time.
+    """All-reduces so dear that ZeRO's two halves add up to less, but they run overlapped with the
+    backward and it has time.
     """
     slow = replace(
         cluster(2e10), tables=(CommTable("all_reduce", 2, 1, ((2**20, 1e-4), (2**30, 1e-1))),)
@@ -102,7 +102,7 @@ def test_what_hides_behind_the_backward_is_not_paid_for():
 
 
 def test_stages_on_one_mesh_have_one_logical_shape(monkeypatch):
-    """Tied weights in the first and the last stage, which have a mesh in common: they lie in one
+    """Tied weights in the first and the last stage, which have a mesh in common: they are in one
     way.
     """
     solve = search.solved_plan

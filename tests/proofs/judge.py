@@ -193,7 +193,7 @@ def _with_ties(tensor: Tensor) -> Tensor:
 
 
 def _makes_infinity(call: OpCall, data: Sequence[Tensor]) -> bool:
-    """Whether a result of the whole op is infinite though the data is not."""
+    """Whether a result of the unsharded op is infinite though the data is not."""
     results = call.call(*data)
     results = (results,) if isinstance(results, Tensor) else results
     return any(bool(r.isinf().any()) for r in results) and not any(
@@ -202,7 +202,7 @@ def _makes_infinity(call: OpCall, data: Sequence[Tensor]) -> bool:
 
 
 def _runs(call: OpCall, data: Sequence[Tensor]) -> bool:
-    """Whether the whole op takes this data, forward and backward."""
+    """Whether the unsharded op takes this data, forward and backward."""
     leaves = []
     for d, m in zip(data, call.operands, strict=True):
         leaves.append(

@@ -1,4 +1,5 @@
-"""Proof by experiment: an op on shards, recombined, must equal the whole op, forward and backward.
+"""Proof by experiment: an op on shards, recombined, must equal the unsharded op, forward and
+backward.
 
 The judge of rules: the tests prove every rule of the table with it.
 """

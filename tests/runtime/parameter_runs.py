@@ -99,7 +99,7 @@ def plan_of(mode: tuple[str, ...], shape) -> ParameterPlan:
 
 
 def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, bucket_bytes=200):
-    """The same training on the devices of `mesh`; whole values on every device."""
+    """The same training on the devices of `mesh`; unsharded values on every device."""
     net, norms = make_net(), []
     optimizer = make_optimizer(net)
     inputs = inputs_of(net)

@@ -1,4 +1,4 @@
-"""The mean of gradients over replicas has the same bits wherever a gradient lies in a bucket."""
+"""The mean of gradients over replicas has the same bits wherever a gradient is in a bucket."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_undifferentiated_values_are_freed(make):
 
 
 def test_no_prefetch_for_a_use_that_is_over():
-    """A layer norm's backward asks for its bias before its weight, which was saved first. No cycle
+    """A layer norm's backward requests its bias before its weight, which was saved first. No cycle
     keeps the rest.
     """
 

@@ -5,8 +5,8 @@ torch's are functions per op and axis (`op_single_dim_strategy_funcs`, about a t
 its own
 `torch/distributed/tensor/_ops/strategy_validation.py` proves as `proofs/prove.py` proves ours:
 shards in, recombined,
-equal to the whole op. They know no gradients, so only values are compared: sharded operands, sums
-as results. All of it
+equal to the unsharded op. They know no gradients, so only values are compared: sharded operands,
+sums as results. All of it
 is private there and may move: nothing but this test reads it.
 """
 

@@ -1,4 +1,4 @@
-"""Every rule is proved by experiment: shards in, combine, equal to the whole op, forward and
+"""Every rule is proved by experiment: shards in, combine, equal to the unsharded op, forward and
 backward.
 """
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 
 class RowsOfTheStep(Net):
-    """A number that stands for a rank's rows, as its hook says."""
+    """A number that stands for a rank's samples, as its hook says."""
 
     n = 1.0
 

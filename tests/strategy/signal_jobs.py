@@ -81,7 +81,7 @@ for process in processes:
 
 
 class Model(MLP):
-    """An MLP that says where it is, and keeps its whole weights after given steps."""
+    """An MLP that says where it is, and keeps its unsharded weights after given steps."""
 
     moment = ""
     root = ""
@@ -182,8 +182,8 @@ def train(
     max_steps: int = -1,
     trainer_options: dict[str, Any] | None = None,
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """One `fit` on two ranks; returns the whole weights after each of its steps (not where it is
-    signalled).
+    """One `fit` on two ranks; returns the unsharded weights after each of its steps (not where it
+    is signalled).
     """
     from alpa_strategy import AlpaStrategy
 

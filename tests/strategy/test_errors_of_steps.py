@@ -104,7 +104,7 @@ ERRORS: dict[str, Callable[[Any, Tensor, int], None]] = {
     "check of a numbered class": numbered,
     "check with its values": text_of_values,
 }
-# What a pipeline, which sees all ranks' rows and no values, says otherwise: text, or type.
+# What a pipeline, which sees all ranks' samples and no values, says otherwise: text, or type.
 OF_VALUES = {"check of a numbered class", "check with its values"}
 
 
@@ -179,7 +179,7 @@ def test_type_and_text_in_a_pipeline(by_kind, name: str) -> None:
 
 
 def test_torchs_own_error_about_shapes_in_a_pipeline(by_kind) -> None:
-    """The shapes are those of all ranks' rows."""
+    """The shapes are those of all ranks' samples."""
     for found in by_kind["pipelined"]:
         kind, text, cause = found["shapes"]
         assert (kind, cause) == ("RuntimeError", "CaptureError")

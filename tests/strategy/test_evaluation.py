@@ -1,5 +1,5 @@
-"""Evaluation on whole parameters or on shards: the same numbers, outputs and hook calls as a plain
-Trainer's.
+"""Evaluation on unsharded parameters or on shards: the same numbers, outputs and hook calls as a
+plain Trainer's.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ def fit_on_a_stream(root: str, strategy: dict[str, Any] | str) -> dict[str, Any]
 
 
 def test_a_stream_that_ends_sooner_on_one_rank(pool, tmp_path: Path) -> None:
-    """With whole parameters, and where these do not fit."""
+    """With unsharded parameters, and where these do not fit."""
     expected = pool.run(2, fit_on_a_stream, str(tmp_path), "ddp")
     for plan in ({"parallel": "zero3"}, {"parallel": "zero3", **NO_ROOM}):
         found = pool.run(2, fit_on_a_stream, str(tmp_path), plan)
@@ -432,7 +432,7 @@ class Sizes(pl.Callback):
 def test_evaluation_of_a_model_that_was_never_trained(
     pool, tmp_path: Path, memory_limit: float
 ) -> None:
-    """The weights are 368 kB: with a limit of 330 kB they must lie in shards."""
+    """The weights are 368 kB: with a limit of 330 kB they must be in shards."""
     sizes = [ROWS, ROWS + 4]
     reference = evaluate_without_fit(str(tmp_path), None, sizes)
     runs = pool.run(2, evaluate_without_fit, str(tmp_path), {"memory_limit": memory_limit}, sizes)

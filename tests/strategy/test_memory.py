@@ -34,7 +34,7 @@ BENCH = Path(__file__).parents[2] / "scripts" / "bench_memory.py"
     "case", ["data", "zero3", "tensor", "1F1B", "GPipe", "large", "large, 6 layers"]
 )
 def test_measured_peaks_are_the_planned_ones(case: str) -> None:
-    """Within 15 % (`data` is held to a limit), and the whole process below plan and `process_bytes`
+    """Within 15 % (`data` is held to a limit), and the full process below plan and `process_bytes`
     + 10 %; `large`
     does not fit on one device, and is never whole on any rank."""
     environment = {
@@ -205,7 +205,7 @@ def test_freed_memory_is_kept_within_a_limit_that_binds(pool, tmp_path: Path) ->
     ((held, threads, left, planned),) = pool.run(1, held_under_limit, str(tmp_path), limit)
     assert held < 1.1 * limit
     assert (threads, left) == (1, 0)
-    assert planned <= limit / KEPT_BLOCKS  # freed blocks have room beside it
+    assert planned <= limit / KEPT_BLOCKS  # freed blocks have room in addition
 
 
 def planned_under_limit(

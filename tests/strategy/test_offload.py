@@ -1,4 +1,4 @@
-"""State that does not fit on the devices lies in host memory: the same training, within the
+"""State that does not fit on the devices is in host memory: the same training, within the
 limit.
 """
 

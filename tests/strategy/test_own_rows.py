@@ -1,5 +1,5 @@
-"""Hooks see this rank's rows of a step's results, as of the batch beside them; what all rows share
-is whole.
+"""Hooks see this rank's samples of a step's results, as of the batch beside them; what all rows
+share is whole.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Net(pl.LightningModule):
 
 
 class Sees(pl.Callback):
-    """Compares the outputs with what this rank's rows give."""
+    """Compares the outputs with what this rank's samples give."""
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -107,7 +107,7 @@ def compare(plain, runs, model, kwargs, num_ranks, clip, accumulate):
     """With one device; where BatchNorm is, with its accumulation over the same micro-batches."""
     parts = runs[0]["pipeline"][1] if model in BATCH_NORM else 1
     reference = plain(model, kwargs, num_ranks, clip, accumulate, parts)
-    if parts > 1:  # the plain Trainer logs every part, the pipeline the whole step
+    if parts > 1:  # the plain Trainer logs every part, the pipeline the full step
         reference = {**reference, "metrics": runs[0]["metrics"]}
     for one in runs:
         assert_same(one, reference)

@@ -167,7 +167,7 @@ PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
 
 @pytest.mark.parametrize("kind", ["Validated", "Measured"])
 def test_validation_and_logs(pool, tmp_path, kind):
-    """Evaluation sees whole parameters; metrics, numbers and dicts are logged, and outputs
+    """Evaluation sees unsharded parameters; metrics, numbers and dicts are logged, and outputs
     returned, on all ranks.
     """
     arguments = {"validate": kind == "Validated", "max_epochs": 2}

@@ -119,7 +119,7 @@ def test_errors_are_one_clear_message_on_every_rank(pool, tmp_path: Path) -> Non
     for message in pool.run(2, run, "MLP", root, {"logical_mesh": [3]}):
         assert "3" in message
     for message in pool.run(2, run, "MLP", root, {"batch_scope": "global"}):
-        assert "which are to load the same rows" in message  # each rank drew its own rows
+        assert "which are to load the same rows" in message  # each rank drew its local samples
     for message in pool.run(2, run, "WithNormScaled", root, {"parallel": "zero3"}):
         assert "NormScaled does not work element by element" in message
 

@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
 
 class Model(pl.LightningModule):
-    """One attention and an MLP of each kind that is asked for."""
+    """One attention and an MLP of each kind that is requested."""
 
     def __init__(
         self,

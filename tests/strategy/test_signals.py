@@ -1,6 +1,6 @@
-"""Signals of schedulers and people: every rank is gone in 10 seconds, whatever it was doing, no
+"""Signals of schedulers and users: every rank is gone in 10 seconds, whatever it was doing, no
 process stays, and
-training goes on from the last checkpoint as if nothing had been. `scripts/signal_matrix.py` runs
+training resumes from the last checkpoint as if nothing had been. `scripts/signal_matrix.py` runs
 all, with times."""
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def test_a_smaller_last_batch_and_a_branch_on_batch_idx(pool, tmp_path: Path) ->
 
 @pytest.mark.parametrize("parallel", ["auto", "data", "zero3"])
 def test_global_batches(pool, tmp_path: Path, parallel: str) -> None:
-    """Every rank loads the whole batch; the last one has an odd number of rows."""
+    """Every rank loads the global batch; the last one has an odd number of rows."""
     arguments = {"num_rows": 2 * ROWS + 5}
     reference = train(MLP, str(tmp_path), None, world_size=1, **arguments)
     strategy = {"batch_scope": "global", "parallel": parallel}

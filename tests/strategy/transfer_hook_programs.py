@@ -136,7 +136,7 @@ class HardNegatives(Indexed):
 
 
 class Counted(Net):
-    """A number made of this rank's rows."""
+    """A number made of this rank's samples."""
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         x, y = super().transfer_batch_to_device(batch, device, dataloader_idx)
@@ -174,7 +174,7 @@ class Cropped(Net):
 
 
 class Standardised(Net):
-    """By the mean and spread of this rank's rows."""
+    """By the mean and spread of this rank's samples."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         x, y = batch
