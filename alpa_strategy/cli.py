@@ -353,7 +353,7 @@ def _tuned(
     A number of micro-batches that the recipe pins is for its own batch size: only what the command
     line pins holds.
     """
-    from alpa_strategy.planner.planner import best_batch, tune_batch
+    from alpa_strategy.planner.batch_size import best_batch, tune_batch
 
     recipe = load_recipe(arguments.recipe, overrides)
     given = recipe.data.get("batch_size")

@@ -40,7 +40,7 @@ from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.intra_op.problem import Solution, evaluate
 from alpa_strategy.intra_op.solver.lagrangian import Neighbourhood
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import SCHEDULES, in_flight, why_not
 

@@ -35,15 +35,15 @@ MIN_COMMENT_SHARE = 0.03
 
 # How many places may break each rule, all code folders together, while the code is rewritten.
 BUDGETS: dict[str, int] = {
-    "dense": 347,
-    "long-docs-line": 65,
-    "long-file": 16,
-    "long-function": 57,
-    "long-line": 191,
+    "dense": 345,
+    "long-docs-line": 0,
+    "long-file": 15,
+    "long-function": 56,
+    "long-line": 188,
     "nested-comprehension": 76,
-    "phrase": 443,
-    "ternary-in-comprehension": 162,
-    "tuple-assignment": 199,
+    "phrase": 347,
+    "ternary-in-comprehension": 161,
+    "tuple-assignment": 197,
 }
 
 # Imports inside functions, and why: packages that are slow to import or may be missing, and the

@@ -35,8 +35,9 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.candidates import solve_schedules
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.planner.one_stage import plan_one_stage
+from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.planner import make_plan
-from alpa_strategy.planner.search import plan_one_stage, plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 
 # In multiples of the published plan's predicted seconds: a choice up to NEAR is as good; a choice

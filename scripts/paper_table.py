@@ -25,6 +25,7 @@ import itertools
 import json
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -78,7 +79,7 @@ def plan_job(
     from alpa_strategy.inter_op.bound import step_bound
     from alpa_strategy.inter_op.candidates import StageSpace, solve_schedules
     from alpa_strategy.inter_op.stage_costs import stage_costs
-    from alpa_strategy.planner.search import best_solved, solved_plan
+    from alpa_strategy.planner.assembly import best_solved, solved_plan
     from alpa_strategy.planner.task import PlanTask
 
     space = StageSpace(job, meshes, stage_costs(job, meshes, known), allowed)
@@ -396,6 +397,20 @@ def complaints(results: dict) -> Iterator[str]:
                 yield f"{cell.key}, {TITLES[column]}: {text}"
 
 
+def wrapped(paragraph: str, indent: str = "") -> str:
+    """Return a paragraph of Markdown in lines of at most 120 columns; `indent` is that of all lines
+    but the first.
+    """
+    return textwrap.fill(
+        paragraph, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def list_item(text: str) -> str:
+    """Return an item of a Markdown list, wrapped."""
+    return wrapped(f"- {text}", indent="  ")
+
+
 def report(results: dict, file: Path) -> None:
     """The rich table on the terminal, the same as Markdown in `file`."""
     from rich.console import Console
@@ -410,8 +425,8 @@ def report(results: dict, file: Path) -> None:
         table.add_row(*row)
         lines.append("| " + " | ".join(row) + " |")
     Console(width=240).print(table)
-    found = list(complaints(results))
-    for line in found:
+    differences = list(complaints(results))
+    for line in differences:
         print("check:", line)
     intro = (__doc__ or "").split("\n\n")
     text = [
@@ -423,18 +438,16 @@ def report(results: dict, file: Path) -> None:
         *lines,
         "",
     ]
-    text += [
+    legend = (
         "Stages are written nodes x devices : logical mesh; `r` recomputes its activations. *"
-        " priced with",
-        "",
-    ]
-    text[-2] += " an earlier description of the cluster, and to be planned again (`--again`)."
-    text += (
-        ["## Where it differs from the paper", "", WHENCE, "", *(f"- {line}" for line in found), ""]
-        if found
-        else []
+        " priced with an earlier description of the cluster, and to be planned again (`--again`)."
     )
-    text += ["## Plans that are not the paper's", "", *(f"- {remark}" for remark in REMARKS), ""]
+    text += [wrapped(legend), ""]
+    if differences:
+        text += ["## Where it differs from the paper", "", wrapped(WHENCE), ""]
+        text += [*(list_item(line) for line in differences), ""]
+    text += ["## Plans that are not the paper's", ""]
+    text += [*(list_item(remark) for remark in REMARKS), ""]
     file.write_text("\n".join(text), encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """Candidates for a pipeline: what the stage DP makes of one number of micro-batches, for every
 schedule.
 
-Priced on the costs of `stage_costs.py` and the schedules' closed forms; `search.py` solves the best
+Priced on the costs of `stage_costs.py` and the schedules' closed forms; `planner/assembly.py` solves the best
 of them exactly.
 """
 

@@ -47,10 +47,10 @@ from alpa_strategy.lightning.rank_consistency import SAME_SHAPES, shapes_text
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.partial_results import Key, PartialResults
+from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.replan import pinned_task, replan, replan_fingerprint
-from alpa_strategy.planner.search import microbatch_counts
 from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
 from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LEAST_BYTES, PAGE_FAULTS
 from alpa_strategy.sharding.strategies import localize, op_strategies

@@ -26,7 +26,7 @@ from alpa_strategy.errors import CaptureError, PlanError
 from alpa_strategy.ir.graph import StepGraph, values_of
 from alpa_strategy.ir.plan import ParameterPlan, PhaseCost, Plan, StagePlan, job_ranks
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.search import plan_one_stage
+from alpa_strategy.planner.one_stage import plan_one_stage
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.sharding.redistribute import reshard_table
 

@@ -29,7 +29,7 @@ from alpa_strategy.ir.plan import (
     stage_ranks,
 )
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
-from alpa_strategy.planner.search import plan_of
+from alpa_strategy.planner.assembly import plan_of
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight_by_stage, why_not
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_strategy.planner.search import SearchResult, search_microbatches
+from alpa_strategy.planner.microbatch_search import SearchResult, search_microbatches
 
 COUNTS = [2**k for k in range(10, -1, -1)]
 

@@ -25,7 +25,8 @@ from alpa_strategy.inter_op.stage_costs import LayerRangeCosts
 from alpa_strategy.inter_op.stage_solve import StageSolver, _without_the_largest
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.search import _everything, _Search, _whole_batch, plan_pipeline
+from alpa_strategy.planner.one_stage import whole_batch, whole_step_request
+from alpa_strategy.planner.pipeline_search import PipelineSearch, plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import SCHEDULES, timeline, why_not
 
@@ -232,7 +233,7 @@ def test_strategies_over_the_limit_are_left_out_before_the_solve():
         PlanOptions(),
         ADAM,
     )
-    intra = StageSolver(_whole_batch(task)).price(_everything(task, (4,), {})).intra
+    intra = StageSolver(whole_batch(task)).price(whole_step_request(task, (4,), {})).intra
     kept = sum(float(choice.memory.min()) for choice in intra.problem.choices)
     offset = len(intra.parameters)
     most = max(float(op.temporary_bytes.min()) for op in intra.ops)
@@ -262,6 +263,6 @@ def test_one_stage_with_few_micro_batches_can_win():
     task = PlanTask(
         step_of("mlp", {}, rows=32), spec, PlanOptions(batch_scope="global", remat=False), ADAM
     )
-    search = _Search(task, several=False, solve=solve)
+    search = PipelineSearch(task, several=False, solve=solve)
     search.run(math.inf)
     assert search.best[0].seconds == 6.0

@@ -37,7 +37,7 @@ from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight, why_not
 

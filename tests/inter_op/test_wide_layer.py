@@ -24,7 +24,7 @@ from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 
 ADAM = OptimizerInfo()

@@ -15,7 +15,7 @@ from intra_op.test_known_optima import cluster_of
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.search import plan_one_stage
+from alpa_strategy.planner.one_stage import plan_one_stage
 from alpa_strategy.planner.task import PlanTask
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))

@@ -23,7 +23,7 @@ from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.plan import modes_text
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner.search import plan_one_stage
+from alpa_strategy.planner.one_stage import plan_one_stage
 from alpa_strategy.planner.task import PlanTask
 
 ADAM = OptimizerInfo()

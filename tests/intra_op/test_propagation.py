@@ -21,9 +21,9 @@ from alpa_strategy.intra_op.solver.solve import propagate, solve
 from alpa_strategy.ir.plan import modes_text
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PROPAGATION, PlanOptions
+from alpa_strategy.planner.one_stage import plan_one_stage
 from alpa_strategy.planner.plan_check import check_plan
 from alpa_strategy.planner.planner import choose_plan
-from alpa_strategy.planner.search import plan_one_stage
 from alpa_strategy.planner.task import PlanTask
 
 NOTE = "layouts propagated from op to op, not optimised"

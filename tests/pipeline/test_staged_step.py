@@ -33,7 +33,7 @@ from alpa_strategy.ir.plan import ParameterPlan, Predicted, stage_ranks
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms
-from alpa_strategy.planner.search import plan_pipeline
+from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.runtime.parameters import ParameterStore
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.planner.search import best_solved
+from alpa_strategy.planner.assembly import best_solved
 
 
 def candidate(schedule: str, promised: float, solved: float | None, submesh: int = 0) -> Any:

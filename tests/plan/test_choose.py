@@ -16,7 +16,7 @@ from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import DoesNotFitError
 from alpa_strategy.ir.plan import modes_text
 from alpa_strategy.options import OptimizerInfo, PlanOptions
-from alpa_strategy.planner import search
+from alpa_strategy.planner import pipeline_search
 from alpa_strategy.planner.planner import MARGIN, choose_plan, hidden_seconds, make_plan
 from alpa_strategy.planner.task import PlanTask
 
@@ -105,13 +105,13 @@ def test_stages_on_one_mesh_have_one_logical_shape(monkeypatch):
     """Tied weights in the first and the last stage, which have a mesh in common: they are in one
     way.
     """
-    solve = search.solved_plan
+    solve = pipeline_search.solved_plan
 
     def unlike(candidate, meshes, fingerprint):
         shapes = ((4,), *[(2, 2)] * (len(candidate.shapes) - 1))
         return solve(replace(candidate, shapes=shapes), meshes, fingerprint)
 
-    monkeypatch.setattr(search, "solved_plan", unlike)
+    monkeypatch.setattr(pipeline_search, "solved_plan", unlike)
     module = MODELS["gpt"]()
     options = PlanOptions(
         batch_scope="global", num_stages=4, num_microbatches=4, schedule="ZBVZeroBubble"

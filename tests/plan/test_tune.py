@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from alpa_strategy.cli import main
 from alpa_strategy.errors import DoesNotFitError
-from alpa_strategy.planner.planner import best_batch, tune_batch
+from alpa_strategy.planner.batch_size import best_batch, tune_batch
 
 
 def planner(seconds, most=10**9):

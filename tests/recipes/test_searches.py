@@ -23,8 +23,8 @@ from alpa_strategy.inter_op.stage_costs import StageCostTask, stage_costs
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.plan_check import check_plan
-from alpa_strategy.planner.search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 
 ROOT = Path(__file__).parents[2]

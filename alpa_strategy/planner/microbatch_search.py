@@ -1,0 +1,130 @@
+"""Which numbers of micro-batches are priced, and in which order.
+
+A step is slow with many micro-batches (ops too small for the device, one launch each) and slow with
+few (idle stages, activations that do not fit). The search therefore starts at a middling number and
+climbs to the best one. At the first number all submeshes are priced. Its neighbours are compared on
+the submeshes that the best plan uses, which is a small part of the work; if another number wins,
+all submeshes are priced once more for that one.
+
+The order follows from predictions and bounds alone, never from the clock: how busy the machine is
+changes no plan.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.options import PlanOptions
+
+# Indices of the submeshes that a plan uses.
+Submeshes = frozenset[int]
+
+# Micro-batches per stage of the first number that is tried: with eight of them a pipeline over all
+# devices is idle for an eighth of its step.
+FIRST_MICROBATCHES_PER_STAGE = 8
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best plan for one number of micro-batches."""
+
+    # Predicted seconds of its step; inf: no plan fits.
+    seconds: float = math.inf
+    # Submeshes that its stages use; empty: no plan fits.
+    used: Submeshes = frozenset()
+
+
+# Prices one number of micro-batches, on the submeshes given or on all of them (None).
+Price = Callable[[int, Submeshes | None], SearchResult]
+
+
+def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> list[int]:
+    """Return the numbers of micro-batches to try, in descending order.
+
+    They are divisors of the number of samples, each at most half of the one before;
+    `options.num_microbatches` pins a single one.
+    """
+    if options.num_microbatches is not None:
+        return [options.num_microbatches]
+
+    num_samples = math.gcd(*(leaf.meta.shape[0] for leaf in step.batch if leaf.batch_dim == 0))
+    if step.batch_scope == "rank":
+        num_samples //= cluster.num_devices
+
+    counts: list[int] = []
+    for divisor in range(num_samples, 0, -1):
+        is_half_of_last = not counts or 2 * divisor <= counts[-1]
+        if num_samples % divisor == 0 and is_half_of_last:
+            counts.append(divisor)
+    return counts or [1]
+
+
+def search_microbatches(
+    counts: Sequence[int],
+    max_stages: int,
+    bound: Callable[[int], float],
+    price: Price,
+    known_seconds: float = math.inf,
+) -> list[int]:
+    """Price `counts` until the best of them is found.
+
+    Args:
+        counts: numbers of micro-batches, descending.
+        max_stages: of a pipeline; decides which number is tried first.
+        bound: seconds below which no plan with that number of micro-batches can be; inf: the step
+            cannot be split so.
+        price: returns the best plan with that number of micro-batches.
+        known_seconds: of a plan that exists already; numbers that cannot be faster are skipped.
+
+    Returns:
+        The numbers that were priced, in order.
+    """
+    priced: list[int] = []
+
+    def price_at(
+        index: int, used: Submeshes | None = None, limit: float = known_seconds
+    ) -> SearchResult:
+        if bound(counts[index]) >= min(limit, known_seconds):
+            return SearchResult()
+        priced.append(counts[index])
+        return price(counts[index], used)
+
+    target = FIRST_MICROBATCHES_PER_STAGE * max_stages
+    first = min(range(len(counts)), key=lambda index: abs(math.log(counts[index] / target)))
+    best_index = first
+    best = price_at(first)
+
+    # If nothing fits, more micro-batches need less memory; fewer may be faster than the known plan.
+    for index in (*range(first - 1, -1, -1), *range(first + 1, len(counts))):
+        if best.used:
+            break
+        best_index = index
+        best = price_at(index)
+    if not best.used:
+        return priced
+
+    index_on_all_submeshes = best_index
+    # More micro-batches may have to grow twice before they are so small that nothing has to be
+    # recomputed.
+    for step, patience in ((-1, 2), (1, 1)):
+        index = best_index + step
+        misses = 0
+        while 0 <= index < len(counts) and counts[index] not in priced and misses < patience:
+            other = price_at(index, best.used, best.seconds)
+            if other.seconds < best.seconds:
+                best_index = index
+                best = other
+                misses = 0
+                patience = 1
+            else:
+                misses += 1
+            index += step
+        if best_index != index_on_all_submeshes:
+            # If more micro-batches are better, fewer are not.
+            break
+
+    if best_index != index_on_all_submeshes:
+        price_at(best_index)
+    return priced

@@ -1,0 +1,220 @@
+"""Plans of one stage: the whole batch at once, on all devices.
+
+One integer program is solved for every logical mesh that the options allow. Named plans (data,
+tensor, ZeRO) are solved beside it, by the same costs and within the same memory, and data
+parallelism is taken in the place of the solver's plan if the predictions do not tell them apart.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from traceback import clear_frames
+
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.pins import check_placements, logical_shapes
+from alpa_strategy.inter_op.stage_costs import StageCostTask
+from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageRequest, StageSolver
+from alpa_strategy.inter_op.stored_costs import plan_of_record
+from alpa_strategy.intra_op.options import REDUCTIONS
+from alpa_strategy.intra_op.solver.solve import NoCheaperSolution
+from alpa_strategy.ir.plan import ParameterPlan, Plan
+from alpa_strategy.partial_results import Key
+from alpa_strategy.planner.assembly import plan_of
+from alpa_strategy.planner.failures import Failures, no_plan_error, timed
+from alpa_strategy.planner.known_host import seconds_with_host
+from alpa_strategy.planner.short_steps import why_data_parallel
+from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.sharding.strategies import replicated_notes
+
+BASELINES = ("data", "zero2", "zero3", "tensor")
+# The backward's share of a step's compute seconds.
+BACKWARD_SHARE = 2 / 3
+
+
+def plan_one_stage(
+    task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None, by_tensor: bool = True
+) -> Plan:
+    """Return the best single stage over all devices.
+
+    Every logical mesh that the options allow is priced, and solved unless its optimum with free
+    memory is slower than the plan on another mesh. A plan that an interrupted planning has stored
+    is returned as it is.
+
+    Args:
+        pinned: layouts of parameters to keep, by name; `options.logical_mesh` must then be the
+            running plan's.
+        by_tensor: whether single activations may be recomputed if the options leave that open.
+
+    Raises:
+        PlanError: nothing fits, with the reason for every logical mesh.
+    """
+    pins = sorted((pinned or {}).items())
+    return task.results.get(
+        "plan",
+        key=lambda: Key(whole_batch(task).content, task.fingerprint.digest, pins, by_tensor),
+        compute=lambda: _plan_one_stage(task, pinned, by_tensor),
+        encode=Plan.to_dict,
+        decode=plan_of_record,
+    )
+
+
+def _plan_one_stage(
+    task: PlanTask, pinned: Mapping[str, ParameterPlan] | None, by_tensor: bool
+) -> Plan:
+    """Compute what `plan_one_stage` returns."""
+    fingerprint = task.fingerprint
+    if task.options.remat is None and not by_tensor:
+        task = replace(task, options=replace(task.options, remat=False))
+    check_placements(task.step, task.cluster, task.options)
+
+    solver = StageSolver(whole_batch(task))
+    spent: dict[str, float] = defaultdict(float)
+    best = _solve_meshes(task, solver, pinned or {}, spent)
+
+    baselines: dict[str, SolvedStage | None] = {}
+    with task.progress("baselines"), timed(spent, "baselines"):
+        if pinned is None:
+            baselines = _baselines(task, solver)
+
+    plan = plan_of(solver.job, fingerprint, [best], [0])
+    data_parallel = baselines.get("data")
+    if data_parallel is not None and _may_choose_freely(task):
+        other = plan_of(solver.job, fingerprint, [data_parallel], [0])
+        plan = _or_data_parallel(task, plan, other)
+
+    baseline_seconds = {
+        name: stage.plan.predicted.step_seconds if stage else None
+        for name, stage in baselines.items()
+    }
+    notes = (*task.step.notes, *replicated_notes(task.step, task.op_costs), *plan.notes)
+    return replace(plan, baselines=baseline_seconds, notes=notes, solver_seconds=dict(spent))
+
+
+def _solve_meshes(
+    task: PlanTask,
+    solver: StageSolver,
+    pinned: Mapping[str, ParameterPlan],
+    spent: dict[str, float],
+) -> SolvedStage:
+    """Return the best stage over all logical meshes; seconds by phase are added to `spent`.
+
+    Raises:
+        PlanError: nothing fits on any mesh.
+    """
+    failures: Failures = []
+    priced: list[tuple[str, PricedStage]] = []
+    for shape in logical_shapes(task.options, task.cluster):
+        label = "x".join(map(str, shape))
+        with task.progress(f"price {label}"), timed(spent, f"price {label}"):
+            try:
+                priced.append((label, solver.price(whole_step_request(task, shape, pinned))))
+            except PlanError as error:
+                failures.append((f"logical mesh {label}", error))
+
+    # The mesh with the lowest bound is solved first. A mesh is left as soon as its bound is above
+    # the best objective so far (NoCheaperSolution): that makes solving all of them affordable.
+    priced.sort(key=lambda entry: (entry[1].free.bound, entry[0]), reverse=True)
+    best: SolvedStage | None = None
+    while priced:
+        # The tables of a priced stage are large: they go with it.
+        label, stage = priced.pop()
+        with task.progress(f"solve {label}"), timed(spent, f"solve {label}"):
+            try:
+                best = solver.solve_priced(stage, best.objective if best else math.inf)
+            except NoCheaperSolution:
+                continue
+            except PlanError as error:
+                clear_frames(error.__traceback__)
+                failures.append((f"logical mesh {label}", error))
+
+    if best is None:
+        fix = "use more devices, a smaller batch, or relax the options named above"
+        raise no_plan_error("no plan fits", failures, fix)
+    return best
+
+
+def _may_choose_freely(task: PlanTask) -> bool:
+    """Whether no option pins layouts, and no comparison with the named plans is asked for."""
+    options = task.options
+    is_pinned = options.parallel != "auto" or options.placements or options.logical_mesh is not None
+    return not is_pinned and not options.baselines
+
+
+def _or_data_parallel(task: PlanTask, plan: Plan, data_parallel: Plan) -> Plan:
+    """Return `plan`, or `data_parallel` if predictions do not tell that it is slower.
+
+    The integer program adds up what runs side by side. That is unfair to data parallelism, most of
+    whose communication is hidden. Nor do seconds tell plans apart that the devices would save
+    beside a host that takes longer.
+    """
+    overlap = task.cluster.overlap
+    plan_seconds = seconds_with_host(hidden_seconds(plan, overlap), task)
+    data_seconds = seconds_with_host(hidden_seconds(data_parallel, overlap), task)
+    reason = why_data_parallel(task, data_seconds, plan_seconds)
+    if reason is None:
+        return plan
+    return replace(data_parallel, notes=(*data_parallel.notes, f"data parallel: {reason}"))
+
+
+def whole_batch(task: PlanTask) -> StageCostTask:
+    """Return what stages of the whole batch on all devices are priced for."""
+    return StageCostTask(
+        graph=task.step,
+        cuts=(0, len(task.step.ops)),
+        num_microbatches=1,
+        cluster=task.cluster,
+        costs=task.op_costs,
+        options=task.options,
+        optimizer=task.optimizer,
+        memory_limit=task.memory_limit,
+        remat=False,
+        is_whole_batch=True,
+        results=task.results,
+    )
+
+
+def whole_step_request(
+    task: PlanTask, shape: tuple[int, ...], pinned: Mapping[str, ParameterPlan]
+) -> StageRequest:
+    """Return the request for one stage of all ops on all devices, seen as a mesh of `shape`."""
+    devices = task.cluster.num_nodes, task.cluster.devices_per_node
+    return StageRequest(0, len(task.step.ops), devices, shape, remat=False, alive=1, pinned=pinned)
+
+
+def hidden_seconds(plan: Plan, overlap: float = 0.0) -> float:
+    """Return the seconds of a single stage's step whose reduction of gradients overlaps with the
+    backward.
+
+    Args:
+        overlap: the cluster's. If it is not 0, the plan was predicted with it already.
+    """
+    if overlap:
+        return plan.predicted.step_seconds
+    reduction_seconds = sum(
+        collective.seconds
+        for collective in plan.collectives()
+        if collective.phase == "step" and collective.kind in REDUCTIONS
+    )
+    backward_seconds = BACKWARD_SHARE * plan.predicted.compute_seconds
+    return plan.predicted.step_seconds - min(reduction_seconds, backward_seconds)
+
+
+def _baselines(task: PlanTask, solver: StageSolver) -> dict[str, SolvedStage | None]:
+    """Return named plans on the flat mesh, by the same costs and memory; None for those that do
+    not fit.
+
+    Without `options.baselines` that is data parallelism alone; on one device there are none.
+    """
+    if task.cluster.num_devices == 1:
+        return {}
+    names = BASELINES if task.options.baselines else ("data",)
+    flat = (task.cluster.num_devices,)
+    stages: dict[str, SolvedStage | None] = {}
+    for name in names:
+        options = replace(task.options, parallel=name, placements=(), logical_mesh=flat)
+        try:
+            stages[name] = solver.under(options).solve(whole_step_request(task, flat, {}))
+        except PlanError:
+            stages[name] = None
+    return stages

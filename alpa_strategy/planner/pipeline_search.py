@@ -1,0 +1,364 @@
+"""Plans with micro-batches and stages, one stage included.
+
+For each number of micro-batches that `microbatch_search.py` looks at, runs of layers are priced on
+submeshes (`inter_op/stage_costs.py`), the stage DP finds the best candidates, and these are solved
+exactly (`assembly.py`). Everything that the options leave open is searched: number of
+micro-batches, schedule, stages, submeshes, logical shapes, recomputation and layouts.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from alpa_strategy.errors import DoesNotFitError, PlanError
+from alpa_strategy.inter_op.bound import step_bound
+from alpa_strategy.inter_op.candidates import (
+    EVERY_SIZE,
+    Candidate,
+    StageSpace,
+    check_places,
+    solve_schedules,
+)
+from alpa_strategy.inter_op.pins import check_pins, layers_of, submeshes
+from alpa_strategy.inter_op.stage_costs import (
+    LayerRangeCosts,
+    StageCostTask,
+    out_of_memory,
+    stage_costs,
+)
+from alpa_strategy.inter_op.stored_costs import (
+    candidate_fields,
+    candidates_key,
+    candidates_record,
+    has_own_schedules,
+)
+from alpa_strategy.inter_op.subgraph import MAX_LAYERS
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.options import PROPAGATION
+from alpa_strategy.planner.assembly import best_solved, solved_plan
+from alpa_strategy.planner.failures import Failures, no_plan_error, timed
+from alpa_strategy.planner.microbatch_search import (
+    SearchResult,
+    Submeshes,
+    microbatch_counts,
+    search_microbatches,
+)
+from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.sharding.strategies import replicated_notes
+from alpa_strategy.units import format_bytes
+
+# Candidates up to this many times slower than a known plan are listed: they show which submeshes
+# better ones use.
+CEILING_FACTOR = 1.5
+
+# Finds stages for one number of micro-batches: (priced stages, most seconds) -> best candidates.
+SolveSchedules = Callable[[StageSpace, float], list[Candidate]]
+
+
+def plan_pipeline(
+    task: PlanTask,
+    known: float = math.inf,
+    several: bool = False,
+    solve: SolveSchedules = solve_schedules,
+) -> Plan:
+    """Return the best plan with micro-batches and stages; its ops are those of the micro-batched
+    graph.
+
+    Args:
+        known: seconds of a step that is planned already: only faster candidates are searched.
+        several: require at least two stages and two micro-batches.
+        solve: finds the stages of one number of micro-batches, as `solve_schedules` does.
+
+    Raises:
+        PlanError: nothing fits, or a pin cannot be met.
+    """
+    check_pins(task.step, task.cluster, task.options)
+    search = PipelineSearch(task, several, solve)
+    search.run(known)
+    return replace(search.solve_best(), solver_seconds=dict(search.spent))
+
+
+class PipelineSearch:
+    """The candidates of all numbers of micro-batches that are searched, and the best of them."""
+
+    def __init__(self, task: PlanTask, several: bool, solve: SolveSchedules) -> None:
+        self.task = task
+        self.several = several
+        self.meshes = submeshes(task.cluster)
+        # Candidates over all submeshes, the fastest first.
+        self.best: list[Candidate] = []
+        # Why there are no others.
+        self.failures: Failures = []
+        # The last job of which nothing fits into memory.
+        self.last_job: StageCostTask | None = None
+        # Seconds by phase of planning.
+        self.spent: dict[str, float] = defaultdict(float)
+
+        self._solve = solve
+        # Costs of runs of layers by what they depend on, shared between numbers of micro-batches.
+        self._runs: dict[Hashable, LayerRangeCosts] = {}
+        # By number of micro-batches; None: the step cannot be split so.
+        self._jobs: dict[int, StageCostTask | None] = {}
+        # Seconds that no plan can be below, by number of micro-batches priced on all submeshes.
+        self._bounds: dict[int, float] = {}
+        # Submeshes that are unlikely to be used: a bound of their costs is enough.
+        self._unlikely: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether submeshes of all sizes can be priced for every number of micro-batches."""
+        return self.task.cluster.num_devices <= EVERY_SIZE
+
+    def run(self, known: float) -> None:
+        """Fill `best` with candidates that are predicted to take less than `known` seconds."""
+        options = self.task.options
+        counts = microbatch_counts(self.task.step, self.task.cluster, options)
+        if self.several:
+            counts = [count for count in counts if count > 1]
+        if len(counts) == 1:
+            # An error of the only number of micro-batches is raised, not collected.
+            self._jobs[counts[0]] = self._make_job(counts[0])
+
+        def price(count: int, used: Submeshes | None) -> SearchResult:
+            return self._price(count, None if self._is_small else used, known)
+
+        max_stages = min(self.task.cluster.num_devices, MAX_LAYERS)
+        search_microbatches(counts, max_stages, self._compute_bound, price, known)
+
+        is_pinned = options.schedule or options.num_stages or options.device_map
+        if self.best and self._is_small and not (self.several or is_pinned):
+            self._price_one_stage(counts, known)
+
+        faster = [candidate for candidate in self.best if candidate.seconds < known]
+        self.best = sorted(faster, key=lambda candidate: candidate.seconds)
+        if not self.best and not self.failures:
+            problem = f"no number of micro-batches can take less than {known:.3g} s"
+            self.failures.append(("", PlanError(problem)))
+
+    def solve_best(self) -> Plan:
+        """Return the fastest plan of the best candidates, solved by the ILP.
+
+        Raises:
+            PlanError: no candidate fits.
+        """
+
+        def solve(candidate: Candidate) -> Plan:
+            with self.task.progress("solve the chosen stages"), timed(self.spent, "chosen stages"):
+                return solved_plan(candidate, self.meshes, self.task.fingerprint)
+
+        plan, failures = best_solved(self.best, solve)
+        self.failures += failures
+        if plan is None:
+            raise self._no_pipeline_error()
+
+        job = self._jobs[plan.num_microbatches]
+        assert job is not None
+        notes = (
+            *job.graph.notes,
+            *self._notes_on_micro_batches(plan),
+            *replicated_notes(self.task.step, self.task.op_costs),
+            *plan.notes,
+        )
+        # The bound holds for all plans with this number of micro-batches.
+        bound = self._bounds.get(plan.num_microbatches, 0.0)
+        gap = max(0.0, 1 - bound / plan.predicted.step_seconds)
+        return replace(plan, notes=notes, gap=gap)
+
+    def _no_pipeline_error(self) -> PlanError:
+        """Return the error for the case that no candidate fits."""
+        if self.last_job is not None:
+            largest = out_of_memory(self.last_job, self.meshes)
+            if largest is not None:
+                self.failures.append(("", DoesNotFitError(largest)))
+        fix = (
+            "use more devices, a smaller batch, other num_microbatches, num_stages or schedule,"
+            " or raise memory_limit"
+        )
+        return no_plan_error("no pipeline fits", self.failures, fix)
+
+    def _notes_on_micro_batches(self, plan: Plan) -> tuple[str, ...]:
+        """Return why stages take turns on one micro-batch, if they do and no option asks for it."""
+        is_asked_for = self.task.options.num_microbatches == 1
+        if len(plan.stages) == 1 or plan.num_microbatches > 1 or is_asked_for:
+            return ()
+        reason = "no rows for more"
+        if any(count > 1 for count in self._jobs):
+            reason = "more would take longer"
+        if self.failures:
+            label, error = self.failures[0]
+            reason = f"{label}: {error.problem}"
+        return (f"one micro-batch, so the stages work one after the other: {reason}",)
+
+    def _job(self, count: int) -> StageCostTask | None:
+        """Return the job of `count` micro-batches, None if the step cannot be split so; the reason
+        is added to `failures` once.
+        """
+        if count not in self._jobs:
+            try:
+                self._jobs[count] = self._make_job(count)
+            except PlanError as error:
+                self.failures.append((f"{count} micro-batches", error))
+                self._jobs[count] = None
+        return self._jobs[count]
+
+    def _make_job(self, count: int) -> StageCostTask:
+        """Split the step into `count` micro-batches and group its ops into layers.
+
+        Raises:
+            PlanError: the step cannot be split so, or pinned layers have no submesh.
+        """
+        task = self.task
+        with timed(self.spent, "micro-batches and layers"):
+            graph = microbatch(task.step, count, task.cluster.num_devices).graph
+            cuts, places = layers_of(graph, task.cluster, task.options)
+            remat = task.options.remat
+            if isinstance(remat, tuple):
+                # Names of ops: single results are recomputed, no segments of layers.
+                remat = False
+            job = StageCostTask(
+                graph=graph,
+                cuts=cuts,
+                num_microbatches=count,
+                cluster=task.cluster,
+                costs=task.op_costs,
+                options=task.options,
+                optimizer=task.optimizer,
+                memory_limit=task.memory_limit,
+                remat=remat,
+                places=places,
+                results=task.results,
+            )
+            if any(places):
+                check_places(job, self.meshes)
+            return job
+
+    def _compute_bound(self, count: int) -> float:
+        """Return the seconds of a step if all devices were always busy; inf if the step cannot be
+        split into `count` micro-batches.
+
+        An op on several devices takes at least as much of their time as on one.
+        """
+        job = self._job(count)
+        if job is None:
+            return math.inf
+        op_costs = self.task.op_costs
+        seconds = sum(sum(op_costs.op_seconds(op.call)) for op in job.graph.ops)
+        return count * seconds / self.task.cluster.num_devices
+
+    def _price(self, count: int, used: Submeshes | None, known: float) -> SearchResult:
+        """Price `count` micro-batches on the submeshes `used`, or on all of them (None).
+
+        On all submeshes the best candidates are remembered; on those in use only the seconds of
+        the best one are of interest.
+        """
+        if used is None and count in self._bounds:
+            # It was priced on all of them before.
+            return SearchResult()
+
+        ceiling = min([CEILING_FACTOR * known, *(candidate.seconds for candidate in self.best)])
+        candidates = self._priced_candidates(count, used, ceiling)
+        if used is not None:
+            return SearchResult(candidates[0].seconds, used) if candidates else SearchResult()
+        if not candidates:
+            self._report_no_stages(count, ceiling)
+            return SearchResult()
+
+        self.best += candidates
+        fastest = candidates[0]
+        if not self._is_small:
+            self._unlikely = self._far_from_sizes_of(fastest)
+        return SearchResult(fastest.seconds, frozenset(fastest.submesh_of))
+
+    def _priced_candidates(
+        self, count: int, used: Submeshes | None, ceiling: float
+    ) -> list[Candidate]:
+        """Return candidates below `ceiling` seconds, the fastest first; store the bound of all
+        plans if all submeshes are priced.
+        """
+        job = self._job(count)
+        assert job is not None
+        meshes = self.meshes if used is None else tuple(self.meshes[i] for i in sorted(used))
+        with self.task.progress(f"{count} micro-batches"):
+            with timed(self.spent, "stage costs"):
+                runs = stage_costs(job, meshes, self._runs, unlikely=self._unlikely)
+
+            # [first layer, last layer + 1, submesh]
+            allowed = np.ones((job.num_layers, job.num_layers + 1, len(meshes)), dtype=bool)
+            allowed[0, job.num_layers] = not self.several
+            space = StageSpace(job, meshes, runs, allowed)
+            if used is None:
+                # Layouts that are propagated are never called optimal.
+                is_propagated = job.options.solver == PROPAGATION
+                self._bounds[count] = 0.0 if is_propagated else step_bound(space)
+
+            with timed(self.spent, "stage DP"):
+                return self._candidates(space, ceiling)
+
+    def _report_no_stages(self, count: int, ceiling: float) -> None:
+        """Add to `failures` that `count` micro-batches have no candidate below `ceiling`."""
+        job = self._job(count)
+        assert job is not None
+        problem = f"no stages fit into {format_bytes(job.memory_limit)} a device"
+        label = f"{count} micro-batches"
+        if ceiling < math.inf:
+            error = PlanError(f"{problem} in less than {ceiling:.3g} s")
+            self.failures.append((label, error))
+            self.last_job = None
+        else:
+            self.failures.append((label, DoesNotFitError(problem)))
+            self.last_job = job
+
+    def _far_from_sizes_of(self, candidate: Candidate) -> frozenset[tuple[int, int]]:
+        """Return the submeshes that are less than half, or more than twice, as large as all that
+        the candidate uses: on large clusters pricing them exactly takes minutes.
+        """
+        sizes = {math.prod(self.meshes[i]) for i in candidate.submesh_of}
+
+        def is_near(mesh: tuple[int, int]) -> bool:
+            return any(size <= 2 * math.prod(mesh) <= 4 * size for size in sizes)
+
+        return frozenset(mesh for mesh in self.meshes if not is_near(mesh))
+
+    def _candidates(self, space: StageSpace, ceiling: float) -> list[Candidate]:
+        """Return the candidates that `solve` finds, or that an interrupted planning has stored."""
+        if self._solve is not solve_schedules or has_own_schedules():
+            return self._solve(space, ceiling)
+        return self.task.results.get(
+            "candidates",
+            key=lambda: candidates_key(space, ceiling),
+            compute=lambda: solve_schedules(space, ceiling),
+            encode=candidates_record,
+            decode=lambda record: [
+                Candidate(**candidate_fields(row, space)) for row in record["candidates"]
+            ],
+        )
+
+    def _price_one_stage(self, counts: Sequence[int], known: float) -> None:
+        """Price one stage over all devices, from few micro-batches to many.
+
+        Pipelines need many micro-batches, one stage as few as fit: the search over pipelines may
+        not come to them.
+        """
+        num_devices = self.task.cluster.num_devices
+        whole = next(mesh for mesh in self.meshes if math.prod(mesh) == num_devices)
+        self._unlikely = frozenset(self.meshes) - {whole}
+
+        misses = 0
+        for count in reversed(counts):
+            job = self._job(count)
+            if job is None or count in self._bounds:
+                continue
+            best_seconds = min([known, *(candidate.seconds for candidate in self.best)])
+            with timed(self.spent, "stage costs"):
+                bound = stage_costs(job, [whole], self._runs, unlikely=[whole])[0].least.sum()
+                if bound >= best_seconds or misses > 1:
+                    # With more micro-batches one stage takes longer.
+                    return
+                seconds = stage_costs(job, [whole], self._runs)[0].seconds[0, -1]
+                fits = bool(np.isfinite(seconds).any())
+            if fits and self._price(count, None, known).seconds >= best_seconds:
+                misses += 1
