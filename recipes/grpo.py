@@ -150,7 +150,7 @@ class GRPO(lightning.LightningModule):
                 KeyValues() for _ in self.policy.blocks
             ]
             return self.next_token(tokens_NT, noise_NV, caches), [
-                (each.k_BHSK, each.v_BHSK) for each in caches
+                (cache.k_BHSK, cache.v_BHSK) for cache in caches
             ]
 
         past = [(past_NHSK, past_NHSK) for _ in self.policy.blocks]

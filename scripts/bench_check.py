@@ -81,12 +81,12 @@ def main() -> int:
     arguments = parser.parse_args()
     options = {
         name: json.loads(value)
-        for name, _, value in (each.partition("=") for each in arguments.options)
+        for name, _, value in (option.partition("=") for option in arguments.options)
     }
     with tempfile.TemporaryDirectory() as folder:
         seconds(arguments.recipe, folder, options)  # makes the plan
-        found = [seconds(arguments.recipe, folder, options) for _ in range(arguments.rounds)]
-    check, whole = (statistics.median(values) for values in zip(*found, strict=True))
+        results = [seconds(arguments.recipe, folder, options) for _ in range(arguments.rounds)]
+    check, whole = (statistics.median(values) for values in zip(*results, strict=True))
     print(
         f"{arguments.recipe} {options}: check {check * 1e3:.1f} ms of {whole:.2f} s:"
         f" {check / whole:.2%}"

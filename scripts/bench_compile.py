@@ -212,13 +212,13 @@ def main() -> int:
     missed = False
     with tempfile.TemporaryDirectory() as folder:
         for model in args.models:
-            found: dict[str, list[tuple[float, float]]] = {name: [] for name in args.strategies}
+            results: dict[str, list[tuple[float, float]]] = {name: [] for name in args.strategies}
             for turn in range(args.rounds):
                 for name in args.strategies[
                     :: 1 if turn % 2 == 0 else -1
                 ]:  # neither always goes first
-                    found[name].append(run_job(args, model, name, Path(folder)))
-            for name, rounds in found.items():
+                    results[name].append(run_job(args, model, name, Path(folder)))
+            for name, rounds in results.items():
                 starts = [start for _, start in rounds]
                 steps = " ".join(f"{1e3 * step:.0f}" for step, _ in rounds)
                 later_starts = [f"{start:.0f}" for start in starts[1:]]
@@ -229,9 +229,11 @@ def main() -> int:
                     flush=True,
                 )
             for name in (
-                {"alpa+compile", "replica+compile"} & found.keys() if "ddp+compile" in found else ()
+                {"alpa+compile", "replica+compile"} & results.keys()
+                if "ddp+compile" in results
+                else ()
             ):
-                pairs = list(zip(found["ddp+compile"], found[name], strict=True))
+                pairs = list(zip(results["ddp+compile"], results[name], strict=True))
                 ddp_seconds = min(theirs[0] for theirs, _ in pairs)
                 alpa_seconds = min(mine[0] for _, mine in pairs)
                 speed = ddp_seconds / alpa_seconds

@@ -105,7 +105,7 @@ def worker(args: argparse.Namespace) -> None:
     )
     plan = strategy.plan
     stage = plan.stages[0]
-    found = {
+    results = {
         "mesh": list(stage.logical_mesh),
         "remat": stage.remat,
         "stages": len(plan.stages),
@@ -122,7 +122,7 @@ def worker(args: argparse.Namespace) -> None:
         "planned": own_peak(plan, trainer.global_rank),
         "peak": clock.peak - base,
     }
-    Path(f"{args.out}.{trainer.global_rank}").write_text(json.dumps(found))
+    Path(f"{args.out}.{trainer.global_rank}").write_text(json.dumps(results))
 
 
 def run(heads: int, limit: int, arguments: list[str]) -> list[dict[str, Any]]:

@@ -252,7 +252,7 @@ def worker(case: Case, out: Path) -> None:
     for name, parameter in full_model.named_parameters():
         full_bytes[f"gpt.{name}"] = parameter.nbytes
     planned = own_peak(strategy.plan, trainer.global_rank) + host_bytes(strategy.plan, full_bytes)
-    found = {
+    results = {
         "rank": trainer.global_rank,
         "planned": planned,
         "steps": steps - baseline,
@@ -263,7 +263,7 @@ def worker(case: Case, out: Path) -> None:
         "process": strategy.process_bytes,
         "marks": {name: value - baseline for name, value in marks.marks.items()},
     }
-    out.with_suffix(f".{trainer.global_rank}").write_text(json.dumps(found))
+    out.with_suffix(f".{trainer.global_rank}").write_text(json.dumps(results))
 
 
 def own_peak(plan: Any, rank: int) -> int:

@@ -97,7 +97,7 @@ def worker(args: argparse.Namespace) -> None:
     )
     trainer.fit(Llama(args.width, LAYERS, 4), DataLoader(data, args.rows))
     plan = strategy.plan
-    found = {
+    results = {
         "predicted": plan.predicted.step_seconds,
         "measured": min(clock.seconds[2:]),
         "planned": plan.predicted.peak_bytes,
@@ -106,7 +106,7 @@ def worker(args: argparse.Namespace) -> None:
         "microbatches": plan.num_microbatches,
         "remat": plan.stages[0].remat,
     }
-    Path(args.out).write_text(json.dumps(found))
+    Path(args.out).write_text(json.dumps(results))
 
 
 def run(folder: Path, remat: Any, limit: float, sizes: list[str]) -> dict[str, Any]:

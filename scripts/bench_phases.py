@@ -139,8 +139,8 @@ def worker(args: argparse.Namespace) -> None:
     priced = {}
     for phase in plan.phases:
         priced[phase.name] = phase.times * (phase.staying_seconds or 0.0)
-    found = {"measured": measured, "priced": priced, "timed": f"{len(table)} of {len(calls)}"}
-    Path(args.out).write_text(json.dumps(found))
+    results = {"measured": measured, "priced": priced, "timed": f"{len(table)} of {len(calls)}"}
+    Path(args.out).write_text(json.dumps(results))
 
 
 def read_arguments() -> argparse.Namespace:
@@ -179,8 +179,8 @@ def main() -> int:
             command = [*torchrun(__file__, ranks), *options, f"--size={size}"]
             command += [f"--rank-count={ranks}", f"--folder={folder}", f"--out={out}"]
             run_job(command, f"{size} on {ranks} ranks", folder, user_threads())
-            found = json.loads(out.read_text())
-        measured, priced = found["measured"], found["priced"]
+            figures = json.loads(out.read_text())
+        measured, priced = figures["measured"], figures["priced"]
         written = priced["prompt"] + priced["answer"]
         pairs = ((measured["answers"], written), (measured["step"], sum(priced.values())))
         row = [
@@ -191,7 +191,7 @@ def main() -> int:
             size,
             ranks,
             "ops timed",
-            found["timed"],
+            figures["timed"],
             {k: f"{1e3 * v:.1f} ms" for k, v in priced.items()},
             flush=True,
         )

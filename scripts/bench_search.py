@@ -173,7 +173,7 @@ def main() -> int:
         help="write docs/search.md and the picture of some cells, too",
     )
     args = parser.parse_args()
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     better: list[str] = []
     empty: list[str] = []
     rows: list[str] = []
@@ -189,13 +189,13 @@ def main() -> int:
         best = solved[0].seconds
         rows.append(f"| {cell} | {best:.4g} s in {took:.2f} s |")
         print(f"{cell}: solved {best:.4g} s in {took:.2f} s")
-        found[cell] = {}
+        results[cell] = {}
         for name, search in SEARCHES.items():
             # a space of its own, so that no state is priced already
             fresh = Space(replace(space.job), space.meshes, space.runs)
             trace = search(fresh, max(10 * took, args.least), 0)
             ratio = trace.best.seconds / best if trace.best else math.inf
-            found[cell][name] = ratio
+            results[cell][name] = ratio
             if trace.history:
                 result = f"{ratio:.4f}x, after {trace.history[-1][0]:.2f} s"
             else:
@@ -206,7 +206,7 @@ def main() -> int:
                 better.append(f"{cell}: {name} {ratio:.4f}x")
     if args.write or not args.cells:
         (ROOT / "docs" / "search.md").write_text(table(rows, args.least, better), encoding="utf-8")
-        (ROOT / "docs" / "pictures" / "search.svg").write_text(picture(found), encoding="utf-8")
+        (ROOT / "docs" / "pictures" / "search.svg").write_text(picture(results), encoding="utf-8")
     print("better than solved:", ", ".join(better) or "none")
     if better or empty:
         return 1

@@ -88,8 +88,8 @@ def worker(devices: int, out: str, began: float) -> None:
     if trainer.is_global_zero:
         steps = [b - a for a, b in zip(clock.ends[WARM:], clock.ends[WARM + 1 :], strict=False)]
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        found = [clock.plan, clock.ends[0] - began, statistics.median(steps), most]
-        Path(out).write_text(json.dumps(dict(zip(FIGURES, found, strict=True))))
+        results = [clock.plan, clock.ends[0] - began, statistics.median(steps), most]
+        Path(out).write_text(json.dumps(dict(zip(FIGURES, results, strict=True))))
 
 
 def run(checkout: Path, devices: int, folder: Path) -> dict[str, float]:

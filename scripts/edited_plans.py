@@ -308,13 +308,13 @@ def an_op(
     plan: dict[str, Any], rng: random.Random, where: Callable[[str], bool] = lambda text: True
 ) -> tuple[dict[str, str], str]:
     """(a stage's strategies, the name of an op in it); any op where none is as wanted."""
-    found = [
+    results = [
         (s["strategies"], name)
         for s in plan["stages"]
         for name, text in s["strategies"].items()
         if where(text)
     ]
-    return rng.choice(found) if found else an_op(plan, rng)
+    return rng.choice(results) if results else an_op(plan, rng)
 
 
 EDITS: dict[Edit, int] = {  # how often each is drawn

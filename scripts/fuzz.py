@@ -72,7 +72,7 @@ def main() -> int:
     bad = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        formats = {each: FORMATS[each](folder) for each in arguments.formats}
+        formats = {format: FORMATS[format](folder) for format in arguments.formats}
         for case in track(range(arguments.cases), "damaged files", console=Console(stderr=True)):
             kind = arguments.formats[case % len(arguments.formats)]
             write, read = formats[kind]

@@ -254,16 +254,16 @@ def checkpoint(exam: Exam, add: Add) -> None:
 
     for kind in ("sharded", "single"):
         with each(add, f"{kind}, one rank"), deterministic():
-            found = []
+            results = []
             for path in (None, f"{kind}/step=3.ckpt"):
                 saving = ModelCheckpoint(kind, "{step}", every_n_train_steps=3, save_top_k=-1)
                 given = {"callbacks": [saving], "enable_checkpointing": True, "ckpt_path": path}
-                found.append(
+                results.append(
                     trained(
                         exam, partial(gpt, dropout=0.1), alpa(checkpoint=kind), steps=6, **given
                     )[1]
                 )
-            weights = difference(found[1], found[0])
+            weights = difference(results[1], results[0])
             add(
                 None,
                 verdict(weights == 0.0),

@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(items):
 
 def tests_that_name_ddp(root: Path) -> list[str]:
     """`file::function` of every test whose source, decorators included, names a form of DDP."""
-    found = []
+    results = []
     for path in sorted((root / "tests_pytorch").rglob("test_*.py")):
         if any(part in str(path) for part in ABOUT_DDP):
             continue
@@ -124,8 +124,8 @@ def tests_that_name_ddp(root: Path) -> list[str]:
                 if "ddp" in source.lower() or any(
                     f"{name}(" in source for name in helpers - {node.name}
                 ):
-                    found.append(f"{path.relative_to(root)}::{node.name}")
-    return found
+                    results.append(f"{path.relative_to(root)}::{node.name}")
+    return results
 
 
 def _source(text: str, node: ast.FunctionDef) -> str:
@@ -187,10 +187,10 @@ def run(root: Path, tests: list[str], under: str, plugin: Path, *arguments: str)
 
 def compare(root: Path, test: str, plugin: Path) -> dict[str, Any]:
     """Both runs of one test."""
-    found: dict[str, Any] = {"test": test, "ddp": run(root, [test], "ddp", plugin)}
-    if found["ddp"]["passed"] and found["ddp"]["ranks"]:
-        found["alpa"] = run(root, [test], "alpa", plugin)
-    return found
+    results: dict[str, Any] = {"test": test, "ddp": run(root, [test], "ddp", plugin)}
+    if results["ddp"]["passed"] and results["ddp"]["ranks"]:
+        results["alpa"] = run(root, [test], "alpa", plugin)
+    return results
 
 
 def cases(root: Path, tests: list[str], plugin: Path) -> list[str]:

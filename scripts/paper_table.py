@@ -194,7 +194,7 @@ class Planner:
         """As many layers (or one more) on each of equal meshes: the best data x tensor grid, tensor
         within a node.
         """
-        found = []
+        results = []
         L, D = self.job.num_layers, self.cluster.num_devices
         for m, mesh in enumerate(self.meshes):
             devices = math.prod(mesh)
@@ -215,8 +215,8 @@ class Planner:
                     }
                 else:
                     choice = {"parallel": ("data", "tensor"), "logical_mesh": (data, tensor)}
-                found.append(lambda equal=equal, choice=choice: self.stages(equal, **choice))
-        return fastest(found)
+                results.append(lambda equal=equal, choice=choice: self.stages(equal, **choice))
+        return fastest(results)
 
     def deepspeed(self) -> Plan:
         """One stage on the flat mesh: experts over all devices, ZeRO for the rest (the best of its
@@ -229,34 +229,34 @@ class Planner:
         for name, parameter in self.model.named_parameters():
             if parameter.ndim == 3 and parameter.shape[0] % D == 0:
                 experts[name] = "S0"
-        found = []
+        results = []
         for parallel in ("zero2", "zero3"):
             options = {
                 "parallel": parallel,
                 "logical_mesh": (D,),
                 "placements": tuple(experts.items()),
             }
-            found.append(
+            results.append(
                 lambda options=options: self.stages(
                     lambda m, a, b: m == whole and (a, b) == (0, L), **options
                 )
             )
-        return fastest(found)
+        return fastest(results)
 
 
 def fastest(plans: list[Callable[[], Plan]]) -> Plan:
     """The fastest of those that fit."""
     from alpa_strategy.errors import PlanError
 
-    found = []
+    results = []
     for make in plans:
         try:
-            found.append(make())
+            results.append(make())
         except PlanError:
             continue
-    if not found:
+    if not results:
         raise PlanError("none of these plans fits")
-    return min(found, key=lambda plan: plan.predicted.step_seconds)
+    return min(results, key=lambda plan: plan.predicted.step_seconds)
 
 
 def plan_text(plan: Plan) -> str:

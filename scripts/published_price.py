@@ -113,7 +113,7 @@ class Repricer:
         case = replace(self.case, cluster=cluster)
         costs = ProgramCosts(case)
         mesh = cluster.logical_mesh(*_mesh(case))
-        found = []
+        results = []
         for solved, calls in zip(self._solved, self._calls, strict=True):
             intra = _on(solved.intra, mesh)
             seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
@@ -132,8 +132,8 @@ class Repricer:
                 once=seconds["step"],
             )
             cost = _beside_compute(intra, solved.assignment, cost, case.tp if case.async_tp else 1)
-            found.append(replace(solved, cost=cost, seconds_again=again))
-        return _of_blocks(case, *found).seconds
+            results.append(replace(solved, cost=cost, seconds_again=again))
+        return _of_blocks(case, *results).seconds
 
 
 def _beside_compute(

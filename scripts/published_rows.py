@@ -305,8 +305,8 @@ def _zero(row: dict[str, Any], program: Program, pp: int) -> int:
 
 
 def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else 0
+    match = re.search(pattern, text)
+    return int(match[1]) if match else 0
 
 
 def _recompute(text: str | None) -> str | None:
@@ -385,6 +385,6 @@ def _short(source: str) -> str:
         (r"Megatron-LM", "Megatron H100"),
         (r"(nanotron|fms-fsdp|lightning-thunder|autoparallel)", "{}"),
     ):
-        if found := re.search(pattern, source):
-            return name.format(*found.groups())
+        if match := re.search(pattern, source):
+            return name.format(*match.groups())
     return " ".join(source.split()[:3])

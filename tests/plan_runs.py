@@ -121,9 +121,9 @@ class PlanRuns:
         self, cases: Sequence[Case], said: Callable[[Case, Outcome], None] = lambda *_: None
     ) -> list[Outcome]:
         """One outcome a case, in order; `said` is called with each as it comes."""
-        found: list[Outcome] = []
-        while len(found) < len(cases):
-            rest = cases[len(found) :]
+        results: list[Outcome] = []
+        while len(results) < len(cases):
+            rest = cases[len(results) :]
             chunk = [case for case in rest[:CHUNK] if case.world == rest[0].world]
             chunk = chunk[
                 : next(
@@ -132,9 +132,9 @@ class PlanRuns:
                 )
             ]
             for case, outcome in zip(chunk, self._chunk(chunk), strict=False):
-                found.append(outcome)
+                results.append(outcome)
                 said(case, outcome)
-        return found
+        return results
 
     def _chunk(self, cases: Sequence[Case]) -> list[Outcome]:
         """Outcomes of the first of `cases`, up to one that ends the processes."""

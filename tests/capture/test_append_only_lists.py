@@ -41,9 +41,9 @@ class Keeps(LightningModule):
 def test_appended_items_are_results() -> None:
     module = Keeps()
     step = capture_step(module, torch.ones(4, 3))
-    found = {record.place.attribute: record.items for record in step.appended}
+    results = {record.place.attribute: record.items for record in step.appended}
     loss = ValueRef(step.loss)
-    assert found == {
+    assert results == {
         "plain": ({"loss": loss, "batch": CounterRef("batch_idx")},),
         "more": (loss, "text", 1),
         "of_class": (loss,),

@@ -115,8 +115,8 @@ def resume(root: str, places: dict[str, Any]) -> dict[str, bool]:
 
 
 def test_a_run_resumed_elsewhere_goes_on_bit_by_bit(pool, tmp_path) -> None:
-    found = pool.run(2, resume, str(tmp_path), PLACES, timeout=400)
-    assert found == [dict.fromkeys(PLACES, True)] * 2
+    per_rank = pool.run(2, resume, str(tmp_path), PLACES, timeout=400)
+    assert per_rank == [dict.fromkeys(PLACES, True)] * 2
 
 
 # What the user requests on resumption, and the part of the fingerprint that the note names.
@@ -133,7 +133,7 @@ WISHES: dict[str, tuple[dict[str, Any], str]] = {
 def resume_with(root: str, wishes: dict[str, Any]) -> dict[str, tuple[set[str], list[str]]]:
     """How parameters are stored when the run is resumed with other options, and what is noted."""
     fit(f"{root}/before", {}, 2)
-    found = {}
+    results = {}
     for name, (options, _) in wishes.items():
         notes: list[str] = []
         own, run_plans.rank_zero_info = run_plans.rank_zero_info, notes.append
@@ -144,13 +144,13 @@ def resume_with(root: str, wishes: dict[str, Any]) -> dict[str, tuple[set[str], 
             trainer, _ = fit(f"{root}/{name}", arguments, 4, path, cluster=cluster)
         finally:
             run_plans.rank_zero_info = own
-        found[name] = modes(trainer), [note for note in notes if "resumed under" in note]
-    return found
+        results[name] = modes(trainer), [note for note in notes if "resumed under" in note]
+    return results
 
 
 def test_what_the_user_asks_for_goes_first(pool, tmp_path) -> None:
-    found = pool.run(2, resume_with, str(tmp_path), WISHES, timeout=400)[0]
+    result = pool.run(2, resume_with, str(tmp_path), WISHES, timeout=400)[0]
     for name, (_, part) in WISHES.items():
-        notes = [note for note in found[name][1] if "last bits" in note]
-        assert any(part in note for note in notes), (name, found)
-    assert found["parallel"][0] <= {"(R*,)", "(R,)"}, found
+        notes = [note for note in result[name][1] if "last bits" in note]
+        assert any(part in note for note in notes), (name, result)
+    assert result["parallel"][0] <= {"(R*,)", "(R,)"}, result

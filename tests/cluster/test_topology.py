@@ -117,11 +117,11 @@ def test_equal_links_are_the_same_as_no_topology():
                     axis.seconds(kind, num_bytes)
                     for axis in plain.logical_mesh(shape, submesh).axes
                 ]
-                found = [
+                results = [
                     axis.seconds(kind, num_bytes)
                     for axis in racks.logical_mesh(shape, submesh).axes
                 ]
-                assert found == pytest.approx(seconds, rel=1e-9)
+                assert results == pytest.approx(seconds, rel=1e-9)
 
 
 def test_messages_take_the_links_between_their_devices():

@@ -136,8 +136,8 @@ def test_all_pairs_on_two_axes(mesh_shape, shape):
     def work(mesh):
         return [reshard_one(mesh, source, target, shape) for source, target in cases]
 
-    found = run_on_threads(mesh_shape, work)
-    for (src, dst), results in zip(cases, zip(*found, strict=True), strict=True):
+    per_rank = run_on_threads(mesh_shape, work)
+    for (src, dst), results in zip(cases, zip(*per_rank, strict=True), strict=True):
         check(results, mesh_shape, src, dst, shape)
 
 
@@ -170,8 +170,8 @@ def test_on_process_groups(pool, mesh_shape):
     ]
     if len(mesh_shape) == 2:
         cases = cases[::4]  # all of them run on threads, above
-    found = pool.run(torch.tensor(mesh_shape).prod().item(), reshard_many, mesh_shape, cases)
-    for (src, dst, shape), results in zip(cases, zip(*found, strict=True), strict=True):
+    per_rank = pool.run(torch.tensor(mesh_shape).prod().item(), reshard_many, mesh_shape, cases)
+    for (src, dst, shape), results in zip(cases, zip(*per_rank, strict=True), strict=True):
         check(results, mesh_shape, src, dst, shape)
 
 

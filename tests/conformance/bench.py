@@ -170,14 +170,14 @@ class Bench:
 
     def files(self) -> list[str]:
         """Files below the root, checkpoints in folders as one; seen by rank 0."""
-        found = []
+        results = []
         for path in sorted(self.root.rglob("*")):
             relative = path.relative_to(self.root)
             inside = any(p.suffix == ".ckpt" for p in list(relative.parents)[:-1])
             if relative.parts[0] == ".alpa" or inside or (path.is_dir() and path.suffix != ".ckpt"):
                 continue
-            found.append(str(relative))
-        return found if rank_zero_only.rank == 0 else []
+            results.append(str(relative))
+        return results if rank_zero_only.rank == 0 else []
 
     def outcome(
         self, trainer: pl.Trainer, module: pl.LightningModule, **more: Any

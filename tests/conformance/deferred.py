@@ -202,10 +202,10 @@ def weights_read_while_built(bench: Bench) -> Any:
     FromFile.path = Path(ordinary_file(bench))
     module, trainer = built(FromFile), bench.trainer()
     trainer.fit(module, loader(bench))
-    found = bench.outcome(trainer, module)
+    outcome = bench.outcome(trainer, module)
     untrained = bench.trainer().validate(built(FromFile), loader(bench, 12, 7), verbose=False)
     return {
-        "fit": found,
+        "fit": outcome,
         "untrained": untrained,
         "predicted": trainer.predict(module, loader(bench, 12, 7)),
     }

@@ -129,25 +129,25 @@ def outcome_of(name: str, kind: str, root: str) -> dict[str, Any]:
 
 def outcomes(kind: str, root: str) -> dict[str, dict[str, Any]]:
     """Of every habit, on this rank."""
-    found = {}
+    results = {}
     for number, name in enumerate(HABITS):
         folder = Path(root) / str(number)
         folder.mkdir(exist_ok=True)
-        found[name] = outcome_of(name, kind, str(folder))
+        results[name] = outcome_of(name, kind, str(folder))
     torch.set_default_dtype(torch.float32)
-    return found
+    return results
 
 
 def refusals(root: str) -> dict[str, str]:
     """Habit -> the error of a pipeline, which has no eager steps."""
-    found = {}
+    results = {}
     for name in HABITS:
         Habitual.habit = name
         bench = Bench("pipelined", root)
         try:
             bench.trainer().fit(bench.module(Habitual), bench.loader())
-            found[name] = "trained"
+            results[name] = "trained"
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            results[name] = f"{type(error).__name__}: {error}"
     torch.set_default_dtype(torch.float32)
-    return found
+    return results

@@ -32,8 +32,10 @@ class Everything(pl.Callback):
 
 def fit_and_look(bench: Bench, kind: type[Net], **arguments: Any) -> Any:
     seen = Everything()
-    found = bench.fit(kind, callbacks=[seen], log_every_n_steps=2, **{"max_epochs": 2, **arguments})
-    return {**found, "seen": seen.seen}
+    outcome = bench.fit(
+        kind, callbacks=[seen], log_every_n_steps=2, **{"max_epochs": 2, **arguments}
+    )
+    return {**outcome, "seen": seen.seen}
 
 
 def log_with_every_argument(bench: Bench) -> Any:
@@ -116,7 +118,7 @@ def logs_of_one_rank(bench: Bench) -> Any:
     """Without `sync_dist` DDP logs what each rank sees, and alpa the mean over the ranks when the
     loader ends.
     """
-    found = []
+    results = []
 
     class Logs(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -124,10 +126,10 @@ def logs_of_one_rank(bench: Bench) -> Any:
             self.log("first", float(self.global_rank + 1), rank_zero_only=True)
 
         def on_validation_epoch_end(self) -> None:
-            found.append(sorted(self.trainer.callback_metrics))
+            results.append(sorted(self.trainer.callback_metrics))
 
     outcome = bench.fit(Logs, validate=True)
-    return {**outcome, "metrics": Mean(outcome["metrics"]), "found": found}
+    return {**outcome, "metrics": Mean(outcome["metrics"]), "found": results}
 
 
 def logs_of_hooks(bench: Bench) -> Any:

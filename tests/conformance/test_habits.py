@@ -14,16 +14,16 @@ def both(pool, tmp_path_factory):
     """Outcomes of all habits by rank, under DDP and here."""
     folders = [str(tmp_path_factory.mktemp(kind)) for kind in ("ddp", "alpa")]
     expected = pool.run(RANKS, outcomes, "ddp", folders[0], timeout=300)
-    found = pool.run(RANKS, outcomes, "alpa", folders[1], timeout=500)
-    return expected, found
+    per_rank = pool.run(RANKS, outcomes, "alpa", folders[1], timeout=500)
+    return expected, per_rank
 
 
 @pytest.mark.parametrize("name", HABITS)
 def test_as_under_ddp(both, name: str) -> None:
     under_ddp, under_alpa = both
     expected = [rank[name] for rank in under_ddp]
-    found = [rank[name] for rank in under_alpa]
-    assert not differences(expected, found)
+    results = [rank[name] for rank in under_alpa]
+    assert not differences(expected, results)
     is_seen = ("said", "warned", "lines", "count", "by name")
     effects = [any(expected[0]["held"]), *(expected[0][key] for key in is_seen)]
     assert any(effects) or name == "text that decides"

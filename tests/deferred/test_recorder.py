@@ -138,11 +138,11 @@ def build(make, min_bytes):
 
 def assert_equal(plain: nn.Module, deferred: nn.Module, recorder: Recorder) -> None:
     expected = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
-    found = {**dict(deferred.named_parameters()), **dict(deferred.named_buffers())}
-    assert expected.keys() == found.keys()
+    results = {**dict(deferred.named_parameters()), **dict(deferred.named_buffers())}
+    assert expected.keys() == results.keys()
     before = torch.get_rng_state()
     for name in reversed(expected):  # in any order
-        value = recorder.whole(found[name].detach())
+        value = recorder.whole(results[name].detach())
         assert value.dtype == expected[name].dtype, name
         assert torch.equal(value, expected[name]), name
     assert torch.equal(torch.get_rng_state(), before)

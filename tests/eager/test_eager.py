@@ -134,12 +134,12 @@ def check_written(name: str, found: list[Any]) -> None:
 @pytest.fixture(scope="session")
 def under_ddp(pool, tmp_path_factory):
     """Outcomes under "ddp", computed once."""
-    found: dict[str, list[Any]] = {}
+    results: dict[str, list[Any]] = {}
 
     def get(name: str) -> list[Any]:
-        if name not in found:
-            found[name] = pool.run(RANKS, train, name, "ddp", str(tmp_path_factory.mktemp("ddp")))
-        return found[name]
+        if name not in results:
+            results[name] = pool.run(RANKS, train, name, "ddp", str(tmp_path_factory.mktemp("ddp")))
+        return results[name]
 
     return get
 
@@ -182,10 +182,10 @@ for _name in IN_SHARDS:
 
 @pytest.mark.parametrize(("parallel", "name"), CASES_IN_SHARDS)
 def test_sharded_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
-    found = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel)
-    check_equal(under_ddp(name), found)
-    check_written(name, found)
-    for rank in found:
+    per_rank = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel)
+    check_equal(under_ddp(name), per_rank)
+    check_written(name, per_rank)
+    for rank in per_rank:
         assert any(mode[0] in "SG" for mode in rank["modes"].values())
 
 
@@ -275,22 +275,22 @@ MADE_AGAIN = [
 @pytest.mark.parametrize("name", MADE_AGAIN)
 def test_recomputed_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
     """Every submodule is recomputed in the backward."""
-    found = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel, ["*"])
-    check_equal(under_ddp(name), found)
-    check_written(name, found)
+    per_rank = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel, ["*"])
+    check_equal(under_ddp(name), per_rank)
+    check_written(name, per_rank)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_under_ddp(pool, under_ddp, tmp_path, name: str) -> None:
-    found = pool.run(RANKS, train, name, "alpa", str(tmp_path))
-    check_equal(under_ddp(name), found)
-    check_written(name, found)
-    assert [len(rank["said"]) for rank in found] == [1, 0]
+    per_rank = pool.run(RANKS, train, name, "alpa", str(tmp_path))
+    check_equal(under_ddp(name), per_rank)
+    check_written(name, per_rank)
+    assert [len(rank["said"]) for rank in per_rank] == [1, 0]
 
 
 def test_names_that_are_not_computed_with_stay_captured(pool, tmp_path) -> None:
-    found = pool.run(RANKS, train, "LooksAtNames", "alpa", str(tmp_path))
-    assert not any(rank["is_written"][0] for rank in found)
+    per_rank = pool.run(RANKS, train, "LooksAtNames", "alpa", str(tmp_path))
+    assert not any(rank["is_written"][0] for rank in per_rank)
 
 
 def captured_warnings(name: str, root: str, options: dict[str, Any]) -> list[str]:

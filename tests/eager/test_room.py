@@ -143,20 +143,20 @@ def test_what_does_not_fit_runs_again(pool, tmp_path, parallel: str) -> None:
     assert not any(each["said"] for each in whole)
     every = whole[0]["bytes"][-1]
     limit = whole[0]["peak"] + every // 2
-    found = pool.run(
+    per_rank = pool.run(
         RANKS, train, root, "alpa", {"parallel": parallel, "memory_limit": float(limit)}
     )
     again = pool.run(RANKS, train, root, "alpa", {"parallel": parallel, "remat": True})
-    for each in (whole, found, again):
+    for each in (whole, per_rank, again):
         check_equal(expected, each)
     for rank in range(RANKS):
         # the bytes that the step saves outside of the blocks are unknown in the first step
-        kept = found[rank]["bytes"][1:]
+        kept = per_rank[rank]["bytes"][1:]
         assert max(kept) <= every // 2
         assert min(kept) > 2 * again[rank]["bytes"][-1]
-        assert found[rank]["bytes"][0] < every
+        assert per_rank[rank]["bytes"][0] < every
     assert again[0]["bytes"][-1] < every / 5
-    ((line,), nothing) = (each["said"] for each in found)
+    ((line,), nothing) = (each["said"] for each in per_rank)
     assert "of 6 modules run again in it, from blocks.0 to blocks." in line
     assert not nothing
 

@@ -318,19 +318,19 @@ def assert_same(found: list[dict], expected: list[dict]) -> None:
 
 @pytest.mark.parametrize("name", ["Program", "Matches", "Masked", "Gan", "Penalized", "Unruly"])
 def test_one_replica_of_two_ranks(pool, tmp_path, name):
-    found = pool.run(2, train, name, str(tmp_path), TENSOR, 2, {})
-    assert_same(found, pool.run(1, train, name, str(tmp_path), None, 1, {}))
+    per_rank = pool.run(2, train, name, str(tmp_path), TENSOR, 2, {})
+    assert_same(per_rank, pool.run(1, train, name, str(tmp_path), None, 1, {}))
     assert {
         mode[0]
-        for key, mode in found[0]["modes"].items()
+        for key, mode in per_rank[0]["modes"].items()
         if key.startswith("net") and "weight" in key
     } >= {"S"}
 
 
 @pytest.mark.parametrize("name", ["Program", "Matches", "Masked", "Gan", "Penalized", "Unruly"])
 def test_two_replicas_of_two_ranks(pool, tmp_path, name):
-    found = pool.run(4, train, name, str(tmp_path), TWO, 4, {})
-    assert_same(found, pool.run(2, train, name, str(tmp_path), None, 2, {}))
+    per_rank = pool.run(4, train, name, str(tmp_path), TWO, 4, {})
+    assert_same(per_rank, pool.run(2, train, name, str(tmp_path), None, 2, {}))
 
 
 @pytest.mark.parametrize(
@@ -353,9 +353,10 @@ def test_two_replicas_of_two_ranks(pool, tmp_path, name):
     ],
 )
 def test_whose_rows_a_replica_has(pool, tmp_path, options, loaders):
-    found = pool.run(2, train, "Program", str(tmp_path), options, loaders, {"accumulate": 2})
+    per_rank = pool.run(2, train, "Program", str(tmp_path), options, loaders, {"accumulate": 2})
     assert_same(
-        found, pool.run(loaders, train, "Program", str(tmp_path), None, loaders, {"accumulate": 2})
+        per_rank,
+        pool.run(loaders, train, "Program", str(tmp_path), None, loaders, {"accumulate": 2}),
     )
 
 

@@ -119,8 +119,8 @@ CASES = {
 def test_statistics_are_those_of_all_ranks_rows(pool, tmp_path, case: str) -> None:
     name, options, converted, asked = CASES[case]
     (state, losses), *_ = pool.run(1, alone, name, str(tmp_path / "one"))
-    found = pool.run(RANKS, train, name, str(tmp_path / "two"), RANKS, options, converted, asked)
-    for each, logged, is_written in found:
+    per_rank = pool.run(RANKS, train, name, str(tmp_path / "two"), RANKS, options, converted, asked)
+    for each, logged, is_written in per_rank:
         torch.testing.assert_close(each, state, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(logged, losses, rtol=1e-9, atol=1e-9)
         assert is_written == (options != {"capture": "require"})

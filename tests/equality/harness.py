@@ -49,15 +49,15 @@ class Recorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
     ) -> None:
         store = getattr(trainer.strategy, "store", None)
-        found = {}
+        results = {}
         for name, parameter in pl_module.named_parameters():
             grad = (
                 parameter.grad.to_dense()
                 if parameter.grad is not None
                 else torch.zeros_like(parameter)
             )
-            found[name] = (grad if store is None else store.gather_like(parameter, grad)).clone()
-        self.gradients.append(found)
+            results[name] = (grad if store is None else store.gather_like(parameter, grad)).clone()
+        self.gradients.append(results)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         self.losses.append(float(outputs["loss"]))

@@ -77,14 +77,14 @@ def run_microbatches(
                 received[value] = cut(
                     values[source], micro.states[value], micro.num_microbatches, index, num_ranks
                 )
-        found = run_step(micro.graph, parameters, state, batch, received)
-        loss = found[micro.graph.loss]
+        outputs = run_step(micro.graph, parameters, state, batch, received)
+        loss = outputs[micro.graph.loss]
         if loss.requires_grad:
             loss.backward()
-        results.append({value: found[value].detach() for value in micro.graph.escaping})
+        results.append({value: outputs[value].detach() for value in micro.graph.escaping})
         for buffer in micro.graph.buffers:
             if buffer.name in micro.sequential_buffers and buffer.update is not None:
-                state[buffer.name] = found[buffer.update].detach()
+                state[buffer.name] = outputs[buffer.update].detach()
     values |= combine_microbatches(micro, results, num_ranks)
     return values | _run_part(micro.epilogue, parameters, state, leaves, values)
 
@@ -100,7 +100,7 @@ def _run_part(
     """What leaves a prologue or an epilogue."""
     if part is None:
         return {}
-    found = run_step(
+    outputs = run_step(
         part, parameters, buffers, [leaves[leaf.value] for leaf in part.batch], received
     )
-    return {value: found[value] for value in part.escaping}
+    return {value: outputs[value] for value in part.escaping}

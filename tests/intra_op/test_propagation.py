@@ -50,13 +50,13 @@ def plan(model, rows, **options):
     module = MODELS[model]()
     options = PlanOptions.from_user(**options)
     step = step_of(module, module.example_batch(rows), scope=options.rows)
-    found = choose_plan(PlanTask(step, CLUSTER, options, ADAM))
-    if found.is_pipelined:
-        micro = microbatch(step, found.num_microbatches, 4)
-        check_plan(found, micro.graph, 4, micro.given)
+    chosen_plan = choose_plan(PlanTask(step, CLUSTER, options, ADAM))
+    if chosen_plan.is_pipelined:
+        micro = microbatch(step, chosen_plan.num_microbatches, 4)
+        check_plan(chosen_plan, micro.graph, 4, micro.given)
     else:
-        check_plan(found, step, 4, ())
-    return found
+        check_plan(chosen_plan, step, 4, ())
+    return chosen_plan
 
 
 def test_columns_then_rows_have_one_all_reduce():
@@ -114,7 +114,7 @@ def test_it_is_never_better_than_the_program(model, rows, options):
 
 
 def test_pins_are_kept_and_parameters_lie_as_their_first_use_wants():
-    found = plan(
+    chosen_plan = plan(
         "gpt",
         8,
         solver="propagation",
@@ -123,7 +123,8 @@ def test_pins_are_kept_and_parameters_lie_as_their_first_use_wants():
         logical_mesh=[4],
     )
     modes = {
-        name: modes_text(how.module_modes) for name, how in found.stages[0].parameter_plans.items()
+        name: modes_text(how.module_modes)
+        for name, how in chosen_plan.stages[0].parameter_plans.items()
     }
     assert {mode for name, mode in modes.items() if name.endswith("qkv.weight")} == {"S0"}
     assert modes["wte.weight"] != "R", "rows of the batch are divided where it is read first"
@@ -142,11 +143,11 @@ def test_memory_sends_it_to_recomputation_where_that_fits():
     again = plan("gpt", 32, solver="propagation", num_stages=1, num_microbatches=2, remat=True)
     assert again.predicted.peak_bytes < free.predicted.peak_bytes
     limit = (again.predicted.peak_bytes + free.predicted.peak_bytes) / 2
-    found = plan(
+    chosen_plan = plan(
         "gpt", 32, solver="propagation", num_stages=1, num_microbatches=2, memory_limit=limit
     )
-    assert found.stages[0].remat
-    assert found.predicted.peak_bytes <= limit
+    assert chosen_plan.stages[0].remat
+    assert chosen_plan.predicted.peak_bytes <= limit
 
 
 def random_problem(rng):

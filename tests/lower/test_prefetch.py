@@ -153,7 +153,7 @@ def test_as_many_bytes_are_gathered_ahead_as_hide_the_gathering():
     """By a simulation of the forward: nothing is hidden of a slow link; of others what can be, by
     the fewest bytes.
     """
-    found = []
+    results = []
     for bandwidth in (1e6, 1e9, 1e11):
         intra = zero3(bandwidth)
         assignment = solve(
@@ -165,16 +165,16 @@ def test_as_many_bytes_are_gathered_ahead_as_hide_the_gathering():
         total = sum(gathered_bytes)
         of_ops = zip(intra.ops, assignment[len(intra.parameters) :], strict=False)
         before = np.cumsum([0.0, *(float(options.forward_seconds[k]) for options, k in of_ops)])
-        found.append(bytes_ahead(intra, assignment, math.inf))
-        seconds = _forward_seconds(gatherings, before, found[-1])
+        results.append(bytes_ahead(intra, assignment, math.inf))
+        seconds = _forward_seconds(gatherings, before, results[-1])
         assert seconds <= 1.005 * _forward_seconds(gatherings, before, total)
-        assert found[-1] == 0 or _forward_seconds(gatherings, before, found[-1] // 2) > seconds
+        assert results[-1] == 0 or _forward_seconds(gatherings, before, results[-1] // 2) > seconds
         assert bytes_ahead(intra, assignment, largest - 1) == 0
         # Nothing ahead: one after the other, as the ILP has it.
         alone = before[-1] + sum(each.seconds for each in gatherings)
         assert _forward_seconds(gatherings, before, 0) == pytest.approx(alone)
-    assert found[0] == 0
-    assert found[2] > 0
+    assert results[0] == 0
+    assert results[2] > 0
 
 
 class Recorded:

@@ -296,11 +296,11 @@ def check_steps(
         torch.testing.assert_close(values[ROW_MEANS], means, rtol=1e-12, atol=1e-12)
         assert values[COUNT].item() == (step + 1) * num_microbatches
         stores = {id(o.store): o.store for o in own.values()}
-        found = {id(p): g for p, g in gradients}
+        results = {id(p): g for p, g in gradients}
         for store in stores.values():
             for parameter, sharded in store._by_parameter.items():
                 name = sharded.name
-                whole = sharded.gather_like(found[id(parameter)])
+                whole = sharded.gather_like(results[id(parameter)])
                 torch.testing.assert_close(whole, grads[name], rtol=1e-12, atol=1e-12)
                 assert parameter.grad is None
             store.after_optimizer_step()

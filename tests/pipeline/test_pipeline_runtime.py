@@ -50,8 +50,8 @@ def run_schedule(schedule, num_microbatches):
 @pytest.mark.parametrize("schedule", STAGES)
 def test_microbatches_in_flight_are_what_the_schedule_promises(pool, schedule):
     num_ranks = len({stage.ranks for stage in STAGES[schedule]})
-    found = pool.run(num_ranks, run_schedule, schedule, 6)
-    assert tuple(found) == in_flight(schedule, num_ranks, 6, len(STAGES[schedule]) // num_ranks)
+    per_rank = pool.run(num_ranks, run_schedule, schedule, 6)
+    assert tuple(per_rank) == in_flight(schedule, num_ranks, 6, len(STAGES[schedule]) // num_ranks)
 
 
 def executed(schedule, num_microbatches):
@@ -78,12 +78,12 @@ def executed(schedule, num_microbatches):
 def test_what_was_planned_is_executed(pool, schedule):
     """In torch's orders, see tests/inter_op/test_schedules.py."""
     num_ranks = len({stage.ranks for stage in STAGES[schedule]})
-    found = pool.run(num_ranks, executed, schedule, 6)
+    per_rank = pool.run(num_ranks, executed, schedule, 6)
     planned = actions(schedule, num_ranks, 6, len(STAGES[schedule]) // num_ranks)
     texts = []
     for row in planned:
         texts.append([f"{a.stage}{a.kind}{a.microbatch}" for a in row])
-    assert found == texts
+    assert per_rank == texts
 
 
 def no_random_state():
@@ -184,8 +184,8 @@ def gather_on_the_target():
 
 
 def test_replicas_of_the_target_share_what_they_receive(pool):
-    found = pool.run(4, gather_on_the_target)
-    assert all(any(gathers) for gathers in found)
+    per_rank = pool.run(4, gather_on_the_target)
+    assert all(any(gathers) for gathers in per_rank)
 
 
 def lose_rank():

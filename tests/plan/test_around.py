@@ -43,14 +43,14 @@ def plan(model, rows, around=None, devices=4, length=None, **options):
     options = PlanOptions.from_user(**options)
     if length is not None:
         batch = tuple(part[:, :length] for part in batch)
-    found = make_plan(module, batch, cluster(devices), options, around=around)
+    chosen_plan = make_plan(module, batch, cluster(devices), options, around=around)
     step = capture_step(module, batch, world_size=devices, batch_scope=options.rows)
-    if found.is_pipelined:
-        micro = microbatch(step, found.num_microbatches, devices)
-        check_plan(found, micro.graph, devices, micro.given)
+    if chosen_plan.is_pipelined:
+        micro = microbatch(step, chosen_plan.num_microbatches, devices)
+        check_plan(chosen_plan, micro.graph, devices, micro.given)
     else:
-        check_plan(found, step, devices, ())
-    return found
+        check_plan(chosen_plan, step, devices, ())
+    return chosen_plan
 
 
 def stored(found):

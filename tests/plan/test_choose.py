@@ -117,8 +117,8 @@ def test_stages_on_one_mesh_have_one_logical_shape(monkeypatch):
         batch_scope="global", num_stages=4, num_microbatches=4, schedule="ZBVZeroBubble"
     )
     spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1})
-    found = make_plan(module, module.example_batch(16), spec, options)
-    assert [(stage.first_device, stage.logical_mesh[0]) for stage in found.stages] == [
+    chosen_plan = make_plan(module, module.example_batch(16), spec, options)
+    assert [(stage.first_device, stage.logical_mesh[0]) for stage in chosen_plan.stages] == [
         (0, 4),
         (4, 2),
         (4, 2),

@@ -269,14 +269,14 @@ def save(verdicts: Iterable[OpVerdict], path: Path = STORED) -> None:
 
 def merged(verdicts: Iterable[OpVerdict]) -> list[OpVerdict]:
     """One verdict an op, from those of several runs over different parts of the database."""
-    found: dict[str, OpVerdict] = {}
+    results: dict[str, OpVerdict] = {}
     for new in verdicts:
-        old = found.get(new.op)
+        old = results.get(new.op)
         if old is None:
-            found[new.op] = new
+            results[new.op] = new
             continue
         sharded = tuple(dict.fromkeys((*old.sharded, *new.sharded)))
-        found[new.op] = replace(
+        results[new.op] = replace(
             old,
             origin=new.origin if old.origin == "replicated" else old.origin,
             sharded=sharded,
@@ -285,4 +285,4 @@ def merged(verdicts: Iterable[OpVerdict]) -> list[OpVerdict]:
             wrong=(*old.wrong, *new.wrong),
             why="" if sharded else "; ".join(dict.fromkeys(filter(None, (old.why, new.why)))),
         )
-    return [found[op] for op in sorted(found)]
+    return [results[op] for op in sorted(results)]

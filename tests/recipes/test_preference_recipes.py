@@ -64,8 +64,8 @@ def test_two_ranks_compute_what_one_process_does(pool, tmp_path, name: str) -> N
         "data.num_samples=8",
     ]  # an epoch is a batch: samplers may share rows out as they like
     plain = pool.run(1, train, name, 1, str(tmp_path), [*all_rows, "data.batch_size=8"])[0]
-    found = pool.run(RANKS, train, name, RANKS, str(tmp_path), [*all_rows, "data.batch_size=4"])
-    for rank in found:
+    per_rank = pool.run(RANKS, train, name, RANKS, str(tmp_path), [*all_rows, "data.batch_size=4"])
+    for rank in per_rank:
         assert rank["is_written"] == (
             name == "grpo_tiny"
         )  # it generates, and updates twice a batch
@@ -73,7 +73,7 @@ def test_two_ranks_compute_what_one_process_does(pool, tmp_path, name: str) -> N
             assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-9)
         for key, value in plain["weights"].items():
             torch.testing.assert_close(rank["weights"][key], value, rtol=1e-8, atol=1e-9)
-            assert torch.equal(rank["weights"][key], found[0]["weights"][key])
+            assert torch.equal(rank["weights"][key], per_rank[0]["weights"][key])
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def test_half_precision_is_kept() -> None:
 
 @pytest.mark.parametrize("which", ["net", "blocks"])
 def test_compiled_modules_too(which: str) -> None:
-    found = []
+    results = []
     for remat in (False, True):
         torch.manual_seed(0)
         net = Net(Residual)
@@ -281,10 +281,10 @@ def test_compiled_modules_too(which: str) -> None:
             with kept_tensors() as kept:
                 loss = net(torch.ones(2, WIDTH)).sum()
         loss.backward()
-        found.append(
+        results.append(
             ([p.grad for p in net.parameters()], sum(t.shape == (2, 4 * WIDTH) for t in kept))
         )
-    (grads, num_wide), (grads_again, num_again) = found
+    (grads, num_wide), (grads_again, num_again) = results
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
     assert num_wide > num_again == 0
 

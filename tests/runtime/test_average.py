@@ -13,11 +13,11 @@ RANKS, SIZES = 4, (7, 1, 130, 0, 64)
 
 def gradients(rank: int) -> list[Tensor | None]:
     generator = torch.Generator().manual_seed(rank)
-    found: list[Tensor | None] = [torch.randn(size, generator=generator) for size in SIZES]
-    found[4] = None
+    results: list[Tensor | None] = [torch.randn(size, generator=generator) for size in SIZES]
+    results[4] = None
     if rank == 1:
-        found[2] = None
-    return found
+        results[2] = None
+    return results
 
 
 def averaged(order: list[int], bucket_bytes: int) -> list[Tensor | None]:

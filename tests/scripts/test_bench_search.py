@@ -23,7 +23,7 @@ def test_unequal_stages_on_one_mesh_if_equal_ones_do_not_fit():
     solved = solve_schedules(space, math.inf)[0]
     layers, meshes = space.job.num_layers, range(len(space.sizes))
     halves = [m for m in meshes if 2 * space.sizes[m] == space.job.cluster.num_devices]
-    found = [
+    results = [
         space.price(State(schedule, 2, tuple((n, m) for n in (a, b, c, layers - a - b - c))))
         for m in halves
         for schedule, v in space.kinds
@@ -32,6 +32,6 @@ def test_unequal_stages_on_one_mesh_if_equal_ones_do_not_fit():
         for b in range(1, layers - a - 1)
         for c in range(1, layers - a - b)
     ]
-    seconds = [each.seconds for each in found if each is not None]
+    seconds = [each.seconds for each in results if each is not None]
     assert seconds
     assert solved.seconds <= min(seconds) * (1 + TOLERANCE)

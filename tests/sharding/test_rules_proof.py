@@ -15,12 +15,12 @@ from alpa_strategy.sharding.strategies import axis_strategies, op_strategies, ru
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_has_the_sharded_strategies_that_it_must_have(case: Case) -> None:
-    found = [str(s) for s in axis_strategies(case.call, 2)]
+    results = [str(s) for s in axis_strategies(case.call, 2)]
     assert rule_of(case.call.target) is not None
     assert rule_origin(case.call) in ("notation", "view", "pointwise", "reduction")
-    assert set(case.sharded) <= set(found), found
-    assert len(found) == len(set(found))
-    assert set(found[0].replace("->", ",").split(",")) <= {"R", ""}
+    assert set(case.sharded) <= set(results), results
+    assert len(results) == len(set(results))
+    assert set(results[0].replace("->", ",").split(",")) <= {"R", ""}
 
 
 @pytest.mark.parametrize("axis_size", [2, 3, 4])

@@ -332,10 +332,10 @@ def is_alive(pid: int) -> bool:
 def pids(root: Path, job: subprocess.Popen) -> dict[int, int]:
     """Rank -> process, once both have come to the moment."""
     deadline = time.monotonic() + READY_SECONDS
-    found = {rank: root / f"ready-{rank}" for rank in range(2)}
+    results = {rank: root / f"ready-{rank}" for rank in range(2)}
     while time.monotonic() < deadline and job.poll() is None:
-        if all(path.exists() and path.read_text() for path in found.values()):
-            return {rank: int(path.read_text()) for rank, path in found.items()}
+        if all(path.exists() and path.read_text() for path in results.values()):
+            return {rank: int(path.read_text()) for rank, path in results.items()}
         time.sleep(0.02)
     raise AssertionError("the job did not come so far:\n" + (root / "output").read_text())
 
@@ -384,10 +384,10 @@ def _look_at_checkpoints(case: Case, root: Path, outcome: Outcome) -> None:
 
 def newest(root: Path) -> tuple[Path, int] | None:
     """The checkpoint of the latest step, with its step."""
-    found = [
+    results = [
         (int(open_checkpoint(path)["global_step"]), path) for path in sorted(root.glob("*.ckpt"))
     ]
-    return None if not found else (max(found)[1], max(found)[0])
+    return None if not results else (max(results)[1], max(results)[0])
 
 
 def check_resumption(

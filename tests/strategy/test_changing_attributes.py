@@ -65,7 +65,9 @@ class Ramped(MLP):
         return [Ramp()]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        factor = next(each for each in self.trainer.callbacks if isinstance(each, Ramp)).factor
+        factor = next(
+            callback for callback in self.trainer.callbacks if isinstance(callback, Ramp)
+        ).factor
         self.log("factor", factor)
         return factor * super().training_step(batch, batch_idx)
 

@@ -310,9 +310,9 @@ def test_metrics_have_the_values_of_ddp(
 ) -> None:
     sizes, kwargs = [3 * ROWS], {"written": written, **BIG}
     expected = pool.run(2, fit_with_ddp, str(tmp_path), sizes, kwargs)
-    found = pool.run(2, fit, "Metrics", str(tmp_path), strategy, sizes, kwargs)
+    per_rank = pool.run(2, fit, "Metrics", str(tmp_path), strategy, sizes, kwargs)
     assert {"t_sum", "v_mse", "v_cat_sum", "pair_rmse"} <= expected[0]["metrics"].keys()
-    for run in found:
+    for run in per_rank:
         assert run["metrics"] == pytest.approx(expected[0]["metrics"], rel=TOLERANCE)
         assert run["syncs"] == [True] * len(run["syncs"])
 
@@ -338,8 +338,8 @@ def test_a_stream_that_ends_sooner_on_one_rank(pool, tmp_path: Path) -> None:
     """With unsharded parameters, and where these do not fit."""
     expected = pool.run(2, fit_on_a_stream, str(tmp_path), "ddp")
     for plan in ({"parallel": "zero3"}, {"parallel": "zero3", **NO_ROOM}):
-        found = pool.run(2, fit_on_a_stream, str(tmp_path), plan)
-        for run, other in zip(found, expected, strict=True):
+        per_rank = pool.run(2, fit_on_a_stream, str(tmp_path), plan)
+        for run, other in zip(per_rank, expected, strict=True):
             # This one is logged outside of a step, in float32, and its rows come in another order.
             for name, value in run["metrics"].items():
                 rounding = 1e-6 if name == "v_cat_sum" else TOLERANCE
@@ -465,8 +465,10 @@ def test_ranks_whose_batches_differ(pool, tmp_path: Path) -> None:
     expected = pool.run(
         2, evaluate_without_fit, str(tmp_path), {"memory_limit": float("inf")}, sizes, True
     )
-    found = pool.run(2, evaluate_without_fit, str(tmp_path), {"memory_limit": 330_000}, sizes, True)
-    for run, other in zip(found, expected, strict=True):
+    per_rank = pool.run(
+        2, evaluate_without_fit, str(tmp_path), {"memory_limit": 330_000}, sizes, True
+    )
+    for run, other in zip(per_rank, expected, strict=True):
         assert all(size < NUM_ELEMENTS for size in run["seen"])
         for number, metrics in enumerate(run["metrics"][1]):  # the others are not synchronised
             name = f"test_loss/dataloader_idx_{number}"

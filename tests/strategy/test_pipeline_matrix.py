@@ -52,14 +52,14 @@ def run(model, kwargs, options, *arguments):
 @pytest.fixture(scope="session")
 def plain(pool):
     """Runs of a plain single-process Trainer, computed once."""
-    found = {}
+    results = {}
 
     def get(model, kwargs, num_ranks, clip, accumulate, num_microbatches):
         key = (model, str(kwargs), num_ranks, clip, accumulate, num_microbatches)
-        if key not in found:
+        if key not in results:
             arguments = (STEPS, num_ranks, clip, accumulate, ".", "64-true", num_microbatches)
-            found[key] = pool.run(1, run, model, kwargs, None, *arguments, init_group=False)[0]
-        return found[key]
+            results[key] = pool.run(1, run, model, kwargs, None, *arguments, init_group=False)[0]
+        return results[key]
 
     return get
 

@@ -32,13 +32,13 @@ CASES = {
 @pytest.fixture(scope="session")
 def plain(pool):
     """Runs of a plain single-process Trainer, computed once."""
-    found = {}
+    results = {}
 
     def get(model, optimizer, world_size, clip=None, accumulate=1):
         key = (model, optimizer, world_size, clip, accumulate)
-        if key not in found:
+        if key not in results:
             kwargs = {**CASES[model], "optimizer": optimizer}
-            found[key] = pool.run(
+            results[key] = pool.run(
                 1,
                 record,
                 model,
@@ -50,7 +50,7 @@ def plain(pool):
                 accumulate,
                 init_group=False,
             )[0]
-        return found[key]
+        return results[key]
 
     return get
 
@@ -207,10 +207,10 @@ def test_a_checkpoint_in_the_middle_of_training(pool, tmp_path):
     train(MLP, str(plain), None, callbacks=[SaveMidway()])
     pool.run(2, run_and_save_midway, str(alpa))
     expected = torch.load(plain / "midway.ckpt", weights_only=False)
-    found = torch.load(alpa / "midway.ckpt", weights_only=False)
-    assert found.keys() == expected.keys()
+    stored = torch.load(alpa / "midway.ckpt", weights_only=False)
+    assert stored.keys() == expected.keys()
     for key in ("state_dict", "optimizer_states"):
-        torch.testing.assert_close(found[key], expected[key], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(stored[key], expected[key], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("num_rows", [3 * ROWS + 4, 3 * ROWS + 2])

@@ -207,16 +207,16 @@ def test_what_is_pinned_is_made_again_and_nothing_else() -> None:
 
 def test_spans_are_made_again_where_single_results_do_not_fit() -> None:
     limit = plan("llama", remat=True, num_microbatches=1, layers=8).predicted.peak_bytes * 1.01
-    found = plan("llama", memory_limit=limit, layers=8, offload=False)
-    assert found.stages[0].remat
-    assert found.num_microbatches == 1
-    assert found.predicted.peak_bytes <= limit
+    chosen_plan = plan("llama", memory_limit=limit, layers=8, offload=False)
+    assert chosen_plan.stages[0].remat
+    assert chosen_plan.num_microbatches == 1
+    assert chosen_plan.predicted.peak_bytes <= limit
     # The cluster has a way to host memory: where results may wait there, that is faster.
     stored = plan("llama", memory_limit=limit, layers=8)
     assert stored.stages[0].stored
     assert not stored.stages[0].remat
     assert stored.predicted.peak_bytes <= limit
-    assert stored.predicted.step_seconds < found.predicted.step_seconds
+    assert stored.predicted.step_seconds < chosen_plan.predicted.step_seconds
 
 
 def test_names_that_can_mean_nothing() -> None:
@@ -252,6 +252,6 @@ def test_recomputation_keeps_a_named_plan_on_all_devices(parallel: str) -> None:
         ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2}),
     )
     options = PlanOptions.from_user(parallel=parallel, remat=True)
-    found = make_plan(module, module.example_batch(8), cluster, options)
-    assert [stage.logical_mesh for stage in found.stages] == [(2,)]
-    assert found.stages[0].remat
+    chosen_plan = make_plan(module, module.example_batch(8), cluster, options)
+    assert [stage.logical_mesh for stage in chosen_plan.stages] == [(2,)]
+    assert chosen_plan.stages[0].remat

@@ -57,8 +57,8 @@ class Bare(pl.LightningModule):
     def configure_optimizers(self):
         import torch
 
-        found = [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(self.num_optimizers)]
-        return found[0] if len(found) == 1 else found
+        results = [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(self.num_optimizers)]
+        return results[0] if len(results) == 1 else results
 
 
 @pytest.mark.parametrize(

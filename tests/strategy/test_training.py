@@ -182,10 +182,10 @@ def test_a_checkpoint_in_the_middle_of_training(pool, tmp_path: Path) -> None:
     train(MLP, str(plain), None, callbacks=[SaveMidway()])
     pool.run(2, run_with_midway_checkpoint, str(alpa))
     expected = torch.load(plain / "midway.ckpt", weights_only=False)
-    found = torch.load(alpa / "midway.ckpt", weights_only=False)
+    stored = torch.load(alpa / "midway.ckpt", weights_only=False)
     for key in ("state_dict", "optimizer_states"):
-        torch.testing.assert_close(found[key], expected[key], rtol=TOLERANCE, atol=TOLERANCE)
-    assert found.keys() == expected.keys()
+        torch.testing.assert_close(stored[key], expected[key], rtol=TOLERANCE, atol=TOLERANCE)
+    assert stored.keys() == expected.keys()
 
 
 def test_a_smaller_last_batch_and_a_branch_on_batch_idx(pool, tmp_path: Path) -> None:
