@@ -1,5 +1,5 @@
-"""Modules of other libraries, each wrapped in a LightningModule of a few lines, and modules as users
-write them.
+"""Modules of other libraries, each in a LightningModule of a few lines, and modules as users write
+them.
 
 Hugging Face models come from their configuration with random weights: nothing is downloaded.
 """
