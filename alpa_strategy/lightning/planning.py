@@ -49,9 +49,10 @@ from alpa_strategy.options import OptimizerInfo
 from alpa_strategy.partial_results import Key, PartialResults
 from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.plan_check import check_devices, check_plan
+from alpa_strategy.planner.plan_store import PlanStore
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.replan import pinned_task, replan, replan_fingerprint
-from alpa_strategy.planner.task import PlanStore, PlanTask, check_fits
+from alpa_strategy.planner.task import PlanTask, check_fits
 from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LEAST_BYTES, PAGE_FAULTS
 from alpa_strategy.sharding.strategies import localize, op_strategies
 from alpa_strategy.units import format_bytes, format_seconds

@@ -1,26 +1,33 @@
-"""The plan of a training that runs as it is written: only how parameters are stored is decided,
-from their sizes.
+"""The plan of a training whose steps run eagerly.
 
 Nothing is captured and nothing solved: every rank runs the user's own step on its own batch, as
-under DDP.
+under DDP. Only how parameters are stored is decided, from their sizes.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from alpa_strategy.errors import CaptureError, OptionError
 from alpa_strategy.ir.graph import ParameterInput
+from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import AS_WRITTEN, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
 from alpa_strategy.options import BUCKET_BYTES, SELECTIVE, Limits, OptimizerInfo, PlanOptions
 
 SUPPORTED = ("auto", "data", "zero1", "zero2", "zero3")
-KEPT_WHOLE = 1000  # parameters below so small a part of all are not worth a gathering
+# Parameters with less than this fraction of all elements stay full: they are not worth a gather.
+SMALL_FRACTION = 1 / 1000
+# Buckets of gathered parameters and gradients that a rank stores at once: the one in use, the next,
+# the backward's last, the one that the next arrives in, and gradients.
+NUM_BUCKETS = 5
 
 
 def against_written(options: PlanOptions) -> str | None:
-    """The option that only a captured step can meet, None where there is none."""
-    if (against := _against_replicas(options)) is not None:
-        return against
+    """Return the option that only a captured step can meet, as a part of a message; None if there
+    is none.
+    """
+    problem = _pipeline_only_option(options)
+    if problem is not None:
+        return problem
     if options.parallel not in SUPPORTED:
         return f"parallel={options.parallel!r} is asked for"
     if options.placements:
@@ -30,81 +37,150 @@ def against_written(options: PlanOptions) -> str | None:
     return None
 
 
-def _against_replicas(options: PlanOptions) -> str | None:
-    """Of these, what planned submodules cannot meet either."""
+def _pipeline_only_option(options: PlanOptions) -> str | None:
+    """Return the option that neither eager steps nor planned submodules can meet; None if there is
+    none.
+    """
     if options.asks_for_pipeline:
         return "a pipeline or micro-batches are asked for"
     if options.device_map:
         return "a device_map is asked for"
-    return f"offload={options.offload!r} is asked for" if options.offload else None
+    if options.offload:
+        return f"offload={options.offload!r} is asked for"
+    return None
 
 
 def asks_for_written(options: PlanOptions, limits: Limits) -> str | None:
-    """The option that has steps run as they are written, if any; OptionError where another cannot
-    be met so.
+    """Return the option that makes steps run eagerly, None if no option does.
+
+    Raises:
+        OptionError: another option needs a captured step.
     """
-    is_replica = options.batch_scope == "replica" and limits.replicas is None
-    asks = (
-        'capture="never"'
-        if limits.capture == "never"
-        else 'batch_scope="replica"'
-        if is_replica
-        else None
-    )
-    if asks and (against := against_written(options)):
-        raise OptionError(
-            f"{asks} has steps run as they are written, but {against}", "leave one of them out"
-        )
-    return asks
+    option = None
+    if limits.capture == "never":
+        option = 'capture="never"'
+    elif options.batch_scope == "replica" and limits.replicas is None:
+        option = 'batch_scope="replica"'
+
+    if option is not None:
+        conflict = against_written(options)
+        if conflict is not None:
+            raise OptionError(
+                f"{option} has steps run eagerly, but {conflict}", "leave one of them out"
+            )
+    return option
 
 
 def submodule_options(
     options: PlanOptions, limits: Limits, num_devices: int
 ) -> tuple[int, PlanOptions] | None:
-    """In how many replicas the submodules of a step are planned, and by which options in each;
-    None: not at all.
+    """Return the number of replicas whose submodules are planned, and the options inside each of
+    them; None if submodules are not planned.
 
-    The first of two mesh axes is that of the replicas. OptionError where `capture="submodules"`
-    cannot be met.
+    The first of two mesh axes is that of the replicas.
+
+    Raises:
+        OptionError: `capture="submodules"` cannot be met.
     """
-    asks, mesh, names = limits.capture == "submodules", options.logical_mesh or (), options.parallel
-    names = (names,) * max(1, len(mesh)) if isinstance(names, str) else names
+    is_required = limits.capture == "submodules"
+    mesh = options.logical_mesh or ()
+    kinds = options.parallel
+    if isinstance(kinds, str):
+        kinds = (kinds,) * max(1, len(mesh))
     pins = [(pattern, modes.split()) for pattern, modes in options.placements]
-    divides = "tensor" in names or bool(pins) or len(mesh) > 1
-    if not (asks or (limits.capture == "auto" and divides)):
+    divides = "tensor" in kinds or bool(pins) or len(mesh) > 1
+    if not (is_required or (limits.capture == "auto" and divides)):
         return None
-    count = limits.replicas or (mesh[0] if len(mesh) > 1 else 1 if divides or mesh else num_devices)
-    size = num_devices // count
-    inner = {"auto", "tensor"} if size > 1 else {"auto", "tensor", "data"}
-    against = _against_replicas(options)
-    if not ({*names[:-1]} <= {"auto", "data"} and names[-1] in inner):
-        against = f"parallel={options.parallel!r} is asked for"
-    if (mesh and mesh not in ((size,), (count, size))) or count * size != num_devices:
-        against = (
-            f"logical_mesh={list(mesh)} does not divide {num_devices} devices into {count} replicas"
-        )
-    if any(
-        len(m) != max(1, len(mesh)) or m[-1][0] == "G" or m[0] not in (m[-1], "R", "R*")
-        for _, m in pins
-    ):
-        against = "placements have parameters in parts across replicas, or gathered once a step"
-    if count > 1 and size > 1 and options.batch_scope != ("replica" if limits.replicas else "auto"):
-        against = f"batch_scope={options.batch_scope!r} is asked for"
-    if against is not None and asks:
-        raise OptionError(
-            f'capture="submodules" has replicas work alike, but {against}', "leave one of them out"
-        )
+
+    num_replicas = _num_replicas(limits, mesh, divides, num_devices)
+    replica_size = num_devices // num_replicas
+    conflict = _submodule_conflict(options, limits, kinds, pins, num_replicas, num_devices)
+    if conflict is not None:
+        if is_required:
+            raise OptionError(
+                f'capture="submodules" has replicas work alike, but {conflict}',
+                "leave one of them out",
+            )
+        return None
+
     inside = replace(
         options,
-        parallel=names[-1] if size > 1 else "auto",
-        logical_mesh=(size,),
+        parallel=kinds[-1] if replica_size > 1 else "auto",
+        logical_mesh=(replica_size,),
         placements=tuple((pattern, modes[-1].rstrip("*")) for pattern, modes in pins),
         batch_scope="global",
         num_stages=1,
         remat=(SELECTIVE,) if options.remat is True else options.remat,
         completes=True,
     )
-    return (count, inside) if against is None else None
+    return num_replicas, inside
+
+
+def _num_replicas(limits: Limits, mesh: tuple[int, ...], divides: bool, num_devices: int) -> int:
+    """Return the number of replicas: the pinned one, the first of two mesh axes, or one for all
+    devices if an option divides the step.
+    """
+    if limits.replicas:
+        return limits.replicas
+    if len(mesh) > 1:
+        return mesh[0]
+    if divides or mesh:
+        return 1
+    return num_devices
+
+
+def _submodule_conflict(
+    options: PlanOptions,
+    limits: Limits,
+    kinds: tuple[str, ...],
+    pins: Sequence[tuple[str, list[str]]],
+    num_replicas: int,
+    num_devices: int,
+) -> str | None:
+    """Return the option that planned submodules cannot meet, None if there is none.
+
+    Args:
+        kinds: `options.parallel`, one for each mesh axis.
+        pins: `options.placements`, one mode for each mesh axis.
+    """
+    mesh = options.logical_mesh or ()
+    replica_size = num_devices // num_replicas
+    if num_replicas > 1 and replica_size > 1:
+        scope = "replica" if limits.replicas else "auto"
+        if options.batch_scope != scope:
+            return f"batch_scope={options.batch_scope!r} is asked for"
+
+    num_axes = max(1, len(mesh))
+    for _, modes in pins:
+        differs_between_replicas = modes[0] not in (modes[-1], "R", "R*")
+        if len(modes) != num_axes or modes[-1][0] == "G" or differs_between_replicas:
+            return "placements are sharded across replicas, or gathered once a step"
+
+    fits_mesh = not mesh or mesh in ((replica_size,), (num_replicas, replica_size))
+    if not fits_mesh or num_replicas * replica_size != num_devices:
+        return (
+            f"logical_mesh={list(mesh)} does not divide {num_devices} devices into"
+            f" {num_replicas} replicas"
+        )
+
+    allowed_inside = {"auto", "tensor"}
+    if replica_size == 1:
+        allowed_inside.add("data")
+    if not set(kinds[:-1]) <= {"auto", "data"} or kinds[-1] not in allowed_inside:
+        return f"parallel={options.parallel!r} is asked for"
+    return _pipeline_only_option(options)
+
+
+@dataclass(frozen=True)
+class _StoragePlan:
+    """How an eager training stores its parameters, and what that needs."""
+
+    # By parameter name.
+    plans: Mapping[str, ParameterPlan]
+    # Of parameters, gradients, optimizer state and gathered buckets, on one device.
+    peak_bytes: float
+    # Of parameters that are gathered before they are used.
+    prefetch_bytes: float
 
 
 def plan_eager(
@@ -115,39 +191,34 @@ def plan_eager(
     limit: float,
     why: CaptureError,
 ) -> Plan:
-    """How a training that runs as it is written stores its parameters.
+    """Return the plan of a training whose steps run eagerly.
+
+    The first storage that fits is taken: full parameters, ZeRO-2, ZeRO-3; options may pin one.
 
     Args:
         devices: (nodes, devices per node).
-        limit: bytes of a device.
-        why: what stood against a captured step.
+        limit: bytes of a device that may be used.
+        why: the reason why the step is not captured.
     """
     num_devices = devices[0] * devices[1]
     state_bytes = max((info.state_bytes for info in optimizers), default=0.0)
-    ways = (
-        ("data", "zero2", "zero3") if all(info.element_wise for info in optimizers) else ("data",)
-    )
-    ways = (
-        ("data",)
-        if options.completes
-        else ways
-        if options.parallel == "auto"
-        else (str(options.parallel),)
-    )
-    for way in ways:
-        plans, peak, ahead = _stored(parameters, way, num_devices, state_bytes, options.kept_whole)
-        if options.completes:
-            plans = dict.fromkeys(plans, ParameterPlan.parse("R"))
-        plans = {
-            name: replace(plan, sums_in_fp32=options.fp32_reduction) for name, plan in plans.items()
-        }
-        if peak <= limit:
+    for kind in _storage_kinds(options, optimizers):
+        storage = _storage(parameters, kind, num_devices, state_bytes, options.kept_whole)
+        if storage.peak_bytes <= limit:
             break
-    # No times are known that would say how much gathering hides: twice as much ahead, where memory
-    # has room.
-    room = min(ahead, max(0.0, limit - peak))
-    peak, ahead = peak + room, ahead + room
-    predicted = Predicted(step_seconds=0.0, peak_bytes=int(peak))
+
+    plans = storage.plans
+    if options.completes:
+        plans = dict.fromkeys(plans, ParameterPlan.parse("R"))
+    plans = {
+        name: replace(plan, sums_in_fp32=options.fp32_reduction) for name, plan in plans.items()
+    }
+
+    # No times are known that would say how much of the gathering is hidden: twice as much is
+    # prefetched if there is memory for it.
+    headroom = max(0.0, limit - storage.peak_bytes)
+    more_prefetched = min(storage.prefetch_bytes, headroom)
+    predicted = Predicted(step_seconds=0.0, peak_bytes=int(storage.peak_bytes + more_prefetched))
     stage = StagePlan(
         submesh=devices,
         first_device=0,
@@ -157,55 +228,86 @@ def plan_eager(
         strategies={},
         collectives=(),
         predicted=predicted,
-        shapes={given.name: given.meta.shape for given in parameters},
-        ahead_bytes=int(ahead),
+        shapes={parameter.name: parameter.meta.shape for parameter in parameters},
+        ahead_bytes=int(storage.prefetch_bytes + more_prefetched),
     )
-    what = " ".join(why.problem.split())
+    reason = " ".join(why.problem.split())
     return Plan(
         fingerprint=Fingerprint(*[AS_WRITTEN] * len(Fingerprint.__dataclass_fields__)),
         stages=(stage,),
         predicted=predicted,
         schedule=AS_WRITTEN,
-        notes=(f"each rank runs the step as it is written, on its own batch: {what}",),
+        notes=(f"each rank runs the step eagerly, on its own batch: {reason}",),
     )
 
 
-def _stored(
+def _storage_kinds(options: PlanOptions, optimizers: Sequence[OptimizerInfo]) -> tuple[str, ...]:
+    """Return the kinds of storage to try, in order of the memory that they need."""
+    if options.completes:
+        return ("data",)
+    if options.parallel != "auto":
+        return (str(options.parallel),)
+    if all(info.element_wise for info in optimizers):
+        return ("data", "zero2", "zero3")
+    return ("data",)
+
+
+def _storage(
     parameters: Sequence[ParameterInput],
-    way: str,
+    kind: str,
     num_devices: int,
     state_bytes: float,
     kept_whole: tuple[str, ...],
-) -> tuple[dict[str, ParameterPlan], float, float]:
-    """How each parameter lies, the peak's bytes of parameters, gradients and state, and those
-    gathered ahead.
+) -> _StoragePlan:
+    """Return how `kind` ("data", "zero2", ...) stores parameters.
+
+    Args:
+        state_bytes: of the optimizer, per element.
+        kept_whole: names of parameters that stay full.
     """
     plans: dict[str, ParameterPlan] = {}
-    least = sum(given.meta.num_elements for given in parameters) / KEPT_WHOLE
-    total = largest = cut = 0.0
-    for given in parameters:
-        meta = given.meta
-        is_cut = way != "data" and meta.num_elements > least and given.name not in kept_whole
-        sizes = enumerate(meta.shape) if is_cut else ()
-        dim = next((dim for dim, size in sizes if size >= num_devices), None)
-        letter = "S" if way == "zero3" else "G" if meta.requires_grad else None
-        mode = (
-            ("R*" if meta.requires_grad else "R")
-            if dim is None or letter is None
-            else f"{letter}{dim}"
+    small = SMALL_FRACTION * sum(parameter.meta.num_elements for parameter in parameters)
+    total_bytes = 0.0
+    largest_sharded = 0.0
+    sharded_bytes = 0.0
+    for parameter in parameters:
+        meta = parameter.meta
+        may_shard = (
+            kind != "data" and meta.num_elements > small and parameter.name not in kept_whole
         )
-        plans[given.name] = ParameterPlan.parse(mode)
-        trained = meta.num_bytes * meta.requires_grad
-        kept = meta.num_bytes + trained + meta.num_elements * state_bytes * meta.requires_grad
+        mode = _storage_mode(meta, kind, num_devices) if may_shard else _full_mode(meta)
+        plans[parameter.name] = ParameterPlan.parse(mode)
+
+        gradient_bytes = meta.num_bytes if meta.requires_grad else 0
+        optimizer_bytes = meta.num_elements * state_bytes if meta.requires_grad else 0.0
+        stored_bytes = meta.num_bytes + gradient_bytes + optimizer_bytes
         if mode[0] == "R":
-            total += kept
+            total_bytes += stored_bytes
             continue
-        total += kept / num_devices
+        total_bytes += stored_bytes / num_devices
         if mode[0] == "G":
-            total += meta.num_bytes + trained
+            # ZeRO-2: full parameters and gradients exist beside the shards.
+            total_bytes += meta.num_bytes + gradient_bytes
         else:
-            cut, largest = cut + meta.num_bytes, max(largest, meta.num_bytes)
-    # Gathered by the bucket: the one in use, the next, the backward's last, what the next arrives
-    # in, and gradients.
-    bucket = max(largest, min(cut, BUCKET_BYTES))
-    return plans, total + 5 * bucket, bucket
+            sharded_bytes += meta.num_bytes
+            largest_sharded = max(largest_sharded, meta.num_bytes)
+
+    bucket_bytes = max(largest_sharded, min(sharded_bytes, BUCKET_BYTES))
+    return _StoragePlan(plans, total_bytes + NUM_BUCKETS * bucket_bytes, bucket_bytes)
+
+
+def _full_mode(meta: TensorMeta) -> str:
+    return "R*" if meta.requires_grad else "R"
+
+
+def _storage_mode(meta: TensorMeta, kind: str, num_devices: int) -> str:
+    """Return the mode under ZeRO: sharded along the first dim with at least one element a device,
+    full if there is none.
+    """
+    dim = next((dim for dim, size in enumerate(meta.shape) if size >= num_devices), None)
+    if dim is None:
+        return _full_mode(meta)
+    if kind == "zero3":
+        return f"S{dim}"
+    # ZeRO-1 and ZeRO-2 shard gradients and optimizer state alone: a frozen parameter has neither.
+    return f"G{dim}" if meta.requires_grad else _full_mode(meta)

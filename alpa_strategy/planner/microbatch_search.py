@@ -81,50 +81,85 @@ def search_microbatches(
     Returns:
         The numbers that were priced, in order.
     """
-    priced: list[int] = []
-
-    def price_at(
-        index: int, used: Submeshes | None = None, limit: float = known_seconds
-    ) -> SearchResult:
-        if bound(counts[index]) >= min(limit, known_seconds):
-            return SearchResult()
-        priced.append(counts[index])
-        return price(counts[index], used)
-
+    climb = _Climb(counts, bound, price, known_seconds)
     target = FIRST_MICROBATCHES_PER_STAGE * max_stages
     first = min(range(len(counts)), key=lambda index: abs(math.log(counts[index] / target)))
-    best_index = first
-    best = price_at(first)
+    start = climb.start_from(first)
+    if start is not None:
+        best = climb.best_from(start)
+        if best != start:
+            climb.price_at(best)
+    return climb.priced
 
-    # If nothing fits, more micro-batches need less memory; fewer may be faster than the known plan.
-    for index in (*range(first - 1, -1, -1), *range(first + 1, len(counts))):
-        if best.used:
-            break
-        best_index = index
-        best = price_at(index)
-    if not best.used:
-        return priced
 
-    index_on_all_submeshes = best_index
-    # More micro-batches may have to grow twice before they are so small that nothing has to be
-    # recomputed.
-    for step, patience in ((-1, 2), (1, 1)):
-        index = best_index + step
+class _Climb:
+    """The numbers of micro-batches that are priced, and the best result so far."""
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        bound: Callable[[int], float],
+        price: Price,
+        known_seconds: float,
+    ) -> None:
+        self.priced: list[int] = []
+        self._counts = counts
+        self._bound = bound
+        self._price = price
+        self._known_seconds = known_seconds
+        self._best = SearchResult()
+
+    def price_at(
+        self, index: int, used: Submeshes | None = None, limit: float = math.inf
+    ) -> SearchResult:
+        """Price `counts[index]` unless its bound is above `limit` or the known seconds."""
+        count = self._counts[index]
+        if self._bound(count) >= min(limit, self._known_seconds):
+            return SearchResult()
+        self.priced.append(count)
+        return self._price(count, used)
+
+    def start_from(self, first: int) -> int | None:
+        """Return `first`, or the next index at which something fits; None: nothing does.
+
+        More micro-batches need less memory; fewer may be faster than the known plan.
+        """
+        more = range(first - 1, -1, -1)
+        fewer = range(first + 1, len(self._counts))
+        for index in (first, *more, *fewer):
+            self._best = self.price_at(index)
+            if self._best.used:
+                return index
+        return None
+
+    def best_from(self, start: int) -> int:
+        """Return the index of the best number, climbed to from `start` on the submeshes in use.
+
+        More micro-batches may have to grow twice before they are so small that nothing has to be
+        recomputed. If more are better, fewer are not tried.
+        """
+        best = self._climb(start, step=-1, patience=2)
+        if best == start:
+            best = self._climb(start, step=1, patience=1)
+        return best
+
+    def _climb(self, start: int, step: int, patience: int) -> int:
+        """Go from `start` by `step` until `patience` numbers in turn are no better (one, once a
+        better one was seen), and return the index of the best.
+        """
+        best_index = start
+        index = start + step
         misses = 0
-        while 0 <= index < len(counts) and counts[index] not in priced and misses < patience:
-            other = price_at(index, best.used, best.seconds)
-            if other.seconds < best.seconds:
+        while 0 <= index < len(self._counts) and misses < patience:
+            if self._counts[index] in self.priced:
+                break
+            result = self.price_at(index, self._best.used, self._best.seconds)
+            if result.seconds < self._best.seconds:
                 best_index = index
-                best = other
+                self._best = result
                 misses = 0
                 patience = 1
             else:
                 misses += 1
             index += step
-        if best_index != index_on_all_submeshes:
-            # If more micro-batches are better, fewer are not.
-            break
-
-    if best_index != index_on_all_submeshes:
-        price_at(best_index)
-    return priced
+        return best_index

@@ -83,10 +83,9 @@ def _plan_one_stage(
         other = plan_of(solver.job, fingerprint, [data_parallel], [0])
         plan = _or_data_parallel(task, plan, other)
 
-    baseline_seconds = {
-        name: stage.plan.predicted.step_seconds if stage else None
-        for name, stage in baselines.items()
-    }
+    baseline_seconds: dict[str, float | None] = {}
+    for name, stage in baselines.items():
+        baseline_seconds[name] = stage.plan.predicted.step_seconds if stage else None
     notes = (*task.step.notes, *replicated_notes(task.step, task.op_costs), *plan.notes)
     return replace(plan, baselines=baseline_seconds, notes=notes, solver_seconds=dict(spent))
 

@@ -153,23 +153,24 @@ def wants_sparse_gradients(optimizer: Optimizer) -> bool:
 
 
 def _per_element(optimizer: Optimizer) -> tuple[float, float, float]:
-    """`OptimizerInfo`'s state_bytes, moved_bytes and scratch, by two steps of a copy; step counters
-    do not count.
+    """Return `OptimizerInfo`'s state_bytes, moved_bytes and scratch, measured by two steps of a
+    copy of the optimizer.
 
-    On a parameter of the dtype that the optimizer's own have; the mean over the elements where
-    those differ.
+    The copy steps a parameter of the dtype that the optimizer's parameters have; the result is the
+    mean over all elements if they have several. Step counters do not count.
     """
-    every = (p for group in optimizer.param_groups for p in group["params"])
-    parameters = [p for p in every if p.is_floating_point() or p.is_complex()]  # others never train
-    elements = Counter[torch.dtype]()
-    for parameter in parameters:
-        elements[parameter.dtype] += parameter.numel()
-    found = [
-        torch.tensor(_probe(optimizer, dtype), dtype=torch.float64) * n
-        for dtype, n in elements.items()
-    ]
-    state_bytes, moved, scratch = (sum(found, torch.zeros(3)) / max(1, elements.total())).tolist()
-    return state_bytes, moved, scratch
+    num_elements = Counter[torch.dtype]()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # Others never train.
+            if parameter.is_floating_point() or parameter.is_complex():
+                num_elements[parameter.dtype] += parameter.numel()
+
+    totals = torch.zeros(3, dtype=torch.float64)
+    for dtype, count in num_elements.items():
+        totals += torch.tensor(_probe(optimizer, dtype), dtype=torch.float64) * count
+    state_bytes, moved_bytes, scratch = (totals / max(1, num_elements.total())).tolist()
+    return state_bytes, moved_bytes, scratch
 
 
 def _probe(optimizer: Optimizer, dtype: torch.dtype) -> tuple[float, float, float]:
@@ -189,19 +190,28 @@ def _probe(optimizer: Optimizer, dtype: torch.dtype) -> tuple[float, float, floa
     return state_bytes, traffic.moved / parameter.numel(), scratch
 
 
-# Parameters of the two copies whose difference is what one takes, and steps that are timed of each.
-_FEW, _MANY, _TIMED_STEPS = 1, 9, 5
+# Parameters of two copies: the difference of their steps is what one parameter takes.
+_FEW = 1
+_MANY = 9
+# Steps of each copy that are timed.
+_TIMED_STEPS = 5
 
 
 def _python_seconds(optimizer: Optimizer) -> tuple[float, float]:
-    """Seconds of a step whatever it updates, and of each parameter: those of tiny ones."""
-    few, many = (_seconds_of_step(optimizer, count) for count in (_FEW, _MANY))
-    each = max(0.0, (many - few) / (_MANY - _FEW))
-    return max(0.0, few - _FEW * each), each
+    """Return the host's seconds of a step without parameters, and those of each parameter.
+
+    They are measured on tiny parameters, whose kernels take next to no time.
+    """
+    few = _seconds_of_step(optimizer, _FEW)
+    many = _seconds_of_step(optimizer, _MANY)
+    per_parameter = max(0.0, (many - few) / (_MANY - _FEW))
+    return max(0.0, few - _FEW * per_parameter), per_parameter
 
 
 def _seconds_of_step(optimizer: Optimizer, num_parameters: int) -> float:
-    """Median seconds on a core of a step of a copy with so many tiny parameters."""
+    """Return the median seconds on a core of a step of a copy with `num_parameters` tiny
+    parameters.
+    """
     parameters = [torch.nn.Parameter(torch.zeros(_SHAPE)) for _ in range(num_parameters)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)

@@ -1,10 +1,9 @@
-"""An iteration of several phases, as a module tells them that generates, scores and updates in one
-training step.
+"""Iterations of several phases: training steps that generate, score and update.
 
-The phase that trains is planned as any step is. Every other is priced with parameters as they lie
-for it, and in a layout of its own, into which they are brought once an iteration, beside what
-training keeps; the cheaper is taken (ReaLHF, arXiv 2406.14088, searches so). What no phase trains
-lies as the first that uses it wants.
+The phase that trains is planned as any step is. Every other phase is priced twice: with parameters
+in the layouts of training, and in layouts of its own, into which they are moved once an iteration,
+in addition to what training stores. The cheaper of the two is taken, as ReaLHF (arXiv 2406.14088)
+searches. Parameters that no phase trains get the layout of the first phase that uses them.
 """
 
 from collections import Counter
@@ -33,20 +32,21 @@ from alpa_strategy.sharding.redistribute import reshard_table
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of an iteration: `step(*args)`, so many `times`.
+    """A part of an iteration: `step(*args)`, repeated `times` times.
 
-    A LightningModule's `iteration_phases(self, batch) -> dict[str, Phase]` names those of a step;
-    new tensors are meta.
+    A LightningModule's `iteration_phases(self, batch) -> dict[str, Phase]` returns those of a step;
+    tensors that it creates are on the meta device.
     """
 
-    # computes tensors of `args`: the next token, of one and earlier keys and values, say; a phase
-    # that trains: the loss
+    # Computes tensors from `args`: the next token from one token and earlier keys and values, for
+    # example. The phase that trains returns the loss.
     step: Callable[..., Any]
-    args: tuple[
-        Any, ...
-    ] = ()  # pytrees of tensors of typical shapes; those with rows have one rank's, in dim 0
+    # Pytrees of tensors of typical shapes. Tensors with samples have one rank's, in dim 0.
+    args: tuple[Any, ...] = ()
+    # How often the phase runs in an iteration.
     times: int = 1
-    trains: bool = False  # a backward and the optimizer's step follow
+    # Whether a backward and the optimizer's step follow.
+    trains: bool = False
 
 
 def capture_phases(
@@ -56,11 +56,12 @@ def capture_phases(
     batch_scope: str,
     context: Callable[[], AbstractContextManager[Any]],
 ) -> dict[str, tuple[Phase, StepGraph]]:
-    """The phases that `module` names for `batch`, captured; see `capture_step` for the arguments.
+    """Capture the phases that `module.iteration_phases` returns for `batch`, by name.
+
+    The arguments are those of `capture_step`. Errors of the user's code are not caught.
 
     Raises:
-        CaptureError: not just one trains, or one cannot be captured. Errors of the user's code
-            pass.
+        CaptureError: none or several phases train, or a phase cannot be captured.
     """
     to_meta = partial(torch.empty_like, device="meta")
     with torch.device("meta"), context():
@@ -81,22 +82,24 @@ def capture_phases(
 def _captured(
     module: Any, phase: Phase, factor: int, context: Callable[[], AbstractContextManager[Any]]
 ) -> StepGraph:
-    """The ops of a phase on `factor` times its rows; without gradients where it does not train.
+    """Return the ops of a phase on `factor` times its samples, without gradients unless it trains.
 
-    What such a phase is given others have made, and others take what it gives: both lie as is best
-    for it.
+    Inputs and results of a phase that does not train come from other phases and go to others: they
+    have the layouts that are best for it.
     """
-    loss = torch.zeros((), device="meta", requires_grad=True)  # a graph has one: this is cut off
+    # Every graph has a loss. That of a phase that does not train is removed below.
+    placeholder_loss = torch.zeros((), device="meta", requires_grad=True)
 
-    def step(given: Any) -> dict[str, Any]:
-        result = phase.step(*given[0])
-        return {"loss": result if phase.trains else given[1] * 1, "result": result}
+    def step(inputs: Any) -> dict[str, Any]:
+        args, placeholder = inputs
+        result = phase.step(*args)
+        loss = result if phase.trains else placeholder * 1
+        return {"loss": loss, "result": result}
 
+    batch = (phase.args, placeholder_loss)
     rows = *likely_rows(pytree.tree_leaves(phase.args)), False
     with requiring_grad(() if phase.trains else module.parameters(), False):
-        graph = convert(
-            trace_step(StepCall(module, (phase.args, loss), factor, 0, context, rows, step=step))
-        )
+        graph = convert(trace_step(StepCall(module, batch, factor, 0, context, rows, step=step)))
     graph = segment_fused_linears(graph)
     leaving = values_of(graph.output["result"])
     part = graph.part_for(leaving)
@@ -112,191 +115,282 @@ def plan_iteration(
     task: PlanTask,
     choose: Callable[[PlanTask], Plan],
 ) -> Plan:
-    """The plan of the phase that trains, which `task` is for and `choose` finds, with what all take
-    (`Plan.phases`).
+    """Return the plan of the phase that trains, with the costs of all phases (`Plan.phases`).
+
+    Args:
+        captured: phases and their graphs, by name.
+        task: that of the phase that trains.
+        choose: finds its plan.
 
     Raises:
         PlanError: a phase fits in no layout.
     """
-    trained = {p.name for p in task.step.parameters}
-    others = {
-        p.name: p.meta.num_bytes
-        for _, step in captured.values()
-        for p in step.parameters
-        if p.name not in trained
-    }
-    limit = (
-        task.memory_limit - sum(others.values()) / task.cluster.num_devices
-    )  # where they lie in parts
-    plan = choose(replace(task, options=replace(task.options, memory_limit=max(1.0, limit))))
-    prices = _Prices(replace(task, cluster=task.cluster.in_order(job_ranks(plan.stages))), plan)
-    # Phases without trained parameters decide how their own lie, and so what room is left for the
-    # rest.
-    order = sorted(
-        captured, key=lambda name: any(p.name in trained for p in captured[name][1].parameters)
-    )
-    costs = {name: prices.of(name, *captured[name]) for name in order}
-    beside = int(prices.lying_bytes)
-    return replace(
-        plan,
-        phases=tuple(replace(costs[n], peak_bytes=costs[n].peak_bytes + beside) for n in captured),
-    )
+    trained = {parameter.name for parameter in task.step.parameters}
+    frozen_bytes: dict[str, int] = {}
+    for _, step in captured.values():
+        for parameter in step.parameters:
+            if parameter.name not in trained:
+                frozen_bytes[parameter.name] = parameter.meta.num_bytes
+
+    # Parameters of other phases are sharded over all devices while the step is planned.
+    others_bytes = sum(frozen_bytes.values()) / task.cluster.num_devices
+    limit = max(1.0, task.memory_limit - others_bytes)
+    plan = choose(replace(task, options=replace(task.options, memory_limit=limit)))
+    cluster = task.cluster.in_order(job_ranks(plan.stages))
+    prices = _PhasePrices(replace(task, cluster=cluster), plan)
+
+    # Phases without trained parameters come first: they decide how their own parameters are laid
+    # out, and so how much memory the others have.
+    def has_trained(name: str) -> bool:
+        _, step = captured[name]
+        return any(parameter.name in trained for parameter in step.parameters)
+
+    costs: dict[str, PhaseCost] = {}
+    for name in sorted(captured, key=has_trained):
+        phase, step = captured[name]
+        costs[name] = prices.cost_of(name, phase, step)
+
+    stored_bytes = int(prices.stored_bytes)
+    phases = []
+    for name in captured:
+        cost = costs[name]
+        phases.append(replace(cost, peak_bytes=cost.peak_bytes + stored_bytes))
+    return replace(plan, phases=tuple(phases))
 
 
-class _Place(NamedTuple):
-    """How a parameter lies between phases: on a mesh of all devices (() where on some), with bytes
-    of a device.
-    """
+class _StoredParameter(NamedTuple):
+    """How a parameter is laid out between phases."""
 
+    # The logical mesh of all devices; (): a part of the devices has it.
     mesh: tuple[int, ...]
     plan: ParameterPlan
+    # On one device.
     num_bytes: float
 
 
-def _places(step: StepGraph, stage: StagePlan) -> dict[str, _Place]:
-    """As a stage has its parameters. What training gathers once a step is in shards as any,
-    gathered at each use.
+def _stored_parameters(step: StepGraph, stage: StagePlan) -> dict[str, _StoredParameter]:
+    """Return a stage's parameters by name.
+
+    What training gathers once per step is sharded as under ZeRO-3 here, and gathered at each use.
     """
-    places, mesh, given = {}, stage.logical_mesh, {p.name: p.meta for p in step.parameters}
+    mesh = stage.logical_mesh
+    metas = {parameter.name: parameter.meta for parameter in step.parameters}
+    stored: dict[str, _StoredParameter] = {}
     for name, plan in stage.parameter_plans.items():
-        local = plan.layout.local_shape(given[name].shape, mesh, (0,) * len(mesh))
-        modes = ("R" if mode.is_whole else f"S{mode.dim}" for mode in plan.modes)
-        frozen = ParameterPlan.parse(" ".join(modes), plan.num_segments)
-        places[name] = _Place(mesh, frozen, given[name].with_shape(local).num_bytes)
-    return places
+        frozen_modes = []
+        for mode in plan.modes:
+            frozen_modes.append("R" if mode.is_whole else f"S{mode.dim}")
+        frozen_plan = ParameterPlan.parse(" ".join(frozen_modes), plan.num_segments)
+        local_shape = plan.layout.local_shape(metas[name].shape, mesh, (0,) * len(mesh))
+        num_bytes = metas[name].with_shape(local_shape).num_bytes
+        stored[name] = _StoredParameter(mesh, frozen_plan, num_bytes)
+    return stored
 
 
-class _Prices:
-    """What phases take beside the plan of the one that trains. lies: parameter -> its place, as far
-    as it has one.
-    """
+@dataclass(frozen=True)
+class _PhaseOption:
+    """A plan for a phase, with or without moving parameters."""
+
+    plan: Plan
+    # Seconds to move parameters into the plan's layouts; None: nothing is moved.
+    move_seconds: float | None
+
+
+class _PhasePrices:
+    """Prices phases beside the plan of the phase that trains."""
 
     def __init__(self, task: PlanTask, training: Plan) -> None:
-        self._task, self._training = task, training
-        found = [item for stage in training.stages for item in _places(task.step, stage).items()]
-        num_meshes = len({stage.first_device for stage in training.stages})
-        self.lies = (
-            dict(found)
-            if num_meshes == 1
-            else {n: _Place((), x.plan, x.num_bytes / num_meshes) for n, x in found}
-        )
-        widths = {
-            p.name: p.meta.dtype.itemsize for p in task.step.parameters if p.meta.requires_grad
+        self._task = task
+        self._training = training
+        # Parameters that have a layout so far, by name.
+        self.stored = _parameters_of_plan(task.step, training)
+
+        itemsize = {
+            parameter.name: parameter.meta.dtype.itemsize
+            for parameter in task.step.parameters
+            if parameter.meta.requires_grad
         }
         num_elements = sum(
-            place.num_bytes / widths[name] for name, place in self.lies.items() if name in widths
+            parameter.num_bytes / itemsize[name]
+            for name, parameter in self.stored.items()
+            if name in itemsize
         )
         self._state_bytes = task.optimizer.state_bytes * num_elements
-        self._more_at_peak = training.predicted.peak_bytes - self.lying_bytes
+        # What training needs at its peak in addition to what is stored between phases.
+        self._more_at_peak = training.predicted.peak_bytes - self.stored_bytes
 
     @property
-    def lying_bytes(self) -> float:
-        """Of a device between phases."""
-        return self._state_bytes + sum(place.num_bytes for place in self.lies.values())
+    def stored_bytes(self) -> float:
+        """Bytes that a device stores between phases."""
+        return self._state_bytes + sum(parameter.num_bytes for parameter in self.stored.values())
 
-    def of(self, name: str, phase: Phase, step: StepGraph) -> PhaseCost:
-        """How a phase is best done. Its peak is what it adds to all that lies there between
-        phases.
+    def cost_of(self, name: str, phase: Phase, step: StepGraph) -> PhaseCost:
+        """Return the cost of the best way to run a phase; its peak is what it adds to all that is
+        stored between phases.
         """
         if phase.trains:
-            layout, seconds = (
-                _layout_text(step, self._training),
-                self._training.predicted.step_seconds,
-            )
-            return PhaseCost(
-                name, phase.times, layout, int(self._more_at_peak), seconds, None, seconds
-            )
-        held = {p.name: self.lies[p.name] for p in step.parameters if p.name in self.lies}
-        ways: list[
-            tuple[Plan, float | None]
-        ] = []  # and seconds of moves, None where nothing is moved
-        for way in (self._staying, self._moved):
-            with suppress(PlanError):
-                ways.append(way(step, held))
-        ways = ways or [self._moved(step, held, "zero3")]
-        plan, moved = min(
-            ways, key=lambda way: phase.times * way[0].predicted.step_seconds + (way[1] or 0.0)
-        )
-        staying = next(
-            (other.predicted.step_seconds for other, moves in ways if moves is None), None
-        )
-        places = _places(step, plan.stages[0])
-        self.lies |= {name: place for name, place in places.items() if name not in held}
-        counted = sum(
-            place.num_bytes for name, place in places.items() if moved is None or name not in held
-        )
-        seconds, peak = plan.predicted.step_seconds, plan.predicted.peak_bytes - int(counted)
-        return PhaseCost(name, phase.times, _layout_text(step, plan), peak, seconds, moved, staying)
+            seconds = self._training.predicted.step_seconds
+            layout = _layout_text(step, self._training)
+            peak = int(self._more_at_peak)
+            return PhaseCost(name, phase.times, layout, peak, seconds, None, seconds)
 
-    def _staying(self, step: StepGraph, held: Mapping[str, _Place]) -> tuple[Plan, None]:
-        """The plan around what lies already."""
-        meshes = {place.mesh for place in held.values()}
+        stored = {
+            parameter.name: self.stored[parameter.name]
+            for parameter in step.parameters
+            if parameter.name in self.stored
+        }
+        options: list[_PhaseOption] = []
+        for price in (self._staying, self._moved):
+            with suppress(PlanError):
+                options.append(price(step, stored))
+        if not options:
+            options.append(self._moved(step, stored, "zero3"))
+
+        def total_seconds(option: _PhaseOption) -> float:
+            step_seconds = option.plan.predicted.step_seconds
+            return phase.times * step_seconds + (option.move_seconds or 0.0)
+
+        best = min(options, key=total_seconds)
+        staying_seconds: float | None = None
+        for option in options:
+            if option.move_seconds is None:
+                staying_seconds = option.plan.predicted.step_seconds
+                break
+
+        own_parameters = _stored_parameters(step, best.plan.stages[0])
+        counted_bytes = 0.0
+        for parameter_name, parameter in own_parameters.items():
+            is_new = parameter_name not in stored
+            if is_new:
+                self.stored[parameter_name] = parameter
+            if is_new or best.move_seconds is None:
+                counted_bytes += parameter.num_bytes
+
+        predicted = best.plan.predicted
+        return PhaseCost(
+            name,
+            phase.times,
+            _layout_text(step, best.plan),
+            predicted.peak_bytes - int(counted_bytes),
+            predicted.step_seconds,
+            best.move_seconds,
+            staying_seconds,
+        )
+
+    def _staying(self, step: StepGraph, stored: Mapping[str, _StoredParameter]) -> _PhaseOption:
+        """Return the plan around the layouts that parameters have.
+
+        Raises:
+            PlanError: they are not on one mesh of all devices, or nothing fits.
+        """
+        meshes = {parameter.mesh for parameter in stored.values()}
         if len(meshes) != 1 or () in meshes:
             raise PlanError("its parameters do not lie on one mesh of all devices")
-        pinned, in_place = (
-            {n: place.plan for n, place in held.items()},
-            sum(place.num_bytes for place in held.values()),
-        )
-        return self._one_stage(step, -in_place, pinned, logical_mesh=meshes.pop()), None
+        pinned = {name: parameter.plan for name, parameter in stored.items()}
+        # They are in the plan's memory and in what is stored: counted once.
+        stored_bytes = sum(parameter.num_bytes for parameter in stored.values())
+        plan = self._one_stage(step, -stored_bytes, pinned, logical_mesh=meshes.pop())
+        return _PhaseOption(plan, None)
 
     def _moved(
-        self, step: StepGraph, held: Mapping[str, _Place], parallel: str = "auto"
-    ) -> tuple[Plan, float | None]:
-        """The plan with a layout of its own; None where no parameter lay otherwise before."""
-        # What lies there from now on does so in training, too; in parts on all devices it has room.
-        is_new = parallel == "auto" and len(held) < len(step.parameters)
-        plan = self._one_stage(step, self._more_at_peak if is_new else 0.0, parallel=parallel)
-        (stage,), cluster, received = plan.stages, self._task.cluster, 0.0
-        places, alike = (
-            _places(step, stage),
-            Counter[Any](),
-        )  # what lies and goes alike goes together
-        for given in step.parameters:
-            source, target = held.get(given.name, places[given.name]), places[given.name]
+        self,
+        step: StepGraph,
+        stored: Mapping[str, _StoredParameter],
+        parallel: str = "auto",
+    ) -> _PhaseOption:
+        """Return the plan with layouts of its own, and the seconds to move what is stored; None if
+        nothing is stored.
+        """
+        # Parameters without a layout keep the phase's one in training, too, which must have memory
+        # for them. Under ZeRO-3 it has.
+        adds_parameters = parallel == "auto" and len(stored) < len(step.parameters)
+        more_bytes = self._more_at_peak if adds_parameters else 0.0
+        plan = self._one_stage(step, more_bytes, parallel=parallel)
+        move_seconds = self._move_seconds(step, plan.stages[0], stored) if stored else None
+        return _PhaseOption(plan, move_seconds)
+
+    def _move_seconds(
+        self, step: StepGraph, stage: StagePlan, stored: Mapping[str, _StoredParameter]
+    ) -> float:
+        """Return the seconds to move `stored` parameters into the layouts that `stage` has."""
+        targets = _stored_parameters(step, stage)
+        # Parameters with the same layouts before and after are moved together.
+        bytes_by_layouts = Counter[Any]()
+        gathered_bytes = 0.0
+        for parameter in step.parameters:
+            target = targets[parameter.name]
+            source = stored.get(parameter.name, target)
             if source.mesh == target.mesh:
-                alike[source.plan.step_layout(False), target.plan.step_layout(False)] += (
-                    given.meta.num_bytes
-                )
+                layouts = source.plan.step_layout(False), target.plan.step_layout(False)
+                bytes_by_layouts[layouts] += parameter.meta.num_bytes
             elif not (source.mesh and source.plan.is_whole):
-                received += target.num_bytes  # as if a device had had none of it
-        mesh, (flat,) = (
-            cluster.logical_mesh(stage.logical_mesh),
-            cluster.logical_mesh((cluster.num_devices,)).axes,
-        )
-        seconds = sum(
-            float(reshard_table((a,), (b,), size, False, mesh)[0][0, 0])
-            for (a, b), size in alike.items()
-        )
-        return plan, seconds + (
-            flat.seconds("all_gather", received) if received else 0.0
-        ) if held else None
+                # Between meshes: as if a device had nothing of it before.
+                gathered_bytes += target.num_bytes
+
+        cluster = self._task.cluster
+        mesh = cluster.logical_mesh(stage.logical_mesh)
+        seconds = 0.0
+        for (before, after), num_bytes in bytes_by_layouts.items():
+            table = reshard_table((before,), (after,), num_bytes, False, mesh)
+            seconds += float(table[0][0, 0])
+        if gathered_bytes:
+            (flat_axis,) = cluster.logical_mesh((cluster.num_devices,)).axes
+            seconds += flat_axis.seconds("all_gather", gathered_bytes)
+        return seconds
 
     def _one_stage(
-        self, step: StepGraph, more_bytes: float, pinned: Any = None, **wish: Any
+        self, step: StepGraph, more_bytes: float, pinned: Any = None, **pins: Any
     ) -> Plan:
-        """A plan on all devices beside what lies there and `more_bytes` of each."""
-        asked, room = self._task.options, self._task.memory_limit - self.lying_bytes - more_bytes
-        wish |= {
-            n: getattr(asked, n)
-            for n in ("solver", "solver_seconds", "costs", "compile", "batch_scope")
-        }
-        options = PlanOptions(memory_limit=max(1.0, room), remat=False, offload=False, **wish)
-        return plan_one_stage(
-            replace(self._task, step=step, options=options, optimizer=OptimizerInfo()), pinned or {}
+        """Return a plan on all devices that leaves memory for what is stored and `more_bytes` on
+        each.
+        """
+        task_options = self._task.options
+        limit = self._task.memory_limit - self.stored_bytes - more_bytes
+        options = PlanOptions(
+            memory_limit=max(1.0, limit),
+            remat=False,
+            offload=False,
+            solver=task_options.solver,
+            solver_seconds=task_options.solver_seconds,
+            costs=task_options.costs,
+            compile=task_options.compile,
+            batch_scope=task_options.batch_scope,
+            **pins,
         )
+        task = replace(self._task, step=step, options=options, optimizer=OptimizerInfo())
+        return plan_one_stage(task, pinned or {})
+
+
+def _parameters_of_plan(step: StepGraph, plan: Plan) -> dict[str, _StoredParameter]:
+    """Return the parameters of all stages by name; on several meshes with the mean bytes of a
+    device.
+    """
+    num_meshes = len({stage.first_device for stage in plan.stages})
+    parameters: dict[str, _StoredParameter] = {}
+    for stage in plan.stages:
+        parameters.update(_stored_parameters(step, stage))
+    if num_meshes == 1:
+        return parameters
+    return {
+        name: _StoredParameter((), parameter.plan, parameter.num_bytes / num_meshes)
+        for name, parameter in parameters.items()
+    }
 
 
 def _layout_text(step: StepGraph, plan: Plan) -> str:
-    """The (first) mesh, and for each of its axes how most bytes of the phase's parameters lie."""
-    plans = {name: each for stage in plan.stages for name, each in stage.parameter_plans.items()}
-    most = Counter[str]()
-    for given in step.parameters:
-        most[" ".join(mode.storage.value for mode in plans[given.name].modes)] += (
-            given.meta.num_bytes
-        )
-    return " ".join(
-        [
-            "x".join(map(str, plan.stages[0].logical_mesh)),
-            *(modes for modes, _ in most.most_common(1)),
-        ]
-    )
+    """Return the first stage's mesh and the storage placements of most bytes of the phase's
+    parameters, one for each mesh axis.
+    """
+    parameter_plans: dict[str, ParameterPlan] = {}
+    for stage in plan.stages:
+        parameter_plans.update(stage.parameter_plans)
+
+    bytes_by_modes = Counter[str]()
+    for parameter in step.parameters:
+        modes = parameter_plans[parameter.name].modes
+        text = " ".join(mode.storage.value for mode in modes)
+        bytes_by_modes[text] += parameter.meta.num_bytes
+
+    parts = ["x".join(map(str, plan.stages[0].logical_mesh))]
+    parts += [modes for modes, _ in bytes_by_modes.most_common(1)]
+    return " ".join(parts)

@@ -281,7 +281,9 @@ class PipelineSearch:
         """
         job = self._job(count)
         assert job is not None
-        meshes = self.meshes if used is None else tuple(self.meshes[i] for i in sorted(used))
+        meshes = self.meshes
+        if used is not None:
+            meshes = tuple(self.meshes[i] for i in sorted(used))
         with self.task.progress(f"{count} micro-batches"):
             with timed(self.spent, "stage costs"):
                 runs = stage_costs(job, meshes, self._runs, unlikely=self._unlikely)

@@ -40,8 +40,10 @@ def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[i
     _check_ops(stages, graph)
     check_devices(stages, num_devices)
     _check_schedule(plan)
-    made = set(given)  # values that a stage may receive
-    stored: dict[tuple[tuple[int, ...], str], ParameterPlan] = {}  # where, parameter -> how
+    # Values that a stage may receive.
+    made = set(given)
+    # (ranks of the mesh, parameter) -> its layout there.
+    stored: dict[tuple[tuple[int, ...], str], ParameterPlan] = {}
     for index, stage in enumerate(stages):
         where = f"stages[{index}]"
         part = slice_stage(graph, *stage.ops)
@@ -56,7 +58,8 @@ def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[i
                 )
         _check_boundary(stage.received, part.received, part, stage, f"{where}.received")
         _check_boundary(stage.sent, part.sent, part, stage, f"{where}.sent")
-        if missing := [value for value in part.received if value not in made]:
+        missing = [value for value in part.received if value not in made]
+        if missing:
             raise PlanError(
                 f"{where} receives value {missing[0]}, which no earlier stage makes", _FIX
             )
@@ -64,67 +67,64 @@ def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[i
 
 
 def _check_ops(stages: Sequence[StagePlan], graph: StepGraph) -> None:
-    """Stages cover the ops once and in order."""
+    """Raise PlanError unless the stages cover the ops once and in order."""
+    starts = [stage.ops[0] for stage in stages]
     cuts = [0, *(stage.ops[1] for stage in stages)]
-    if (
-        [stage.ops[0] for stage in stages] != cuts[:-1]
-        or cuts[-1] != len(graph.ops)
-        or sorted(set(cuts)) != cuts
-    ):
-        shown = ", ".join(f"[{a}, {b})" for a, b in (stage.ops for stage in stages))
+    is_contiguous = starts == cuts[:-1]
+    is_increasing = sorted(set(cuts)) == cuts
+    if not (is_contiguous and is_increasing and cuts[-1] == len(graph.ops)):
+        shown = ", ".join("[{}, {})".format(*stage.ops) for stage in stages)
         raise PlanError(f"the stages hold ops {shown} of a step with {len(graph.ops)} ops", _FIX)
 
 
 def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
-    """Every device is in one mesh; stages at the same place have the same devices in the same
-    order.
+    """Check that every device is in one mesh, and that stages on a mesh have the same devices in
+    the same order.
+
+    Raises:
+        PlanError: names the first stage of which that is not true.
     """
-    ranks: dict[
-        tuple[int, int], tuple[int, ...]
-    ] = {}  # (first device, last + 1) -> those of the mesh there
+    # (first device, last device + 1) -> the ranks of the mesh there.
+    ranks_of_mesh: dict[tuple[int, int], tuple[int, ...]] = {}
     for index, stage in enumerate(stages):
         size = math.prod(stage.submesh)
-        if min((*stage.submesh, *stage.logical_mesh)) < 1 or math.prod(stage.logical_mesh) != size:
+        has_empty_dim = min((*stage.submesh, *stage.logical_mesh)) < 1
+        if has_empty_dim or math.prod(stage.logical_mesh) != size:
             raise PlanError(
                 f"stages[{index}] has {size} devices (submesh {list(stage.submesh)}) and the"
-                " logical mesh "
-                f"{list(stage.logical_mesh)}",
+                f" logical mesh {list(stage.logical_mesh)}",
                 "the product of both must be the same",
             )
-        place = stage.first_device, stage.first_device + size
-        if (
-            ranks.setdefault(place, stage_ranks(stage)) != stage_ranks(stage)
-            or len(ranks[place]) != size
-        ):
+        ranks = stage_ranks(stage)
+        mesh = stage.first_device, stage.first_device + size
+        if ranks_of_mesh.setdefault(mesh, ranks) != ranks or len(ranks) != size:
             raise PlanError(
                 f"stages[{index}].devices are not {size}, or not those of other stages at its"
                 " place",
                 _FIX,
             )
-    ends = sorted(ranks)
-    if (
-        ends[0][0] != 0
-        or any(a[1] != b[0] for a, b in pairwise(ends))
-        or ends[-1][1] != num_devices
-    ):
-        shown = ", ".join(f"{first}-{last - 1}" for first, last in ends)
+
+    meshes = sorted(ranks_of_mesh)
+    is_contiguous = all(mesh[1] == following[0] for mesh, following in pairwise(meshes))
+    if not is_contiguous or meshes[0][0] != 0 or meshes[-1][1] != num_devices:
+        shown = ", ".join(f"{first}-{last - 1}" for first, last in meshes)
         raise PlanError(
             f"the stages lie on devices {shown}, the job has {num_devices}",
             "start the job with as many devices, or leave the file out",
         )
-    if sorted(rank for own in ranks.values() for rank in own) != list(range(num_devices)):
+    all_ranks = [rank for ranks in ranks_of_mesh.values() for rank in ranks]
+    if sorted(all_ranks) != list(range(num_devices)):
         raise PlanError(
             f"the stages' devices are not the ranks 0 to {num_devices - 1}, each once", _FIX
         )
 
 
 def _check_schedule(plan: Plan) -> None:
-    """A schedule that can run these stages and puts them where the plan has them."""
+    """Raise PlanError unless the schedule can run the stages on the meshes that the plan has."""
     if len(plan.stages) == 1:
         return
-    meshes = list(
-        dict.fromkeys(stage_ranks(stage) for stage in plan.stages)
-    )  # numbered by their first stage
+    # Meshes are numbered by their first stage.
+    meshes = list(dict.fromkeys(stage_ranks(stage) for stage in plan.stages))
     reason = why_not(plan.schedule, len(meshes), plan.num_microbatches)
     if reason is None:
         holders = [mesh_of(plan.schedule, len(meshes), index) for index in range(len(plan.stages))]
@@ -140,28 +140,29 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
-    """Every op has one strategy per mesh axis, each of which its rule offers.
+    """Raise PlanError unless every op has one strategy per mesh axis, each offered by its rule.
 
-    Later axes cut what earlier ones left, at the device with the least: so were the strategies
-    made.
+    Later axes split the shards of earlier ones, on the device with the smallest shard: so were the
+    strategies made.
     """
     mesh = stage.logical_mesh
-    if extra := sorted(set(stage.strategies) - {op.name for op in part.ops}):
+    extra = sorted(set(stage.strategies) - {op.name for op in part.ops})
+    if extra:
         raise PlanError(f"{where}.strategies has {extra[0]!r}, which is no op of that stage", _FIX)
     for op in part.ops:
         if op.name not in stage.strategies:
             raise PlanError(f"{where}.strategies says nothing of {op.name!r}", _FIX)
-        strategies, local = stage.strategies[op.name], op.call
+        strategies = stage.strategies[op.name]
+        local = op.call
         for axis, strategy in enumerate(strategies):
             offered = axis_strategies(local, mesh[axis])
             if strategy not in offered:
-                shown = ", ".join(f"`{each}`" for each in offered[:_SHOWN]) + ", ..." * (
-                    len(offered) > _SHOWN
-                )
+                shown = ", ".join(f"`{choice}`" for choice in offered[:_SHOWN])
+                if len(offered) > _SHOWN:
+                    shown += ", ..."
                 raise PlanError(
                     f"{where}.strategies[{op.name!r}]: `{strategy}` on mesh axis {axis}"
-                    f" ({mesh[axis]} devices) is no "
-                    f"way to compute {op.call.target_name} in parts",
+                    f" ({mesh[axis]} devices) is no way to compute {op.call.target_name} in shards",
                     f"use one of {shown}",
                 )
             last = tuple(size - 1 for size in mesh[: axis + 1])
@@ -169,56 +170,61 @@ def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
 
 
 def _check_recomputed(stage: StagePlan, part: StepGraph, where: str) -> None:
-    """Ops whose second run gives what the first one gave; their results are memory of their own.
-    Parts of products.
+    """Raise PlanError unless recomputed and offloaded results are of ops that can be recomputed
+    alone, and chunked ones of matmuls.
     """
     known = {op.name: op for op in part.ops}
     for name in stage.recomputed_ops:
         if name not in known or not can_run_again(known[name].call) or stage.remat:
             raise PlanError(
-                f"{where}.recomputed or .stored has {name!r}, which cannot be made again by itself",
+                f"{where}.recomputed or .stored has {name!r}, which cannot be recomputed by itself",
                 _FIX,
             )
-    for name, parts in stage.num_chunks.items():
-        if name not in known or product_of(known[name].call) is None or parts < 2:
+    for name, count in stage.num_chunks.items():
+        is_matmul = name in known and product_of(known[name].call) is not None
+        if not is_matmul or count < 2:
             raise PlanError(
-                f"{where}.in_parts has {name!r}: {parts}, expected a product and 2 or more", _FIX
+                f"{where}.in_parts has {name!r}: {count}, expected a matmul and 2 or more", _FIX
             )
-    if both := set(stage.recomputed).intersection(stage.stored):
+    both = set(stage.recomputed).intersection(stage.stored)
+    if both:
         raise PlanError(f"{where}.recomputed and .stored both have {min(both)!r}", _FIX)
 
 
-def _check_parameter(stage: StagePlan, given: ParameterInput, where: str) -> ParameterPlan:
-    plan = next(
-        (stage.parameter_plans[name] for name in given.names if name in stage.parameter_plans), None
-    )
-    where = f"{where}.parameters[{given.name!r}]"
-    if plan is None:
+def _check_parameter(stage: StagePlan, parameter: ParameterInput, where: str) -> ParameterPlan:
+    """Return the stage's plan of a parameter; PlanError if there is none, or it cannot be stored
+    so.
+    """
+    where = f"{where}.parameters[{parameter.name!r}]"
+    names = [name for name in parameter.names if name in stage.parameter_plans]
+    if not names:
         raise PlanError(f"{where} is missing: the stage uses this parameter", _FIX)
-    if reason := _why_not_stored(plan, given, stage.logical_mesh):
+    plan = stage.parameter_plans[names[0]]
+    reason = _why_not_stored(plan, parameter, stage.logical_mesh)
+    if reason:
         raise PlanError(f"{where} is '{modes_text(plan.module_modes)}', but {reason}", _FIX)
     return plan
 
 
 def _why_not_stored(
-    plan: ParameterPlan, given: ParameterInput, mesh: tuple[int, ...]
+    plan: ParameterPlan, parameter: ParameterInput, mesh: tuple[int, ...]
 ) -> str | None:
-    """What stands against storing a parameter so, None where nothing does."""
-    shape = given.meta.shape
-    if plan.num_segments != given.num_segments:
-        return f"the step sees it in {given.num_segments} segments"
+    """Return why a parameter cannot be stored as planned; None if it can."""
+    shape = parameter.meta.shape
+    if plan.num_segments != parameter.num_segments:
+        return f"the step sees it in {parameter.num_segments} segments"
     if any(mode.dim is not None and mode.dim >= len(shape) for mode in plan.modes):
-        return f"it has {len(given.module_shape or shape)} dims"
+        return f"it has {len(parameter.module_shape or shape)} dims"
     once = (Storage.REPLICATE, Storage.GATHER_ONCE)
-    if not given.meta.requires_grad and any(mode.storage in once for mode in plan.modes):
+    if not parameter.meta.requires_grad and any(mode.storage in once for mode in plan.modes):
         return "it has no gradient to reduce: write R or S<dim>"
-    if plan.on_host and not can_be_offloaded(given):
+    if plan.on_host and not can_be_offloaded(parameter):
         return "nothing of it can lie in host memory"
-    last = tuple(size - 1 for size in mesh)  # the device with the least
-    if given.meta.num_elements and 0 in plan.layout.local_shape(shape, mesh, last):
-        return (
-            f"shape {list(given.module_shape or shape)} cannot be cut so on a mesh of {list(mesh)}"
-        )
+    # The last device has the smallest shard.
+    last = tuple(size - 1 for size in mesh)
+    if parameter.meta.num_elements and 0 in plan.layout.local_shape(shape, mesh, last):
+        full_shape = list(parameter.module_shape or shape)
+        return f"shape {full_shape} cannot be split so on a mesh of {list(mesh)}"
     return None
 
 
@@ -229,7 +235,9 @@ def _check_boundary(
     stage: StagePlan,
     where: str,
 ) -> None:
-    """Exactly what the graph hands over there, whole or in equal chunks."""
+    """Raise PlanError unless `layouts` are of exactly the values that the graph passes there, full
+    or in equal shards.
+    """
     if set(layouts) != set(wanted):
         odd = sorted(set(layouts) ^ set(wanted))[0]
         raise PlanError(f"{where} {'has' if odd in layouts else 'lacks'} value {odd}", _FIX)

@@ -74,7 +74,8 @@ def make_plan(
         CaptureError: the step cannot be captured.
         PlanError: nothing fits, or a pin cannot be met.
     """
-    options, progress = options or PlanOptions(), progress or nullcontext
+    options = options or PlanOptions()
+    progress = progress or nullcontext
     if costs is not None:
         options = replace(options, costs=costs)
     started = time.perf_counter()
@@ -92,7 +93,9 @@ def make_plan(
     capture_seconds = time.perf_counter() - started
     optimizer = optimizer or optimizer_info_of(module)
     task = PlanTask(step, cluster, options, optimizer, progress=progress, results=results)
-    find = (choose or choose_plan) if around is None else partial(plan_around, running=around)
+    find = choose or choose_plan
+    if around is not None:
+        find = partial(plan_around, running=around)
     plan = plan_iteration(phases, task, find) if phases else find(task)
     plan = plan.with_notes_of(step.notes)
     return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
@@ -204,7 +207,8 @@ def _requires_pipeline(task: PlanTask) -> bool:
 def _check_single_device(task: PlanTask) -> None:
     """Raise PlanError if stages or a schedule are pinned on one device."""
     options = task.options
-    pins_stages = (options.num_stages or 1) > 1 or options.schedule is not None
+    num_stages = options.num_stages or 1
+    pins_stages = num_stages > 1 or options.schedule is not None
     if task.cluster.num_devices == 1 and pins_stages:
         raise PlanError(
             "num_stages and schedule need at least 2 devices",

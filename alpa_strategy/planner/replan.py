@@ -1,7 +1,7 @@
-"""Another step on running stages: batches of another shape. Parameters stay where and as they lie.
+"""Plans of another step on running stages, for batches of another shape.
 
-The step is cut where the running stages' parameters allow it and least has to pass; layouts are
-solved around these.
+Parameters keep their devices and layouts. The step is split where the running stages' parameters
+allow it and the fewest bytes pass from stage to stage; layouts are solved around the parameters'.
 """
 
 import glob
@@ -15,7 +15,7 @@ import numpy as np
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_costs import StageCostTask
-from alpa_strategy.inter_op.stage_solve import SolvedStage, StageRequest, StageSolver
+from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, stage_on
 from alpa_strategy.intra_op.memory_choices import offload_of
 from alpa_strategy.ir.graph import StepGraph
@@ -35,121 +35,174 @@ from alpa_strategy.schedules import in_flight_by_stage, why_not
 
 
 def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
-    """What `replan`'s result is stored under: the running plan takes the place of pins."""
-    text = repr(
-        [
-            (s.submesh, stage_ranks(s), s.logical_mesh, sorted(s.parameter_plans.items()))
-            for s in running.stages
-        ]
+    """Return what `replan`'s result is stored under: the running plan takes the place of pins."""
+    stage_texts = [
+        (
+            stage.submesh,
+            stage_ranks(stage),
+            stage.logical_mesh,
+            sorted(stage.parameter_plans.items()),
+        )
+        for stage in running.stages
+    ]
+    digest = hashlib.sha256(repr(stage_texts).encode()).hexdigest()[:16]
+    options = replace(
+        task.options,
+        placements=(("running plan", digest),),
+        parallel="auto",
+        logical_mesh=None,
     )
-    pins = (("running plan", hashlib.sha256(text.encode()).hexdigest()[:16]),)
-    options = replace(task.options, placements=pins, parallel="auto", logical_mesh=None)
     return replace(task, options=options).fingerprint
 
 
 def pinned_task(task: PlanTask, running: Plan) -> tuple[PlanTask, dict[str, ParameterPlan]]:
-    """The task of another step on the only stage of `running`, and the parameters that stay as they
-    lie.
+    """Return the task of another step on the only stage of `running`, and the layouts of the
+    parameters that both have.
 
-    They are pins, so that plans under different ones have different fingerprints.
+    The layouts become pins of the task, so that plans under different ones have different
+    fingerprints.
 
     Raises:
-        PlanError: there are none.
+        PlanError: the plan has none of the step's parameters.
     """
-    stage, names = (
-        running.stages[0],
-        {name for parameter in task.step.parameters for name in parameter.names},
-    )
-    held = {name: plan for name, plan in stage.parameter_plans.items() if name in names}
-    if not held:
+    stage = running.stages[0]
+    names = {name for parameter in task.step.parameters for name in parameter.names}
+    pinned = {name: plan for name, plan in stage.parameter_plans.items() if name in names}
+    if not pinned:
         raise PlanError(
             "the plan has none of the step's parameters", "give one that was made for this model"
         )
+
     placements = tuple(
-        (glob.escape(name), modes_text(plan.module_modes)) for name, plan in held.items()
+        (glob.escape(name), modes_text(plan.module_modes)) for name, plan in pinned.items()
     )
     options = replace(
-        task.options, logical_mesh=stage.logical_mesh, parallel="auto", placements=placements
+        task.options,
+        logical_mesh=stage.logical_mesh,
+        parallel="auto",
+        placements=placements,
+        offload=offload_of(pinned),
+        device_map=(),
     )
-    options = replace(options, offload=offload_of(held), device_map=())
-    return replace(
-        task, cluster=task.cluster.in_order(job_ranks(running.stages)), options=options
-    ), held
+    cluster = task.cluster.in_order(job_ranks(running.stages))
+    return replace(task, cluster=cluster, options=options), pinned
 
 
 def replan(task: PlanTask, running: Plan) -> Plan:
-    """The plan of `task.step` on the stages of `running`.
+    """Return the plan of `task.step` on the stages of `running`.
 
     Raises:
-        PlanError: the step uses parameters in another order than the stages have them, or cannot be
-            cut.
+        PlanError: the step uses parameters in another order than the stages have them, has others,
+            or cannot be split.
     """
-    step, cluster = task.step, task.cluster.in_order(job_ranks(running.stages))
-    micro = _microbatches(step, running, cluster.num_devices)
-    graph, count, stages = micro.graph, micro.num_microbatches, running.stages
-    held = {name for stage in stages for name in stage.parameter_plans}
-    if new := [p.name for p in graph.parameters if held.isdisjoint(p.names)]:
-        raise PlanError(
-            f"the step trains {', '.join(new)}, which the running pipeline's stages do not have",
-            "use the same parameters in every step",
-        )
-    cuts = stage_cuts(graph, stages)
+    cluster = task.cluster.in_order(job_ranks(running.stages))
+    micro = _microbatches(task.step, running, cluster.num_devices)
+    graph = micro.graph
+    stages = running.stages
+    _check_parameters(graph, stages)
+
     # The running plan was made under the user's pins: its layouts are the pins now.
-    offload = offload_of(
-        {name: plan for stage in stages for name, plan in stage.parameter_plans.items()}
+    running_plans: dict[str, ParameterPlan] = {}
+    for stage in stages:
+        running_plans.update(stage.parameter_plans)
+    options = replace(
+        task.options,
+        placements=(),
+        parallel="auto",
+        logical_mesh=None,
+        offload=offload_of(running_plans),
     )
-    free = replace(task.options, placements=(), parallel="auto", logical_mesh=None, offload=offload)
     job = StageCostTask(
-        graph,
-        cuts,
-        count,
-        cluster,
-        task.op_costs,
-        free,
-        task.optimizer,
-        task.memory_limit,
+        graph=graph,
+        cuts=stage_cuts(graph, stages),
+        num_microbatches=micro.num_microbatches,
+        cluster=cluster,
+        costs=task.op_costs,
+        options=options,
+        optimizer=task.optimizer,
+        memory_limit=task.memory_limit,
         remat=False,
         results=task.results,
     )
+
     solver = StageSolver(job)
-    firsts = [stage.first_device for stage in stages]
-    shared = len(stages) // len(set(firsts))  # stages on a mesh
-    alive = (
-        in_flight_by_stage(running.schedule, len(set(firsts)), count, shared)
-        if len(stages) > 1
-        else (1,)
-    )
-    solved: list[SolvedStage] = []
-    for stage, (first, last), pairs in zip(stages, pairwise(cuts), alive, strict=True):
-        own = stage_on(graph, first, last, math.prod(stage.logical_mesh))
-        layers = cluster_layers(own, min(len(stage.spans), len(own.ops))) if stage.remat else ()
-        spans = tuple(first + cut for cut in layers[1:-1])
-        shape, pinned = stage.logical_mesh, stage.parameter_plans
-        request = StageRequest(
-            first, last, stage.submesh, shape, stage.remat, pairs, shared, pinned, spans
-        )
-        solved.append(solver.solve(request))
+    solved = [solver.solve(request) for request in _requests(job, running)]
     plan = plan_of(
         job,
         replan_fingerprint(task, running),
         solved,
-        firsts,
+        [stage.first_device for stage in stages],
         running.schedule,
         [0.0] * len(stages),
     )
     return replace(plan, notes=graph.notes)
 
 
+def _check_parameters(graph: StepGraph, stages: Sequence[StagePlan]) -> None:
+    """Raise PlanError if the step has parameters that no stage has."""
+    stage_names = {name for stage in stages for name in stage.parameter_plans}
+    new_names = [
+        parameter.name for parameter in graph.parameters if stage_names.isdisjoint(parameter.names)
+    ]
+    if new_names:
+        raise PlanError(
+            f"the step trains {', '.join(new_names)}, which the running pipeline's stages do not"
+            " have",
+            "use the same parameters in every step",
+        )
+
+
+def _requests(job: StageCostTask, running: Plan) -> list[StageRequest]:
+    """Return what each running stage is solved for: its ops of the new step, its mesh and its
+    parameters' layouts.
+    """
+    stages = running.stages
+    num_meshes = len({stage.first_device for stage in stages})
+    stages_per_mesh = len(stages) // num_meshes
+    in_flight: Sequence[int] = (1,)
+    if len(stages) > 1:
+        in_flight = in_flight_by_stage(
+            running.schedule, num_meshes, job.num_microbatches, stages_per_mesh
+        )
+
+    requests = []
+    for stage, (first, last), alive in zip(stages, pairwise(job.cuts), in_flight, strict=True):
+        segments: tuple[int, ...] = ()
+        if stage.remat:
+            graph = stage_on(job.graph, first, last, math.prod(stage.logical_mesh))
+            layers = cluster_layers(graph, min(len(stage.spans), len(graph.ops)))
+            segments = tuple(first + cut for cut in layers[1:-1])
+        request = StageRequest(
+            first=first,
+            last=last,
+            submesh=stage.submesh,
+            shape=stage.logical_mesh,
+            remat=stage.remat,
+            alive=alive,
+            stages_per_mesh=stages_per_mesh,
+            pinned=stage.parameter_plans,
+            cuts=segments,
+        )
+        requests.append(request)
+    return requests
+
+
 def _microbatches(step: StepGraph, running: Plan, num_devices: int) -> MicroStep:
-    """The step in as many micro-batches as the running plan has, or the most below that its rows
-    and ops allow.
+    """Return the step in as many micro-batches as the running plan has, or the most below that its
+    samples and ops allow.
+
+    Raises:
+        PlanError: why it cannot have as many as the running plan, if no number is possible.
     """
     num_meshes = len({stage.first_device for stage in running.stages})
     failures: list[PlanError] = []
     for count in range(running.num_microbatches, 0, -1):
+        if len(running.stages) > 1:
+            problem = why_not(running.schedule, num_meshes, count)
+            if problem is not None:
+                failures.append(PlanError(problem, "load batches of one size"))
+                continue
         try:
-            if len(running.stages) > 1 and (why := why_not(running.schedule, num_meshes, count)):
-                raise PlanError(why, "load batches of one size")
             return microbatch(step, count, num_devices)
         except PlanError as error:
             failures.append(error)
@@ -157,40 +210,58 @@ def _microbatches(step: StepGraph, running: Plan, num_devices: int) -> MicroStep
 
 
 def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]:
-    """Positions from 0 to the number of ops: every stage has the parameters that its ops read, and
-    least is passed on.
+    """Return the positions of ops at which stages begin, from 0 to the number of ops.
+
+    Every stage has the parameters that its ops read, and as few bytes as possible pass from stage
+    to stage.
 
     Raises:
-        PlanError: there is no such cut.
+        PlanError: there is no such split.
     """
     num_ops = len(graph.ops)
-    names = {p.value: p.names for p in graph.parameters}
-    staged = {name for stage in stages for name in stage.parameter_plans}
-    passing = boundary_bytes(graph, with_gradients=True)
-    best = np.full(num_ops + 1, np.inf)
-    best[0] = 0.0
-    origins: list[np.ndarray] = []
+    bytes_at = boundary_bytes(graph, with_gradients=True)
+    # fewest[i]: bytes that pass if the stages so far have the ops before position i.
+    fewest = np.full(num_ops + 1, np.inf)
+    fewest[0] = 0.0
+    previous_cuts: list[np.ndarray] = []
     for stage in stages:
-        start = 0  # the first op from which on the stage has all that is read
-        found, origin = np.full(num_ops + 1, np.inf), np.zeros(num_ops + 1, dtype=int)
-        for position in range(1, num_ops + 1):
-            read = [names[v] for v in graph.ops[position - 1].operands if v in names]
-            if any(
-                staged.intersection(n) and not stage.parameter_plans.keys() & set(n) for n in read
-            ):
-                start = position
-            if start < position:
-                k = start + int(np.argmin(best[start:position]))
-                found[position], origin[position] = best[k] + passing[position], k
-        best = found
-        origins.append(origin)
-    if not np.isfinite(best[num_ops]):
+        starts = _earliest_starts(graph, stage, stages)
+        fewest_with_stage = np.full(num_ops + 1, np.inf)
+        previous_cut = np.zeros(num_ops + 1, dtype=int)
+        for end in range(1, num_ops + 1):
+            start = starts[end]
+            if start < end:
+                best_start = start + int(np.argmin(fewest[start:end]))
+                fewest_with_stage[end] = fewest[best_start] + bytes_at[end]
+                previous_cut[end] = best_start
+        fewest = fewest_with_stage
+        previous_cuts.append(previous_cut)
+
+    if not np.isfinite(fewest[num_ops]):
         raise PlanError(
             "the step uses parameters in another order than the running pipeline's stages have"
             " them",
             "use the same layers in the same order in every step",
         )
     cuts = [num_ops]
-    for origin in reversed(origins):
-        cuts.append(int(origin[cuts[-1]]))
+    for previous_cut in reversed(previous_cuts):
+        cuts.append(int(previous_cut[cuts[-1]]))
     return tuple(reversed(cuts))
+
+
+def _earliest_starts(graph: StepGraph, stage: StagePlan, stages: Sequence[StagePlan]) -> list[int]:
+    """Return, for every end position, the first op from which on `stage` has all parameters that
+    are read before that end.
+    """
+    names_of_value = {parameter.value: parameter.names for parameter in graph.parameters}
+    names_in_stages = {name for each_stage in stages for name in each_stage.parameter_plans}
+    start = 0
+    starts = [start]
+    for position, op in enumerate(graph.ops, start=1):
+        for value in op.operands:
+            names = set(names_of_value.get(value, ()))
+            is_of_another_stage = not names & stage.parameter_plans.keys()
+            if names & names_in_stages and is_of_another_stage:
+                start = position
+        starts.append(start)
+    return starts

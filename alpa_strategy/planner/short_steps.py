@@ -15,7 +15,9 @@ TOLD_APART, TOLD_APART_IN_SHORT_STEPS = 1.1, 2.0
 
 
 def is_short(task: PlanTask, seconds: float) -> bool:
-    """Whether a step of so many predicted seconds is the host's in a running job."""
+    """Whether the host decides how long a step of `seconds` predicted seconds takes in a running
+    job.
+    """
     return task.cluster.measured and seconds < SHORT_SECONDS
 
 

@@ -79,7 +79,7 @@ def test_wrong_options_are_named(wrong: dict, message: str) -> None:
         ({"master_weights": "no"}, "master_weights='no' is neither true nor false"),
         (
             {"capture": "never", "num_stages": 2},
-            'capture="never" has steps run as they are written, but a pipeline',
+            'capture="never" has steps run eagerly, but a pipeline',
         ),
         ({"capture": "never", "parallel": "tensor"}, "but parallel='tensor' is asked for"),
         ({"batch_scope": "replica", "offload": True}, "but offload=True is asked for"),

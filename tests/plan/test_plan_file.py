@@ -22,7 +22,7 @@ from alpa_strategy.ir.plan import (
     Predicted,
     StagePlan,
 )
-from alpa_strategy.planner.task import PlanStore
+from alpa_strategy.planner.plan_store import PlanStore
 
 FINGERPRINT = Fingerprint("g", "p", "b", "c", "o", "1")
 MODES = st.sampled_from(
